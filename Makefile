@@ -1,0 +1,63 @@
+# Two commands do everything on a fresh machine with Python, git and make: `make demo` runs the main
+# job, `make test` passes the tests. Each sets up its environment once and again when setup.cfg changes.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-262 types lint clean distclean
+
+PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
+PYTEST := -m pytest -n 2 --dist loadgroup
+PYTEST_ARGS ?=
+
+# More threads would change the bits of a product, and the ranks share the cores.
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help:
+	@echo 'make demo      train AlexNet on two CPU ranks and compare with the single-device model'
+	@echo 'make test      ruff, mypy and the tests on paddlepaddle 3.3'
+	@echo 'make test-262  the tests on paddlepaddle 2.6.2'
+	@echo 'make lint      ruff alone;  make types: mypy alone'
+	@echo 'make clean     remove what was built;  make distclean: the environments too'
+
+.venv/.installed: REQUIREMENTS = --editable '.[cpu,examples,dev]'
+# 2.6.2 imports setuptools itself, and breaks with newer protobuf and numpy than it was built for.
+.venv-262/.installed: REQUIREMENTS = 'paddlepaddle==2.6.2' 'numpy<2' 'protobuf==3.20.2' \
+    'setuptools<80' --editable '.[examples,test]'
+
+.venv/.installed .venv-262/.installed: setup.cfg
+	@echo 'setting up $(@D): the first time this takes a minute or two'
+	$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet $(REQUIREMENTS)
+	@touch $@
+
+demo: .venv/.installed
+	@rm -rf build/demo demo && mkdir -p build/demo
+	@status=0; \
+	.venv/bin/python -m paddle.distributed.launch --nproc_per_node 2 --log_level WARNING \
+	    --log_dir build/demo/log \
+	    examples/dygraph_alexnet.py --report build/demo/report.json --trace demo || status=$$?; \
+	test $$status -ne 0 || echo 'pictures of the run: demo/predicted.png and demo/measured.png'; \
+	for log in build/demo/log/workerlog.*; do \
+	    echo "rank $${log##*.}: $$(grep -v '^[IWEF][0-9]\{4\} \|^fleetpipe: trace' "$$log" | tail -n 1)"; \
+	done; \
+	exit $$status
+
+lint: .venv/.installed
+	.venv/bin/python -m ruff check .
+
+types: .venv/.installed
+	.venv/bin/python tests/check_types.py
+
+test: lint types
+	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
+
+test-262: .venv-262/.installed
+	.venv-262/bin/python $(PYTEST) $(PYTEST_ARGS)
+
+clean:
+	rm -rf build demo dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find fleetpipe static dygraph examples tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-262

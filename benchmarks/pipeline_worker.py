@@ -1,0 +1,109 @@
+"""A process that ``pipeline.py`` measures: a rank of the pipeline, or a single process.
+
+It trains when it is told to, so that several kinds of process can be measured in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client
+from typing import Any
+
+import gpt
+import idle
+import paddle
+from paddle import nn
+
+from fleetpipe import fleet
+from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.fleet.meta_parallel import PipelineLayer
+
+
+def pipeline(case: gpt.Case) -> PipelineParallel:
+    """Returns this rank's part of the case in a 1F1B pipeline."""
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 1, "pp_degree": case.ranks}
+    strategy.pipeline_configs = {
+        "accumulate_steps": case.micro_batches,
+        "micro_batch_size": case.rows,
+        "schedule_mode": "1F1B",
+    }
+    fleet.init(is_collective=True, strategy=strategy)
+    topology = fleet.get_hybrid_communicate_group().topology()
+    wrapped: PipelineParallel = fleet.distributed_model(
+        PipelineLayer(case.layers(), topology=topology, loss_fn=nn.MSELoss())
+    )
+    return wrapped
+
+
+def pipelined_step(case: gpt.Case, model: PipelineParallel) -> Callable[[], Any]:
+    """Returns what trains one batch in the pipeline and returns its loss."""
+    optimizer = fleet.distributed_optimizer(
+        paddle.optimizer.Adam(1e-4, parameters=model.parameters())
+    )
+    batch = case.batch()
+    return lambda: model.train_batch(batch, optimizer)
+
+
+def single_step(case: gpt.Case) -> Callable[[], Any]:
+    """Returns what trains one batch of the same micro-batches in plain Paddle."""
+    model = PipelineLayer(case.layers(), num_stages=1).single_model()
+    optimizer = paddle.optimizer.Adam(1e-4, parameters=model.parameters())
+    criterion = nn.MSELoss()
+    inputs, targets = case.batch()
+
+    def step() -> Any:
+        total = None
+        for index in range(case.micro_batches):
+            rows = slice(index * case.rows, (index + 1) * case.rows)
+            loss = criterion(model(inputs[rows]), targets[rows]) / case.micro_batches
+            loss.backward()
+            loss = loss.detach()
+            total = loss if total is None else total + loss
+        optimizer.step()
+        optimizer.clear_grad()
+        return total
+
+    return step
+
+
+def timed(step: Callable[[], Any], steps: int) -> dict[str, Any]:
+    """Returns seconds and processor seconds of one step, and the bits of every loss."""
+    losses = []
+    wall, processor = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        losses.append(float(step()).hex())
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    return {"seconds": wall / steps, "processor": processor / steps, "losses": losses}
+
+
+def main() -> None:
+    """Serves ``pipeline.py``: (command, number) comes in, a dict goes back, until "stop"."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=["pipeline", "single"])
+    parser.add_argument("case", choices=gpt.CASES)
+    parser.add_argument("address")
+    arguments = parser.parse_args()
+    paddle.set_device("cpu")
+    case = gpt.CASES[arguments.case]
+    model = pipeline(case) if arguments.kind == "pipeline" else None
+    step = single_step(case) if model is None else pipelined_step(case, model)
+    with Client(arguments.address, "AF_UNIX") as driver:
+        driver.send(0 if model is None else model.stage_id)
+        while True:
+            command, number = driver.recv()
+            if command == "stop":
+                break
+            if command == "train":
+                driver.send(timed(step, number))
+            elif command == "held":
+                driver.send({} if model is None else model.peak_held)
+            else:
+                driver.send(idle.over_sockets(case, number))
+    fleet.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Cross entropy of logits of which each member holds the columns of its part of the vocabulary.
+
+One collective for each call: a member sends its greatest logit, the sum of its exponentials above
+that, and the label's logit if it holds it: three numbers for each row, from which every member
+works out the same loss. Backward needs none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.tensor_parallel.embedding import refuse_outside
+from fleetpipe.dygraph.tensor_parallel.groups import Members, members_of
+from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
+from fleetpipe.errors import ConfigError
+
+_HALVES = (paddle.float16, paddle.bfloat16)
+
+
+class ParallelCrossEntropy(ParallelLayer):
+    """Softmax and cross entropy, not reduced, over a vocabulary that is cut in slices."""
+
+    def __init__(
+        self, mp_group: Any = None, name: str | None = None, ignore_index: int = -100
+    ) -> None:
+        """Creates the layer, which has no parameters.
+
+        Args:
+            mp_group: Paddle's group of the members; by default that of ``fleet.init``.
+            name: Accepted as in Paddle.
+            ignore_index: The loss of rows with this label is 0, and so is their gradient.
+        """
+        super().__init__(mp_group)
+        self.name = name
+        self.ignore_index = ignore_index
+
+    def forward(self, input: Any, label: Any) -> Any:
+        """Collective.
+
+        Args:
+            input: Logits ``[.., V / members]``: this member's columns.
+            label: Integers ``[..]`` or ``[.., 1]``, the same on every member: ids in the whole
+                vocabulary.
+
+        Returns:
+            The loss ``[.., 1]`` of the logits' dtype, with the same bits on every member.
+
+        Raises:
+            ConfigError: The labels are soft, of another shape, or outside of the vocabulary.
+        """
+        label = _checked(label, input, self.ignore_index, self.world_size)
+        if not self.is_mp:
+            dense: Any = paddle.nn.functional.cross_entropy
+            return dense(input, label, ignore_index=self.ignore_index, reduction="none")
+        members = members_of(self.model_parallel_group)
+        operation: Any = _CrossEntropy
+        return operation.apply(input, label, self.ignore_index, members)
+
+
+def _checked(label: Any, logits: Any, ignore_index: int, members: int) -> Any:
+    """Returns the labels as ``[.., 1]`` of int64."""
+    rows = list(logits.shape[:-1])
+    if label.dtype not in (paddle.int32, paddle.int64):
+        raise ConfigError(
+            "ParallelCrossEntropy takes the numbers of the classes, no soft labels",
+            expected="labels of int32 or int64",
+            got=f"{label.dtype} of shape {list(label.shape)}",
+            fix="gather the logits and use nn.CrossEntropyLoss(soft_label=True)",
+        )
+    if list(label.shape) not in (rows, [*rows, 1]):
+        raise ConfigError(
+            "the shape of the labels does not fit the logits",
+            expected=f"{rows} or {[*rows, 1]}",
+            got=f"{list(label.shape)} with logits of shape {list(logits.shape)}",
+        )
+    label = label.astype("int64").reshape([*rows, 1])
+    counted = paddle.where(label == ignore_index, paddle.zeros_like(label), label)
+    refuse_outside(counted, logits.shape[-1] * members, "a label")
+    return label
+
+
+class _CrossEntropy(paddle.autograd.PyLayer):
+    # Memory for logits costs more than arithmetic on them: each direction takes it once.
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any, label: Any, ignore_index: int, members: Members) -> Any:
+        exact = logits.astype("float32") if logits.dtype in _HALVES else logits
+        width = logits.shape[-1]
+        column = label - members.rank * width
+        ignored = label == ignore_index
+        here = paddle.logical_and(column >= 0, column < width)
+        here = paddle.logical_and(here, paddle.logical_not(ignored))
+        places = _places(paddle.where(here, column, paddle.zeros_like(column)), width)
+        # A member may hold nothing but -inf, as padding of the vocabulary does.
+        top = exact.max(axis=-1, keepdim=True).clip(min=float(paddle.finfo(exact.dtype).min))
+        powers = (exact - top).exp_()
+        picked = paddle.gather(exact.reshape([-1]), places).reshape(label.shape)
+        picked = paddle.where(here, picked, paddle.zeros_like(picked))
+        share = paddle.concat([top, powers.sum(axis=-1, keepdim=True), picked], axis=-1)
+        loss, highest, below = _combine(members.gather(share))
+        ctx.save_for_backward(powers, paddle.exp(top - highest) / below, places, here, ignored)
+        ctx.dtype = logits.dtype
+        return paddle.where(ignored, paddle.zeros_like(loss), loss).astype(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        powers, factor, places, here, ignored = ctx.saved_tensor()
+        grad = grad.astype(powers.dtype)
+        zeros = paddle.zeros_like(grad)
+        grad = paddle.where(ignored, zeros, grad)
+        spread = (powers * (factor * grad)).reshape([-1])
+        at_label = paddle.gather(spread, places) - paddle.where(here, grad, zeros).reshape([-1])
+        paddle.scatter_(spread, places, at_label)
+        return spread.reshape(powers.shape).astype(ctx.dtype)
+
+
+def _places(column: Any, width: int) -> Any:
+    """Returns where each row's column lies in the flattened logits."""
+    flat = column.reshape([-1])
+    return paddle.arange(flat.shape[0], dtype="int64") * width + flat
+
+
+def _combine(shares: list[Any]) -> tuple[Any, Any, Any]:
+    """Returns the loss, the greatest logit and the sum of the exponentials above that."""
+    tops = paddle.concat([share[..., 0:1] for share in shares], axis=-1)
+    sums = paddle.concat([share[..., 1:2] for share in shares], axis=-1)
+    picked = paddle.concat([share[..., 2:3] for share in shares], axis=-1)
+    highest = tops.max(axis=-1, keepdim=True)
+    below = (sums * paddle.exp(tops - highest)).sum(axis=-1, keepdim=True)
+    loss = paddle.log(below) - (picked.sum(axis=-1, keepdim=True) - highest)
+    return loss, highest, below

@@ -1,0 +1,88 @@
+"""An embedding cut by rows: each member looks up the ids of its part of the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.tensor_parallel import operations
+from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
+from fleetpipe.errors import ConfigError
+
+
+class VocabParallelEmbedding(ParallelLayer):
+    """``nn.Embedding`` of which each member holds as many consecutive rows as the others.
+
+    Attributes:
+        vocab_start_index: The id of this member's first row.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        weight_attr: Any = None,
+        mp_group: Any = None,
+        name: str | None = None,
+    ) -> None:
+        """Creates this member's rows; not collective.
+
+        Args:
+            num_embeddings: Size of the whole vocabulary.
+            embedding_dim: Size of each vector.
+            weight_attr: Of the whole weight ``[num_embeddings, embedding_dim]``.
+            mp_group: Paddle's group of the members; by default that of ``fleet.init``.
+            name: For the output, as in ``nn.Embedding``.
+
+        Raises:
+            ConfigError: The number of members does not divide ``num_embeddings``.
+        """
+        super().__init__(mp_group)
+        rows = self.share_of(num_embeddings, "num_embeddings")
+        self.origin_num_embeddings = num_embeddings
+        self.num_embeddings = num_embeddings
+        self.vocab_start_index = self.rank * rows
+        self._size = [rows, embedding_dim]
+        self._weight_attr = weight_attr
+        self._name = name
+        self.weight = self.create_slice([num_embeddings, embedding_dim], 0, weight_attr)
+
+    def forward(self, x: Any) -> Any:
+        """Collective.
+
+        Args:
+            x: Ids, int32 or int64 of any shape, the same on every member.
+
+        Returns:
+            ``[.., embedding_dim]``, with the same bits on every member.
+
+        Raises:
+            ConfigError: An id is not in the vocabulary.
+        """
+        look_up: Any = paddle.nn.functional.embedding
+        if not self.is_mp:
+            return look_up(x, self.weight, name=self._name)
+        refuse_outside(x, self.num_embeddings, "an id")
+        rows = x - self.vocab_start_index
+        elsewhere = paddle.logical_or(rows < 0, rows >= self._size[0])
+        found = look_up(paddle.where(elsewhere, paddle.zeros_like(rows), rows), self.weight)
+        # Not a product with 0: it would make NaN of an infinite gradient.
+        mask = elsewhere.unsqueeze(-1).expand_as(found)
+        own = paddle.where(mask, paddle.zeros_like(found), found)
+        return operations.all_reduce(own, self.model_parallel_group)
+
+
+def refuse_outside(ids: Any, size: int, what: str) -> None:
+    """Refuses ids that are not below ``size``, which no member would find.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if ids.size == 0:
+        return
+    least, greatest = int(ids.min()), int(ids.max())
+    if least < 0 or greatest >= size:
+        raise ConfigError(
+            f"{what} (={least if least < 0 else greatest}) is not in the vocabulary",
+            expected=f"ids from 0 to {size - 1}",
+        )

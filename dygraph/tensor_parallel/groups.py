@@ -1,0 +1,204 @@
+"""Who holds the other slices: finds the model-parallel group of a layer and reaches its members.
+
+A group of Paddle's tells who the members are. Gloo alone could move the numbers too, but it gives
+up when a member comes 30 s late, is slower than plain sockets in most sizes, and learns nothing
+when a member dies. So a job gives the group the connections of its own (:func:`connect`). A value
+sent over these is a meeting at the same time, under the user's limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from fleetpipe import arrival
+from fleetpipe.dygraph.tensor_parallel import _paddle
+from fleetpipe.errors import ConfigError
+from fleetpipe.transport import Group
+
+#: Above this, and among more than two, each member sending to each costs more than Gloo's ring.
+_RING_BYTES = 256 * 1024
+
+
+class Members(Protocol):
+    """The ranks that hold the slices of one layer, as the collective operations see them.
+
+    Attributes:
+        rank: Which slice this rank holds.
+        ranks: Number of slices.
+    """
+
+    rank: int
+    ranks: int
+
+    def total(self, tensor: Any) -> Any:
+        """Returns the sum of all members' tensors, a new one, with the same bits. Collective."""
+
+    def gather(self, tensor: Any) -> list[Any]:
+        """Returns the tensors of all members, by member. Collective."""
+
+
+class SoleMember:
+    """One process that holds the whole layer."""
+
+    rank = 0
+    ranks = 1
+
+    def total(self, tensor: Any) -> Any:
+        """Returns ``tensor``."""
+        return tensor
+
+    def gather(self, tensor: Any) -> list[Any]:
+        """Returns ``tensor`` as that of the one member."""
+        return [tensor]
+
+
+class ConnectedMembers:
+    """Members that are reached over a group of fleetpipe's."""
+
+    def __init__(self, group: Group) -> None:
+        """Uses ``group``, whose members are in the order of the slices."""
+        self.rank = group.rank
+        self.ranks = group.ranks
+        self._group = group
+
+    def total(self, tensor: Any) -> Any:
+        """Returns the sum of all members' tensors, added in their order. Collective.
+
+        Raises:
+            PipelineTimeout: Some member did not come within the limit.
+        """
+        if self.ranks > 2 and _bytes(tensor) > _RING_BYTES:
+            summed = tensor.detach().clone()
+            self._group.all_reduce([summed])
+            return summed
+        first, *others = self.gather(tensor)
+        for other in others:
+            first = first + other
+        return first
+
+    def gather(self, tensor: Any) -> list[Any]:
+        """Returns the tensors of all members, by member. Collective.
+
+        Raises:
+            PipelineTimeout: Some member did not come within the limit.
+        """
+        # A copy: what is still on its way when this returns must not change, and autograd adds
+        # to gradients in place.
+        found: list[Any] = self._group.all_gather(tensor.detach().clone())
+        return found
+
+
+class PaddleMembers:
+    """Members that only Paddle's group reaches: over Gloo, which waits 30 s for the last one."""
+
+    def __init__(self, group: Any) -> None:
+        """Uses what ``paddle.distributed.new_group`` returned."""
+        self.rank = group.rank
+        self.ranks = group.nranks
+        self._group = group
+
+    def total(self, tensor: Any) -> Any:
+        """Returns the sum of all members' tensors. Collective."""
+        from paddle.distributed import all_reduce
+
+        summed = tensor.detach().clone()
+        all_reduce(summed, group=self._group)
+        return summed
+
+    def gather(self, tensor: Any) -> list[Any]:
+        """Returns the tensors of all members, by member. Collective."""
+        from paddle.distributed import all_gather
+
+        found: list[Any] = []
+        all_gather(found, tensor.detach(), group=self._group)
+        return found
+
+
+_connected: dict[int, ConnectedMembers] = {}
+_alone = False
+
+
+def connect(paddle_group: Any, group: Group) -> None:
+    """Has every operation among the members of ``paddle_group`` go over ``group`` from now on.
+
+    Args:
+        paddle_group: A model-parallel group of Paddle's.
+        group: fleetpipe's group with the same members in the same order.
+
+    Raises:
+        ConfigError: The two differ in size or in this rank's place.
+    """
+    theirs, ours = (paddle_group.rank, paddle_group.nranks), (group.rank, group.ranks)
+    if theirs != ours:
+        raise ConfigError(
+            "a model-parallel group was given connections of another one",
+            expected="member {} of {}".format(*theirs),
+            got="member {} of {}".format(*ours),
+        )
+    _connected[paddle_group.id] = ConnectedMembers(group)
+
+
+def disconnect(paddle_group: Any) -> None:
+    """Ends what :func:`connect` began; a group that is not connected stays as it is."""
+    _connected.pop(paddle_group.id, None)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within it, layers are built whole in this process, whatever the job and their ``mp_group``.
+
+    Their weights are those that the slices of a model-parallel job are cut from, where both are
+    drawn under one seed: this is how to build the single-device model of such a job.
+    """
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
+
+def model_parallel_group(mp_group: Any = None) -> Any:
+    """Returns the group of Paddle's whose members share a layer.
+
+    Args:
+        mp_group: The layer's argument; None for the model-parallel group of ``fleet.init``.
+
+    Raises:
+        ConfigError: Neither is there in a job of several processes, or this rank is no member.
+    """
+    if _alone:
+        return _paddle.sole_group()
+    if mp_group is None:
+        topology = _paddle.hybrid_topology()
+        if topology is None and arrival.world_size() > 1:
+            raise ConfigError(
+                "a tensor-parallel layer was built before fleet.init",
+                fix="call fleet.init(is_collective=True, strategy=strategy), or pass mp_group",
+            )
+        if topology is None:
+            return _paddle.sole_group()
+        mp_group = topology.get_model_parallel_group()
+    if mp_group.rank < 0:
+        raise ConfigError(
+            "this rank is no member of the layer's mp_group",
+            got=f"a group of ranks {list(mp_group.ranks)}",
+            fix="build the layer on the ranks of the group only",
+        )
+    return mp_group
+
+
+def members_of(group: Any) -> Members:
+    """Returns how to reach the members of a group of Paddle's or of fleetpipe's."""
+    if not isinstance(group, _paddle.PaddleGroup):
+        return ConnectedMembers(group) if group.ranks > 1 else SoleMember()
+    if group.nranks == 1:
+        return SoleMember()
+    connected = _connected.get(group.id)
+    return PaddleMembers(group) if connected is None else connected
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.size) * int(tensor.element_size())

@@ -1,0 +1,162 @@
+"""What the tensor-parallel layers share: their group, and parameters that are slices of whole ones.
+
+A slice is cut from the whole parameter, which every member draws from Paddle's default generator as
+the dense layer would. So the members' slices together are the dense layer's parameter where all
+members' generators stand alike, as they do under the seed that ``PipelineLayer`` gives each layer.
+(Paddle draws each slice from the tracker's generator, which it seeds differently on each member,
+and for the size of the slice: its weights depend on the degree.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.tensor_parallel import _paddle, groups
+from fleetpipe.dygraph.tensor_parallel.operations import slice_of
+from fleetpipe.errors import ConfigError
+
+
+class ParallelLayer(paddle.nn.Layer):
+    """A layer whose parameters are slices of those of a dense layer.
+
+    Attributes:
+        model_parallel_group: Paddle's group of the ranks that hold the slices.
+        world_size: Number of slices.
+        rank: Which slice this rank holds.
+        is_mp: Whether there is more than one.
+    """
+
+    def __init__(self, mp_group: Any) -> None:
+        """Joins ``mp_group``, or the model-parallel group of the job; not collective.
+
+        Raises:
+            ConfigError: There is no such group, this rank is no member, or the graph is static.
+        """
+        super().__init__()
+        self.model_parallel_group = groups.model_parallel_group(mp_group)
+        self.world_size: int = self.model_parallel_group.nranks
+        self.rank: int = self.model_parallel_group.rank
+        self.is_mp = self.world_size > 1
+        self._dtype: Any = paddle.get_default_dtype()
+        if self.is_mp and not paddle.in_dynamic_mode():
+            raise ConfigError("on CPU tensor-parallel layers run in dynamic graph only")
+
+    def share_of(self, size: int, name: str) -> int:
+        """Returns the part of ``size`` that falls to each member.
+
+        Raises:
+            ConfigError: The parts would not be equal.
+        """
+        if size % self.world_size:
+            raise ConfigError(
+                f"`{name}` (={size}) must be divisible by the model-parallel degree "
+                f"(={self.world_size})",
+                where=type(self).__name__,
+                fix=f"round `{name}` up to {-(-size // self.world_size) * self.world_size}, "
+                "or choose another mp_degree",
+            )
+        return size // self.world_size
+
+    def create_slice(self, shape: Sequence[int], axis: int, attr: Any) -> Any:
+        """Creates a parameter that is this member's slice of a whole one; not collective.
+
+        Args:
+            shape: Of the whole parameter.
+            axis: The axis that is cut.
+            attr: Of the whole parameter; an ``Assign`` may also hold the slice itself.
+        """
+        own = list(shape)
+        if self.is_mp:
+            own[axis] //= self.world_size
+            attr = _paddle.attribute(attr)
+            if _paddle.assigned_shape(attr.initializer) != own:
+                whole = attr.initializer
+                attr.initializer = SliceOf(whole, shape, axis, self.rank, self.world_size)
+        parameter: Any = self.create_parameter(shape=own, attr=attr, dtype=self._dtype)
+        _mark(parameter, axis if self.is_mp else None)
+        return parameter
+
+    def create_bias(self, size: int, sliced: bool) -> Any:
+        """Creates a bias of zeros.
+
+        Args:
+            size: Of what this member holds.
+            sliced: Whether it is a slice; else every member holds the same.
+        """
+        zero: Any = paddle.nn.initializer.Constant(0.0)
+        bias: Any = self.create_parameter(shape=[size], attr=zero, dtype=self._dtype, is_bias=True)
+        _mark(bias, 0 if sliced and self.is_mp else None)
+        return bias
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copies everything but the group, which the copy shares."""
+        memo[id(self.model_parallel_group)] = self.model_parallel_group
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        # Paddle's copy of a parameter forgets what is not Paddle's own.
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                _mark(other._parameters[name], split_axis(parameter))
+        return other
+
+    if hasattr(paddle.nn.Layer, "sharded_state_dict"):  # not on 2.6.2
+
+        def sharded_state_dict(self, structured_name_prefix: str = "") -> Any:
+            """Returns the state as ``paddle.distributed.save_state_dict`` takes it."""
+            state = self.state_dict(structured_name_prefix="")
+            axes = {name: axis for name in state if (axis := split_axis(state[name])) is not None}
+            return _paddle.sharded(state, axes, self.model_parallel_group, structured_name_prefix)
+
+
+class SliceOf(_paddle.Initializer):  # type: ignore[misc]  # a class of Paddle's without types
+    """Initializes a slice as another initializer would initialize that part of the whole."""
+
+    def __init__(self, whole: Any, shape: Sequence[int], axis: int, rank: int, ranks: int) -> None:
+        """Cuts slice ``rank`` of ``ranks`` from what ``whole`` makes of ``shape``."""
+        super().__init__()
+        self._whole = whole
+        self._shape = list(shape)
+        self._place = (axis, rank, ranks)
+
+    def forward(self, param: Any, block: Any = None) -> None:
+        """Fills ``param``; the whole parameter is in memory meanwhile."""
+        whole = paddle.zeros(self._shape, dtype=param.dtype)
+        self._whole.forward(whole, block)
+        _paddle.give_memory(slice_of(whole, *self._place), param)
+
+
+def split_axis(parameter: Any) -> int | None:
+    """Returns the axis along which a parameter is a slice, None for one that is whole."""
+    return parameter.split_axis if getattr(parameter, "is_distributed", False) else None
+
+
+def whole_value(value: Any, axis: int | None, group: Any) -> Any:
+    """Returns a copy of the whole tensor of which ``value`` is a slice. Collective if it is one.
+
+    Args:
+        value: A parameter, its gradient, or a moment of it.
+        axis: The :func:`split_axis` of the parameter; None if it is whole.
+        group: The members that hold the slices: Paddle's group or fleetpipe's.
+    """
+    if axis is None:
+        return value.detach().clone()
+    return paddle.concat(groups.members_of(group).gather(value), axis=axis)
+
+
+def own_value(whole: Any, axis: int | None, group: Any) -> Any:
+    """Returns this member's slice of a whole tensor; the inverse of :func:`whole_value`."""
+    if axis is None:
+        return whole
+    members = groups.members_of(group)
+    return slice_of(whole, axis, members.rank, members.ranks)
+
+
+def _mark(parameter: Any, axis: int | None) -> None:
+    """Sets what Paddle's clip, optimizer and checkpoints look at."""
+    parameter.is_distributed = axis is not None
+    if axis is not None:
+        parameter.split_axis = axis

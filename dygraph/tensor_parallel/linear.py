@@ -1,0 +1,148 @@
+"""A linear layer cut by columns and one cut by rows, as in Megatron-LM (arXiv:1909.08053)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.tensor_parallel import operations
+from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
+from fleetpipe.errors import ConfigError
+
+
+class _ParallelLinear(ParallelLayer):
+    """What both have; the switches are Paddle's for GPUs, without effect on CPU."""
+
+    mp_async_allreduce = False
+    mp_skip_c_identity = False
+    mp_fused_linear_param_grad_add = False
+
+    def __init__(self, weight_attr: Any, fuse_matmul_bias: bool, mp_group: Any, name: Any) -> None:
+        super().__init__(mp_group)
+        self._weight_attr = weight_attr
+        self._name = name
+        self.fuse_matmul_bias = fuse_matmul_bias
+        self.linear: Any = paddle.nn.functional.linear
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """``x @ weight + bias`` of which each member computes some of the columns."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weight_attr: Any = None,
+        has_bias: bool | None = None,
+        gather_output: bool = True,
+        fuse_matmul_bias: bool = False,
+        mp_group: Any = None,
+        name: str | None = None,
+    ) -> None:
+        """Creates this member's columns; not collective.
+
+        Args:
+            in_features: Size of the last axis of the input.
+            out_features: Size of the last axis of the whole output.
+            weight_attr: Of the whole weight ``[in_features, out_features]``.
+            has_bias: Whether to add a bias, zero at first; None is no.
+            gather_output: Whether each member returns the whole output, or only its columns.
+            fuse_matmul_bias: Accepted; without effect on CPU.
+            mp_group: Paddle's group of the members; by default that of ``fleet.init``.
+            name: For the output, as in ``nn.Linear``.
+
+        Raises:
+            ConfigError: The number of members does not divide ``out_features``.
+        """
+        super().__init__(weight_attr, fuse_matmul_bias, mp_group, name)
+        self.gather_output = gather_output
+        self.output_size_per_partition = self.share_of(out_features, "out_features")
+        self.weight = self.create_slice([in_features, out_features], 1, weight_attr)
+        self.bias = self.create_bias(self.output_size_per_partition, True) if has_bias else None
+
+    def forward(self, x: Any) -> Any:
+        """Collective if the output is gathered, and in backward where ``x`` needs a gradient.
+
+        Args:
+            x: ``[.., in_features]``, the same on every member.
+
+        Returns:
+            ``[.., out_features]`` on every member, or this member's columns of it.
+        """
+        inputs = operations.identity(x, self.model_parallel_group)
+        output = self.linear(inputs, self.weight, self.bias, name=self._name)
+        if self.gather_output:
+            return operations.gather(output, self.model_parallel_group)
+        return output
+
+
+class RowParallelLinear(_ParallelLinear):
+    """``x @ weight + bias`` as a sum, of which each member computes what some of the rows give."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weight_attr: Any = None,
+        has_bias: bool = True,
+        input_is_parallel: bool = False,
+        fuse_matmul_bias: bool = False,
+        mp_group: Any = None,
+        name: str | None = None,
+    ) -> None:
+        """Creates this member's rows; not collective.
+
+        Args:
+            in_features: Size of the last axis of the whole input.
+            out_features: Size of the last axis of the output.
+            weight_attr: Of the whole weight ``[in_features, out_features]``.
+            has_bias: Whether to add a bias, zero at first, which every member holds whole.
+            input_is_parallel: Whether the input has only this member's columns already.
+            fuse_matmul_bias: Accepted; without effect on CPU.
+            mp_group: Paddle's group of the members; by default that of ``fleet.init``.
+            name: For the output, as in ``nn.Linear``.
+
+        Raises:
+            ConfigError: The number of members does not divide ``in_features``.
+        """
+        super().__init__(weight_attr, fuse_matmul_bias, mp_group, name)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.input_is_parallel = input_is_parallel
+        self.input_size_per_partition = self.share_of(in_features, "in_features")
+        self.weight = self.create_slice([in_features, out_features], 0, weight_attr)
+        self.bias = self.create_bias(out_features, False) if has_bias else None
+
+    def forward(self, x: Any) -> Any:
+        """Collective; also in backward where ``x`` is whole and needs a gradient.
+
+        Args:
+            x: ``[.., in_features]``, or this member's slice of the last axis if
+                ``input_is_parallel``.
+
+        Returns:
+            ``[.., out_features]``, with the same bits on every member.
+
+        Raises:
+            ConfigError: The last axis of ``x`` has another size.
+        """
+        if not self.is_mp:
+            return self.linear(x, self.weight, self.bias, name=self._name)
+        self._check(x)
+        own = x if self.input_is_parallel else operations.split(x, self.model_parallel_group)
+        output = operations.all_reduce(
+            self.linear(own, self.weight, name=self._name), self.model_parallel_group
+        )
+        return output if self.bias is None else output + self.bias
+
+    def _check(self, x: Any) -> None:
+        width = self.input_size_per_partition if self.input_is_parallel else self.in_features
+        if x.shape[-1] != width:
+            raise ConfigError(
+                f"the last axis of the input (={x.shape[-1]}) does not fit",
+                where=f"RowParallelLinear with input_is_parallel={self.input_is_parallel}",
+                expected=f"{width}, of in_features={self.in_features} on {self.world_size} members",
+                cause="the layer before returns the whole output where a slice is expected, or the"
+                " other way round",
+                fix="set gather_output=False there and input_is_parallel=True here, or neither",
+            )

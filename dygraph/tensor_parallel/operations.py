@@ -1,0 +1,174 @@
+"""The collective operations inside tensor-parallel layers, each with the one that is its gradient.
+
+    forward                 backward
+    identity                all_reduce
+    all_reduce              identity
+    split (last axis)       gather
+    gather (last axis)      split
+
+These are f and g of Megatron-LM (arXiv:1909.08053). Every collective of a layer goes through this
+file, and so does every error of one: Paddle turns what is raised in backward into an ``OSError``,
+from which :func:`own_errors` brings back the error that was raised.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.tensor_parallel.groups import Members, members_of
+from fleetpipe.errors import ConfigError, FleetPipeError
+
+Backward = Callable[[Any, Any], Any]
+_raised: list[FleetPipeError] = []
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Within it, a failed collective raises the error that it would have raised outside backward.
+
+    Raises:
+        PeerFailed: Another member left while a gradient was under way.
+        PipelineTimeout: Another member did not come within the limit.
+    """
+    _raised.clear()
+    try:
+        yield
+    except Exception as error:
+        if _raised:
+            raise _raised.pop() from error
+        raise
+
+
+def _noting(backward: Backward) -> Backward:
+    @functools.wraps(backward)
+    def noted(ctx: Any, grad: Any) -> Any:
+        try:
+            return backward(ctx, grad)
+        except FleetPipeError as error:
+            _raised.append(error)
+            raise
+
+    return noted
+
+
+class _Identity(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, members: Members) -> Any:
+        ctx.members = members
+        # Shares the memory; Paddle takes a detached tensor for one that was changed in place.
+        return tensor.view(tensor.shape)
+
+    @staticmethod
+    @_noting
+    def backward(ctx: Any, grad: Any) -> Any:
+        return ctx.members.total(grad)
+
+
+class _AllReduce(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, members: Members) -> Any:
+        return members.total(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        # A copy, because autograd may add to what it is given while others still hold ``grad``.
+        return grad.clone()
+
+
+class _Split(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, members: Members) -> Any:
+        ctx.members = members
+        return slice_of(tensor, -1, members.rank, members.ranks)
+
+    @staticmethod
+    @_noting
+    def backward(ctx: Any, grad: Any) -> Any:
+        return paddle.concat(ctx.members.gather(grad), axis=-1)
+
+
+class _Gather(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, members: Members) -> Any:
+        ctx.members = members
+        return paddle.concat(members.gather(tensor), axis=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return slice_of(grad, -1, ctx.members.rank, ctx.members.ranks)
+
+
+def identity(tensor: Any, group: Any) -> Any:
+    """Returns ``tensor``, which all members have; its gradient is the sum of theirs.
+
+    Collective in backward, where ``tensor`` needs a gradient.
+
+    Args:
+        tensor: The same on every member.
+        group: Paddle's group or fleetpipe's.
+    """
+    return _apply(_Identity, tensor, group)
+
+
+def all_reduce(tensor: Any, group: Any) -> Any:
+    """Returns the sum of all members' tensors, with the same bits on each. Collective.
+
+    Its gradient, which all members have, is the gradient of each summand.
+
+    Args:
+        tensor: Of the same shape on every member.
+        group: Paddle's group or fleetpipe's.
+    """
+    return _apply(_AllReduce, tensor, group)
+
+
+def split(tensor: Any, group: Any) -> Any:
+    """Returns this member's slice of the last axis. Collective in backward.
+
+    Args:
+        tensor: The same on every member; the number of members divides its last axis.
+        group: Paddle's group or fleetpipe's.
+
+    Raises:
+        ConfigError: The last axis cannot be cut in equal slices.
+    """
+    return _apply(_Split, tensor, group)
+
+
+def gather(tensor: Any, group: Any) -> Any:
+    """Returns all members' tensors joined along the last axis. Collective.
+
+    What follows must be the same on every member: each keeps its slice of the gradient.
+
+    Args:
+        tensor: Of the same shape on every member.
+        group: Paddle's group or fleetpipe's.
+    """
+    return _apply(_Gather, tensor, group)
+
+
+def slice_of(whole: Any, axis: int, rank: int, ranks: int) -> Any:
+    """Returns a copy of slice ``rank`` of the ``ranks`` equal ones along ``axis``.
+
+    Raises:
+        ConfigError: The axis cannot be cut in equal slices.
+    """
+    size = whole.shape[axis]
+    if size % ranks:
+        raise ConfigError(
+            f"axis {axis} (={size}) must be divisible by the model-parallel degree (={ranks})",
+            got=f"a tensor of shape {list(whole.shape)}",
+        )
+    width = size // ranks
+    axis %= len(whole.shape)
+    part: Any = paddle.slice(whole, [axis], [rank * width], [(rank + 1) * width])
+    return part.clone()
+
+
+def _apply(operation: Any, tensor: Any, group: Any) -> Any:
+    members = members_of(group)
+    return tensor if members.ranks == 1 else operation.apply(tensor, members)

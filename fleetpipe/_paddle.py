@@ -1,0 +1,121 @@
+"""The private names of Paddle that both graph modes need, for paddlepaddle 2.6.2 and 3.3.x.
+
+Importing this module is also the one check that Paddle is there at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from fleetpipe.errors import PaddleNotFound
+
+try:
+    import paddle
+except ModuleNotFoundError as error:
+    if error.name != "paddle":
+        raise
+    raise PaddleNotFound(
+        "this part of fleetpipe needs PaddlePaddle, which is not installed",
+        fix="pip install paddlepaddle (CPU) or pip install paddlepaddle-gpu (GPU); "
+        "fleetpipe.schedules and fleetpipe.partition work without it",
+    ) from error
+
+from paddle.base import core
+from paddle.distributed import collective as _collective
+from paddle.distributed import fleet as _fleet
+from paddle.distributed.communication.group import Group
+from paddle.distributed.fleet.base import topology as _topology
+
+
+class LocalTopology(_topology.HybridCommunicateGroup):
+    """Answers for Paddle's topology in one process that plays all ranks of a pipeline.
+
+    Stage 0, first and last at once, in a pipe of ``ranks``; every other axis has size 1, and every
+    group has this process as its one member.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        """Sets what Paddle's constructor would, without the collectives that it runs."""
+        names = ["data", "pipe", "sharding", "sep", "model"]
+        dims = [ranks if name == "pipe" else 1 for name in names]
+        self._topo = _topology.CommunicateTopology(names, dims)
+        self.nranks = 1
+        self.global_rank = self.stage_id = 0
+        self.is_first_stage = self.is_last_stage = True
+        self._pp_degree = ranks
+        self._dp_degree = self._mp_degree = self._sharding_degree = self._sep_degree = 1
+        self._data_parallel_id = 0
+        self._model_parallel_id: Any = 0  # Paddle's stub says str
+        self._sharding_parallel_id = self._sep_parallel_id = 0
+        alone = Group(0, 0, [0])
+        self._pp_comm_group = self._dp_comm_group = self._mp_comm_group = alone
+        self._sharding_comm_group = self._check_comm_group = alone
+
+
+#: Paddle's modules with all their names: their stubs hide what this package reaches for.
+paddle_fleet: Any = _fleet
+_paddle_topology: Any = _topology
+_paddle_collective: Any = _collective
+
+
+def open_store(host: str, port: int, serve: bool, timeout: float) -> Any:
+    """Opens a TCPStore: serves it, or connects to the one that is served there already."""
+    # With a world of 1 its constructor does not wait for anybody: it could not be interrupted.
+    return core.TCPStore(host, port, serve, 1, int(timeout) + 1)
+
+
+def replace_gloo_stores(own_store: Callable[[int, int, int], Any]) -> None:
+    """Has every Gloo group made in ``own_store(rank_in_group, ranks, group_id)``."""
+    if hasattr(_paddle_collective._new_process_group_impl, "__wrapped__"):
+        return
+    original = _paddle_collective._new_process_group_impl
+
+    @functools.wraps(original)
+    def new_group(
+        backend: str, store: Any, rank: int, ranks: int, *more: Any, **named: Any
+    ) -> Any:
+        # The default group gives no group_id, and comes first.
+        if backend == "gloo" and "group_id" in named:
+            store = own_store(rank, ranks, named["group_id"])
+            _kept_stores.append(store)
+        return original(backend, store, rank, ranks, *more, **named)
+
+    _paddle_collective._new_process_group_impl = new_group
+
+
+#: A group's store must live as long as the group.
+_kept_stores: list[Any] = []
+
+
+def install_topology(hcg: Any, strategy: Any) -> None:
+    """Makes ``hcg`` and ``strategy`` the ones that Paddle's own fleet functions see."""
+    paddle_fleet.fleet._hcg = hcg
+    paddle_fleet.fleet._topology = None if hcg is None else hcg.topology()
+    paddle_fleet.fleet._user_defined_strategy = strategy
+    _paddle_topology._HYBRID_PARALLEL_GROUP = hcg
+
+
+def user_strategy() -> Any:
+    """Returns the strategy given to ``fleet.init`` or ``fleet.distributed_optimizer`` last."""
+    return paddle_fleet.fleet._user_defined_strategy
+
+
+def forget_topology() -> None:
+    """Lets Paddle's next ``fleet.init`` build a topology with other degrees."""
+    _paddle_topology._HYBRID_PARALLEL_GROUP = None
+    paddle_fleet.fleet._hcg = None
+    paddle_fleet.fleet._topology = None
+
+
+__all__ = [
+    "LocalTopology",
+    "forget_topology",
+    "install_topology",
+    "open_store",
+    "paddle",
+    "paddle_fleet",
+    "replace_gloo_stores",
+    "user_strategy",
+]

@@ -1,0 +1,196 @@
+"""The start of a job: opens its key-value store and waits until every rank is there.
+
+Paddle's own start waits without a limit for a rank that never comes, and does not say which one.
+Here the wait has the user's limit, and names the ranks that are missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import socket
+import time
+from typing import Any
+
+from fleetpipe import _paddle
+from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.store import JobStore
+from fleetpipe.transport import Store
+
+_POLL_SECONDS = 0.02
+#: Seconds that rank 0, which serves the store, stays for others that are about to fail as it does.
+_LAST_SECONDS = 3.0
+#: Seconds in which whoever listens at rank 0's endpoint answers, if it is a store.
+_ANSWER_SECONDS = 2.0
+
+
+def world_size() -> int:
+    """Returns the number of processes that the launcher started; 1 without a launcher."""
+    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+
+
+def own_rank() -> int:
+    """Returns this process's rank among those that the launcher started."""
+    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def open_store(timeout: float) -> JobStore:
+    """Opens the job's store, which rank 0 serves at its own endpoint. Collective over the job.
+
+    Args:
+        timeout: Seconds to wait for rank 0.
+
+    Raises:
+        PipelineTimeout: Rank 0 did not come.
+        TransportError: The port that the launcher gave to rank 0 is taken.
+    """
+    host, _, port = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")
+    if own_rank() == 0:
+        _refuse_taken(host, int(port))
+        _servers.append(_paddle.open_store(host, int(port), True, timeout))
+    # The port may by now serve another job.
+    sign = hashlib.sha256(os.environ["PADDLE_TRAINER_ENDPOINTS"].encode()).hexdigest()
+    return _reach(host, int(port), timeout, f"fleetpipe/job/{sign}")
+
+
+#: The server ends with its object.
+_servers: list[Any] = []
+
+
+def wait_for_all(store: Store, number: int, timeout: float) -> None:
+    """Waits until every rank of the job is here. Collective over the job.
+
+    Args:
+        store: The job's store.
+        number: The number of the job, so that each has keys of its own.
+        timeout: Seconds to wait.
+
+    Raises:
+        PipelineTimeout: Names the ranks that did not come.
+    """
+    meet(store, f"fleetpipe/{number}/here", timeout)
+
+
+def meet(store: Store, key: str, timeout: float) -> None:
+    """Waits until every rank has come to ``key``. Collective over the job.
+
+    Args:
+        store: The job's store.
+        key: Where in the store; new for each meeting.
+        timeout: Seconds to wait.
+
+    Raises:
+        PipelineTimeout: Names the ranks that did not come; all that did raise it.
+    """
+    store.add(f"{key}/{own_rank()}", 1)
+    deadline = time.monotonic() + timeout
+    missing = list(range(world_size()))
+    while missing := [rank for rank in missing if not store.add(f"{key}/{rank}", 0)]:
+        # The others' time began at other moments; the first that gives up does it for all.
+        if time.monotonic() > deadline or store.add(f"{key}/late", 0):
+            store.add(f"{key}/late", 1)
+            let_others_go(store, f"{key}/going", missing)
+            raise _not_here(f"ranks {missing}" if missing[1:] else f"rank {missing[0]}", timeout)
+        time.sleep(_POLL_SECONDS)
+
+
+def let_others_go(store: Store, key: str, missing: list[int] | None = None) -> None:
+    """Has rank 0, which serves the store, stay a moment until those that fail with it have gone.
+
+    Args:
+        store: The job's store.
+        key: Where in the store.
+        missing: Ranks that do not come here.
+    """
+    going = world_size() - len(missing or ())
+    deadline = time.monotonic() + _LAST_SECONDS
+    gone = store.add(key, 1)
+    while own_rank() == 0 and gone < going and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        gone = store.add(key, 0)
+
+
+def await_paddles_store(store: Store, timeout: float) -> None:
+    """Waits until the store that Paddle opens itself can be reached. Collective over the job.
+
+    Paddle sleeps for 3 s where it comes too early, and where its launcher did not give the store an
+    address, it would take the one that the job's store has.
+
+    Args:
+        store: The job's store.
+        timeout: Seconds that rank 0 may take to open it.
+    """
+    if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    else:
+        host, _, port = _paddles_address(store, timeout).rpartition(":")
+    if own_rank():
+        _reach(host, int(port), timeout, None).close()
+
+
+def _paddles_address(store: Store, timeout: float) -> str:
+    if "PADDLE_MASTER" not in os.environ:
+        if own_rank() == 0:
+            host = os.environ["PADDLE_CURRENT_ENDPOINT"].rpartition(":")[0]
+            with socket.socket() as probe:
+                probe.bind((host, 0))
+                store.set("fleetpipe/master", f"{host}:{probe.getsockname()[1]}")
+        meet(store, "fleetpipe/master/known", timeout)
+        os.environ["PADDLE_MASTER"] = store.get("fleetpipe/master").decode()
+    return os.environ["PADDLE_MASTER"]
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            raise TransportError(
+                f"rank 0 cannot open the job's store at {host}:{port}: {error.strerror}",
+                cause="another program listens there"
+                if taken
+                else f"{host} is no address of this host",
+                fix="launch again, or with --master HOST:PORT or another --start_port",
+            ) from error
+
+
+def _reach(host: str, port: int, timeout: float, sign: str | None) -> JobStore:
+    """Waits until a store listens: Paddle's own client would wait for it without a limit.
+
+    Args:
+        host: Where.
+        port: Its port.
+        timeout: Seconds to wait.
+        sign: A key that rank 0 puts into the store, and that is in no other; None: any store.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            store = JobStore(host, port, min(timeout, _ANSWER_SECONDS))
+        except OSError as error:
+            found = f"nothing listens at {host}:{port} ({error.strerror or error})"
+        else:
+            try:
+                if store.add(sign or "fleetpipe/job", int(own_rank() == 0)) or sign is None:
+                    store.timeout = timeout
+                    return store
+            except (PeerFailed, PipelineTimeout):
+                pass
+            found = f"what listens at {host}:{port} does not answer as the job's store"
+            store.close()
+        if time.monotonic() > deadline:
+            raise _not_here("rank 0", timeout, found)
+        time.sleep(_POLL_SECONDS)
+
+
+def _not_here(who: str, timeout: float, got: str | None = None) -> PipelineTimeout:
+    return PipelineTimeout(
+        f"{who} did not call fleet.init within {timeout:g} s",
+        where=f"rank {own_rank()}, start of the job",
+        got=got,
+        cause="not started, ended before, or still loading",
+        fix="see their logs; raise fleetpipe_configs['timeout'] if they are only slow",
+    )

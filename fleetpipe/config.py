@@ -1,0 +1,184 @@
+"""The options of a pipeline, read from a Fleet strategy and checked before any process waits."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.schedules import Costs, canonical_name
+
+DEFAULT_TIMEOUT = 600.0
+
+#: What ``exe.run`` returns of a value that each micro-batch has.
+FETCHES = ("mean", "last", "all")
+
+FLEETPIPE_DEFAULTS: Mapping[str, Any] = {
+    "fetch": "mean",
+    "fetch_broadcast": False,
+    "costs": None,
+    "groups": None,
+    "loss_reduction": "mean",
+    "memory_cap": None,
+    "timeout": None,
+    "trace": None,
+    "warmup_slack": None,
+}
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """What a strategy asks of a pipeline.
+
+    Attributes:
+        micro_batches: ``accumulate_steps``, the number m of micro-batches of a batch.
+        micro_batch_size: Rows of one micro-batch.
+        schedule: Canonical name of the schedule.
+        loss_reduction: ``"mean"`` or ``"sum"`` over the micro-batches of a batch.
+        memory_cap: Most forwards whose activations a rank may hold, in chunk units; None: no cap.
+        timeout: Seconds that any wait for another rank may last.
+        fetch: Static graph: ``"mean"``, ``"last"`` or ``"all"`` of a value of the micro-batches.
+        fetch_broadcast: Static graph: whether every rank gets what is fetched.
+        trace: Folder for the trace of what really ran; None: nothing is recorded.
+        costs: What actions cost, for the schedule ``auto`` and for a memory cap in bytes.
+        groups: Sizes of the groups of micro-batches, for Interleaved1F1B.
+        warmup_slack: Forwards in advance for each later rank, for Interleaved1F1B.
+    """
+
+    micro_batches: int = 1
+    micro_batch_size: int = 1
+    schedule: str = "1F1B"
+    loss_reduction: str = "mean"
+    memory_cap: int | None = None
+    timeout: float = DEFAULT_TIMEOUT
+    trace: str | None = None
+    fetch: str = "mean"
+    fetch_broadcast: bool = False
+    costs: Costs | None = None
+    groups: tuple[int, ...] | None = None
+    warmup_slack: int | None = None
+
+    @classmethod
+    def from_strategy(cls, strategy: Any) -> PipelineConfig:
+        """Reads ``pipeline_configs`` and ``fleetpipe_configs`` of ``strategy``.
+
+        Args:
+            strategy: fleetpipe's or Paddle's own ``DistributedStrategy``; None for the defaults.
+
+        Raises:
+            ConfigError: An option has a value that cannot be used.
+        """
+        stock = strategy.pipeline_configs if strategy is not None else {}
+        own = getattr(strategy, "fleetpipe_configs", FLEETPIPE_DEFAULTS)
+        return cls(
+            micro_batches=_positive("accumulate_steps", stock.get("accumulate_steps", 1)),
+            micro_batch_size=_positive("micro_batch_size", stock.get("micro_batch_size", 1)),
+            schedule=canonical_name(stock.get("schedule_mode", "1F1B")),
+            loss_reduction=_loss_reduction(own["loss_reduction"]),
+            memory_cap=_memory_cap(own["memory_cap"]),
+            timeout=_timeout(own["timeout"]),
+            fetch=_fetch(own["fetch"]),
+            fetch_broadcast=_switch("fetch_broadcast", own["fetch_broadcast"]),
+            trace=_trace(own["trace"], strategy),
+            costs=_costs(own["costs"]),
+            groups=None if own["groups"] is None else tuple(own["groups"]),
+            warmup_slack=own["warmup_slack"],
+        )
+
+
+def merge_fleetpipe_configs(
+    current: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns ``current`` with ``changes`` put in; an unknown key is refused with the nearest."""
+    for key in changes:
+        if key not in FLEETPIPE_DEFAULTS:
+            raise ConfigError(
+                f"fleetpipe_configs has no option {key!r}", fix=nearest(key, FLEETPIPE_DEFAULTS)
+            )
+    return {**current, **changes}
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"{name} must be a whole number of at least 1",
+            got=f"{value!r}",
+            fix=f"set strategy.pipeline_configs = {{{name!r}: ...}}",
+        )
+    return value
+
+
+def _loss_reduction(value: Any) -> str:
+    if value not in ("mean", "sum"):
+        raise ConfigError(
+            "loss_reduction is 'mean' or 'sum' over the micro-batches of a batch",
+            got=f"{value!r}",
+            fix="set strategy.fleetpipe_configs = {'loss_reduction': 'mean'}",
+        )
+    return str(value)
+
+
+def _fetch(value: Any) -> str:
+    if value not in FETCHES:
+        raise ConfigError(
+            "fetch is 'mean', 'last' or 'all' of the micro-batches of a batch",
+            got=f"{value!r}",
+            fix="set strategy.fleetpipe_configs = {'fetch': 'mean'}",
+        )
+    return str(value)
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is True or False", got=f"{value!r}")
+    return value
+
+
+def _memory_cap(value: Any) -> int | None:
+    return None if value is None else _positive("memory_cap", value)
+
+
+def _trace(value: Any, strategy: Any) -> str | None:
+    """Returns the folder for the trace; Fleet's switch for profiling gives it a usual name."""
+    if value is None:
+        pp_configs = strategy.hybrid_configs["pp_configs"] if strategy is not None else None
+        return "pipeline_trace" if getattr(pp_configs, "profiling", False) else None
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError("fleetpipe_configs['trace'] is a folder", got=repr(value))
+    return os.fspath(value)
+
+
+def _costs(value: Any) -> Costs | None:
+    """Reads costs given as a value, as a mapping, or as the path of a JSON file."""
+    if value is None or isinstance(value, Costs):
+        return value
+    if isinstance(value, Mapping):
+        return Costs.from_json(json.dumps(dict(value)))
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError("fleetpipe_configs['costs'] is a file or a mapping", got=repr(value))
+    try:
+        return Costs.from_json(Path(value).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"the costs cannot be read from {os.fspath(value)}",
+            cause=str(error),
+            fix="write them with model.profile(data, path)",
+        ) from error
+
+
+def _timeout(value: Any) -> float:
+    source = "fleetpipe_configs['timeout']"
+    if value is None:
+        source = "FLEETPIPE_TIMEOUT"
+        value = os.environ.get(source, DEFAULT_TIMEOUT)
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"{source} must be a number of seconds above 0", got=f"{value!r}")
+    return seconds

@@ -1,0 +1,89 @@
+"""The one family of errors that fleetpipe raises.
+
+A message says where it happened, what was expected and what was found, the likely cause and the
+next step, each on its own line, so that a log of any rank can be read alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FleetPipeError(Exception):
+    """Base of all errors raised by fleetpipe.
+
+    Args:
+        summary: What went wrong, in one sentence.
+        where: Rank, stage, action and micro-batch, as far as they are known.
+        expected: What the rule asks for.
+        got: What was found instead.
+        cause: The likely cause.
+        fix: The next step for the reader.
+    """
+
+    def __init__(
+        self,
+        summary: str,
+        *,
+        where: str | None = None,
+        expected: str | None = None,
+        got: str | None = None,
+        cause: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        labelled = {
+            "where": where,
+            "expected": expected,
+            "got": got,
+            "likely cause": cause,
+            "what to do": fix,
+        }
+        lines = [summary]
+        lines += [f"  {label}: {text}" for label, text in labelled.items() if text]
+        super().__init__("\n".join(lines))
+
+
+class ConfigError(FleetPipeError, ValueError):
+    """A strategy, an option or an argument that cannot be used as given."""
+
+
+class ScheduleError(FleetPipeError, ValueError):
+    """A schedule or plan that is incomplete, out of order, deadlocks or passes its memory cap."""
+
+
+class PartitionError(FleetPipeError, ValueError):
+    """A list of layers that cannot be cut into stages as asked."""
+
+
+class BoundaryError(FleetPipeError, ValueError):
+    """A value that cannot cross from one stage to the next, or that the next stage cannot take."""
+
+
+class TransportError(FleetPipeError, RuntimeError):
+    """A connection between ranks that cannot be made, or that carries what it should not."""
+
+
+class PeerFailed(FleetPipeError, ConnectionError):
+    """Another rank of the job died or left before its work was done."""
+
+
+class PipelineTimeout(FleetPipeError, TimeoutError):
+    """A wait for another rank that reached its limit."""
+
+
+class CheckpointError(FleetPipeError, ValueError):
+    """Saved parameters that do not fit the model they are loaded into."""
+
+
+class PaddleNotFound(FleetPipeError, ImportError):
+    """A part of fleetpipe that needs Paddle was imported where Paddle is not installed."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns a phrase that names the entries of ``known`` closest to ``name``, or all of them."""
+    options = sorted(known)
+    close = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(option) for option in close) + "?"
+    return "known: " + ", ".join(options)

@@ -1,0 +1,62 @@
+"""Why a rank is out, as it is told to all others."""
+
+from __future__ import annotations
+
+import textwrap
+import traceback
+from dataclasses import dataclass
+
+from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout
+
+#: Longest traceback that is passed on, in characters.
+LONGEST_TEXT = 20000
+_LONGEST_LINE = 200
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of the rank that failed first.
+
+    Attributes:
+        rank: Its number in the job.
+        what: "died", "left", "raised" or "timed out".
+        text: The error in one line.
+        details: Its traceback, or where all ranks were; empty where there is none.
+    """
+
+    rank: int
+    what: str
+    text: str
+    details: str = ""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Describes an error that ``rank`` gives up with."""
+        if isinstance(error, PipelineTimeout):
+            text, *more = str(error).splitlines()
+            return cls(rank, "timed out", text, "\n".join(more)[-LONGEST_TEXT:])
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        return cls(rank, "raised", _in_one_line(error), "".join(lines)[-LONGEST_TEXT:])
+
+    def error(self, where: str | None = None) -> PeerFailed | PipelineTimeout:
+        """Returns the error that the other ranks raise: a timeout for a timeout."""
+        late = self.what == "timed out"
+        kind = PipelineTimeout if late else PeerFailed
+        quoted = textwrap.indent(self.details.rstrip(), "    | ", lambda line: True)
+        return kind(
+            f"rank {self.rank} {self.what}: {self.text}",
+            where=where,
+            got=f"from rank {self.rank}:\n{quoted}" if self.details else None,
+            fix="look for the rank that waits for no other: it is stuck, stopped or too slow"
+            if late
+            else f"read the log of rank {self.rank}: it failed first",
+        )
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Returns the kind of an error and what it says: fleetpipe's put it into their first line."""
+    words = str(error).splitlines()[:1] if isinstance(error, FleetPipeError) else str(error).split()
+    text = " ".join(words)
+    if len(text) > _LONGEST_LINE:
+        text = text[:_LONGEST_LINE] + ".."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

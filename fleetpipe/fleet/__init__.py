@@ -1,0 +1,46 @@
+"""The drop-in face of ``paddle.distributed.fleet``: same names, same paths, pipelines that run.
+
+Every name that fleetpipe does not define is Paddle's very object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetpipe import numerics, static
+from fleetpipe._paddle import paddle_fleet
+from fleetpipe.fleet import _delegation
+
+numerics.prepare()
+_delegation.install()
+static.install()
+
+from fleetpipe.fleet import meta_parallel  # noqa: E402
+from fleetpipe.fleet.lifecycle import (  # noqa: E402
+    get_hybrid_communicate_group,
+    init,
+    shutdown,
+)
+from fleetpipe.fleet.strategy import DistributedStrategy  # noqa: E402
+from fleetpipe.fleet.wrapping import distributed_model, distributed_optimizer  # noqa: E402
+
+__all__ = [
+    "DistributedStrategy",
+    "distributed_model",
+    "distributed_optimizer",
+    "get_hybrid_communicate_group",
+    "init",
+    "meta_parallel",
+    "shutdown",
+]
+__all__ += [name for name in paddle_fleet.__all__ if name not in __all__]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns Paddle's object of that name."""
+    return getattr(paddle_fleet, name)
+
+
+def __dir__() -> list[str]:
+    """Lists fleetpipe's names and Paddle's."""
+    return sorted({*globals(), *dir(paddle_fleet)})

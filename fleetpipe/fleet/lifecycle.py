@@ -1,0 +1,235 @@
+"""From ``fleet.init`` to ``fleet.shutdown``: checks options, gathers the ranks, ends the job."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import functools
+import itertools
+import sys
+import warnings
+from dataclasses import asdict
+from typing import Any
+
+from fleetpipe import __version__, _paddle, arrival, departure, gloo, job, numerics, static
+from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe.agreement import require_agreement
+from fleetpipe.config import PipelineConfig
+from fleetpipe.errors import ConfigError
+from fleetpipe.fleet.strategy import DistributedStrategy
+from fleetpipe.job import Job, current_job
+from fleetpipe.static._paddle import dynamic_mode
+from fleetpipe.store import JobStore
+from fleetpipe.topology import Degrees
+
+_numbers = itertools.count()
+#: The role maker, is_collective and log level of ``init`` in static mode; None outside of it.
+_static_arguments: tuple[Any, bool, int | str] | None = None
+
+
+def init(
+    role_maker: Any = None,
+    is_collective: bool = False,
+    strategy: Any = None,
+    log_level: int | str = "INFO",
+) -> Any:
+    """Begins a job: Fleet's ``init``, with every option checked before any process waits.
+
+    Collective over all ranks of the job. A process that was not launched as one of several and asks
+    for ``pp_degree`` above 1 plays all ranks itself. Called again with the same degrees it only
+    changes the strategy; other degrees need :func:`shutdown` first.
+
+    Args:
+        role_maker: As in Fleet.
+        is_collective: As in Fleet; pipelines need True.
+        strategy: fleetpipe's or Paddle's ``DistributedStrategy``; None for the defaults.
+        log_level: As in Fleet.
+
+    Returns:
+        Paddle's ``Fleet`` object.
+
+    Raises:
+        ConfigError: The degrees do not fit the number of processes, or an option is wrong.
+        PipelineTimeout: Some rank did not arrive within the limit.
+    """
+    strategy = DistributedStrategy() if strategy is None else strategy
+    config = PipelineConfig.from_strategy(strategy)
+    world_size = arrival.world_size()
+    degrees = Degrees.resolve(strategy.hybrid_configs, world_size)
+    if degrees.pp > 1 and not is_collective:
+        raise ConfigError(
+            "a pipeline runs in collective mode",
+            got=f"fleet.init(is_collective={is_collective}) with pp_degree={degrees.pp}",
+            fix="fleet.init(is_collective=True, strategy=strategy)",
+        )
+    static.install()
+    if not paddle.in_dynamic_mode():
+        return _init_static(degrees, (role_maker, is_collective, strategy, log_level))
+    if not is_collective or (degrees.pp == 1 and degrees.beyond):
+        return paddle_fleet.init(role_maker, is_collective, strategy, log_level)
+    degrees.refuse_beyond()
+    running = current_job()
+    if running is not None:
+        return _change_strategy(running, degrees, strategy, config)
+    return _begin(degrees, world_size, (role_maker, is_collective, strategy, log_level), config)
+
+
+def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job:
+    """Begins the job of a static program, whose degrees its guards tell. Collective over the job.
+
+    Args:
+        strategy: The strategy of the program's optimizer.
+        degrees: The degrees.
+        config: The options of ``strategy``.
+
+    Returns:
+        The running job where it has these degrees, else a new one.
+
+    Raises:
+        ConfigError: ``fleet.init`` was not called, or a job with other degrees is running.
+        PipelineTimeout: Some rank did not arrive within the limit.
+    """
+    if _static_arguments is None:
+        raise ConfigError(
+            "the optimizer of a static pipeline is minimized after fleet.init",
+            fix="fleet.init(is_collective=True) in static mode, before minimize",
+        )
+    strategy = copy.deepcopy(strategy)
+    strategy.hybrid_configs = {"dp_degree": degrees.dp, "pp_degree": degrees.pp}
+    running = current_job()
+    with dynamic_mode():
+        if running is not None:
+            _change_strategy(running, degrees, strategy, config)
+            return running
+        _paddle.forget_topology()
+        role_maker, is_collective, log_level = _static_arguments
+        arguments = (role_maker, is_collective, strategy, log_level)
+        _begin(degrees, arrival.world_size(), arguments, config)
+    begun = current_job()
+    if begun is None:
+        raise ConfigError("the job ended while it began")
+    return begun
+
+
+def shutdown() -> None:
+    """Ends the job: closes this process's connections, so that another job can begin.
+
+    Every rank calls it for itself; what was sent before is still delivered. Called while an error
+    passes through (in a ``finally``, say), it tells the other ranks of it. What the import changed
+    in Paddle for static graph is taken back; the next ``init`` puts it in again.
+    """
+    global _static_arguments
+    job.end(sys.exc_info()[1])
+    _paddle.forget_topology()
+    static.uninstall()
+    _static_arguments = None
+
+
+def get_hybrid_communicate_group() -> Any:
+    """Returns the topology of the job: Paddle's own object, or one process's stand-in for it."""
+    return paddle_fleet.get_hybrid_communicate_group()
+
+
+def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Any:
+    """Takes note of a job that begins when the stages of its program are known."""
+    global _static_arguments
+    role_maker, is_collective, strategy, log_level = arguments
+    if degrees.pp > 1 and not strategy.pipeline:
+        raise ConfigError(
+            "a static program becomes a pipeline by strategy.pipeline = True",
+            got=f"pp_degree={degrees.pp} and strategy.pipeline = False",
+            fix="set strategy.pipeline = True, and guard the layers with device_guard('gpu:k')",
+        )
+    _static_arguments = (role_maker, is_collective, log_level)
+    running = current_job()
+    if running is not None:
+        _paddle.install_topology(running.hcg, copy.deepcopy(strategy))
+        return paddle_fleet.fleet
+    return paddle_fleet.init(*arguments)
+
+
+def _change_strategy(
+    running: Job, degrees: Degrees, strategy: Any, config: PipelineConfig
+) -> Any:
+    if degrees != running.degrees:
+        raise ConfigError(
+            "fleet.init was called before, with other degrees",
+            expected=str(running.degrees),
+            got=str(degrees),
+            fix="call fleet.shutdown() first",
+        )
+    running.timeout = config.timeout
+    _paddle.install_topology(running.hcg, copy.deepcopy(strategy))
+    return paddle_fleet.fleet
+
+
+def _begin(
+    degrees: Degrees, world_size: int, arguments: tuple[Any, ...], config: PipelineConfig
+) -> Any:
+    number = next(_numbers)
+    role_maker, is_collective, strategy, log_level = arguments
+    if world_size > 1:
+        job.begin(_begin_together(degrees, arguments, config, number))
+        return paddle_fleet.fleet
+    _init_alone(role_maker, is_collective, log_level)
+    hcg = _paddle.LocalTopology(degrees.pp)
+    _paddle.install_topology(hcg, copy.deepcopy(strategy))
+    if degrees.pp > 1:
+        sys.stderr.write(
+            f"fleetpipe: this one process plays all {degrees.pp} ranks of the pipeline\n"
+        )
+    job.begin(Job(degrees, hcg, config.timeout, number))
+    return paddle_fleet.fleet
+
+
+def _begin_together(
+    degrees: Degrees, arguments: tuple[Any, ...], config: PipelineConfig, number: int
+) -> Job:
+    """Begins a job of several processes, which watch each other from the first moment on."""
+    timeout = config.timeout
+    store = _job_store(timeout)
+    watch = job.begin_to_watch(store, number, timeout)
+    try:
+        with watch.guarding(lambda: "beginning the job"):
+            facts = _facts(degrees, arguments[2], config)
+            require_agreement(store, f"fleetpipe/{number}/strategy", facts, timeout)
+            gloo.separate_stores(store, timeout)
+            arrival.await_paddles_store(store, timeout)
+            paddle_fleet.init(*arguments)
+    except BaseException:
+        watch.close()
+        raise
+    hcg = paddle_fleet.get_hybrid_communicate_group()
+    return Job(degrees, hcg, timeout, number, store, watch)
+
+
+def _facts(degrees: Degrees, strategy: Any, config: PipelineConfig) -> dict[str, str]:
+    """Returns what must be the same on all ranks before they make groups."""
+    facts = {**numerics.settings(), "fleetpipe": __version__}
+    for options in (asdict(degrees), asdict(config), {"hybrid_configs": strategy.hybrid_configs}):
+        facts.update({name: repr(value) for name, value in options.items()})
+    return facts
+
+
+@functools.lru_cache(maxsize=1)
+def _job_store(timeout: float) -> JobStore:
+    """Opens the store that all jobs of this process share."""
+    return arrival.open_store(timeout)
+
+
+@functools.lru_cache(maxsize=1)
+def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> None:
+    """Gives Paddle's functions such as ``fleet.worker_index`` their answers for one process."""
+    with warnings.catch_warnings():
+        # Paddle warns that this is no parallel environment, once for every group it makes.
+        warnings.simplefilter("ignore")
+        paddle_fleet.init(role_maker, is_collective, None, log_level)
+
+
+def _end_with_process() -> None:
+    """Ends the job with the process; an error that nobody caught reaches the other ranks."""
+    job.end(departure.error())
+
+
+departure.note_exits()
+atexit.register(_end_with_process)

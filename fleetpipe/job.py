@@ -1,0 +1,244 @@
+"""What this process takes part in between ``fleet.init`` and ``fleet.shutdown``.
+
+A launched job has Paddle's own ``HybridCommunicateGroup``, connections to the other ranks and a
+watch over them; a process that plays all ranks itself has a ``LocalTopology`` and needs neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from fleetpipe import arrival, transport
+from fleetpipe.agreement import require_agreement
+from fleetpipe.store import JobStore
+from fleetpipe.topology import Degrees
+from fleetpipe.transport import (
+    DirectGroup,
+    GlooGroup,
+    Group,
+    MemoryHub,
+    SocketTransport,
+    SoleGroup,
+    Store,
+    Transport,
+)
+from fleetpipe.transport.mesh import join
+from fleetpipe.watch import Watch
+
+
+class Job:
+    """A job, as one of its processes sees it.
+
+    Attributes:
+        degrees: How the ranks are split.
+        hcg: Paddle's ``HybridCommunicateGroup``, or a ``LocalTopology``.
+        timeout: Seconds that any wait for another rank may last.
+        local: Whether this one process plays all ranks.
+        endings: Called when the job ends, before its connections are closed.
+    """
+
+    def __init__(
+        self,
+        degrees: Degrees,
+        hcg: Any,
+        timeout: float,
+        number: int = 0,
+        store: Store | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        """Describes a job.
+
+        Args:
+            degrees: How the ranks are split.
+            hcg: The topology that the user sees.
+            timeout: Seconds that any wait for another rank may last.
+            number: How many jobs the processes began before, so that no key is used twice.
+            store: The job's key-value store; None where one process plays all ranks.
+            watch: The connections over which its ranks watch each other; None likewise.
+        """
+        self.degrees = degrees
+        self.hcg = hcg
+        self.timeout = timeout
+        self.local = store is None
+        self._store = store
+        self._prefix = f"fleetpipe/{number}"
+        self._transports: dict[int, Transport] = {}
+        self._replicas: Group | None = None
+        self.endings: list[Callable[[], None]] = []
+        self._watch = watch
+        self._agreements = 0
+        self._sockets: list[tuple[SocketTransport, list[int]]] = []
+
+    def connect(self) -> dict[int, Transport]:
+        """Returns the transport of each rank of the pipeline that this process plays.
+
+        Collective over the ranks of a pipeline the first time it is called in a job.
+
+        Raises:
+            PipelineTimeout: Some rank did not arrive; the message says which.
+        """
+        if not self._transports:
+            pp = self.degrees.pp
+            if self._store is None:
+                hub = MemoryHub(pp)
+                self._transports = {rank: hub.endpoint(rank) for rank in range(pp)}
+            else:
+                first = self.hcg.get_rank_from_stage(0)
+                rank = self.hcg.get_stage_id()
+                ranks = [self.hcg.get_rank_from_stage(stage) for stage in range(pp)]
+                self._transports = {rank: self._join(self._store, f"pipeline/{first}", rank, ranks)}
+        return self._transports
+
+    def group(self) -> Group:
+        """Returns the ranks of this process's pipeline as a group for collective operations."""
+        if self.local:
+            return SoleGroup()
+        (connection,) = self.connect().values()
+        return DirectGroup(connection, self.timeout)
+
+    def replicas(self) -> Group:
+        """Returns the ranks that hold the same stages in all replicas, in data-parallel order.
+
+        Collective over these the first time it is called in a job.
+        """
+        if self._replicas is None:
+            hcg, dp = self.hcg, self.degrees.dp
+            if self._store is None or dp == 1:
+                self._replicas = SoleGroup()
+            else:
+                name = f"data/{hcg.get_data_parallel_group_src_rank()}"
+                rank = hcg.get_data_parallel_rank()
+                paddle_group = hcg.get_data_parallel_group()
+                connection = self._join(self._store, name, rank, paddle_group.ranks)
+                self._replicas = GlooGroup(connection, self.timeout, paddle_group)
+        return self._replicas
+
+    def guarded(self, where: Callable[[], str]) -> AbstractContextManager[None]:
+        """Within it, a failure elsewhere ends this rank's waits, and one here reaches all others.
+
+        Args:
+            where: Says what this rank is doing, for the messages of all.
+
+        Raises:
+            PeerFailed: Another rank failed; the message has its error and traceback.
+            PipelineTimeout: A wait reached its limit; the message says where every rank is.
+        """
+        if self._watch is None:
+            return nullcontext()
+        return self._watch.guarding(lambda: self._describe(where()))
+
+    def require_agreement(self, facts: Mapping[str, str]) -> None:
+        """Makes sure that all ranks say the same of themselves. Collective over the job.
+
+        Args:
+            facts: What must be the same on all ranks, by subject.
+
+        Raises:
+            ConfigError: Some rank says otherwise; the message shows both sides. Every rank raises.
+            PipelineTimeout: Some rank did not arrive within the limit.
+        """
+        if self._store is not None:
+            self._agreements += 1
+            key = f"{self._prefix}/agreement/{self._agreements}"
+            require_agreement(self._store, key, facts, self.timeout)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Closes this process's connections; what was sent before is still delivered.
+
+        Args:
+            error: Why the process ends, if it ends before its work is done.
+        """
+        watch, self._watch = self._watch, None
+        if watch is not None and error is not None:
+            watch.give_up(error)
+        try:
+            while self.endings:
+                self.endings.pop()()
+        finally:
+            for connection, _ in self._sockets:
+                connection.close()
+            for played in self._transports.values():
+                played.close()
+            if watch is not None:
+                watch.close()
+            self._transports, self._replicas = {}, None
+
+    def _describe(self, text: str) -> str:
+        """Adds to what this rank is doing which replica it is, and for which rank it waits."""
+        if self.degrees.dp > 1:
+            text = f"replica {self.hcg.get_data_parallel_rank()}, {text}"
+        else:
+            text = text.removeprefix(f"rank {self.hcg.get_stage_id()}, ")
+        for connection, ranks in self._sockets:
+            if connection.awaited is not None:
+                text += f", waiting for rank {ranks[connection.awaited]}"
+        return text
+
+    def _join(self, store: Store, name: str, rank: int, ranks: list[int]) -> Transport:
+        """Connects the ``ranks`` of the job, of which this process is number ``rank``."""
+        connection = transport.connect(
+            rank=rank,
+            ranks=len(ranks),
+            store=store,
+            namespace=f"{self._prefix}/{name}",
+            timeout=self.timeout,
+        )
+        self._sockets.append((connection, ranks))
+        if self._watch is not None:
+            self._watch.on_failure(connection.interrupt)
+        return connection
+
+
+def begin_to_watch(store: JobStore, number: int, timeout: float) -> Watch:
+    """Waits for all ranks of a job and connects each to every other. Collective over the job.
+
+    Args:
+        store: The job's store, whose waits from now on end when a rank fails.
+        number: How many jobs the processes began before.
+        timeout: Seconds that the ranks may take to arrive.
+
+    Raises:
+        PipelineTimeout: Some rank did not arrive; the message says which.
+    """
+    store.check = lambda: None
+    arrival.wait_for_all(store, number, timeout)
+    rank = arrival.own_rank()
+    sockets = join(
+        rank=rank,
+        ranks=arrival.world_size(),
+        store=store,
+        namespace=f"fleetpipe/{number}/watch",
+        timeout=timeout,
+    )
+    watch = Watch(rank, sockets)
+    store.check = watch.check
+    return watch
+
+
+_job: Job | None = None
+
+
+def current_job() -> Job | None:
+    """Returns the job between ``fleet.init`` and ``fleet.shutdown``, else None."""
+    return _job
+
+
+def pipeline_group() -> Group:
+    """Returns the ranks of the current job's pipeline as a group; one process outside of a job."""
+    return SoleGroup() if _job is None else _job.group()
+
+
+def begin(job: Job) -> None:
+    """Makes ``job`` the current one."""
+    global _job
+    _job = job
+
+
+def end(error: BaseException | None = None) -> None:
+    """Closes the current job, if there is one; ``error`` says why it ends before its time."""
+    global _job
+    if _job is not None:
+        _job.close(error)
+    _job = None

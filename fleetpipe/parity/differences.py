@@ -1,0 +1,89 @@
+"""How far two tensors are apart, in the units in which floating-point errors are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+#: Unsigned integers with the bits of a float, by size in bytes.
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two values that should have the same bits and do not.
+
+    Attributes:
+        quantity: "loss", "output", "gradient", "gradient norm" or "parameter".
+        name: The parameter or layer by its lasting name; "" for a quantity of the whole model.
+        step: The training step, from 0.
+        absolute: Largest absolute difference.
+        relative: The absolute difference over the largest absolute value of the reference.
+        ulps: Units in the last place where the difference is largest; None where shapes differ.
+    """
+
+    quantity: str
+    name: str
+    step: int
+    absolute: float
+    relative: float
+    ulps: int | None
+
+    def __str__(self) -> str:
+        what = f"{self.quantity} of {self.name}" if self.name else self.quantity
+        size = f"{self.absolute:.3g} absolute, {self.relative:.3g} relative"
+        units = "shape or dtype differ" if self.ulps is None else f"{self.ulps} ulp"
+        return f"step {self.step}: {what} differs by {size}, {units}"
+
+
+def compare(
+    quantity: str, name: str, step: int, pipeline: Any, reference: Any
+) -> Difference | None:
+    """Compares two tensors bit by bit.
+
+    Args:
+        quantity: What is compared.
+        name: Whose it is.
+        step: The training step.
+        pipeline: The pipeline's tensor; None where it has none.
+        reference: The single-device model's tensor; None where it has none.
+
+    Returns:
+        None where both have the same shape, dtype and bits (or both are None).
+    """
+    if pipeline is None and reference is None:
+        return None
+    ours, theirs = _array(pipeline), _array(reference)
+    if ours is None or theirs is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return Difference(quantity, name, step, float("inf"), float("inf"), None)
+    if ours.tobytes() == theirs.tobytes():
+        return None
+    gaps = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
+    worst = np.unravel_index(int(np.argmax(gaps)), gaps.shape)
+    absolute = float(gaps[worst])
+    scale = float(np.max(np.abs(theirs)))
+    relative = absolute / scale if scale else float("inf")
+    ulps = abs(_ordered(ours[worst]) - _ordered(theirs[worst])) >> _unused_bits(reference)
+    return Difference(quantity, name, step, absolute, relative, ulps)
+
+
+def _array(tensor: Any) -> Any:
+    if tensor is None:
+        return None
+    # NumPy has no bfloat16: its bits are the upper half of a float32's.
+    return (tensor.astype("float32") if _unused_bits(tensor) else tensor).numpy()
+
+
+def _unused_bits(tensor: Any) -> int:
+    return 16 if str(tensor.dtype).endswith("bfloat16") else 0
+
+
+def _ordered(value: Any) -> int:
+    """Maps a float to an integer that grows with it, one unit in the last place a step."""
+    if value.dtype.kind != "f":
+        return int(value)
+    bits = int(value.view(_BITS[value.dtype.itemsize]))
+    sign = 1 << (8 * value.dtype.itemsize - 1)
+    return sign - bits if bits >= sign else bits

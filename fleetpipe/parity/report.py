@@ -1,0 +1,117 @@
+"""What a comparison found, as one value: losses, largest differences, and the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleetpipe.parity.differences import Difference
+
+
+@dataclass
+class Report:
+    """The result of comparing a pipeline with its single-device model, the same on every rank.
+
+    Attributes:
+        holds_for: The settings that the claim holds for: versions and numeric environment.
+        single_loss: The single-device model's loss of each step.
+        pipeline_loss: The pipeline's loss of each step.
+        differences: Everything that differs, the first in the order of computation first.
+        tolerance: Largest relative difference that passes; 0 asks for the same bits.
+    """
+
+    holds_for: dict[str, str]
+    single_loss: list[float] = field(default_factory=list)
+    pipeline_loss: list[float] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    tolerance: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Number of steps compared."""
+        return len(self.pipeline_loss)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no loss, output, gradient, norm or parameter differs by more than allowed."""
+        return not self.failures
+
+    @property
+    def failures(self) -> list[Difference]:
+        """The differences beyond the tolerance."""
+        return [found for found in self.differences if not found.relative <= self.tolerance]
+
+    @property
+    def bit_exact(self) -> bool:
+        """Whether all losses and parameters have the same bits."""
+        return not self._of("loss") and not self._of("parameter")
+
+    @property
+    def max_abs_diff(self) -> float:
+        """Largest absolute difference of a loss."""
+        return max((d.absolute for d in self._of("loss")), default=0.0)
+
+    @property
+    def max_abs_param_diff(self) -> float:
+        """Largest absolute difference of a parameter or running statistic."""
+        return max((d.absolute for d in self._of("parameter")), default=0.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as plain values, ready for JSON."""
+        return {
+            "steps": self.steps,
+            "single_loss": self.single_loss,
+            "pipeline_loss": self.pipeline_loss,
+            "max_abs_diff": self.max_abs_diff,
+            "max_abs_param_diff": self.max_abs_param_diff,
+            "bit_exact": self.bit_exact,
+            "passed": self.passed,
+            "tolerance": self.tolerance,
+            "first_difference": str(self.failures[0]) if self.failures else None,
+            "holds_for": self.holds_for,
+        }
+
+    def verdict(self) -> str:
+        """Returns the result in words; the last line says whether parity holds."""
+        settings = ", ".join(f"{name}={value or 'unset'}" for name, value in self.holds_for.items())
+        lines = [f"parity: compared {self.steps} steps under {settings}"]
+        if not self.differences:
+            return "\n".join([*lines, "parity: bit-exact (losses, gradients and parameters)"])
+        if self.passed:
+            worst = max(found.relative for found in self.differences)
+            within = f"parity: equal within {self.tolerance:g} (relative; largest {worst:.2g})"
+            return "\n".join([*lines, within])
+        lines.append(f"parity: first difference: {self.failures[0]}")
+        return "\n".join(
+            [
+                *lines,
+                f"parity: FAILED, largest difference {self.max_abs_diff:.3g} of a loss and "
+                f"{self.max_abs_param_diff:.3g} of a parameter",
+            ]
+        )
+
+    def _of(self, quantity: str) -> list[Difference]:
+        return [found for found in self.differences if found.quantity == quantity]
+
+
+def in_order(found: Sequence[Difference], layers: Sequence[str]) -> list[Difference]:
+    """Sorts the differences of one step in the order in which a step computes their quantities.
+
+    Args:
+        found: The differences of all ranks.
+        layers: The lasting names of parameters and layers, in the order of the model.
+    """
+    position = {name: index for index, name in enumerate(layers)}
+
+    def key(difference: Difference) -> tuple[int, int]:
+        place = position.get(difference.name.partition(",")[0], 0)
+        # Gradients are computed from the loss backwards.
+        return _QUANTITIES.index(difference.quantity), (
+            -place if difference.quantity == "gradient" else place
+        )
+
+    return sorted(found, key=key)
+
+
+_QUANTITIES = ("output", "loss", "gradient", "gradient norm", "parameter")

@@ -1,0 +1,19 @@
+"""Where to cut a list of layers into stages; pure Python, no Paddle needed."""
+
+from __future__ import annotations
+
+from fleetpipe.partition.cuts import by_class, explicit, uniform
+from fleetpipe.partition.layers import LayerInfo, Partition, StageRange
+from fleetpipe.partition.optimum import balanced
+from fleetpipe.partition.segmentation import segment
+
+__all__ = [
+    "segment",
+    "uniform",
+    "by_class",
+    "explicit",
+    "balanced",
+    "LayerInfo",
+    "Partition",
+    "StageRange",
+]

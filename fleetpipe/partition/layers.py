@@ -1,0 +1,146 @@
+"""A partition as a value: which layers each stage holds, and the table that shows it."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from fleetpipe.errors import PartitionError
+from fleetpipe.partition.cuts import require_cover
+
+NAMES_WIDTH = 44
+
+
+class LayerInfo(NamedTuple):
+    """What a cut needs to know of one layer.
+
+    Attributes:
+        name: Its class name, or ``__name__`` of a function; "" where it has neither.
+        parameters: How many numbers its trainable parameters hold; 0 for a layer without any.
+    """
+
+    name: str
+    parameters: int = 0
+
+
+@dataclass(frozen=True)
+class StageRange:
+    """The layers ``start`` to ``end - 1`` of the model, which form one stage.
+
+    Attributes:
+        stage: Global stage number.
+        start: Global number of its first layer.
+        end: Global number of the layer after its last.
+        layers: The layers themselves, in order.
+    """
+
+    stage: int
+    start: int
+    end: int
+    layers: tuple[LayerInfo, ...]
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the trainable parameters of the stage hold."""
+        return sum(layer.parameters for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A list of layers cut into stages; every layer is in one stage and no stage is empty.
+
+    Attributes:
+        boundaries: First layer of each stage, then the number of layers.
+        method: How the cut was found, as the user said it.
+        layers: All layers of the model, in order.
+
+    Raises:
+        PartitionError: The boundaries lose a layer, hold one twice, or leave a stage empty.
+    """
+
+    boundaries: tuple[int, ...]
+    method: str
+    layers: tuple[LayerInfo, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.boundaries) < 2:
+            raise PartitionError(
+                "a partition needs at least one stage",
+                expected="two boundaries or more, such as (0, number of layers)",
+                got=f"boundaries {list(self.boundaries)}",
+            )
+        require_cover(self.boundaries, len(self.layers), self.method)
+
+    @property
+    def stages(self) -> tuple[StageRange, ...]:
+        """The stages in the order of the model."""
+        return tuple(
+            StageRange(stage, start, end, self.layers[start:end])
+            for stage, (start, end) in enumerate(zip(self.boundaries, self.boundaries[1:]))
+        )
+
+    def stage_of(self, layer: int) -> int:
+        """Returns the stage that holds a layer, both by their global numbers.
+
+        Raises:
+            PartitionError: The model has no such layer.
+        """
+        if not 0 <= layer < len(self.layers):
+            raise PartitionError(
+                f"there is no layer {layer}",
+                expected=f"a layer number from 0 to {len(self.layers) - 1}",
+                got=str(layer),
+            )
+        return bisect.bisect_right(self.boundaries, layer) - 1
+
+    def table(self, rank_of: Callable[[int], int] | None = None) -> str:
+        """Draws the stages as a table: layers, their names, parameters and share of the whole.
+
+        Args:
+            rank_of: Gives the rank that holds a stage, such as ``rank_of`` of a placement; adds a
+                column.
+
+        Returns:
+            Several lines without a newline at the end.
+        """
+        rows = list(self._rows(rank_of))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        title = f"seg_method {self.method}: {len(self.layers)} layers, stages: {len(self.stages)}"
+        return "\n".join([title, *(_line(row, widths) for row in rows)])
+
+    def _rows(self, rank_of: Callable[[int], int] | None) -> Iterator[list[str]]:
+        def row(stage: str, rank: str, *rest: str) -> list[str]:
+            return [stage, *([] if rank_of is None else [rank]), *rest]
+
+        total = sum(layer.parameters for layer in self.layers)
+        yield row("stage", "rank", "layers", "names", "parameters", "share")
+        for part in self.stages:
+            yield row(
+                str(part.stage),
+                "" if rank_of is None else str(rank_of(part.stage)),
+                f"{part.start}-{part.end - 1}" if part.end - part.start > 1 else str(part.start),
+                _shorten(part.layers),
+                f"{part.parameters:,}",
+                f"{part.parameters / total:.1%}" if total else "-",
+            )
+        yield row("all", "", str(len(self.layers)), "", f"{total:,}", "")
+
+
+def _line(row: list[str], widths: list[int]) -> str:
+    """Sets a row: names (the third from the right) to the left, numbers to the right."""
+    names = len(row) - 3
+    return "  ".join(
+        cell.ljust(width) if column == names else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(row, widths))
+    ).rstrip()
+
+
+def _shorten(layers: tuple[LayerInfo, ...]) -> str:
+    """Writes names in order, repeated ones once with a count, in at most NAMES_WIDTH characters."""
+    names = groupby(layer.name or "(none)" for layer in layers)
+    counted = [(name, len(list(group))) for name, group in names]
+    text = ", ".join(name if times == 1 else f"{name} x{times}" for name, times in counted)
+    return text if len(text) <= NAMES_WIDTH else text[: NAMES_WIDTH - 4].rstrip(", ") + " ..."

@@ -1,0 +1,247 @@
+"""The commands ``fleetpipe schedule`` and ``fleetpipe verify``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+from fleetpipe.errors import ConfigError
+
+from .chrome import write_trace
+from .costs import Costs
+from .csv_form import is_csv, is_lowered, read_plan, read_schedule
+from .events import events_of
+from .placement import PLACEMENTS
+from .plan import Plan
+from .plot import plot
+from .registry import build, canonical_name, names
+from .render import render, summary
+from .schedule import Schedule
+from .search import NAME as AUTO
+from .simulate import Timeline
+
+_TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
+
+
+def configure_schedule(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe schedule`` to its parser."""
+    parser.add_argument("name", metavar="NAME", help=", ".join(names()))
+    parser.add_argument("--ranks", type=int, required=True, metavar="P")
+    parser.add_argument("--micro-batches", type=int, required=True, metavar="M")
+    parser.add_argument("--chunks", type=int, metavar="V", help="model parts on each rank")
+    parser.add_argument(
+        "--groups",
+        type=_sizes,
+        metavar="G,G,..",
+        help="of Interleaved1F1B: micro-batches that pass a chunk before the next one begins",
+    )
+    parser.add_argument(
+        "--warmup-slack",
+        type=int,
+        metavar="N",
+        help="of Interleaved1F1B: forwards to warm up with for each rank after this one, 1 or 2",
+    )
+    parser.add_argument(
+        "--memory-cap",
+        type=_number,
+        metavar="N",
+        help="most that a rank may hold: forwards of a chunk, or bytes where --costs has bytes;"
+        " `auto` keeps within it, any other schedule fails where it does not",
+    )
+    _add_costs(parser)
+    _add_output(parser)
+    parser.set_defaults(run=run_schedule)
+
+
+def _add_costs(parser: argparse.ArgumentParser) -> None:
+    costs = parser.add_argument_group(
+        "costs", "of one action of one chunk; F = I = W = 1, B = I + W and no latency by default"
+    )
+    costs.add_argument("--costs", type=Path, metavar="FILE", help="JSON with costs per stage")
+    costs.add_argument("--forward", type=_number, metavar="F")
+    costs.add_argument("--input-grad", type=_number, metavar="I")
+    costs.add_argument("--weight-grad", type=_number, metavar="W")
+    costs.add_argument(
+        "--backward", type=_number, metavar="B", help="in place of I and W, which are half of it"
+    )
+    costs.add_argument("--comm", type=_number, metavar="C", help="latency between ranks")
+    costs.add_argument(
+        "--overlapped", type=_number, metavar="FB", help="a fused pair of F and B; F + B by default"
+    )
+    costs.add_argument(
+        "--input-grad-frees",
+        type=_number,
+        metavar="X",
+        help="share (0..1) of a forward's activations that I releases",
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--format",
+        choices=("text", "json", "actions"),
+        default="text",
+        help="draw it; figures and actions; or the text form that `fleetpipe verify` reads",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw it to a .png or .svg (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write Chrome trace events, for ui.perfetto.dev"
+    )
+
+
+def run_schedule(arguments: argparse.Namespace) -> int:
+    """Builds, verifies, simulates and prints a schedule; returns the exit code."""
+    costs = _costs(arguments)
+    schedule = build(
+        arguments.name,
+        ranks=arguments.ranks,
+        micro_batches=arguments.micro_batches,
+        chunks=arguments.chunks,
+        **_options(arguments, costs),
+    )
+    schedule.verify(memory_cap=arguments.memory_cap, costs=costs)
+    timeline = schedule.simulate(costs)
+    if arguments.plot is not None:
+        plot(timeline, arguments.plot)
+    if arguments.trace is not None:
+        write_trace(arguments.trace, {"predicted": events_of(timeline)}, schedule.placement)
+    if arguments.format == "actions":
+        _print(str(schedule))
+    elif arguments.format == "json":
+        _print(json.dumps(as_json(timeline)))
+    else:
+        _print(f"{render(timeline)}\n\n{summary(timeline)}")
+    return 0
+
+
+def _options(arguments: argparse.Namespace, costs: Costs) -> dict[str, object]:
+    """Returns the options of the schedule: those given, and for a search what it must know."""
+    given = {"groups": arguments.groups, "warmup_slack": arguments.warmup_slack}
+    options: dict[str, object] = {key: value for key, value in given.items() if value is not None}
+    if canonical_name(arguments.name) == AUTO:
+        options.update(memory_cap=arguments.memory_cap, costs=costs)
+    return options
+
+
+def as_json(timeline: Timeline) -> dict[str, object]:
+    """Returns the figures and actions of a timeline for ``--format json``."""
+    schedule = timeline.schedule
+    figures: dict[str, object] = {
+        "name": schedule.name,
+        "ranks": schedule.placement.ranks,
+        "micro_batches": schedule.micro_batches,
+        "chunks": schedule.placement.chunks,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "busy": timeline.busy,
+        "bubble": timeline.bubble,
+        "bubble_rate": timeline.bubble_rate,
+        "peak_activations": timeline.peak_activations,
+        "actions": [list(map(str, row)) for row in schedule.actions],
+    }
+    if timeline.peak_bytes is not None:
+        figures["peak_bytes"] = timeline.peak_bytes
+    return figures
+
+
+def configure_verify(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe verify`` to its parser."""
+    parser.add_argument(
+        "file", metavar="FILE", help="a schedule or plan, also as CSV; - reads standard input"
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="M",
+        help="in place of what the header says; a schedule without a header needs it",
+    )
+    parser.add_argument(
+        "--placement",
+        choices=PLACEMENTS,
+        help="in place of what the header says; loop where there is none",
+    )
+    parser.set_defaults(run=run_verify)
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Verifies a file and says what it is; returns the exit code."""
+    from_input = arguments.file == "-"
+    text = sys.stdin.read() if from_input else Path(arguments.file).read_text(encoding="utf-8")
+    value = _read(text, arguments.micro_batches, arguments.placement)
+    value.verify()
+    kind, rows = ("plan", value.ops) if isinstance(value, Plan) else ("schedule", value.actions)
+    _print(
+        f"valid {kind}: {value.name}, {value.placement.ranks} ranks, {value.micro_batches}"
+        f" micro-batches, chunks {value.placement.chunks} ({value.placement.name}),"
+        f" {sum(map(len, rows))} entries"
+    )
+    return 0
+
+
+def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedule | Plan:
+    """Reads a schedule or plan in its text form or the CSV form."""
+    if is_csv(text):
+        read = read_plan if is_lowered(text) else read_schedule
+        return read(text, placement, micro_batches)
+    text = _with_header(text, micro_batches, placement)
+    return Plan.parse(text) if text.startswith("# fleetpipe-plan") else Schedule.parse(text)
+
+
+def _with_header(text: str, micro_batches: int | None, placement: str | None) -> str:
+    """Returns ``text`` with what the options say in its header."""
+    header, line_break, rows = text.partition("\n")
+    if not header.startswith("#"):
+        if micro_batches is None:
+            return text
+        stages = 1 + max((int(stage) for stage in _TOKEN.findall(text)), default=0)
+        ranks = len(text.rstrip().split("\n"))
+        chunks = 2 if placement == "vee" else -(-stages // ranks)
+        header = f"# fleetpipe-schedule 1 name=unnamed ranks={ranks} chunks={chunks}"
+        header += f" micro_batches={micro_batches} placement={placement or 'loop'}"
+        return f"{header}\n{text}"
+    if micro_batches is not None:
+        header = re.sub(r" micro_batches=\S+", f" micro_batches={micro_batches}", header)
+    if placement is not None:
+        header = re.sub(r" placement=\S+", f" placement={placement}", header)
+    return header + line_break + rows
+
+
+def _costs(arguments: argparse.Namespace) -> Costs:
+    """Returns the costs of the file, where one is given, changed by the options."""
+    costs = Costs()
+    if arguments.costs is not None:
+        costs = Costs.from_json(arguments.costs.read_text(encoding="utf-8"))
+    said = vars(arguments)
+    fields = [field.name for field in dataclasses.fields(Costs)]
+    given = {name: said[name] for name in fields if said.get(name) is not None}
+    if "backward" in given:
+        if "input_grad" in given or "weight_grad" in given:
+            raise ConfigError(
+                "--backward is given together with a part of it",
+                expected="--backward, or --input-grad and --weight-grad",
+            )
+        given["input_grad"] = given["weight_grad"] = given["backward"] / 2
+    elif "input_grad" in given or "weight_grad" in given:
+        given["backward"] = None
+    return dataclasses.replace(costs, **given)
+
+
+def _number(text: str) -> float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")

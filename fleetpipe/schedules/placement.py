@@ -1,0 +1,82 @@
+"""Which rank owns which stage; nothing else in the package knows the shape of a loop or a vee."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleetpipe.errors import ConfigError, nearest
+
+#: The placements that exist. ``loop``: stage c*p+r on rank r. ``vee``: stages r and 2p-1-r.
+PLACEMENTS = ("loop", "vee")
+
+
+def check_count(label: str, value: object) -> None:
+    """Raises ConfigError where ``value`` is not a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"`{label}` must be a whole number of at least 1", got=f"{label}={value!r}"
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A map from global stages to ranks.
+
+    With p ranks and v chunks on each there are S = p*v stages. The rank of stage s is s % p under
+    ``loop`` and min(s, 2p-1-s) under ``vee``, where v is 2 and rank 0 owns both the first and
+    the last stage.
+
+    Args:
+        name: "loop" or "vee".
+        ranks: Ranks of the pipeline, p.
+        chunks: Stages that each rank owns, v.
+
+    Raises:
+        ConfigError: An unknown name, a number below 1, or a vee with v other than 2.
+    """
+
+    name: str
+    ranks: int
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.name not in PLACEMENTS:
+            raise ConfigError(
+                f"there is no placement {self.name!r}", fix=nearest(self.name, PLACEMENTS)
+            )
+        check_count("ranks", self.ranks)
+        check_count("chunks", self.chunks)
+        if self.name == "vee" and self.chunks != 2:
+            raise ConfigError(
+                "a vee places exactly two chunks on each rank",
+                expected="chunks=2",
+                got=f"chunks={self.chunks}",
+            )
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, S = ranks * chunks."""
+        return self.ranks * self.chunks
+
+    def rank_of(self, stage: int) -> int:
+        """Returns the rank that owns ``stage``.
+
+        Raises:
+            ConfigError: ``stage`` is not in 0..stages-1.
+        """
+        stages = self.ranks * self.chunks
+        if not 0 <= stage < stages:
+            raise ConfigError(f"there is no stage {stage}", expected=f"a stage in 0..{stages - 1}")
+        return min(stage, stages - 1 - stage) if self.name == "vee" else stage % self.ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Returns the stages that ``rank`` owns, ascending.
+
+        Raises:
+            ConfigError: ``rank`` is not in 0..ranks-1.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ConfigError(f"there is no rank {rank}", expected=f"a rank in 0..{self.ranks - 1}")
+        if self.name == "vee":
+            return (rank, self.stages - 1 - rank)
+        return tuple(range(rank, self.stages, self.ranks))

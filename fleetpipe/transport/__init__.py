@@ -1,0 +1,50 @@
+"""Edges between ranks: one interface over memory, sockets and NCCL, and groups made of it.
+
+Names that need Paddle are loaded when first used, so that the interface is importable without.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .base import Store, Transport, Value
+from .group import DirectGroup, GlooGroup, Group, SoleGroup
+from .message import MessageKey, describe
+
+if TYPE_CHECKING:
+    from .memory import MemoryHub, MemoryTransport
+    from .nccl import NcclTransport
+    from .socket import SocketTransport, connect
+
+_HOMES = {
+    "MemoryHub": "memory",
+    "MemoryTransport": "memory",
+    "NcclTransport": "nccl",
+    "SocketTransport": "socket",
+    "connect": "socket",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+__all__ = [
+    "DirectGroup",
+    "GlooGroup",
+    "Group",
+    "MemoryHub",
+    "MemoryTransport",
+    "MessageKey",
+    "NcclTransport",
+    "SocketTransport",
+    "SoleGroup",
+    "Store",
+    "Transport",
+    "Value",
+    "connect",
+    "describe",
+]

@@ -1,0 +1,159 @@
+"""Collective operations among some ranks: of values over their own connections, of sums in Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from fleetpipe.errors import PeerFailed
+
+from .base import Transport, Value
+from .message import MessageKey
+
+
+class Group(Protocol):
+    """The members of a collective operation; each of its methods is called by all of them.
+
+    Attributes:
+        rank: This member's number.
+        ranks: Number of members.
+    """
+
+    rank: int
+    ranks: int
+
+    def broadcast(self, value: Value, source: int) -> Value:
+        """Returns the value of member ``source`` on every member. Collective."""
+
+    def all_gather(self, value: Value) -> list[Value]:
+        """Returns the values of all members, by member, on every member. Collective."""
+
+    def all_reduce(self, tensors: Sequence[Any]) -> None:
+        """Replaces each tensor by the sum of all members'. Collective."""
+
+
+class SoleGroup:
+    """One process that stands for all members: what it has is what everyone has."""
+
+    rank = 0
+    ranks = 1
+
+    def broadcast(self, value: Value, source: int) -> Value:
+        """Returns ``value``."""
+        return value
+
+    def all_gather(self, value: Value) -> list[Value]:
+        """Returns ``value`` as that of the one member."""
+        return [value]
+
+    def all_reduce(self, tensors: Sequence[Any]) -> None:
+        """Leaves the tensors as they are."""
+
+
+class DirectGroup:
+    """Sends each value straight from rank to rank; made for losses, verdicts and states.
+
+    Unlike Gloo's, its waits last as long as the user's limit.
+    """
+
+    def __init__(self, transport: Transport, timeout: float) -> None:
+        """Uses the connections of one rank.
+
+        Args:
+            transport: This rank's connections to the other members.
+            timeout: Seconds that the wait for one value may last.
+        """
+        self.rank = transport.rank
+        self.ranks = transport.ranks
+        self.transport = transport
+        self._timeout = timeout
+
+    def broadcast(self, value: Value, source: int) -> Value:
+        """Returns the value of member ``source`` on every member. Collective.
+
+        Raises:
+            PipelineTimeout: The value did not come within the limit.
+        """
+        key = MessageKey("C", 0, 0, "broadcast", 0)
+        if self.rank != source:
+            return self.transport.receive(source, key, self._timeout)
+        for peer in self._others():
+            self.transport.send(peer, key, value)
+        return value
+
+    def all_gather(self, value: Value) -> list[Value]:
+        """Returns the values of all members, by member, on every member. Collective.
+
+        Raises:
+            PipelineTimeout: Some value did not come within the limit.
+        """
+        key = MessageKey("C", 0, 0, "gather", 0)
+        for peer in self._others():
+            self.transport.send(peer, key, value)
+        received = {p: self.transport.receive(p, key, self._timeout) for p in self._others()}
+        received[self.rank] = value
+        return [received[rank] for rank in range(self.ranks)]
+
+    def all_reduce(self, tensors: Sequence[Any]) -> None:
+        """Replaces each tensor by the sum of all members', added in their order. Collective.
+
+        Raises:
+            PipelineTimeout: Some member did not come within the limit.
+        """
+        for tensor in tensors:
+            first, *others = self.all_gather(tensor.clone())
+            for other in others:
+                first = first + other
+            tensor.set_value(first)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.ranks) if rank != self.rank]
+
+
+class GlooGroup(DirectGroup):
+    """Adds large tensors in one of Paddle's own groups: Gloo's on CPU, NCCL's on GPU.
+
+    The members meet over their connections first, under the user's limit: Gloo itself gives up
+    after 30 s, and the group is broken afterwards.
+    """
+
+    def __init__(self, transport: Transport, timeout: float, paddle_group: Any) -> None:
+        """Uses a group of Paddle's with the same members in the same order.
+
+        Args:
+            transport: This rank's connections to the other members.
+            timeout: Seconds that the wait for a member may last.
+            paddle_group: What ``paddle.distributed.new_group`` returned.
+        """
+        super().__init__(transport, timeout)
+        self.paddle_group = paddle_group
+
+    def all_reduce(self, tensors: Sequence[Any]) -> None:
+        """Replaces each tensor by the sum of all members'. Collective.
+
+        Raises:
+            PipelineTimeout: Some member did not come within the limit.
+        """
+        from paddle.distributed import all_reduce
+
+        self.all_gather(None)
+        with self.collective():
+            for tensor in tensors:
+                all_reduce(tensor, group=self.paddle_group)
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Within it Paddle's own collectives run; the members must have met before.
+
+        Raises:
+            PeerFailed: The collective broke, because a member died or stopped within it.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerFailed(
+                "a collective operation of Paddle's broke",
+                got=str(error).strip().splitlines()[0],
+                cause="another member died within it, or did not go on for 30 s",
+            ) from error

@@ -1,0 +1,240 @@
+"""Joining ranks: each is connected to every other, whoever else knocks at the door.
+
+A rank connects to all lower ones and accepts all higher ones, in one loop on one thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+import time
+
+from . import hosts
+from .base import Store
+from .handshake import SECRET_BYTES, Exchange, Stranger, accepts, connects
+from .rendezvous import Rendezvous
+
+DEFAULT_TIMEOUT = 600.0
+# Seconds in which somebody who knocks must prove to be a peer; a peer that is dropped tries again.
+STRANGER_SECONDS = 5.0
+# Strangers that may knock at a time; the oldest goes when there are more.
+MOST_STRANGERS = 64
+_RETRY_SECONDS = 0.1
+
+
+def join(
+    *,
+    rank: int,
+    ranks: int,
+    store: Store,
+    namespace: str,
+    timeout: float,
+    address: str | None = None,
+    force_tcp: bool | None = None,
+) -> dict[int, socket.socket]:
+    """Connects this rank to all others. Collective; see :func:`socket.connect`.
+
+    Returns:
+        A connected and authenticated stream socket in blocking mode for each peer.
+
+    Raises:
+        PipelineTimeout: Some ranks did not arrive in time.
+        TransportError: The namespace was used before, or no address can be bound.
+    """
+    meeting = Rendezvous(store, namespace, rank, ranks, timeout)
+    card = {"host": hosts.host_identity()}
+    if rank == 0:
+        card["secret"] = secrets.token_hex(SECRET_BYTES)
+    meeting.publish("host", card)
+    cards = meeting.gather("host", range(ranks))
+    use_tcp = hosts.force_tcp_by_default() if force_tcp is None else force_tcp
+    listeners = _listen([cards[r]["host"] for r in range(ranks)], rank, use_tcp, address)
+    mesh = _Mesh(meeting, bytes.fromhex(cards[0]["secret"]), [x.sock for x in listeners])
+    try:
+        meeting.publish("addresses", {"addresses": [x.address for x in listeners]})
+        for peer, found in meeting.gather("addresses", range(rank)).items():
+            same = cards[peer]["host"] == card["host"]
+            mesh.dial(peer, _best(found["addresses"], same and not use_tcp))
+        return mesh.run()
+    finally:
+        mesh.close()
+
+
+def _listen(
+    identities: list[str], rank: int, force_tcp: bool, address: str | None
+) -> list[hosts.Listener]:
+    """Listens where the higher ranks will come from."""
+    own = identities[rank]
+    beside = [identity == own != "" and not force_tcp for identity in identities[rank + 1 :]]
+    listeners = []
+    if any(beside):
+        listeners.append(hosts.listen_unix())
+    if not all(beside):
+        alone = own != "" and len(set(identities)) == 1
+        listeners.append(
+            hosts.listen_tcp(address or ("127.0.0.1" if alone else hosts.own_address()))
+        )
+    return listeners
+
+
+def _best(addresses: list[str], beside: bool) -> str:
+    kind = "unix " if beside else "tcp "
+    return next(address for address in addresses if address.startswith(kind))
+
+
+class _Attempt:
+    """A connection that is not yet known to lead to a peer."""
+
+    def __init__(
+        self, sock: socket.socket, exchange: Exchange, dialled: int = -1, address: str = ""
+    ) -> None:
+        """Follows ``exchange`` on a non-blocking socket.
+
+        Args:
+            sock: The socket.
+            exchange: This end's side of the handshake.
+            dialled: The rank this end has connected to, where it did.
+            address: The address of that rank; empty where the other end connected.
+        """
+        self.sock = sock
+        self.dialled = dialled
+        self.address = address
+        self.expires = time.monotonic() + STRANGER_SECONDS
+        self.peer = -1
+        self._exchange = exchange
+        self._received = b""
+        self._step: bytes | int = next(exchange)
+
+    def advance(self) -> bool:
+        """Goes on as far as the socket lets it; True when the other end is known to be ``peer``.
+
+        Raises:
+            OSError: The connection failed.
+            Stranger: The other end is no peer.
+        """
+        try:
+            while True:
+                if isinstance(self._step, bytes):
+                    # Shorter than any kernel buffer, so that it is sent whole or not at all.
+                    self.sock.send(self._step, socket.MSG_NOSIGNAL)
+                    self._step = next(self._exchange)
+                else:
+                    data = self.sock.recv(self._step - len(self._received))
+                    if not data:
+                        raise Stranger("it closed the connection")
+                    self._received += data
+                    if len(self._received) == self._step:
+                        received, self._received = self._received, b""
+                        self._step = self._exchange.send(received)
+        except BlockingIOError:
+            return False
+        except StopIteration as end:
+            self.peer = end.value
+            return True
+
+
+class _Mesh:
+    """The loop that accepts, connects and shakes hands until every peer is known."""
+
+    def __init__(self, meeting: Rendezvous, secret: bytes, listeners: list[socket.socket]) -> None:
+        self._meeting = meeting
+        self._secret = secret
+        self._listeners = listeners
+        self._selector = selectors.DefaultSelector()
+        self._attempts: list[_Attempt] = []
+        self._again: list[tuple[float, int, str]] = []
+        self._peers: dict[int, socket.socket] = {}
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, listener)
+
+    def dial(self, peer: int, address: str) -> None:
+        """Begins to connect to a lower rank."""
+        self._again.append((0.0, peer, address))
+
+    def run(self) -> dict[int, socket.socket]:
+        """Returns a socket for each peer when all are connected.
+
+        Raises:
+            PipelineTimeout: Some are not at the deadline.
+        """
+        meeting = self._meeting
+        everyone = set(range(meeting.ranks)) - {meeting.rank}
+        while everyone - self._peers.keys():
+            now = time.monotonic()
+            if now > meeting.deadline:
+                raise meeting.late(everyone - self._peers.keys())
+            self._dial_again(now)
+            for attempt in [a for a in self._attempts if not a.address and a.expires < now]:
+                self._drop(attempt)
+            for key, _ in self._selector.select(min(_RETRY_SECONDS, meeting.deadline - now)):
+                if isinstance(key.data, _Attempt):
+                    self._advance(key.data)
+                else:
+                    self._accept(key.data)
+        peers, self._peers = self._peers, {}
+        return peers
+
+    def close(self) -> None:
+        """Closes everything that did not become a peer's socket."""
+        for attempt in list(self._attempts):
+            self._drop(attempt)
+        for sock in (*self._listeners, *self._peers.values()):
+            sock.close()
+        self._selector.close()
+
+    def _dial_again(self, now: float) -> None:
+        due = [entry for entry in self._again if entry[0] <= now]
+        self._again = [entry for entry in self._again if entry[0] > now]
+        meeting = self._meeting
+        for _, peer, address in due:
+            try:
+                sock = hosts.dial(address)
+            except OSError:
+                self._again.append((now + _RETRY_SECONDS, peer, address))
+                continue
+            exchange = connects(self._secret, meeting.rank, peer, meeting.ranks)
+            self._follow(_Attempt(sock, exchange, peer, address), selectors.EVENT_WRITE)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        sock.setblocking(False)
+        hosts.enlarge(sock)
+        strangers = [attempt for attempt in self._attempts if not attempt.address]
+        if len(strangers) >= MOST_STRANGERS:
+            self._drop(strangers[0])
+        exchange = accepts(self._secret, self._meeting.rank, self._meeting.ranks)
+        self._follow(_Attempt(sock, exchange), selectors.EVENT_READ)
+
+    def _follow(self, attempt: _Attempt, event: int) -> None:
+        self._attempts.append(attempt)
+        self._selector.register(attempt.sock, event, attempt)
+
+    def _advance(self, attempt: _Attempt) -> None:
+        try:
+            known = attempt.advance()
+        except (OSError, Stranger):
+            self._drop(attempt)
+            return
+        self._selector.modify(attempt.sock, selectors.EVENT_READ, attempt)
+        if known:
+            self._selector.unregister(attempt.sock)
+            self._attempts.remove(attempt)
+            attempt.sock.setblocking(True)
+            replaced = self._peers.pop(attempt.peer, None)
+            if replaced is not None:
+                replaced.close()
+            self._peers[attempt.peer] = attempt.sock
+
+    def _drop(self, attempt: _Attempt) -> None:
+        """Forgets a connection that leads to no peer; a peer that was dialled is tried again."""
+        self._selector.unregister(attempt.sock)
+        self._attempts.remove(attempt)
+        attempt.sock.close()
+        if attempt.address:
+            again = time.monotonic() + _RETRY_SECONDS
+            self._again.append((again, attempt.dialled, attempt.address))

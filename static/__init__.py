@@ -1,0 +1,30 @@
+"""Pipelines in static graph: programs cut along ``device_guard``, on both of Paddle's IRs."""
+
+from __future__ import annotations
+
+from fleetpipe import _paddle as _paddle
+from fleetpipe.static.exporting import load, save, save_inference_model
+from fleetpipe.static.hooks import install, pipeline_of, uninstall
+from fleetpipe.static.loader import DataLoader
+from fleetpipe.static.optimizer import StaticOptimizer
+from fleetpipe.static.pipeline import StaticPipeline
+from fleetpipe.static.single import SingleProgram
+from fleetpipe.static.state import full_state_dict, load_state_dict, state_dict
+from fleetpipe.static.tags import stage_guard
+
+__all__ = [
+    "DataLoader",
+    "SingleProgram",
+    "StaticOptimizer",
+    "StaticPipeline",
+    "full_state_dict",
+    "install",
+    "load",
+    "load_state_dict",
+    "pipeline_of",
+    "save",
+    "save_inference_model",
+    "stage_guard",
+    "state_dict",
+    "uninstall",
+]

@@ -1,0 +1,146 @@
+"""The private names of Paddle that both IRs of static graph need, for paddlepaddle 2.6.2 and 3.3.
+
+Scopes, the executor below ``Executor``, dense tensors and the dynamic tensors that share their
+data, the random generator, and the two functions that the hooks take the place of.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paddle.base import core as _core
+from paddle.base import framework as _framework
+from paddle.base.dygraph.base import guard
+
+from fleetpipe._paddle import paddle
+
+# Their stubs hide what this module reaches for.
+core: Any = _core
+framework: Any = _framework
+static: Any = paddle.static
+
+#: The class of a tensor in a scope: 2.6.2 calls it otherwise.
+DenseTensor: Any = getattr(core, "DenseTensor", None) or core.LoDTensor
+Executor: Any = static.Executor
+#: What a loader's end raises, in Paddle's own loaders as well.
+EOFException: Any = core.EOFException
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_FOREIGN = (os.path.dirname(paddle.__file__), _PACKAGE, os.path.dirname(_PACKAGE) + "/fleetpipe/")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_IMPORTLIB = "<frozen "
+
+
+def is_pir(program: Any) -> bool:
+    """Whether a program is of Paddle's newer IR."""
+    return not isinstance(program, framework.Program)
+
+
+@contextmanager
+def dynamic_mode() -> Iterator[None]:
+    """Runs its body in dynamic graph mode: no tensor of it can be made or shared otherwise."""
+    if paddle.in_dynamic_mode():
+        yield
+    else:
+        with guard():
+            yield
+
+
+def user_line(stack: Iterable[str]) -> str:
+    """Returns the innermost frame of a stack that is neither Paddle's nor fleetpipe's."""
+    line = ""
+    for frame in stack:
+        found = _FRAME.search(frame)
+        if found and not found[1].startswith((*_FOREIGN, _IMPORTLIB)):
+            line = f"{found[1]}, line {found[2]}"
+    return line
+
+
+def tensor_of(scope: Any, name: str) -> Any:
+    """Returns the dense tensor of a variable of a scope, which is made where there is none."""
+    return scope.var(name).get_tensor()
+
+
+def found_tensor(scope: Any, name: str) -> Any | None:
+    """Returns the dense tensor of a variable; None where it does not exist or holds nothing."""
+    variable = scope.find_var(name)
+    tensor = None if variable is None else variable.get_tensor()
+    return tensor if tensor is not None and tensor._is_initialized() else None
+
+
+def overwrite(tensor: Any, array: Any) -> None:
+    """Gives a dense tensor other numbers, on the device that it is on."""
+    place = tensor._place()
+    if place.is_gpu_place():
+        tensor.set(array, core.CUDAPlace(place.gpu_device_id()))
+    else:
+        tensor.set(array, core.CPUPlace())
+
+
+def taken(source: Any) -> Any:
+    """Returns what a dense tensor holds: another that shares its data, or a shape alone."""
+    if not source._is_initialized():
+        return source.shape()
+    tensor = DenseTensor()
+    tensor._share_data_with(source)
+    return tensor
+
+
+def put_back(tensor: Any, held: Any) -> None:
+    """Gives a dense tensor what :func:`taken` returned."""
+    if isinstance(held, list):
+        tensor._set_dims(held)
+    else:
+        tensor._share_data_with(held)
+
+
+def dynamic(source: Any) -> Any:
+    """Returns a dynamic tensor with the data of a dense one; in dynamic mode only."""
+    return core.eager.Tensor(source)
+
+
+def job_executor(program: Any, scope: Any, place: Any) -> Any:
+    """Returns what runs a program by ``.run([], False)``, without ``Executor``'s work per run.
+
+    Args:
+        program: A native program; its persistable variables live in ``scope``.
+        scope: A scope without a parent.
+        place: The device.
+    """
+    description = program if is_pir(program) else program.desc
+    plan = core.Plan([core.Job("default")], {"default": description})
+    return core.StandaloneExecutor(_place(place), plan, scope)
+
+
+def _place(place: Any) -> Any:
+    native = core.Place()
+    native.set_place(place)
+    return native
+
+
+def random_state(place: Any) -> Any:
+    """Returns the generator that the random operations of a device draw from."""
+    if isinstance(place, core.CUDAPlace):
+        return core.default_cuda_generator(place.get_device_id())
+    return core.default_cpu_generator()
+
+
+def swap_switch_device(replacement: Any) -> Any:
+    """Has every ``device_guard`` call ``replacement(device)``; returns what it called before."""
+    original = framework.switch_device
+    framework.switch_device = replacement
+    return original
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """Returns the optimizer's learning rate: a number or a scheduler."""
+    return optimizer._learning_rate
+
+
+def gradient_clip(optimizer: Any) -> Any:
+    """Returns the optimizer's gradient clip, or None."""
+    return getattr(optimizer, "_grad_clip", None)

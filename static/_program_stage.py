@@ -1,0 +1,276 @@
+"""A stage of an older Program: its own operations, its backward, and the cut into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.static._paddle import core, static
+from fleetpipe.static.sections import Pieces, accumulator_name, gradient_name
+from fleetpipe.static.splitting import Split
+
+_TYPES = core.VarDesc.VarType
+#: The type of an ordinary variable: 2.6.2 calls it otherwise.
+_DENSE = getattr(_TYPES, "DENSE_TENSOR", None) or _TYPES.LOD_TENSOR
+
+
+class ProgramStage:
+    """One stage with its own backward; see :class:`sections.StageProgram`.
+
+    Values keep the names of their variables: stages that share a scope run one after another, and
+    what belongs to a micro-batch is never left in it.
+    """
+
+    def __init__(
+        self,
+        program: Any,
+        names: Sequence[str],
+        offset: int,
+        split: Split,
+        stage: int,
+        loss: tuple[int, float],
+    ) -> None:
+        """Builds the stage from the whole forward program, which stays as it is.
+
+        Args:
+            program: The forward program.
+            names: The variable of each value number.
+            offset: The number of the program's first operation in the graph.
+            split: The cut.
+            stage: The stage to build.
+            loss: The loss, and what its gradient is.
+        """
+        self._names, self._split, self._stage = names, split, stage
+        self._program = program.clone()
+        self._block = self._program.global_block()
+        self.accumulators: dict[str, str] = {}
+        self.input_gradients: dict[int, str] = {}
+        own = split.operations_of(stage)
+        mine = {number - offset for number in own}
+        remove_operations(self._program, [i for i in range(len(self._block.ops)) if i not in mine])
+        read = {name for op in self._block.ops for name in reads_of(self._program, op)}
+        self.feeds = sorted(n for n in read if self._has(n) and self._block.var(n).is_data)
+        self._refuse_rewritten(own)
+        self._constants = {
+            index
+            for index, number in enumerate(n for n in own if n >= offset)
+            if split.graph.operations[number].floating
+        }
+        self._forward = len(self._block.ops)
+        with static.program_guard(self._program, static.Program()):
+            self._differentiate(*loss)
+        self._kept = self._crossing()
+        for op in self._block.ops:
+            op._set_attr("op_device", "")
+
+    def incoming(self, value: int) -> str:
+        """Returns the variable in which the stage finds a value of an earlier one."""
+        return self._names[value]
+
+    def outgoing(self, value: int) -> str:
+        """Returns the variable in which the stage leaves a value that it makes."""
+        return self._names[value]
+
+    def cut(self, exports: Iterable[int]) -> Pieces:
+        """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
+        total = len(self._block.ops)
+        lasting = {
+            *self._kept,
+            *self.feeds,
+            *self.input_gradients.values(),
+            *(self._names[value] for value in exports),
+            *(self._names[value] for value in self._incoming()),
+        }
+        forward = self._piece(range(self._forward, total), lasting)
+        if self._forward == total:
+            return Pieces(forward, None, ())
+        foreign = [index for index in range(self._forward) if index not in self._constants]
+        return Pieces(forward, self._piece(foreign, lasting), tuple(sorted(self._kept)))
+
+    def _piece(self, removed: Iterable[int], lasting: Iterable[str]) -> Any:
+        piece = self._program.clone()
+        remove_operations(piece, removed)
+        block = piece.global_block()
+        used = {
+            name
+            for op in block.ops
+            for name in (*reads_of(piece, op), *op.output_arg_names)
+        }
+        for name in list(block.vars):
+            if name not in used:
+                block._remove_var(name, sync=False)
+        piece._sync_with_cpp()
+        for name in lasting:
+            if block.has_var(name):
+                # Lives in the scope itself: others would be in one that belongs to a run.
+                block.var(name).persistable = True
+        return piece
+
+    def _crossing(self) -> set[str]:
+        """Returns the variables that backward takes from forward or from its inputs."""
+        made: set[str] = set()
+        kept: set[str] = set()
+        for index, op in enumerate(self._block.ops):
+            if index < self._forward and index not in self._constants:
+                continue
+            kept.update(name for name in reads_of(self._program, op) if name not in made)
+            made.update(op.output_arg_names)
+        fed = {*self.accumulators.values(), *self._fed_gradients}
+        return {name for name in kept - fed if self._crosses(name)}
+
+    def _crosses(self, name: str) -> bool:
+        if not self._has(name):
+            return False
+        found = self._block.var(name)
+        if not is_tensor(found):
+            raise BoundaryError(
+                "a gradient passes through control flow, which a pipeline cannot cut",
+                where=f"stage {self._stage}, variable {name!r}",
+                fix="write it without cond and while_loop (paddle.where chooses by value), or "
+                "keep gradients out of it with stop_gradient",
+            )
+        return not found.persistable
+
+    def _differentiate(self, loss: int, weight: float) -> None:
+        """Appends the backward of the stage: from its outputs or the loss to what it was given."""
+        self._fed_gradients: list[str] = []
+        targets, grads, copies = self._targets(loss, weight)
+        used = {name for op in self._block.ops for name in reads_of(self._program, op)}
+        parameters = [
+            parameter
+            for parameter in self._block.all_parameters()
+            if parameter.name in used and parameter.trainable and not parameter.stop_gradient
+        ]
+        incoming = [n for n in self._incoming() if n in self._split.graph.differentiable]
+        inputs = [*parameters, *(self._block.var(self._names[n]) for n in incoming)]
+        if not targets or not inputs:
+            remove_operations(self._program, range(self._forward, len(self._block.ops)))
+            return
+        found = static.gradients(targets, inputs, grads)
+        # The copies were there to be differentiated; nothing takes their values.
+        remove_operations(self._program, range(self._forward, self._forward + copies))
+        for parameter, grad in zip(parameters, found):
+            if grad is not None:
+                self._accumulate(parameter, grad)
+        for number, grad in zip(incoming, found[len(parameters) :]):
+            if grad is not None:
+                self.input_gradients[number] = grad.name
+
+    def _targets(self, loss: int, weight: float) -> tuple[list[Any], list[Any], int]:
+        """Returns what to differentiate, the gradients of it, and how many copies were made."""
+        used = {name for op in self._block.ops for name in reads_of(self._program, op)}
+        readers = sorted(self._split.readers(self._stage).items())
+        leaving = [pair for pair in readers if pair[0] in self._split.graph.differentiable]
+        targets, copies = [], 0
+        for number, _ in leaving:
+            value = self._block.var(self._names[number])
+            if value.name in used:
+                # gradients() would forget the way through the stage's own use of it.
+                copy = self._block.create_var(dtype=value.dtype, shape=value.shape)
+                self._block.append_op(
+                    type="assign", inputs={"X": [value]}, outputs={"Out": [copy]}
+                )
+                value, copies = copy, copies + 1
+            targets.append(value)
+        grads = [self._sum_of_readers(number, readers) for number, readers in leaving]
+        if self._split.stage_of_value.get(loss) == self._stage:
+            value = self._block.var(self._names[loss])
+            targets.append(value)
+            dtype: Any = dtype_name(value)
+            grads.append(paddle.full(value.shape, weight, dtype))
+        return targets, grads, copies
+
+    def _sum_of_readers(self, number: int, readers: Sequence[int]) -> Any:
+        value = self._block.var(self._names[number])
+        parts = []
+        # The latest reader first, as the unsplit program adds gradients up.
+        for target in sorted(readers, reverse=True):
+            name = gradient_name(self._stage, number, target)
+            self._fed_gradients.append(name)
+            parts.append(create_variable(self._block, name, value.shape, value.dtype))
+        if len(parts) == 1:
+            return parts[0]
+        total = self._block.create_var(dtype=value.dtype, shape=value.shape)
+        self._block.append_op(type="sum", inputs={"X": parts}, outputs={"Out": [total]})
+        return total
+
+    def _accumulate(self, parameter: Any, grad: Any) -> None:
+        if grad.type == _TYPES.SELECTED_ROWS:
+            raise ConfigError(
+                f"the gradient of {parameter.name!r} is sparse, which a static pipeline does not "
+                "add up",
+                fix="build the embedding with sparse=False",
+            )
+        name = self.accumulators[parameter.name] = accumulator_name(parameter.name)
+        total = create_variable(self._block, name, parameter.shape, grad.dtype)
+        self._block.append_op(
+            type="sum", inputs={"X": [total, grad]}, outputs={"Out": [total]}
+        )
+
+    def _incoming(self) -> list[int]:
+        crossing = self._split.crossing
+        return [n for e in sorted(crossing) if e.target == self._stage for n in crossing[e]]
+
+    def _refuse_rewritten(self, own: Iterable[int]) -> None:
+        """A value that leaves the stage or came to it must not be written over in it."""
+        times: dict[str, int] = {}
+        graph = self._split.graph
+        for number in own:
+            for value in graph.operations[number].writes:
+                name = self._names[value]
+                times[name] = times.get(name, 0) + 1
+        leaving = self._split.readers(self._stage)
+        twice = {self._names[n] for n in leaving if times[self._names[n]] > 1}
+        twice |= {self._names[n] for n in self._incoming() if self._names[n] in times}
+        if twice:
+            raise BoundaryError(
+                f"{min(twice)!r} crosses between stages and is written more than once",
+                where=f"stage {self._stage}",
+                fix="give each result a variable of its own",
+            )
+
+    def _has(self, name: str) -> bool:
+        return bool(self._block.has_var(name))
+
+
+def create_variable(block: Any, name: str, shape: Sequence[int], dtype: Any) -> Any:
+    """Returns a variable that lives in the scope, made where the block has none of that name."""
+    return block.create_var(
+        name=name, shape=list(shape), dtype=dtype, persistable=True, stop_gradient=True
+    )
+
+
+def remove_operations(program: Any, indices: Iterable[int]) -> None:
+    """Removes operations of the main block by index."""
+    for index in sorted(indices, reverse=True):
+        program.global_block()._remove_op(index, sync=False)
+    program._sync_with_cpp()
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a variable holds one dense tensor."""
+    return bool(value.type == _DENSE)
+
+
+def dtype_name(value: Any) -> str:
+    """Returns the name of a variable's dtype, as ``float32``."""
+    name: str = paddle.base.data_feeder.convert_dtype(value.dtype)
+    return "bfloat16" if name == "uint16" else name
+
+
+def inside(program: Any, op: Any) -> Iterator[Any]:
+    """Yields the operations in the block of an operation, at any depth."""
+    if op.has_attr("sub_block"):
+        for one in program.block(op._block_attr_id("sub_block")).ops:
+            yield one
+            yield from inside(program, one)
+
+
+def reads_of(program: Any, op: Any) -> list[str]:
+    """Returns the variables that an operation and those in its block take, each once."""
+    taken = [*op.input_arg_names]
+    for one in inside(program, op):
+        taken += one.input_arg_names
+    return list(dict.fromkeys(name for name in taken if name != "@EMPTY@"))

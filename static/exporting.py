@@ -1,0 +1,97 @@
+"""Saving what the stages have: one's own, or the whole network as one program for inference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.errors import CheckpointError
+from fleetpipe.static._paddle import found_tensor, overwrite, static
+from fleetpipe.static.hooks import pipeline_of
+from fleetpipe.static.state import full_state_dict, load_state_dict, state_dict
+
+
+def save(prefix: str | os.PathLike[str], program: Any = None) -> Path:
+    """Saves what this process's stages have, the optimizer's state included.
+
+    Args:
+        prefix: Beginning of the file's path; each rank of a pipeline adds its number.
+        program: The program of the pipeline; None for the default main program.
+
+    Returns:
+        The file, ``<prefix>.rank<r>.npz``.
+    """
+    pipeline, scope = pipeline_of(program), static.global_scope()
+    own = state_dict(program)
+    for name in pipeline.optimizer_variables:
+        tensor = found_tensor(scope, name)
+        if tensor is not None:
+            own[name] = np.array(tensor)
+    path = _file(prefix, pipeline)
+    arrays: Any = own  # the stub takes the names for options
+    np.savez(path, **arrays)
+    return path
+
+
+def load(prefix: str | os.PathLike[str], program: Any = None) -> None:
+    """Loads what :func:`save` wrote on the same rank of a pipeline that is cut alike.
+
+    Args:
+        prefix: As for :func:`save`.
+        program: As for :func:`save`.
+
+    Raises:
+        CheckpointError: There is no such file, or it is of other stages.
+    """
+    pipeline, scope = pipeline_of(program), static.global_scope()
+    path = _file(prefix, pipeline)
+    if not path.exists():
+        raise CheckpointError(f"there is no {path}", fix="save on as many ranks as load")
+    with np.load(path) as found:
+        state = dict(found)
+    load_state_dict(state, program)
+    for name in pipeline.optimizer_variables:
+        tensor = found_tensor(scope, name)
+        if tensor is not None and name in state:
+            overwrite(tensor, state[name])
+
+
+def save_inference_model(
+    prefix: str | os.PathLike[str],
+    feed_vars: Sequence[Any],
+    fetch_vars: Sequence[Any],
+    executor: Any,
+    program: Any = None,
+) -> None:
+    """Writes the whole network, with the parameters of all stages, as one program for inference.
+
+    Collective over the pipeline; the process of the first rank of the first replica writes.
+
+    Args:
+        prefix: As for ``paddle.static.save_inference_model``, which reads back as usual.
+        feed_vars: What the network is fed.
+        fetch_vars: What it returns.
+        executor: An executor.
+        program: The program of the pipeline; None for the default main program.
+    """
+    program = static.default_main_program() if program is None else program
+    pipeline = pipeline_of(program)
+    state = full_state_dict(program)
+    if pipeline.rank or pipeline.job.replicas().rank:
+        return
+    scope = static.Scope()
+    for name, value in state.items():
+        scope.var(name).get_tensor().set(value, paddle.CPUPlace())
+    with static.scope_guard(scope):
+        static.save_inference_model(
+            os.fspath(prefix), list(feed_vars), list(fetch_vars), executor, program=program
+        )
+
+
+def _file(prefix: str | os.PathLike[str], pipeline: Any) -> Path:
+    return Path(f"{os.fspath(prefix)}.rank{pipeline.rank}.npz")

@@ -1,0 +1,131 @@
+"""Cuts what the user feeds for a mini-batch into what each micro-batch is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.errors import ConfigError
+from fleetpipe.static._paddle import DenseTensor
+
+
+class Declared(NamedTuple):
+    """What ``paddle.static.data`` says of a feed: -1 is a dimension that may be any."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Batch:
+    """The feed of one run, by micro-batch.
+
+    A feed is cut along its first axis where that has accumulate_steps times the declared rows, or
+    where the declared rows may be any number. One of exactly the declared shape is given whole to
+    every micro-batch: a constant that is fed.
+    """
+
+    def __init__(
+        self,
+        feed: Any,
+        declared: Mapping[str, Declared],
+        micro_batches: int,
+        rows: int,
+        place: Any,
+    ) -> None:
+        """Checks and cuts a feed.
+
+        Args:
+            feed: Arrays or tensors by name, or a list with one such dict.
+            declared: What the program says of each.
+            micro_batches: Micro-batches of a batch, m.
+            rows: Rows of a micro-batch.
+            place: The device that they are put on.
+
+        Raises:
+            ConfigError: A feed does not fit the program or the micro-batches.
+        """
+        self._place = place
+        self._parts: dict[str, Sequence[Any]] = {}
+        for name, value in _as_dict(feed).items():
+            if name in declared:
+                array = _array(name, value, declared[name])
+                self._parts[name] = _cut(name, array, declared[name], micro_batches, rows)
+
+    def require(self, names: Iterable[str]) -> None:
+        """Checks that the stages of this process are fed all that they need.
+
+        Raises:
+            ConfigError: Something is missing.
+        """
+        missing = sorted(set(names) - set(self._parts))
+        if missing:
+            raise ConfigError(
+                f"this rank's stages need {', '.join(map(repr, missing))}, which was not fed",
+                got=f"a feed of {', '.join(map(repr, sorted(self._parts))) or 'nothing'}",
+                fix="feed the whole mini-batch on every rank alike",
+            )
+
+    def put(self, name: str, micro_batch: int, tensor: Any) -> None:
+        """Puts what a micro-batch is fed into a dense tensor."""
+        tensor.set(self._parts[name][micro_batch], self._place)
+
+
+def _as_dict(feed: Any) -> Mapping[str, Any]:
+    if isinstance(feed, (list, tuple)) and len(feed) == 1:
+        feed = feed[0]
+    if feed is None:
+        return {}
+    if isinstance(feed, Mapping):
+        return feed
+    raise ConfigError(
+        "feed must be a dict of arrays by name",
+        got=f"{type(feed).__name__} of {len(feed)} entries"
+        if isinstance(feed, (list, tuple))
+        else type(feed).__name__,
+        fix="feed={'x': array_of_the_whole_mini_batch, ..}",
+    )
+
+
+def _array(name: str, value: Any, declared: Declared) -> Any:
+    """Returns a feed as an array of the declared dtype; only Python numbers are converted."""
+    if isinstance(value, (paddle.Tensor, DenseTensor)):
+        array = np.array(value)
+    elif isinstance(value, np.ndarray):
+        array = value
+    else:
+        array = np.asarray(value, None if declared.dtype == "bfloat16" else declared.dtype)
+    stored = "uint16" if declared.dtype == "bfloat16" else declared.dtype
+    if array.dtype.name != stored:
+        raise ConfigError(
+            f"the feed {name!r} has another dtype than its paddle.static.data",
+            expected=declared.dtype,
+            got=array.dtype.name,
+            fix=f"feed {name!r} as array.astype({stored!r})",
+        )
+    return array
+
+
+def _cut(
+    name: str, array: Any, declared: Declared, micro_batches: int, rows: int
+) -> Sequence[Any]:
+    shape = declared.shape
+    whole = tuple(array.shape) == shape and all(size >= 0 for size in shape)
+    if whole and not (shape and shape[0] == micro_batches * rows):
+        return [array] * micro_batches
+    expected = rows if not shape or shape[0] < 0 else shape[0]
+    given = array.shape[0] if array.ndim else 0
+    fits = len(shape) == array.ndim and all(
+        size in (-1, there) for size, there in zip(shape[1:], array.shape[1:])
+    )
+    if not shape or given != micro_batches * expected or not fits:
+        raise ConfigError(
+            f"the feed {name!r} is not a mini-batch of accumulate_steps x micro_batch_size rows",
+            expected=f"shape {[micro_batches * expected, *shape[1:]]}"
+            f" ({micro_batches} x {expected} rows)",
+            got=f"shape {list(array.shape)}",
+            fix="change the batch, or strategy.pipeline_configs; drop an incomplete last batch",
+        )
+    return [array[index * expected : (index + 1) * expected] for index in range(micro_batches)]

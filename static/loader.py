@@ -1,0 +1,183 @@
+"""A data loader that a static pipeline takes accumulate_steps items from at each run.
+
+Paddle's ``DataLoader.from_generator(iterable=False)`` has the same calls; it is gone from 3.3.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.errors import ConfigError
+
+Feed = Mapping[str, Any]
+Samples = Callable[[], Iterable[Any]]
+_loaders: weakref.WeakKeyDictionary[Any, list[DataLoader]] = weakref.WeakKeyDictionary()
+
+
+class DataLoader:
+    """Feeds a program by itself: between ``start`` and ``reset`` no ``feed`` is given to ``run``.
+
+    Each item of the generator is a micro-batch. At the end of the data, on every rank at the same
+    step, ``exe.run`` raises ``paddle.base.core.EOFException``; an incomplete last group of
+    micro-batches is dropped. Items are read as they are needed.
+    """
+
+    def __init__(self, feed_list: Sequence[Any]) -> None:
+        """Makes a loader of the default main program.
+
+        Args:
+            feed_list: What ``paddle.static.data`` returned, in the order of a sample's parts.
+        """
+        self._names = [one.name for one in feed_list]
+        self._shapes = [tuple(one.shape) for one in feed_list]
+        self._dtypes = [_dtype(one) for one in feed_list]
+        self._source: Callable[[], Iterator[Feed]] | None = None
+        self._items: Iterator[Feed] | None = None
+        _loaders.setdefault(paddle.static.default_main_program(), []).append(self)
+
+    @staticmethod
+    def from_generator(
+        feed_list: Sequence[Any],
+        capacity: int | None = None,
+        use_double_buffer: bool = True,
+        iterable: bool = False,
+    ) -> DataLoader:
+        """Makes a loader; the arguments are those of Paddle's.
+
+        Args:
+            feed_list: As for the class.
+            capacity: Accepted for Paddle's sake.
+            use_double_buffer: Accepted for Paddle's sake.
+            iterable: Must be False: pass an iterator as ``feed`` for the other way.
+
+        Raises:
+            ConfigError: ``iterable`` is True.
+        """
+        if iterable:
+            raise ConfigError(
+                "this loader feeds its program by itself",
+                got="iterable=True",
+                fix="iterable=False; or give exe.run an iterator over micro-batches: "
+                "items = iter(loader); exe.run(main, feed=items, ..)",
+            )
+        return DataLoader(feed_list)
+
+    def set_sample_generator(
+        self, reader: Samples, batch_size: int, drop_last: bool = True, places: Any = None
+    ) -> DataLoader:
+        """Takes samples, of which ``batch_size`` make a micro-batch; the last ones are dropped.
+
+        Args:
+            reader: Called without arguments; gives samples, each a tuple with a part per feed.
+            batch_size: Rows of a micro-batch.
+            drop_last: Must be True.
+            places: Accepted for Paddle's sake.
+        """
+        if not drop_last:
+            raise ConfigError("a pipeline cannot take an incomplete micro-batch: drop_last=True")
+
+        def groups() -> Iterator[Sequence[Any]]:
+            waiting: list[Any] = []
+            for sample in reader():
+                waiting.append(sample)
+                if len(waiting) == batch_size:
+                    yield waiting
+                    waiting = []
+
+        return self.set_sample_list_generator(groups)
+
+    def set_sample_list_generator(self, reader: Samples, places: Any = None) -> DataLoader:
+        """Takes lists of samples, each list a micro-batch.
+
+        Args:
+            reader: Called without arguments; gives lists of samples.
+            places: Accepted for Paddle's sake.
+        """
+        return self.set_batch_generator(
+            lambda: (
+                [self._stacked(index, part) for index, part in enumerate(zip(*samples))]
+                for samples in reader()
+            )
+        )
+
+    def set_batch_generator(self, reader: Samples, places: Any = None) -> DataLoader:
+        """Takes micro-batches, each a tuple with an array per feed.
+
+        Args:
+            reader: Called without arguments; gives micro-batches.
+            places: Accepted for Paddle's sake.
+        """
+        self._source = lambda: (dict(zip(self._names, batch)) for batch in reader())
+        return self
+
+    def start(self) -> None:
+        """Begins an epoch.
+
+        Raises:
+            ConfigError: There is no generator, or an epoch is running.
+        """
+        if self._source is None:
+            raise ConfigError("the loader has no generator", fix="loader.set_batch_generator(..)")
+        if self._items is not None:
+            raise ConfigError("the loader was started before", fix="loader.reset() after an epoch")
+        self._items = self._source()
+
+    def reset(self) -> None:
+        """Ends an epoch."""
+        self._items = None
+
+    def _stacked(self, index: int, parts: Sequence[Any]) -> np.ndarray:
+        array = np.stack([np.asarray(part) for part in parts]).astype(self._dtypes[index])
+        shape = self._shapes[index][1:]
+        return array if -1 in shape else array.reshape(len(parts), *shape)
+
+
+def items_for(program: Any, feed: Any) -> Iterator[Any] | None:
+    """Returns where the micro-batches of a run come from; None where ``feed`` has them all.
+
+    Args:
+        program: The program that is run.
+        feed: What was given to ``run``: an iterator over micro-batches, or nothing while a loader
+            of the program is started.
+    """
+    if isinstance(feed, Iterator):
+        return feed
+    if feed:
+        return None
+    started = [one._items for one in _loaders.get(program, ()) if one._items is not None]
+    if len(started) > 1:
+        return (_merged(parts) for parts in zip(*started))
+    return started[0] if started else None
+
+
+def draw(items: Iterator[Any], count: int) -> Feed | None:
+    """Takes ``count`` micro-batches and puts them together; None where there are not as many."""
+    drawn = []
+    for item in items:
+        drawn.append(_merged([item]) if isinstance(item, Mapping) else _merged(item))
+        if len(drawn) == count:
+            return {name: _joined([one[name] for one in drawn]) for name in drawn[0]}
+    return None
+
+
+def _joined(parts: Sequence[Any]) -> np.ndarray:
+    return np.concatenate([np.asarray(part) for part in parts])
+
+
+def _merged(parts: Any) -> Feed:
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, Mapping) for p in parts):
+        raise ConfigError(
+            "a micro-batch of an iterator is a dict of arrays by name",
+            got=type(parts).__name__,
+            fix="for a paddle.io.DataLoader: feed_list=[..] and return_list=False",
+        )
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _dtype(value: Any) -> str:
+    return str(paddle.base.data_feeder.convert_dtype(value.dtype))

@@ -1,0 +1,97 @@
+"""What the ranks do together before a step: tied weights, replicas, and the norm of all gradients.
+
+Everything works on variables of a scope through dynamic tensors that share their data, in dynamic
+mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.errors import ConfigError
+from fleetpipe.static._paddle import dynamic, gradient_clip
+from fleetpipe.transport import Group
+
+
+def broadcast_state(state: Mapping[str, Any], replicas: Group) -> None:
+    """Gives every replica the variables of the first. Collective over the replicas.
+
+    Args:
+        state: Dense tensors by name, the same names on every replica.
+        replicas: The ranks that hold the same stages.
+    """
+    if replicas.ranks == 1:
+        return
+    own = {name: dynamic(tensor) for name, tensor in state.items()}
+    first = replicas.broadcast(own, 0)
+    if replicas.rank:
+        for name, tensor in own.items():
+            paddle.assign(first[name], tensor)
+
+
+def add_shared(own: Mapping[str, Any], names: Sequence[str], group: Group) -> None:
+    """Adds up the gradients of parameters that several ranks use. Collective over the pipeline.
+
+    Every rank gets the same bits: all add in the order of the ranks.
+
+    Args:
+        own: The accumulators of this rank's parameters, dynamic tensors by name.
+        names: The parameters that several ranks use, the same on all.
+        group: The ranks of the pipeline.
+    """
+    if not names or group.ranks == 1:
+        return
+    mine = {name: own[name].clone() for name in names if name in own}
+    everyone = group.all_gather(mine)
+    for name in mine:
+        first, *others = [theirs[name] for theirs in everyone if name in theirs]
+        for other in others:
+            first = first + other
+        paddle.assign(first, own[name])
+
+
+def add_replicas(own: Mapping[str, Any], replicas: Group) -> None:
+    """Adds up the gradients of all replicas. Collective over the replicas."""
+    if replicas.ranks > 1:
+        replicas.all_reduce([own[name] for name in sorted(own)])
+
+
+def global_norm(optimizer: Any) -> float | None:
+    """Returns the limit of an optimizer's global-norm clip; None where it has none.
+
+    Raises:
+        ConfigError: It clips by norms of groups of parameters, which ranks would have to share.
+    """
+    clip = gradient_clip(optimizer)
+    if not isinstance(clip, paddle.nn.ClipGradByGlobalNorm):
+        return None
+    if type(clip) is not paddle.nn.ClipGradByGlobalNorm:
+        raise ConfigError(
+            f"a static pipeline does not run {type(clip).__name__} over several processes",
+            fix="use ClipGradByGlobalNorm, ClipGradByNorm or ClipGradByValue",
+        )
+    return float(clip.clip_norm)
+
+
+def clip_factor(own: Mapping[str, Any], owned: Sequence[str], limit: float, group: Group) -> Any:
+    """Returns limit / max(norm, limit) over the gradients of all ranks. Collective.
+
+    Each gradient counts once, on the rank that owns its parameter, and the squares are added up in
+    the order of the names, as Paddle does.
+
+    Args:
+        own: Gradients of this rank's parameters, dynamic tensors by name.
+        owned: Those of them that count here.
+        limit: The limit of the norm.
+        group: The ranks of the pipeline.
+    """
+    squares = {name: (own[name] * own[name]).sum() for name in owned}
+    everyone: dict[str, Any] = {}
+    for theirs in group.all_gather(squares):
+        everyone.update(theirs)
+    ordered = [everyone[name].reshape([1]).astype("float32") for name in sorted(everyone)]
+    norm = paddle.sqrt(paddle.add_n(ordered))
+    bound = paddle.full([1], limit, "float32")
+    return bound / paddle.clip(norm, min=limit)

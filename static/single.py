@@ -1,0 +1,117 @@
+"""The unsplit program, trained by stock calls on the same micro-batches: what a pipeline equals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.static._paddle import learning_rate, overwrite, static
+
+
+class SingleProgram:
+    """Gradients of each micro-batch, added up outside of Paddle, then one optimizer step.
+
+    It has programs and a scope of its own and touches no other.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Sequence[Any]],
+        optimizer: Callable[[], Any],
+        micro_batches: int,
+        place: Any = None,
+    ) -> None:
+        """Builds and initialises it; in static mode.
+
+        Args:
+            build: Builds the network in the default program; returns what to fetch, the loss first.
+            optimizer: Makes a Paddle optimizer.
+            micro_batches: Micro-batches of a batch, m.
+            place: The device; None for the CPU.
+        """
+        self._scope, self._micro_batches = static.Scope(), micro_batches
+        self._executor = static.Executor(paddle.CPUPlace() if place is None else place)
+        self._main, startup = static.Program(), static.Program()
+        self._update, update_startup = static.Program(), static.Program()
+        with paddle.utils.unique_name.guard():
+            with static.program_guard(self._main, startup):
+                self._fetches = list(build())
+                pairs = static.append_backward(self._fetches[0])
+            self._gradients = {p.name: grad for p, grad in pairs if grad is not None}
+            self.optimizer = optimizer()
+            with static.program_guard(self._update, update_startup):
+                _apply(self.optimizer, [p for p, grad in pairs if grad is not None])
+        with static.scope_guard(self._scope):
+            # This one makes the optimizer's state, and parameters that the next one sets anew.
+            self._executor.run(update_startup)
+            self._executor.run(startup)
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the parameters that are trained."""
+        return list(self._gradients)
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Sets parameters and statistics by name."""
+        for name, value in state.items():
+            overwrite(self._scope.find_var(name).get_tensor(), value)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Returns its parameters and running statistics by name, sorted."""
+        names = sorted(v.name for v in self._main.list_vars() if v.persistable)
+        found = {name: self._scope.find_var(name) for name in names}
+        return {
+            name: np.array(variable.get_tensor())
+            for name, variable in found.items()
+            if variable is not None and variable.get_tensor()._is_initialized()
+        }
+
+    def step(self, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Trains on one mini-batch.
+
+        Args:
+            feed: Arrays of m times the rows of a micro-batch.
+
+        Returns:
+            The mean over micro-batches of everything that is fetched.
+        """
+        shares = []
+        sums: dict[str, np.ndarray] = {}
+        count, weight = self._micro_batches, np.float32(1 / self._micro_batches)
+        with static.scope_guard(self._scope):
+            for index in range(count):
+                found = self._executor.run(
+                    self._main,
+                    feed={name: np.split(array, count)[index] for name, array in feed.items()},
+                    fetch_list=[*self._fetches, *self._gradients.values()],
+                )
+                shares.append(found[: len(self._fetches)])
+                for name, grad in zip(self._gradients, found[len(self._fetches) :]):
+                    sums[name] = sums[name] + grad if name in sums else grad
+            self._executor.run(
+                self._update, feed={f"{name}.sum": total * weight for name, total in sums.items()}
+            )
+        rate = learning_rate(self.optimizer)
+        if isinstance(rate, paddle.optimizer.lr.LRScheduler):
+            rate.step()
+        return [np.sum(values, axis=0, dtype="float32") * weight for values in zip(*shares)]
+
+
+def _apply(optimizer: Any, parameters: Sequence[Any]) -> None:
+    """Appends the stock optimizer step over parameters of these names, from fed gradients."""
+    pairs = []
+    for one in parameters:
+        attr = paddle.ParamAttr(
+            name=one.name,
+            initializer=paddle.nn.initializer.Constant(0.0),
+            learning_rate=(one.optimize_attr or {}).get("learning_rate", 1.0),
+            regularizer=one.regularizer,
+            need_clip=one.need_clip,
+        )
+        own = static.create_parameter(one.shape, "float32", attr=attr)
+        pairs.append((own, static.data(f"{one.name}.sum", one.shape, "float32")))
+    optimizer._dtype = pairs[0][0].dtype
+    optimizer.apply_gradients(pairs)

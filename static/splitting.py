@@ -1,0 +1,227 @@
+"""Gives every operation of a forward program its stage, and finds the edges between the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fleetpipe.errors import BoundaryError, ConfigError, PartitionError
+from fleetpipe.schedules import Edge
+from fleetpipe.static.graph import EVERYWHERE, Graph, needed
+
+GUARD = 'with paddle.static.device_guard("gpu:0"): .. with paddle.static.device_guard("gpu:1"): ..'
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which stage computes what, and which values travel.
+
+    Attributes:
+        graph: The program.
+        stages: Number of stages, S.
+        stage_of: The stage of each operation by number; None where every stage has its own.
+        crossing: For each edge the values that travel along it, in the order of their making.
+    """
+
+    graph: Graph
+    stages: int
+    stage_of: Sequence[int | None]
+    crossing: Mapping[Edge, tuple[int, ...]]
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The edges between stages, sorted."""
+        return tuple(sorted(self.crossing))
+
+    def operations_of(self, stage: int) -> list[int]:
+        """Returns the numbers of what a stage computes, what floats and it needs included."""
+        own = [number for number, at in enumerate(self.stage_of) if at == stage]
+        return sorted({*own, *needed(self.graph, own)})
+
+    @cached_property
+    def stage_of_value(self) -> dict[int, int | None]:
+        """The stage that makes each value; None where every stage has its own."""
+        return {
+            value: self.stage_of[number]
+            for number, op in enumerate(self.graph.operations)
+            for value in op.writes
+        }
+
+    def readers(self, stage: int) -> dict[int, list[int]]:
+        """Returns the values that leave a stage, each with the stages that take it."""
+        found: dict[int, list[int]] = {}
+        for edge, numbers in self.crossing.items():
+            for number in numbers if edge.source == stage else ():
+                found.setdefault(number, []).append(edge.target)
+        return found
+
+    def persistable_of(self, stage: int) -> list[str]:
+        """Returns the names of the parameters and statistics that a stage uses, sorted."""
+        graph = self.graph
+        return sorted(
+            {
+                graph.names[value]
+                for number in self.operations_of(stage)
+                for value in graph.operations[number].writes
+                if value in graph.persistable
+            }
+        )
+
+
+def split(graph: Graph) -> Split:
+    """Cuts a program along the guards of its operations.
+
+    An operation without a guard, or under ``device_guard("cpu")``, belongs to the latest stage that
+    it takes a value from, else to stage 0.
+
+    Args:
+        graph: The forward program.
+
+    Raises:
+        PartitionError: No operation has a guard, a stage has none, or a value would have to travel
+            to an earlier stage.
+        BoundaryError: Control flow reaches over several stages, or two stages change one
+            persistable value.
+    """
+    if all(op.tag is None or op.tag < 0 for op in graph.operations):
+        raise PartitionError(
+            "no operation of the program has a stage",
+            cause="the layers were built outside of device_guard, before fleetpipe.fleet was "
+            "imported, or between fleet.shutdown and the next fleet.init",
+            fix=f"build each part of the network in a guard: {GUARD}",
+        )
+    stage_of: list[int | None] = []
+    at: dict[int, int | None] = {}
+    producers = graph.producers()
+    for number, op in enumerate(graph.operations):
+        stage = _stage(graph, number, [at[value] for value in op.reads if value in at])
+        for value in op.reads:
+            source = at.get(value)
+            if source is not None and (stage is None or source > stage):
+                raise _backwards(graph, producers[value], number, source, stage)
+        stage_of.append(stage)
+        at.update(dict.fromkeys(op.writes, stage))
+    stages = _count(graph, stage_of)
+    _refuse_shared_statistics(graph, stage_of)
+    return Split(graph, stages, tuple(stage_of), _crossing(graph, stage_of, at))
+
+
+def _stage(graph: Graph, number: int, sources: list[int | None]) -> int | None:
+    op = graph.operations[number]
+    inner = {tag for tag in op.inner if tag >= 0}
+    if len(inner | ({op.tag} if op.tag is not None and op.tag >= 0 else set())) > 1:
+        raise BoundaryError(
+            "control flow reaches over several stages",
+            where=str(op),
+            expected="a cond or while_loop, all of it within one device_guard",
+            got=f"operations of stages {sorted(inner)} in it"
+            + (f", itself in stage {op.tag}" if op.tag is not None and op.tag >= 0 else ""),
+            fix="put the guard around the whole of it, and none inside",
+        )
+    if op.floating:
+        return None
+    if op.tag is not None and op.tag >= 0:
+        return op.tag
+    if inner:
+        return inner.pop()
+    if op.tag == EVERYWHERE:
+        return None
+    return max((source for source in sources if source is not None), default=0)
+
+
+def _backwards(
+    graph: Graph, producer: int, reader: int, source: int, target: int | None
+) -> PartitionError:
+    made, taken = graph.operations[producer], graph.operations[reader]
+    if target is None:
+        return PartitionError(
+            "an operation under device_guard('gpu:all') takes a value that one stage makes",
+            where=str(taken),
+            expected="inputs that every stage has: parameters, fed data, constants",
+            got=f"the result of {made} of stage {source}",
+        )
+    return PartitionError(
+        "a value would have to travel backwards in the forward computation",
+        where=f"{taken} of stage {target}",
+        expected=f"inputs from stage {target} or earlier",
+        got=f"the result of {made} of stage {source}",
+        fix="stages follow the order of the network: give the later operation the later guard",
+    )
+
+
+def _count(graph: Graph, stage_of: Sequence[int | None]) -> int:
+    used = {stage for stage in stage_of if stage is not None}
+    stages = max(used) + 1
+    missing = sorted(set(range(stages)) - used)
+    if missing:
+        last = max(n for n, stage in enumerate(stage_of) if stage == stages - 1)
+        raise PartitionError(
+            f"stage {missing[0]} has no operation",
+            expected=f"every stage from 0 to {stages - 1} to be used: the largest is that of "
+            f"{graph.operations[last]}",
+            got=f"operations of stages {', '.join(map(str, sorted(used)))}",
+            fix="number the guards 0, 1, 2, .. without a gap",
+        )
+    return stages
+
+
+def _refuse_shared_statistics(graph: Graph, stage_of: Sequence[int | None]) -> None:
+    """A value that one stage changes in place would be out of date in every other."""
+    changed = {value: n for n, values in graph.written.items() for value in values}
+    for number, op in enumerate(graph.operations):
+        for value in op.reads:
+            writer = changed.get(value)
+            if writer is not None and stage_of[writer] != stage_of[number]:
+                raise BoundaryError(
+                    f"{graph.names[value]!r} is changed by one stage and used by another",
+                    where=f"{op} of stage {stage_of[number]}",
+                    expected="a running statistic or counter in one stage only",
+                    got=f"{graph.operations[writer]} of stage {stage_of[writer]} changes it",
+                    fix="put both under one guard",
+                )
+
+
+def _crossing(
+    graph: Graph, stage_of: Sequence[int | None], at: Mapping[int, int | None]
+) -> dict[Edge, tuple[int, ...]]:
+    found: dict[Edge, set[int]] = {}
+    for number, op in enumerate(graph.operations):
+        target = stage_of[number]
+        for value in op.reads:
+            source = at.get(value)
+            if source is not None and target is not None and source != target:
+                found.setdefault(Edge(source, target), set()).add(value)
+    return {edge: tuple(sorted(values)) for edge, values in found.items()}
+
+
+def ranks_for(stages: int, ranks: int | None, world_size: int, interleaved: int) -> tuple[int, int]:
+    """Returns how many ranks a pipeline of so many stages has, and how many stages each.
+
+    Args:
+        stages: Stages of the program, S.
+        ranks: ``pp_degree``, where the user gave one.
+        world_size: Processes of the job; 1 where one process plays all ranks.
+        interleaved: Chunks on a rank that the schedule takes by default.
+
+    Raises:
+        ConfigError: The stages cannot be placed.
+    """
+    if ranks is None:
+        ranks = stages // interleaved if stages % interleaved == 0 else stages
+        if interleaved > 1 and 1 < world_size < ranks and stages % world_size == 0:
+            ranks = world_size
+    if stages % ranks:
+        raise ConfigError(
+            f"the {stages} stages of the program cannot be placed on {ranks} ranks alike",
+            expected=f"a multiple of {ranks} stages (stage s is on rank s % {ranks})",
+            got=f"{stages} stages",
+        )
+    if world_size > 1 and (ranks > world_size or world_size % ranks):
+        raise ConfigError(
+            f"the program has {stages} stages for {ranks} ranks, the job has {world_size}",
+            expected=f"a multiple of {ranks} processes",
+            fix=f"launch with --nproc_per_node {ranks}, use fewer guards, or a schedule with "
+            "several stages on a rank: schedule_mode 'Interleaved1F1B'",
+        )
+    return ranks, stages // ranks

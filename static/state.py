@@ -1,0 +1,91 @@
+"""Parameters and running statistics of a pipeline by their names, as arrays.
+
+The names are those of the unsplit program: a dynamic-graph model built in the same order has them,
+too, as the ``name`` of its parameters and buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.errors import CheckpointError
+from fleetpipe.static._paddle import dynamic_mode, found_tensor, overwrite
+from fleetpipe.static.hooks import pipeline_of
+
+
+def state_dict(program: Any = None, scope: Any = None) -> dict[str, np.ndarray]:
+    """Returns what this process's stages have.
+
+    Args:
+        program: The program of the pipeline; None for the default main program.
+        scope: Where its variables are; None for the global scope.
+
+    Raises:
+        CheckpointError: The startup program has not run.
+    """
+    pipeline = pipeline_of(program)
+    scope = paddle.static.global_scope() if scope is None else scope
+    return {name: np.array(_tensor(scope, name)) for name in pipeline.persistable}
+
+
+def full_state_dict(program: Any = None, scope: Any = None) -> dict[str, np.ndarray]:
+    """Returns what all stages have, on every rank. Collective over the pipeline.
+
+    Args:
+        program: As for :func:`state_dict`.
+        scope: As for :func:`state_dict`.
+    """
+    own = state_dict(program, scope)
+    pipeline = pipeline_of(program)
+    with dynamic_mode(), pipeline.job.guarded(lambda: "gathering the state of all stages"):
+        tensors = {name: paddle.to_tensor(value) for name, value in own.items()}
+        everyone = pipeline.job.group().all_gather(tensors)
+        found = {name: np.array(value) for theirs in everyone for name, value in theirs.items()}
+    return dict(sorted(found.items()))
+
+
+def load_state_dict(state: Mapping[str, Any], program: Any = None, scope: Any = None) -> None:
+    """Sets what this process's stages have; other names in ``state`` are left alone.
+
+    Args:
+        state: Arrays or tensors by name.
+        program: As for :func:`state_dict`.
+        scope: As for :func:`state_dict`.
+
+    Raises:
+        CheckpointError: A name is missing, or a value has another shape or dtype.
+    """
+    pipeline = pipeline_of(program)
+    scope = paddle.static.global_scope() if scope is None else scope
+    missing = [name for name in pipeline.persistable if name not in state]
+    if missing:
+        raise CheckpointError(
+            f"the state has no {missing[0]!r}",
+            expected=f"{len(pipeline.persistable)} names, of which {len(missing)} are missing",
+            got=f"{len(state)} names, such as {', '.join(map(repr, list(state)[:3]))}",
+            fix="name the values as the program does: {p.name: p for p in model.parameters()}",
+        )
+    for name in pipeline.persistable:
+        value, tensor = np.array(state[name]), _tensor(scope, name)
+        own = np.array(tensor)
+        if (value.shape, value.dtype) != (own.shape, own.dtype):
+            raise CheckpointError(
+                f"{name!r} does not fit",
+                expected=f"{own.dtype} of shape {list(own.shape)}",
+                got=f"{value.dtype} of shape {list(value.shape)}",
+            )
+        overwrite(tensor, value)
+
+
+def _tensor(scope: Any, name: str) -> Any:
+    tensor = found_tensor(scope, name)
+    if tensor is None:
+        raise CheckpointError(
+            f"{name!r} has no value yet",
+            fix="exe.run(paddle.static.default_startup_program()) first",
+        )
+    return tensor

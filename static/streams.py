@@ -1,0 +1,52 @@
+"""Random numbers by stage, so that no order of actions changes what a stage draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fleetpipe.static._paddle import random_state
+
+#: Between the seeds of two stages; odd and large, so that seeds close by do not meet.
+_STRIDE = 0x9E3779B1
+
+
+class Streams:
+    """The random stream of each stage of this process.
+
+    The first stage that draws goes on with the generator that ``paddle.seed`` set, as the unsplit
+    program would; each later one has a stream of its own, made from that seed and its number.
+    """
+
+    def __init__(self, drawing: Iterable[int], own: Iterable[int], place: Any) -> None:
+        """Begins the streams.
+
+        Args:
+            drawing: The stages of the program that draw random numbers.
+            own: The stages of this process.
+            place: The device.
+        """
+        self._generator = random_state(place)
+        self._states: dict[int, Any] = {}
+        now = self._generator.get_state()
+        seed = self._generator.initial_seed()
+        for stage in sorted(drawing)[1:]:
+            if stage in own:
+                self._generator.manual_seed((seed + stage * _STRIDE) % (1 << 63))
+                self._states[stage] = self._generator.get_state()
+        self._generator.set_state(now)
+
+    @contextmanager
+    def of(self, stage: int) -> Iterator[None]:
+        """Within it ``stage`` draws from its own stream."""
+        if stage not in self._states:
+            yield
+            return
+        others = self._generator.get_state()
+        self._generator.set_state(self._states[stage])
+        try:
+            yield
+        finally:
+            self._states[stage] = self._generator.get_state()
+            self._generator.set_state(others)

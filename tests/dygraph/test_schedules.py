@@ -1,0 +1,73 @@
+"""Every schedule against the single model: all bits, and the activations that ranks hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import pytest
+
+from fleetpipe import fleet, parity
+from fleetpipe.schedules import names
+from tests.dygraph.models import MODELS, Model
+from tests.pipelines import bits, job, pipeline
+
+MICRO_BATCHES = 4
+
+
+def wrapped(model: Model, **options: Any) -> tuple[Any, Any]:
+    """The model wrapped for the current job, and its optimizer."""
+    pipe = pipeline(model.layers(), loss_fn=model.loss, **options)
+    adam = paddle.optimizer.Adam(0.01, parameters=pipe.parameters())
+    return pipe, fleet.distributed_optimizer(adam)
+
+
+def check(model: Model, pipe: Any, optimizer: Any, micro_batches: int) -> None:
+    """Trains two steps beside the single model; the second with parameters that have moved."""
+    session = parity.begin(pipe, optimizer)
+    for step in range(2):
+        session.step(model.batch(micro_batches, step))
+    assert session.report.passed, session.report.verdict()
+    assert tuple(pipe.peak_held.values()) == pipe.schedule.simulate().peak_activations
+    assert pipe._stage._kept == {}
+    assert pipe._split._tapes == {}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize("model", MODELS)
+def test_the_pipeline_has_the_bits_of_the_single_model(
+    model: str, schedule: str, ranks: int
+) -> None:
+    with job(ranks, MICRO_BATCHES, schedule):
+        pipe, optimizer = wrapped(MODELS[model])
+        check(MODELS[model], pipe, optimizer, MICRO_BATCHES)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 7])
+@pytest.mark.parametrize("schedule", names())
+def test_any_number_of_micro_batches_will_do(schedule: str, micro_batches: int) -> None:
+    with job(2, micro_batches, schedule):
+        pipe, optimizer = wrapped(MODELS["mlp"])
+        check(MODELS["mlp"], pipe, optimizer, micro_batches)
+
+
+@pytest.mark.parametrize("schedule", ["FThenB", "1F1B", "Interleaved1F1B", "ZBH1", "auto"])
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (2, 2), (2, 4), (3, 3)])
+def test_loops_take_any_number_of_chunks(schedule: str, ranks: int, chunks: int) -> None:
+    with job(ranks, MICRO_BATCHES, schedule):
+        pipe, optimizer = wrapped(MODELS["gpt"], num_virtual_pipeline_stages=chunks)
+        assert pipe.schedule.placement.stages == ranks * chunks
+        check(MODELS["gpt"], pipe, optimizer, MICRO_BATCHES)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_all_schedules_end_with_the_same_parameters(model: str) -> None:
+    ends = set()
+    for schedule in names():
+        with job(2, MICRO_BATCHES, schedule):
+            pipe, optimizer = wrapped(MODELS[model])
+            pipe.train_batch(MODELS[model].batch(MICRO_BATCHES, 0), optimizer)
+            pipe.train_batch(MODELS[model].batch(MICRO_BATCHES, 1), optimizer)
+            ends.add(tuple(sorted(bits(pipe.layers.state_dict()).items())))
+    assert len(ends) == 1

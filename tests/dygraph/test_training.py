@@ -1,0 +1,317 @@
+"""Training in one process that plays all ranks: bits, shapes, schedules, data forms, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe.errors import BoundaryError, ConfigError, ScheduleError
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd
+
+
+def by_hand(micro_batches: int, steps: int, divisor: int) -> tuple[list[bytes], dict[str, bytes]]:
+    """Trains the same list of layers in a plain loop of gradient accumulation."""
+    with job(1, micro_batches):
+        layers = pipeline().layers
+        model = layers.single_model()
+    criterion = nn.CrossEntropyLoss()
+    optimizer = paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
+    losses = []
+    for step in range(steps):
+        inputs, labels = batch(micro_batches, seed=step)
+        total = None
+        for k in range(micro_batches):
+            rows = slice(k * ROWS, (k + 1) * ROWS)
+            loss = criterion(model(inputs[rows]), labels[rows]) / divisor
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(total.numpy().tobytes())
+    return losses, bits(model.state_dict())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("micro_batches", [1, 3, 4])
+@pytest.mark.parametrize("schedule", ["FThenB", "1F1B", "Eager1F1B"])
+def test_losses_and_parameters_have_the_bits_of_a_plain_loop(
+    ranks: int, micro_batches: int, schedule: str
+) -> None:
+    expected_losses, expected_parameters = by_hand(micro_batches, steps=3, divisor=micro_batches)
+    with job(ranks, micro_batches, schedule):
+        model = pipeline()
+        optimizer = sgd(model)
+        losses = [model.train_batch(batch(micro_batches, seed), optimizer) for seed in range(3)]
+        assert [loss.numpy().tobytes() for loss in losses] == expected_losses
+        assert bits(model.layers.state_dict()) == expected_parameters
+
+
+def test_the_sum_of_losses_is_not_divided() -> None:
+    expected_losses, expected_parameters = by_hand(4, steps=2, divisor=1)
+    with job(2, 4, loss_reduction="sum"):
+        model = pipeline()
+        optimizer = sgd(model)
+        losses = [model.train_batch(batch(4, seed), optimizer) for seed in range(2)]
+        assert [loss.numpy().tobytes() for loss in losses] == expected_losses
+        assert bits(model.layers.state_dict()) == expected_parameters
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 8), (4, 2), (1, 3), (3, 1)])
+def test_a_rank_holds_no_more_than_the_schedule_says(ranks: int, micro_batches: int) -> None:
+    with job(ranks, micro_batches):
+        model = pipeline()
+        model.train_batch(batch(micro_batches), sgd(model))
+        assert model.peak_held == {r: min(micro_batches, ranks - r) for r in range(ranks)}
+    with job(ranks, micro_batches, "FThenB"):
+        model = pipeline()
+        model.train_batch(batch(micro_batches), sgd(model))
+        assert model.peak_held == dict.fromkeys(range(ranks), micro_batches)
+
+
+def test_activations_are_gone_after_a_step() -> None:
+    with job(3, 4):
+        model = pipeline()
+        model.train_batch(batch(4), sgd(model))
+        assert model._stage._kept == {}
+
+
+def test_the_loss_has_the_shape_and_dtype_of_the_loss_function() -> None:
+    with job(2):
+        loss = (model := pipeline()).train_batch(batch(), sgd(model))
+        assert (loss.shape, str(loss.dtype), loss.stop_gradient) == ([], "paddle.float32", True)
+
+    def one_row(output: Any, label: Any) -> Any:
+        return nn.functional.cross_entropy(output, label).reshape([1]).astype("float64")
+
+    with job(2):
+        loss = (model := pipeline(loss_fn=one_row)).train_batch(batch(), sgd(model))
+        assert (loss.shape, str(loss.dtype)) == ([1], "paddle.float64")
+
+
+def test_labels_of_one_and_two_dimensions_give_the_same_loss() -> None:
+    inputs, labels = batch()
+    losses = []
+    for shaped in (labels, labels.flatten()):
+        with job(2):
+            model = pipeline()
+            losses.append(float(model.train_batch([inputs, shaped], sgd(model))))
+    assert losses[0] == losses[1]
+
+
+def test_every_form_of_data_gives_the_same_loss() -> None:
+    inputs, labels = batch()
+    cut = [inputs[k * ROWS : (k + 1) * ROWS] for k in range(4)]
+    cut_labels = [labels[k * ROWS : (k + 1) * ROWS] for k in range(4)]
+    forms = [[inputs, labels], (cut, labels), [cut, cut_labels], iter(zip(cut, cut_labels))]
+    losses = []
+    for form in forms:
+        with job(2):
+            model = pipeline()
+            losses.append(float(model.train_batch(form, sgd(model))))
+    assert losses == [losses[0]] * 4
+
+
+def test_an_iterator_gives_up_exactly_one_item_for_each_micro_batch() -> None:
+    items = iter([(batch(1, seed=k)[0], batch(1, seed=k)[1]) for k in range(9)])
+    with job(2):
+        model = pipeline()
+        optimizer = sgd(model)
+        model.train_batch(items, optimizer)
+        model.train_batch(items, optimizer)
+        assert len(list(items)) == 1
+
+
+def test_the_learning_rate_is_stepped_once_for_each_batch() -> None:
+    with job(2):
+        model = pipeline()
+        scheduler = paddle.optimizer.lr.PiecewiseDecay(boundaries=[1], values=[0.1, 0.2])
+        optimizer = sgd(model, scheduler)
+        model.train_batch(batch(), optimizer, scheduler)
+        assert (scheduler.last_epoch, optimizer.get_lr()) == (1, 0.2)
+
+
+class Branches(nn.Layer):
+    """Returns what may cross a border: nested containers, None, numbers, integers, two uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x)
+        return {"twice": [y, (y, None)], "mask": x > 0, "step": 3, "constant": x.sum()}
+
+
+class Joins(nn.Layer):
+    def forward(self, value: Any) -> Any:
+        first, (second, nothing) = value["twice"]
+        assert nothing is None
+        assert value["mask"].stop_gradient
+        return first * value["step"] + second * value["mask"].astype("float32")
+
+
+def test_nested_values_cross_and_their_gradients_return() -> None:
+    layers = [LayerDesc(Branches), LayerDesc(Joins), LayerDesc(nn.Linear, 6, 4)]
+    results = []
+    for ranks in (1, 2, 3):
+        with job(ranks):
+            model = pipeline(layers)
+            loss = model.train_batch(batch(), sgd(model))
+            results.append((loss.numpy().tobytes(), bits(model.layers.state_dict())))
+    assert results[0] == results[1] == results[2]
+
+
+class Unused(nn.Layer):
+    def forward(self, value: Any) -> Any:
+        return value[1]
+
+
+class Pair(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.left(x), self.right(x)
+
+
+def test_a_received_tensor_that_nobody_uses_has_no_gradient() -> None:
+    with job(2):
+        model = pipeline([LayerDesc(Pair), LayerDesc(Unused)])
+        model.forward_backward_pipeline(batch())
+        gradients = {name: p.grad for name, p in model.layers.named_parameters()}
+        assert gradients["0.left.weight"] is None
+        assert gradients["0.right.weight"] is not None
+
+
+def test_a_frozen_first_stage_trains_the_rest() -> None:
+    with job(2):
+        model = pipeline([LayerDesc(nn.Linear, 6, 6), LayerDesc(nn.Linear, 6, 4)])
+        for parameter in model.layers.parameters()[:2]:
+            parameter.stop_gradient = True
+        before = bits(model.layers.state_dict())
+        model.train_batch(batch(), sgd(model))
+        after = bits(model.layers.state_dict())
+        assert [name for name in before if before[name] != after[name]] == ["1.weight", "1.bias"]
+
+
+def test_shapes_may_change_between_steps() -> None:
+    with job(2):
+        model = pipeline()
+        optimizer = sgd(model)
+        for rows in (2, 5, 1):
+            inputs = [paddle.ones([rows, 6]) for _ in range(4)]
+            labels = [paddle.zeros([rows], "int64") for _ in range(4)]
+            assert float(model.train_batch([inputs, labels], optimizer)) > 0
+
+
+def test_evaluation_gives_the_loss_and_the_outputs_and_changes_nothing() -> None:
+    with job(3):
+        model = pipeline()
+        optimizer = sgd(model)
+        inputs, labels = batch()
+        before = bits(model.layers.state_dict())
+        outputs = model.eval_batch([inputs, labels])
+        loss = model.eval_batch([inputs, labels], compute_loss=True)
+        expected = model.layers(inputs)
+        assert paddle.concat(outputs).shape == [8, 4]
+        assert bool(paddle.allclose(paddle.concat(outputs), expected, atol=1e-6))
+        assert bits(model.layers.state_dict()) == before
+        assert all(parameter.grad is None for parameter in model.layers.parameters())
+        assert loss.numpy() == model.train_batch([inputs, labels], optimizer).numpy()
+        assert model.layers.training
+
+
+def test_the_gradients_stay_without_the_optimizer_step() -> None:
+    with job(2):
+        model = pipeline()
+        before = bits(model.layers.state_dict())
+        model.forward_backward_pipeline(batch())
+        assert bits(model.layers.state_dict()) == before
+        assert all(parameter.grad is not None for parameter in model.layers.parameters())
+
+
+def test_training_without_gradients_is_refused() -> None:
+    with job(2):
+        model = pipeline()
+        with paddle.no_grad(), pytest.raises(ConfigError, match="eval_batch"):
+            model.train_batch(batch(), sgd(model))
+
+
+def test_an_unwrapped_optimizer_is_refused() -> None:
+    with job(2):
+        model = pipeline()
+        bare = paddle.optimizer.SGD(parameters=model.parameters())
+        with pytest.raises(ConfigError, match=r"fleet\.distributed_optimizer"):
+            model.train_batch(batch(), bare)
+
+
+def test_a_stage_that_cannot_take_what_it_is_sent_is_named_with_the_shapes() -> None:
+    layers = [*mlp_layers(blocks=1)[:2], LayerDesc(nn.Linear, 9, 4)]
+    with job(2):
+        model = pipeline(layers, seg_method=[0, 2])
+        with pytest.raises(BoundaryError) as caught:
+            model.train_batch(batch(), sgd(model))
+    message = str(caught.value)
+    assert "layer 2 (Linear) cannot take what layer 1 returned" in message
+    assert "float32[2, 8]" in message
+    assert "stage 1" in message
+
+
+def test_a_value_that_cannot_cross_is_refused_by_its_place() -> None:
+    layers = [LayerDesc(nn.Linear, 6, 6), lambda x: {"set": {1, 2}, "x": x}, nn.Linear(6, 4)]
+    with job(2):
+        model = pipeline(layers, seg_method=[0, 2])
+        with pytest.raises(BoundaryError, match="set"):
+            model.train_batch(batch(), sgd(model))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "got"),
+    [(lambda output, label: output, "float32"), (lambda output, label: 1.0, "float")],
+)
+def test_a_loss_that_is_no_single_number_is_refused(loss_fn: Any, got: str) -> None:
+    with job(2):
+        model = pipeline(loss_fn=loss_fn)
+        with pytest.raises(BoundaryError, match=f"one element(.|\n)*{got}"):
+            model.train_batch(batch(), sgd(model))
+
+
+def test_a_label_that_the_loss_cannot_take_is_shown_with_its_dtype() -> None:
+    def picky(output: Any, label: Any) -> Any:
+        if label.dtype != paddle.int64:
+            raise TypeError("integer labels only")
+        return nn.functional.cross_entropy(output, label)
+
+    inputs, labels = batch()
+    with job(2):
+        model = pipeline(loss_fn=picky)
+        with pytest.raises(BoundaryError, match=r"label Tensor of float32\[2, 1\]"):
+            model.train_batch([inputs, labels.astype("float32")], sgd(model))
+
+
+def test_missing_inputs_and_labels_are_refused() -> None:
+    inputs, labels = batch()
+    with job(2):
+        model = pipeline()
+        with pytest.raises(ConfigError, match="no inputs"):
+            model.train_batch([None, labels], sgd(model))
+        with pytest.raises(ConfigError, match="no labels"):
+            model.train_batch([inputs, None], sgd(model))
+
+
+def test_a_model_without_a_loss_function_cannot_train_but_evaluates() -> None:
+    with job(2):
+        model = pipeline(loss_fn=None)
+        with pytest.raises(ConfigError, match="loss_fn="):
+            model.train_batch(batch(), sgd(model))
+        assert len(model.eval_batch([batch()[0], None])) == 4
+
+
+def test_a_schedule_that_needs_more_memory_than_allowed_is_refused() -> None:
+    with job(4, 8, "FThenB", memory_cap=4), pytest.raises(ScheduleError, match="cap"):
+        pipeline()

@@ -1,0 +1,220 @@
+"""fleet.init and fleet.shutdown in one process, and every option that is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+from paddle.distributed import fleet as paddle_fleet
+
+from fleetpipe import fleet
+from fleetpipe.errors import ConfigError, PartitionError
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+from fleetpipe.job import current_job
+from fleetpipe.topology import Degrees
+from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+
+
+def strategy(**hybrid: int) -> Any:
+    made = fleet.DistributedStrategy()
+    made.hybrid_configs = hybrid
+    return made
+
+
+def test_one_process_answers_as_the_first_and_the_last_of_all_ranks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with job(3):
+        hcg = fleet.get_hybrid_communicate_group()
+        assert hcg.get_stage_id() == 0
+        assert hcg.get_pipe_parallel_world_size() == 3
+        assert (hcg.is_first_stage, hcg.is_last_stage) == (True, True)
+        assert hcg.topology().get_dim("pipe") == hcg._topo.get_dim("pipe") == 3
+        assert hcg.get_parallel_mode() == paddle.distributed.ParallelMode.PIPELINE_PARALLEL
+        assert (hcg.get_data_parallel_rank(), hcg.get_data_parallel_world_size()) == (0, 1)
+        assert hcg.get_model_parallel_group().nranks == 1
+        assert isinstance(hcg, fleet.HybridCommunicateGroup)
+        assert (fleet.worker_index(), fleet.worker_num()) == (0, 1)
+        assert paddle_fleet.fleet._hcg is hcg
+    assert "plays all 3 ranks" in capfd.readouterr().err
+
+
+def test_another_job_may_begin_with_other_degrees_after_shutdown() -> None:
+    for ranks in (2, 4, 1):
+        with job(ranks):
+            assert pipeline().num_stages == ranks
+        assert current_job() is None
+
+
+def test_a_second_init_changes_the_strategy_and_refuses_other_degrees() -> None:
+    with job(2):
+        first = current_job()
+        again = strategy(pp_degree=2)
+        again.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 2}
+        fleet.init(is_collective=True, strategy=again)
+        assert current_job() is first
+        assert pipeline().accumulate_steps == 2
+        with pytest.raises(ConfigError, match=r"fleet\.shutdown"):
+            fleet.init(is_collective=True, strategy=strategy(pp_degree=3))
+
+
+def test_a_strategy_of_paddles_own_works_too() -> None:
+    stock = paddle_fleet.DistributedStrategy()
+    stock.hybrid_configs = {"pp_degree": 2}
+    stock.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2}
+    fleet.init(is_collective=True, strategy=stock)
+    try:
+        model = pipeline()
+        assert float(model.train_batch(batch(), sgd(model))) > 0
+    finally:
+        fleet.shutdown()
+
+
+def test_the_options_survive_a_copy_and_merge() -> None:
+    made = fleet.DistributedStrategy()
+    made.fleetpipe_configs = {"timeout": 5}
+    made.fleetpipe_configs = {"loss_reduction": "sum"}
+    copied = copy.deepcopy(made)
+    assert copied.fleetpipe_configs == made.fleetpipe_configs
+    assert copied.fleetpipe_configs["timeout"] == 5
+    assert copied.fleetpipe_configs["memory_cap"] is None
+    assert fleet.DistributedStrategy().fleetpipe_configs["timeout"] is None
+
+
+@pytest.mark.parametrize(
+    ("configs", "message"),
+    [
+        ({"timout": 5}, "did you mean 'timeout'"),
+        ({"loss_reduction": "average"}, "'mean' or 'sum'"),
+        ({"timeout": 0}, "above 0"),
+        ({"timeout": "soon"}, "above 0"),
+        ({"memory_cap": 0}, "at least 1"),
+    ],
+)
+def test_an_option_of_fleetpipe_that_cannot_be_used_is_refused(
+    configs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message), job(2, **configs):
+        pass
+    assert current_job() is None
+
+
+def test_an_unknown_schedule_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="FThenB"), job(2, schedule="FThanB"):
+        pass
+
+
+@pytest.mark.parametrize("spelling", ["F-then-B", "fthenb", "GPipe", "f_then_b"])
+def test_a_schedule_may_be_spelled_in_several_ways(spelling: str) -> None:
+    with job(2, schedule=spelling):
+        assert pipeline().schedule.name == "FThenB"
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "world", "message"),
+    [
+        ({"pp_degree": 3}, 4, "do not divide the world size"),
+        ({"pp_degree": 2, "dp_degree": 1}, 4, "dp_degree=2"),
+        ({"pp_degree": 8}, 4, "--nproc_per_node 8"),
+        ({"pp_degree": 2, "mp_degree": 2}, 4, "mp_degree=2"),
+        ({"pp_degree": 2, "sharding_degree": 2}, 4, "sharding_degree=2"),
+        ({"pp_degree": 2, "mp_degree": 2}, 1, "do not divide"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_before_any_process_waits(
+    hybrid: dict[str, int], world: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", str(world))
+    with pytest.raises(ConfigError, match=message):
+        fleet.init(is_collective=True, strategy=strategy(**hybrid))
+
+
+def test_degrees_are_worked_out_as_fleet_does() -> None:
+    configs = {"dp_degree": -1, "pp_degree": 2, "mp_degree": 2}
+    assert Degrees.resolve(configs, 8) == Degrees(dp=2, pp=2, mp=2)
+    assert Degrees.resolve({"pp_degree": 5}, 1) == Degrees(pp=5)
+
+
+def test_a_pipeline_outside_of_collective_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is_collective=True"):
+        fleet.init(strategy=strategy(pp_degree=2))
+
+
+def test_a_model_that_is_no_pipeline_is_refused_with_the_right_import() -> None:
+    with job(2):
+        with pytest.raises(ConfigError, match=r"write the model as PipelineLayer"):
+            fleet.distributed_model(nn.Linear(2, 2))
+        stock = paddle_fleet.meta_parallel.PipelineLayer
+        with pytest.raises(ConfigError, match=r"fleetpipe\.fleet\.meta_parallel"):
+            fleet.distributed_model(stock.__new__(stock))
+
+
+def test_a_pipeline_before_init_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"after fleet\.init"):
+        fleet.distributed_model(PipelineLayer(mlp_layers(), num_stages=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"seg_method": [0, 4, 2]}, PartitionError, r"\[0, 4, 2\]"),
+        ({"seg_method": "layer:Conv"}, PartitionError, "Conv"),
+        ({"seg_method": "unifrom"}, PartitionError, "uniform"),
+        ({"num_stages": 3}, ConfigError, "differs"),
+        ({"recompute_interval": 1}, ConfigError, "recompute_interval"),
+        ({"num_virtual_pipeline_stages": 4}, PartitionError, "7"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_as_asked_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with job(2), pytest.raises(error, match=message):
+        pipeline(**options)
+
+
+def test_a_list_with_a_foreign_entry_is_refused_by_its_place() -> None:
+    with job(2):
+        with pytest.raises(ConfigError, match="layer 1 of the list"):
+            pipeline([LayerDesc(nn.Linear, 6, 6), 7])
+        shared = SharedLayerDesc("tied", nn.Linear, None, "weight", 6, 6)
+        with pytest.raises(ConfigError, match="layer 1 of the list, key 'tied'"):
+            pipeline([LayerDesc(nn.Linear, 6, 6), shared])
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with job(9), pytest.raises(PartitionError, match="7"):
+        pipeline()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda x, y: [x[:7], y], "4 x 2 = 8 rows"),
+        (lambda x, y: [x, y[:7]], "labels does not have"),
+        (lambda x, y: [x], r"\[inputs, labels\]"),
+        (lambda x, y: [x.numpy(), y], "ndarray"),
+        (lambda x, y: [x, "three"], "str"),
+        (lambda x, y: [[x[:2]], y], "4 values"),
+        (lambda x, y: [x, paddle.to_tensor(1)], "0-D tensor"),
+        (lambda x, y: {"x": x}, "iterator"),
+        (lambda x, y: iter([(x, y)]), "after 1 of 4"),
+        (lambda x, y: iter([x, x, x, x]), "micro-batch 0"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused_with_what_was_expected(data: Any, message: str) -> None:
+    with job(2):
+        model = pipeline()
+        with pytest.raises((ConfigError, ValueError), match=message):
+            model.train_batch(data(*batch()), sgd(model))
+
+
+def test_a_model_at_one_stage_is_an_ordinary_model() -> None:
+    fleet.init(is_collective=True, strategy=strategy(pp_degree=1))
+    try:
+        linear = nn.Linear(2, 2)
+        assert fleet.distributed_model(linear) is linear
+    finally:
+        fleet.shutdown()

@@ -1,0 +1,66 @@
+"""``fleetpipe parity SCRIPT`` in one process: an unedited script, shadowed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fleetpipe.cli import main
+from fleetpipe.dygraph import PipelineParallel
+from tests.launching import ROOT
+
+SCRIPT = """
+import sys
+import paddle
+from fleetpipe import fleet
+from tests.pipelines import batch, job, pipeline, sgd
+
+with job(2):
+    model = pipeline()
+    if "--wrong" in sys.argv:
+        model.layers.state_dict()["4.weight"].register_hook(lambda grad: grad * 2)
+    scheduler = paddle.optimizer.lr.StepDecay(0.1, 1)
+    optimizer = sgd(model, scheduler)
+    for seed in range(3):
+        print(float(model.train_batch(batch(seed=seed), optimizer, scheduler)))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_right_script_passes(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = script.with_suffix(".json")
+    original = PipelineParallel.train_batch
+    assert main(["parity", "--report", str(report), str(script)]) == 0
+    assert PipelineParallel.train_batch is original
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "parity: bit-exact (losses, gradients and parameters)"
+    (found,) = json.loads(report.read_text())
+    assert found["pipeline_loss"] == [float(line) for line in lines[:3]]
+    assert (found["passed"], found["steps"]) == (True, 3)
+
+
+def test_a_wrong_script_fails_and_names_the_layer(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["parity", str(script), "--wrong"]) == 1
+    assert "first difference: step 0: gradient of 4.weight" in capsys.readouterr().out
+
+
+def test_a_script_that_trains_nothing_or_is_not_there_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], script: Path
+) -> None:
+    empty = tmp_path / "empty.py"
+    empty.write_text("")
+    assert main(["parity", str(empty)]) == 2
+    assert main(["parity", str(tmp_path / "missing.py")]) == 2
+    assert "never called train_batch" in capsys.readouterr().err

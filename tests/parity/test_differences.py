@@ -1,0 +1,59 @@
+"""How far two tensors are apart."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import paddle
+import pytest
+
+from fleetpipe.parity.differences import compare
+
+
+def test_equal_bits_are_no_difference() -> None:
+    tensor = paddle.randn([3, 4])
+    assert compare("loss", "", 0, tensor, tensor.clone()) is None
+    assert compare("gradient", "0.weight", 0, None, None) is None
+
+
+def test_one_unit_in_the_last_place_is_found_and_counted() -> None:
+    reference = paddle.to_tensor([1.0, -2.0, 3.0])
+    array = reference.numpy().copy()
+    array[1] = np.nextafter(array[1], np.float32(0))
+    found = compare("parameter", "3.weight", 7, paddle.to_tensor(array), reference)
+    assert found is not None
+    assert (found.ulps, found.absolute) == (1, 2.0**-23)
+    assert found.relative == 2.0**-23 / 3
+    assert str(found).startswith("step 7: parameter of 3.weight differs by 1.19e-07 absolute")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
+def test_units_are_those_of_the_dtype(dtype: str) -> None:
+    digits = {"float16": 10, "float64": 52, "bfloat16": 7}[dtype]
+    ones = paddle.ones([2], "float64").astype(dtype)
+    more = (paddle.ones([2], "float64") + 3 * 2.0**-digits).astype(dtype)
+    found = compare("loss", "", 0, more, ones)
+    assert found is not None
+    assert found.ulps == 3
+
+
+def test_the_step_over_zero_counts_both_sides() -> None:
+    tiny = np.nextafter(np.float32(0), np.float32(1))
+    found = compare("loss", "", 0, paddle.to_tensor([tiny]), paddle.to_tensor([-tiny]))
+    assert found is not None
+    assert found.ulps == 2
+
+
+def test_a_missing_or_misshapen_tensor_is_a_difference_without_a_size() -> None:
+    for other in (None, paddle.ones([3]), paddle.ones([2], "float64")):
+        found = compare("gradient", "1.bias", 0, other, paddle.ones([2]))
+        assert found is not None
+        assert (math.isinf(found.absolute), found.ulps) == (True, None)
+        assert "shape or dtype differ" in str(found)
+
+
+def test_integers_are_compared_too() -> None:
+    found = compare("parameter", "1.count", 0, paddle.to_tensor([5]), paddle.to_tensor([3]))
+    assert found is not None
+    assert (found.absolute, found.ulps) == (2.0, 2)

@@ -1,0 +1,139 @@
+"""Parity holds for a right pipeline, and fails for a wrong one with the name of the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe import fleet, parity
+from fleetpipe.errors import CheckpointError
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+
+
+def compared(pipe: Any, optimizer: Any, steps: int = 3, **options: Any) -> parity.Report:
+    session = parity.begin(pipe, optimizer, **options)
+    for step in range(steps):
+        session.step(batch(seed=step))
+    return session.report
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["FThenB", "1F1B"])
+def test_a_right_pipeline_is_bit_exact(ranks: int, schedule: str) -> None:
+    with job(ranks, schedule=schedule):
+        model = pipeline()
+        report = compared(model, sgd(model))
+    assert report.passed
+    assert report.bit_exact
+    assert report.single_loss == report.pipeline_loss
+    assert (report.steps, len(set(report.pipeline_loss))) == (3, 3)
+    assert report.verdict().endswith("bit-exact (losses, gradients and parameters)")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ps: paddle.optimizer.Momentum(0.1, 0.9, parameters=ps, weight_decay=1e-3),
+        lambda ps: paddle.optimizer.Adam(paddle.optimizer.lr.StepDecay(0.1, 1), parameters=ps),
+        lambda ps: paddle.optimizer.AdamW(
+            0.1, parameters=[{"params": ps[:2], "weight_decay": 0.1}, {"params": ps[2:]}]
+        ),
+        lambda ps: paddle.optimizer.SGD(
+            0.5, parameters=ps, grad_clip=nn.ClipGradByGlobalNorm(0.01)
+        ),
+    ],
+)
+def test_the_reference_gets_a_twin_of_any_optimizer(make: Any) -> None:
+    with job(2):
+        model = pipeline()
+        optimizer = fleet.distributed_optimizer(make(model.parameters()))
+        report = compared(model, optimizer)
+    assert report.passed, report.verdict()
+    assert report.pipeline_loss[0] != report.pipeline_loss[-1]
+
+
+def test_running_statistics_are_compared() -> None:
+    layers = [LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.BatchNorm1D, 8), LayerDesc(nn.Linear, 8, 4)]
+    with job(3):
+        model = pipeline(layers)
+        session = parity.begin(model, sgd(model))
+        session.step(batch())
+        assert session.report.passed
+        model.layers.state_dict()["1._mean"].set_value(paddle.zeros([8]))
+        session.step(batch())
+    assert not session.report.bit_exact
+    assert any(found.name == "1._mean" for found in session.report.differences)
+
+
+class PlainMLP(nn.Layer):
+    """The model of the tests as a user would write it for one device."""
+
+    def __init__(self, activation: Any = nn.functional.tanh, last: Any = None) -> None:
+        super().__init__()
+        self.body = nn.LayerList([nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 4)
+        self.activation = activation
+        self.last = last or activation
+
+    def forward(self, x: Any) -> Any:
+        x = self.activation(self.body[0](x))
+        x = self.activation(self.body[1](x))
+        return self.head(self.last(self.body[2](x)))
+
+
+def against(plain: Any, model: Any, steps: int = 2) -> parity.Report:
+    optimizer = paddle.optimizer.SGD(0.1, parameters=plain.parameters())
+    return compared(model, sgd(model), steps, model=plain, model_optimizer=optimizer)
+
+
+def test_a_model_written_for_one_device_is_a_reference() -> None:
+    with job(3):
+        assert against(PlainMLP(), pipeline()).passed
+
+
+def test_a_dropped_layer_is_found_by_the_first_layer_whose_output_differs() -> None:
+    dropped = PlainMLP(last=lambda x: x)
+    with job(3):
+        report = against(dropped, pipeline())
+    assert not report.passed
+    first = report.differences[0]
+    assert (first.quantity, first.name, first.step) == ("output", "6, call 0", 0)
+    assert report.max_abs_diff > 0
+    assert "output of 6" in report.verdict()
+    assert report.verdict().splitlines()[-1].startswith("parity: FAILED")
+
+
+def test_a_scaled_gradient_is_found_by_its_parameter() -> None:
+    with job(3):
+        model = pipeline()
+        model.layers.state_dict()["2.weight"].register_hook(lambda grad: grad * 1.001)
+        report = compared(model, sgd(model))
+    first = report.differences[0]
+    assert (first.quantity, first.name, first.step) == ("gradient", "2.weight", 0)
+    assert first.relative == pytest.approx(1e-3, rel=0.1)
+    found = {found.quantity for found in report.differences if found.step == 0}
+    assert found == {"gradient", "gradient norm", "parameter"}
+    assert not report.bit_exact
+
+
+def test_a_wrong_step_is_found_in_the_parameters() -> None:
+    with job(2):
+        model = pipeline()
+        session = parity.begin(model, sgd(model))
+        parameter = model.layers.state_dict()["4.bias"]
+        parameter.set_value(parameter + 1)
+        session.step(batch())
+        assert not session.report.bit_exact
+
+
+def test_a_model_of_another_shape_is_refused() -> None:
+    other_width = [*mlp_layers()[:-1], LayerDesc(nn.Linear, 8, 5)]
+    for layers, message in ((other_width, r"head\.weight"), (mlp_layers(blocks=2), "same number")):
+        with job(2):
+            model = pipeline(layers)
+            with pytest.raises(CheckpointError, match=message):
+                parity.begin(model, sgd(model), PlainMLP(), None)

@@ -1,0 +1,273 @@
+"""A campaign of failures on 2 and 3 real ranks: nothing hangs, and every message is right.
+
+The ranks run trouble.py. Most are started by hand, so that each one's exit code and the moment of
+its end are seen without a launcher's help; `tests.byhand` fails where a process is left behind.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.byhand import Ended, Ranks, started
+from tests.launching import ROOT, Finished
+
+pytestmark = pytest.mark.processes
+
+TROUBLE = ROOT / "tests" / "processes" / "trouble.py"
+
+
+def run(
+    case: str, ranks: int, folder: Path, timeout: float = 60
+) -> tuple[dict[int, Ended], Callable[[str], float]]:
+    """Runs a case to its end; returns that of each rank, and a look-up of the moments it noted."""
+    with begin(case, ranks, folder, timeout) as job:
+        return job.wait(), job.moment
+
+
+def begin(
+    case: str, ranks: int, folder: Path, timeout: float = 60, **options: Any
+) -> AbstractContextManager[Ranks]:
+    """Starts a case, under a limit of ``timeout`` seconds for each wait."""
+    env = {"TROUBLE_TIMEOUT": str(timeout)}
+    return started(TROUBLE, ranks, case, folder=folder, env=env, **options)
+
+
+def the_line(kind: str, log: str) -> str:
+    """The one line of a log that names an error of this kind."""
+    lines = [line for line in log.splitlines() if re.search(rf"\b{kind}:", line)]
+    assert len(lines) == 1, log
+    return lines[0].split(kind, 1)[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slow_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two replicas of which one sleeps for 35 s; it sleeps while the other tests run."""
+    with begin("slow_replica", 2, tmp_path_factory.mktemp("slow")) as job:
+        yield job
+        for rank in range(2):  # where its own test was not selected, or failed
+            job.signal(rank, signal.SIGKILL)
+
+
+# A rank that dies
+
+
+def test_the_others_leave_within_two_seconds_of_a_death(tmp_path: Path) -> None:
+    ranks, moment = run("killed_while_one_computes", 3, tmp_path)
+    assert ranks[1].code == -signal.SIGKILL
+    for rank in (0, 2):
+        assert ranks[rank].code > 0
+        assert the_line("PeerFailed", ranks[rank].log).startswith(": rank 1 died")
+        # The end of a process that leaves by an exception is Paddle's; the launcher's signal, for
+        # which nobody waits, would come 4 s after the death.
+        assert ranks[rank].at - moment("died.1") < (2 if rank == 0 else 4)
+    assert moment("told.2") - moment("died.1") < 2
+    # Rank 0 was in one long product, and never came back from it.
+    assert moment("computing.0") < moment("died.1")
+    assert "where: rank 0: operation F0.1 (stage 0, micro-batch 1)" in ranks[0].log
+    assert "operation F1.0 (stage 1, micro-batch 0)" in the_line("PeerFailed", ranks[2].log)
+    assert "Traceback" not in ranks[0].log
+
+
+def test_a_rank_that_sleeps_in_a_layer_leaves_too(tmp_path: Path) -> None:
+    ranks, moment = run("killed_while_one_sleeps", 2, tmp_path)
+    assert ranks[0].code > 0
+    assert the_line("PeerFailed", ranks[0].log).startswith(": rank 1 died")
+    assert moment("computing.0") < moment("died.1")
+    assert ranks[0].at - moment("died.1") < 2
+
+
+def test_a_rank_that_waits_inside_gloo_leaves_too(tmp_path: Path) -> None:
+    ranks, moment = run("killed_inside_gloo", 2, tmp_path)
+    assert ranks[0].code > 0
+    line = the_line("PeerFailed", ranks[0].log)
+    assert line.startswith(": rank 1 died")
+    assert "replica 1, rank 0, operation REDUCE" in line
+    assert moment("told.0") - moment("died.1") < 2
+    assert ranks[0].at - moment("died.1") < 4
+
+
+def test_under_the_launcher_nobody_waits_for_it(
+    launch: Callable[..., Finished], tmp_path: Path
+) -> None:
+    job = launch(TROUBLE, 2, args=["killed_while_waiting"], cwd=tmp_path, check=False)
+    assert job.returncode != 0
+    assert the_line("PeerFailed", job.logs[0]).startswith(": rank 1 died")
+    # The launcher's own signal comes 4 s after the death; this rank ran its own way to the end.
+    died, told = (float((tmp_path / name).read_text()) for name in ("died.1", "told.0"))
+    assert told - died < 2
+
+
+# A rank that hangs
+
+
+def test_a_stopped_rank_makes_the_others_time_out(tmp_path: Path) -> None:
+    with begin("stopped", 3, tmp_path, timeout=4) as job:
+        since = job.wait_for("stopped.1")
+        ranks = job.wait([0, 2])
+        job.signal(1, signal.SIGCONT)
+        ranks.update(job.wait([1]))
+    for rank in (0, 2):
+        assert ranks[rank].code > 0
+        assert 3 < ranks[rank].at - since < 8
+        log = ranks[rank].log
+        assert "PipelineTimeout: rank" in log
+        assert re.search(r"rank 1 is silent for \d\.\d s: stopped, or its host", log)
+        assert "it was at: operation F1.0 (stage 1, micro-batch 0)" in log
+        assert "(most recent call first)" in log
+        assert 'transport/socket.py", line' in log
+    text = "".join(ranks[rank].log for rank in (0, 2))
+    # Whoever waited longest says for whom; the other repeats it and adds where it is itself.
+    assert "waited 4 s for a message of rank 1" in text
+    assert "last finished F0." in text
+    assert ranks[1].code > 0
+    assert "PipelineTimeout" in ranks[1].log
+
+
+def test_a_layer_in_a_deadlock_ends_with_its_stacks(tmp_path: Path) -> None:
+    ranks, moment = run("deadlocked", 2, tmp_path, timeout=3)
+    assert ranks[0].code > 0
+    assert ranks[1].code > 0
+    assert "rank 0 waited 3 s for a message of rank 1" in ranks[0].log
+    assert "rank 1 is at: operation F1.0 (stage 1, micro-batch 0)" in ranks[0].log
+    assert the_line("PipelineTimeout", ranks[1].log).startswith(": rank 0 timed out")
+    assert "in deadlock" in ranks[1].log
+    assert all(ended.at - moment("stopped.1") < 7 for ended in ranks.values())
+
+
+def test_a_rank_that_stops_and_goes_on_changes_no_bit(tmp_path: Path) -> None:
+    with begin("stopped_and_continued", 2, tmp_path) as job:
+        job.wait_for("stopped.1")
+        time.sleep(3)
+        job.signal(1, signal.SIGCONT)
+        ranks = job.wait()
+        assert [ended.code for ended in ranks.values()] == [0, 0], ranks
+        assert job.moment("same.0") > job.moment("stopped.1") + 3
+
+
+# A rank that raises
+
+
+def sections(log: str) -> dict[str, str]:
+    """What a rank wrote in each of the jobs that it began one after another."""
+    parts = log.split("### ")[1:]
+    return {part.splitlines()[0]: part for part in parts}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_error_on_any_rank_is_told_on_all(count: int, tmp_path: Path) -> None:
+    ranks, _ = run("raises_everywhere", count, tmp_path)
+    told = {rank: sections(ended.log) for rank, ended in ranks.items()}
+    for origin in range(count):
+        for which in ("forward", "backward"):
+            for rank in range(count):
+                text = told[rank][f"{which} of rank {origin}"]
+                if rank == origin:
+                    assert "ValueError: boom in a layer" in text
+                    assert f"raised at rank {origin}, operation" in text
+                    continue
+                # Paddle makes of a backward's error one of its own, and drops the frames below.
+                line = the_line("PeerFailed", text)
+                assert re.match(rf": rank {origin} raised: .*ValueError: boom in a layer", line)
+                assert text.count("Traceback (most recent call last)") == 1
+                assert text.count("in boom") == (which == "forward")
+    for rank in range(count):
+        text = told[rank]["a cut that fits on all ranks but one"]
+        assert "PartitionError" in text
+        assert ("PeerFailed: rank 1 raised" in text) == (rank != 1)
+        assert "trained at last" in told[rank]["nothing"]
+        assert ranks[rank].code == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "what", "place"),
+    [
+        ("memory_error", "raised: MemoryError: cannot allocate 80 GiB", "in out_of_memory"),
+        ("error_between_steps", "raised: KeyError: 'no such sample'", "in careless"),
+        ("exit_between_steps", "raised: SystemExit: 3", "in exit_between_steps"),
+        ("script_ends_early", "left: its process ended before its work was done", ""),
+    ],
+)
+def test_the_other_rank_ends_with_the_message(
+    case: str, what: str, place: str, tmp_path: Path
+) -> None:
+    ranks, _ = run(case, 2, tmp_path)
+    assert ranks[0].code > 0
+    assert the_line("PeerFailed", ranks[0].log) == f": rank 1 {what}"
+    assert place in ranks[0].log
+    assert ranks[1].code == {"exit_between_steps": 3, "script_ends_early": 0}.get(case, 1)
+    assert "PeerFailed" not in ranks[1].log
+
+
+# Ranks that do not belong together
+
+
+def test_ranks_that_differ_are_refused_on_all_with_both_sides(tmp_path: Path) -> None:
+    ranks, _ = run("configured_differently", 3, tmp_path)
+    expected = {
+        "accumulate_steps": ("micro_batches = 4", "micro_batches = 2"),
+        "schedule": ("schedule = '1F1B'", "schedule = 'FThenB'"),
+        "widths": ("layer 0 = ", "9"),
+        "degrees": ("pp = 3", "pp = 1"),
+        "threads": ("OMP_NUM_THREADS = 1", "OMP_NUM_THREADS = 2"),
+    }
+    for ended in ranks.values():
+        for what, text in sections(ended.log).items():
+            assert "ConfigError: ranks 0 and 1 of the job do not run the same" in text
+            first, other = re.findall(r"^  (?:expected|got): (.*)$", text, re.MULTILINE)
+            assert first.startswith("as on rank 0: ")
+            assert other.startswith("on rank 1: ")
+            assert expected[what][0] in first
+            assert expected[what][1] in other
+        assert sections(ended.log).keys() == expected.keys()
+        assert ended.code == 0
+
+
+def test_ranks_that_never_start_are_named_and_a_taken_port_too(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        taken = stack.enter_context(socket.socket())
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        jobs = [
+            stack.enter_context(begin("only_begins", ranks, tmp_path, 3, **options))
+            for ranks, options in (
+                (2, {"only": [0]}),
+                (2, {"only": [1]}),
+                (3, {"only": [0, 1]}),
+                (2, {"port": taken.getsockname()[1]}),
+            )
+        ]
+        without_1, without_0, without_2, port_taken = [job.wait() for job in jobs]
+    assert all(e.code > 0 for job in (without_1, without_0, without_2) for e in job.values())
+    late = "did not call fleet.init within 3 s"
+    assert the_line("PipelineTimeout", without_1[0].log) == f": rank 1 {late}"
+    assert the_line("PipelineTimeout", without_0[1].log) == f": rank 0 {late}"
+    for rank in (0, 1):
+        assert the_line("PipelineTimeout", without_2[rank].log) == f": rank 2 {late}"
+    assert "cannot open the job's store" in the_line("TransportError", port_taken[0].log)
+    assert "another program listens there" in port_taken[0].log
+    assert "does not answer as the job's store" in port_taken[1].log
+
+
+def test_strangers_are_ignored_and_a_truncated_frame_is_noticed(tmp_path: Path) -> None:
+    ranks, moment = run("strangers_and_a_truncated_frame", 2, tmp_path)
+    assert moment("trained.0") > 0
+    assert moment("trained.1") > 0
+    assert ranks[0].code > 0
+    assert ranks[1].code > 0
+    assert "rank 1 is gone: its connection closed" in the_line("PeerFailed", ranks[0].log)
+    assert "PeerFailed: rank 0 raised: PeerFailed" in ranks[1].log
+
+
+def test_a_rank_that_computes_longer_than_gloo_waits_goes_on(slow_job: Ranks) -> None:
+    ranks = slow_job.wait(limit=90)
+    assert [ended.code for ended in ranks.values()] == [0, 0], ranks
+    assert slow_job.moment("done.0") > 0

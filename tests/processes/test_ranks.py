@@ -1,0 +1,139 @@
+"""What only real ranks show: who gets the loss, who needs data, state across ranks, evaluation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from fleetpipe.schedules import build
+from tests.launching import ROOT, Finished
+from tests.test_trace import actions
+
+TRAIN = f"""
+import json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import paddle
+from fleetpipe import fleet
+from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
+
+rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+paddle.seed(rank)
+with job(3, micro_batches=4):
+    model = pipeline()
+    optimizer = sgd(model)
+    losses = []
+    for step in range(4):
+        inputs, labels = batch(seed=step)
+        if "PADDLE_TRAINER_ID" in os.environ:
+            data = [[inputs, None], None, [None, labels]][rank]
+        else:
+            data = [inputs, labels]
+        losses.append(model.train_batch(data, optimizer))
+    evaluated = model.eval_batch(batch(seed=9), compute_loss=True)
+    outputs = model.eval_batch(batch(seed=9))
+    state = model.layers.full_state_dict()
+    single = model.layers.single_model()
+    model.layers.copy_to(single)
+    model.layers.load_from(single)
+    result = {{
+        "losses": [loss.numpy().tobytes().hex() for loss in losses],
+        "evaluated": evaluated.numpy().tobytes().hex(),
+        "outputs": [out.numpy().tobytes().hex() for out in outputs],
+        "state": {{name: value.hex() for name, value in bits(state).items()}},
+        "own": sorted(model.layers.state_dict()),
+        "single": {{name: value.hex() for name, value in bits(single.state_dict()).items()}},
+        "held": model.peak_held,
+    }}
+    with open(os.path.join(sys.argv[1], f"rank{{rank}}.json"), "w") as file:
+        json.dump(result, file)
+"""
+
+
+def test_three_ranks_and_one_process_agree_in_every_bit(
+    launch: Callable[..., Finished], tmp_path: Path
+) -> None:
+    launch(TRAIN, 3, args=[str(tmp_path)])
+    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(3)]
+    launch(TRAIN, None, args=[str(tmp_path)])
+    alone = json.loads((tmp_path / "rank0.json").read_text())
+    for rank in ranks:
+        for what in ("losses", "evaluated", "state", "single"):
+            assert rank[what] == alone[what]
+    assert [rank["outputs"] for rank in ranks] == [[], [], alone["outputs"]]
+    assert sorted(name for rank in ranks for name in rank["own"]) == sorted(alone["own"])
+    assert [rank["held"] for rank in ranks] == [{"0": 3}, {"1": 2}, {"2": 1}]
+    assert len(set(alone["losses"])) == 4
+
+
+PARITY = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import paddle
+from fleetpipe import fleet
+from tests.pipelines import batch, job, pipeline, sgd
+
+with job(2):
+    model = pipeline()
+    if "--wrong" in sys.argv and model.is_pipeline_last_stage():
+        model.layers.state_dict()["4.weight"].register_hook(lambda grad: grad * 2)
+    parameters = model.parameters()
+    optimizer = fleet.distributed_optimizer(paddle.optimizer.Adam(0.01, parameters=parameters))
+    for seed in range(3):
+        model.train_batch(batch(seed=seed), optimizer)
+"""
+
+
+def test_the_parity_command_on_two_ranks(launch: Callable[..., Finished], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PARITY)
+    launched = ROOT / "fleetpipe" / "parity" / "launched.py"
+    right = launch(launched, 2, args=[str(script)])
+    wrong = launch(launched, 2, args=[str(script), "--wrong"], check=False)
+    assert wrong.returncode == 1
+    for good, bad in zip(right.logs, wrong.logs):
+        assert "parity: bit-exact (losses, gradients and parameters)" in good
+        assert "first difference: step 0: gradient of 4.weight" in bad
+
+
+def test_an_exception_on_one_rank_ends_the_other(launch: Callable[..., Finished]) -> None:
+    source = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from paddle import nn
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.pipelines import batch, job, pipeline, sgd
+
+with job(2, timeout=30):
+    model = pipeline([LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.Linear, 9, 4)])
+    model.train_batch(batch(), sgd(model))
+"""
+    job = launch(source, 2, timeout=60, check=False)
+    assert job.returncode != 0
+    assert "layer 1 (Linear) cannot take what layer 0 returned" in job.logs[1]
+    assert "PeerFailed" in job.logs[0]
+    assert "rank 1" in job.logs[0]
+    assert job.seconds < 20
+
+
+TRACED = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.pipelines import batch, job, pipeline, sgd
+
+with job(2, micro_batches=4, trace=sys.argv[1]):
+    model = pipeline()
+    optimizer = sgd(model)
+    for step in range(3):
+        model.train_batch(batch(seed=step), optimizer)
+"""
+
+
+def test_the_trace_of_two_ranks(launch: Callable[..., Finished], tmp_path: Path) -> None:
+    done = launch(TRACED, 2, args=[str(tmp_path)])
+    document = json.loads((tmp_path / "trace.json").read_text())
+    rows = build("1F1B", ranks=2, micro_batches=4).actions
+    assert actions(document, 2) == [[str(action) for action in row] * 3 for row in rows]
+    assert re.search(r"bubble rate 0\.\d+ measured in the last, 0\.\d+ predicted", done.logs[0])
+    assert "bubble rate" not in done.logs[1]

@@ -1,0 +1,36 @@
+"""The README's script, run in the three ways that the README names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, Finished
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    text = (ROOT / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(import paddle\n.*?)```", text, flags=re.DOTALL)
+    path = tmp_path / "train.py"
+    path.write_text(code)
+    return path
+
+
+def test_the_first_script_runs_on_two_ranks_and_in_one_process(
+    launch: Callable[..., Finished], script: Path
+) -> None:
+    for nproc in (2, None):
+        job = launch(script, nproc)
+        for log in job.logs:
+            losses = re.findall(r"^(\d) (\d\.\d+)$", log, flags=re.MULTILINE)
+            assert [int(step) for step, _ in losses] == list(range(10))
+
+
+def test_the_first_script_passes_parity(launch: Callable[..., Finished], script: Path) -> None:
+    launched = ROOT / "fleetpipe" / "parity" / "launched.py"
+    job = launch(launched, None, args=[str(script)])
+    assert "parity: bit-exact (losses, gradients and parameters)" in job.logs[0]

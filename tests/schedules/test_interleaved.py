@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pytest
+
+from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.schedules import Costs, Placement, Schedule, Timeline, build
+from fleetpipe.schedules.interleaved import balanced_groups, interleaved_rows
+
+
+def play(m: int, costs: Costs | None = None, *, chunks: int = 2, **options: object) -> Timeline:
+    """Returns the timeline of four ranks."""
+    schedule = build("VPP", ranks=4, micro_batches=m, chunks=chunks, **options)
+    schedule.verify()
+    return schedule.simulate(costs)
+
+
+@pytest.mark.parametrize("p", range(2, 7))
+@pytest.mark.parametrize("v", range(1, 5))
+def test_bubble_and_peak_for_every_number_of_micro_batches(p: int, v: int) -> None:
+    for m in range(1, 4 * p + 3):
+        timeline = build("Interleaved1F1B", ranks=p, micro_batches=m, chunks=v).simulate()
+        first = balanced_groups(p, m)[0]
+        assert timeline.bubble == 3 * (p - 1) + 3 * (v - 1) * max(0, p - m)
+        assert timeline.peak_activations == tuple(
+            min(m * v, (v - 1) * first + 2 * (p - 1 - r) + 1) for r in range(p)
+        )
+
+
+@pytest.mark.parametrize(
+    ("m", "chunks", "span", "bubble", "peaks"),
+    [(8, 2, 57, 9, (11, 9, 7, 5)), (16, 4, 201, 9, (19, 17, 15, 13))],
+)
+def test_golden_cases(m: int, chunks: int, span: int, bubble: int, peaks: tuple[int, ...]) -> None:
+    timeline = play(m, chunks=chunks)
+    assert (timeline.span, timeline.bubble, timeline.peak_activations) == (span, bubble, peaks)
+
+
+@pytest.mark.parametrize(("m", "bubble"), [(3, 12), (2, 15)])
+def test_fewer_micro_batches_than_ranks(m: int, bubble: int) -> None:
+    assert play(m).bubble == bubble
+
+
+@pytest.mark.parametrize(
+    ("groups", "bubble", "peak"),
+    [(None, 9, 12), ([5, 5], 9, 12), ((6, 4), 9, 13), ([4, 4, 2], 19, 11)],
+)
+def test_groups_trade_bubble_for_memory(groups: list[int] | None, bubble: int, peak: int) -> None:
+    timeline = play(10, groups=groups)
+    assert (timeline.bubble, timeline.peak_activations[0]) == (bubble, peak)
+
+
+@pytest.mark.parametrize(
+    ("groups", "m", "chunks", "message"),
+    [
+        ([4, 6], 10, 2, r"`groups` \[4, 6\] deadlock(.|\n)*F7\.4(.|\n)*groups=\[5, 5\]"),
+        ([4, 1], 5, 3, r"`groups` \[4, 1\] deadlock(.|\n)*fewer than 4(.|\n)*groups=\[5\]"),
+        ([4, 4], 10, 2, r"sum 10(.|\n)*\[4, 4\], which is 8"),
+        ([10, 0], 10, 2, "groups=0"),
+        ([], 10, 2, r"\[\], which is 0"),
+        (10, 10, 2, "no list of sizes"),
+        ("55", 10, 2, "no list of sizes"),
+    ],
+)
+def test_bad_groups_are_refused_with_the_reason(
+    groups: object, m: int, chunks: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        play(m, chunks=chunks, groups=groups)
+
+
+def test_growing_groups_are_found_by_verification_too() -> None:
+    placement = Placement("loop", 4, 2)
+    rows = tuple(map(tuple, interleaved_rows(placement, [4, 6], 2)))
+    with pytest.raises(ScheduleError, match=r"B7\.4 stands before F7\.4, which it waits for"):
+        Schedule("Grown", placement, 10, rows).verify()
+
+
+def test_balanced_groups_do_not_grow_and_hold_a_micro_batch_for_each_rank() -> None:
+    assert balanced_groups(4, 11) == [6, 5]
+    assert balanced_groups(4, 3) == [3]
+    for ranks in range(1, 6):
+        for m in range(ranks, 30):
+            groups = balanced_groups(ranks, m)
+            assert sum(groups) == m
+            assert groups == sorted(groups, reverse=True)
+            assert groups[0] - groups[-1] <= 1
+            assert groups[-1] >= ranks
+
+
+def test_less_slack_holds_less_and_hides_no_latency() -> None:
+    for slack, peaks in ((2, (11, 9, 7, 5)), (1, (8, 7, 6, 5))):
+        timeline = play(8, warmup_slack=slack)
+        assert (timeline.bubble, timeline.peak_activations) == (9, peaks)
+    costs = Costs(18.522 / 3, 18.086 / 3, 9.337 / 3, comm=0.601)
+    rates = [
+        build("VPP", ranks=8, micro_batches=24, chunks=3, warmup_slack=slack)
+        .simulate(costs)
+        .bubble_rate
+        for slack in (1, 2)
+    ]
+    assert [round(rate, 4) for rate in rates] == [0.1487, 0.1090]
+    with pytest.raises(ConfigError, match="1 or 2"):
+        play(8, warmup_slack=3)
+
+
+@pytest.mark.parametrize(("comm", "span"), [(0.25, 44), (1, 60.5)])
+def test_latency(comm: float, span: float) -> None:
+    assert play(12, Costs(0.5, 0.5, 0.5, comm=comm)).span == span
+
+
+# Zero Bubble paper (arXiv:2401.10241): p, m, F, I, W, latency in ms, v, simulated and printed rate.
+PAPER = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 3, 0.1090, 0.1055),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 3, 0.0461, 0.0443),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 4, 0.0827, 0.0808),
+    (8, 64, 29.935, 29.621, 19.388, 0.535, 4, 0.0328, 0.0320),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 3, 0.1136, 0.1104),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 3, 0.0459, 0.0445),
+    (32, 96, 10.419, 10.207, 7.715, 0.408, 2, 0.1528, 0.1493),
+    (32, 256, 10.402, 10.248, 7.698, 0.460, 2, 0.0641, 0.0624),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "f", "i", "w", "comm", "v", "rate", "printed"), PAPER)
+def test_the_interleaved_column_of_the_zero_bubble_paper(
+    p: int, m: int, f: float, i: float, w: float, comm: float, v: int, rate: float, printed: float
+) -> None:
+    costs = Costs(f / v, i / v, w / v, comm=comm)
+    timeline = build("VPP", ranks=p, micro_batches=m, chunks=v).simulate(costs)
+    work = m * (f + i + w)
+    lost = (p - 1) * (f + i + w) / v + (2 * v * p - 2) * comm
+    assert timeline.span == pytest.approx(work + lost, rel=1e-12)
+    assert round(timeline.bubble_rate, 4) == rate
+    # The paper counts p latencies less: the hops from the last rank back to the first.
+    assert round((lost - p * comm) / (work + lost - p * comm), 4) == printed
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "v", "of_ideal", "of_total"),
+    [
+        (8, 32, 1, 0.21875, 0.17949),
+        (8, 128, 1, 0.05469, 0.05185),
+        (16, 128, 1, 0.11719, 0.10490),
+        (8, 64, 4, 0.02734, 0.02662),
+    ],
+)
+def test_the_formulas_of_the_megatron_paper(
+    p: int, m: int, v: int, of_ideal: float, of_total: float
+) -> None:
+    timeline = build("1F1B", ranks=p, micro_batches=m, chunks=v).simulate()
+    assert round(timeline.bubble / timeline.busy, 5) == of_ideal
+    assert round(timeline.bubble_rate, 5) == of_total
+
+
+def test_1f1b_with_chunks_is_interleaved() -> None:
+    schedule = build("1F1B", ranks=4, micro_batches=10, chunks=2, groups=[6, 4])
+    assert schedule == build("VPP", ranks=4, micro_batches=10, groups=[6, 4])
+    assert schedule.name == "Interleaved1F1B"
+    assert build("1F1B", ranks=4, micro_batches=10, chunks=1).name == "1F1B"
+    with pytest.raises(ConfigError, match="1F1B has no option 'groups'"):
+        build("1F1B", ranks=4, micro_batches=10, groups=[6, 4])
+
+
+def test_all_forwards_first_with_chunks_holds_everything() -> None:
+    timeline = build("FThenB", ranks=4, micro_batches=8, chunks=2).simulate()
+    assert (timeline.span, timeline.peak_activations) == (57, (16, 16, 16, 16))

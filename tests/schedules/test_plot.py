@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from fleetpipe.cli import main
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules import Costs, Placement, build
+from fleetpipe.schedules.events import Event
+from fleetpipe.schedules.plot import Panel, draw, panel_of, plot
+
+
+def test_a_picture_names_ranks_kinds_bubble_and_peak(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "zbv.svg"
+    plot(build("ZBV", ranks=4, micro_batches=8).simulate(), file)
+    text = re.findall(r"<text[^>]*>([^<]*)<", file.read_text(encoding="utf-8"))
+    assert "ZBV: 4 ranks, 8 micro-batches, 2 chunks (vee) · bubble 0.00% · peak 8 forwards" in text
+    assert {f"rank {rank}" for rank in range(4)} <= set(text)
+    assert {"F  forward", "I  input gradient", "W  weight gradient"} <= set(text)
+    assert "B  backward" not in text
+    # Every action has its micro-batch.
+    assert sum(map(str.isdigit, text)) >= 3 * 2 * 8 * 4
+
+
+def test_the_same_timeline_gives_the_same_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("first.svg", "second.svg", "first.png", "second.png"):
+        plot(build("1F1B", ranks=2, micro_batches=3).simulate(), tmp_path / name)
+    for suffix in ("svg", "png"):
+        first, second = (tmp_path / f"{name}.{suffix}" for name in ("first", "second"))
+        assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize(("ranks", "m", "widest"), [(4, 8, 9), (16, 64, 24), (32, 512, 16)])
+def test_pictures_stay_within_reason(ranks: int, m: int, widest: float, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "large.png"
+    plot(build("FThenB", ranks=ranks, micro_batches=m).simulate(), file)
+    header = file.read_bytes()[:24]
+    assert header[:4] == b"\x89PNG"
+    assert int.from_bytes(header[16:20], "big") <= widest * 130
+
+
+def test_boxes_have_the_colour_of_their_kind_and_the_shade_of_their_chunk() -> None:
+    bars = panel_of(build("ZBV", ranks=1, micro_batches=1).simulate()).bars
+    colours = {(bar.kind, bar.shade): bar.colour for bar in bars}
+    assert len(set(colours.values())) == 6
+    for kind in "FIW":
+        light, dark = colours[kind, 0.6], colours[kind, 0]
+        assert all(first > second for first, second in zip(light, dark))
+
+
+def test_a_fused_pair_is_two_halves_of_one_box() -> None:
+    events = [Event(0, "(F0.1|B0.0)", 1, 3), Event(0, "F0.2", 3, 4)]
+    first, second, whole = Panel("", events, Placement("loop", 1)).bars
+    assert (first.kind, first.number, second.kind, second.number) == ("F", "1", "B", "0")
+    assert (first.left, first.right) == (second.left, second.right) == (1, 3)
+    assert first.bottom == second.top
+    assert (first.top, second.bottom) == pytest.approx((whole.top, whole.bottom))
+
+
+def test_measured_beside_predicted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    timeline = build("1F1B", ranks=2, micro_batches=2).simulate(Costs(forward=0.1))
+    events = [Event(0, "F0.0", 0, 0.1), Event(0, "SF0>1.0", 0.1, 0.2), Event(0, "STEP", 4, 5)]
+    measured = Panel("measured", events, timeline.schedule.placement, "s")
+    assert [bar.kind for bar in measured.bars] == ["F", "other"]
+    file = tmp_path / "both.svg"
+    draw([panel_of(timeline, "s"), measured], file)
+    text = re.findall(r"<text[^>]*>([^<]*)<", file.read_text(encoding="utf-8"))
+    assert {"measured", "time (s)", "other"} <= set(text)
+    assert text.count("rank 1") == 2
+
+
+def test_other_forms_of_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
+        plot(build("1F1B", ranks=2, micro_batches=2).simulate(), tmp_path / "a.pdf")
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    file = tmp_path / "a.png"
+    words = ["schedule", "1F1B", "--ranks", "2", "--micro-batches", "2", "--plot", str(file)]
+    assert main(words) == 2
+    output = capsys.readouterr()
+    assert "pip install 'fleetpipe[examples]'" in output.err
+    assert output.out == ""
+    assert not file.exists()

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules import Plan, Schedule, build, canonical_name, names
+from tests.schedules.declared import bubble, peaks, takes
+from tests.schedules.helpers import follow
+
+NAMES = (
+    *("FThenB", "1F1B", "Eager1F1B", "Interleaved1F1B"),
+    *("ZBH1", "ZBH2", "ZBV", "VHalf", "VMin", "DualPipeV"),
+)
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 7), st.integers(1, 3), st.integers(1, 16))
+def test_every_schedule_keeps_what_it_declares_or_is_refused(
+    name: str, p: int, v: int, m: int
+) -> None:
+    if not takes(name, v):
+        with pytest.raises(ConfigError, match=rf"{v} chunks on a rank|exactly two chunks"):
+            build(name, ranks=p, micro_batches=m, chunks=v)
+        return
+    schedule = build(name, ranks=p, micro_batches=m, chunks=v)
+    most = peaks(name, p, v, m)
+    schedule.verify(memory_cap=max(most))
+    timeline = schedule.simulate()
+    assert all(peak <= limit for peak, limit in zip(timeline.peak_activations, most))
+    limit, exact = bubble(name, p, v, m)
+    assert timeline.bubble <= limit
+    assert not exact or timeline.bubble == limit
+    assert Schedule.parse(str(schedule)) == schedule
+
+    plan = schedule.lower()
+    plan.verify()
+    follow(plan)
+    assert plan.schedule == schedule
+    assert Plan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_declared_peak_is_reached(name: str) -> None:
+    schedule = build(name, ranks=4, micro_batches=12)
+    v = schedule.placement.chunks
+    assert list(schedule.simulate().peak_activations) == peaks(name, 4, v, 12)
+
+
+@pytest.mark.parametrize("name", ["FThenB", "1F1B", "Eager1F1B"])
+@pytest.mark.parametrize("m", [1, 5, 16])
+def test_whole_backwards_end_together(name: str, m: int) -> None:
+    timeline = build(name, ranks=5, micro_batches=m).simulate()
+    assert timeline.makespan == timeline.span == 3 * (m + 4)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("fthenb", "FThenB"),
+        ("F-then-B", "FThenB"),
+        ("f then b", "FThenB"),
+        ("GPipe", "FThenB"),
+        ("afab", "FThenB"),
+        ("1f1b", "1F1B"),
+        ("1_F-1 B", "1F1B"),
+        ("EAGER_1F1B", "Eager1F1B"),
+        ("vpp", "Interleaved1F1B"),
+        ("zb-h1", "ZBH1"),
+        ("interleaved zero bubble", "ZBH1"),
+        ("ZBVPP", "ZBV"),
+        ("v-min", "VMin"),
+        ("Dual Pipe V", "DualPipeV"),
+    ],
+)
+def test_spelling_does_not_count(spelling: str, name: str) -> None:
+    assert canonical_name(spelling) == name
+    assert build(spelling, ranks=2, micro_batches=2).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("1F1", "'1F1B'"), ("ZBH3", "'ZBH1'"), ("", "known: ")]
+)
+def test_a_name_that_is_not_built_is_refused_with_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(name, ranks=2, micro_batches=2)
+    assert repr(name) in str(error.value)
+    assert nearest in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 0, "micro_batches": 2}, "ranks=0"),
+        ({"ranks": 2, "micro_batches": 0}, "micro_batches=0"),
+        ({"ranks": 2, "micro_batches": 2.0}, "micro_batches=2.0"),
+        ({"ranks": 2, "micro_batches": 2, "chunks": 0}, "chunks=0"),
+        ({"ranks": 2, "micro_batches": 2, "chunks": 2}, "Eager1F1B cannot place 2 chunks"),
+        ({"ranks": 2, "micro_batches": 2, "slack": 2}, "Eager1F1B has no option 'slack'"),
+    ],
+)
+def test_what_a_schedule_does_not_take_is_refused(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build("Eager1F1B", **arguments)
+
+
+def test_names_are_those_of_the_table() -> None:
+    assert tuple(name for name in names() if name != "auto") == NAMES

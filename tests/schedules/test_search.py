@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.schedules import Costs, Schedule, build, names
+
+# Zero Bubble paper (arXiv:2401.10241), profiled times in ms; bubble rates of ZB-1p and ZB-2p.
+PAPER = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.1585, 0.0433),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.0674, 0.0026),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.1323, 0.0029),
+    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.0554, 0.0010),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.1397, 0.0066),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.0576, 0.0028),
+    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.1421, 0.0038),
+    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.0594, 0.0018),
+]
+
+
+def families_within(
+    ranks: int, micro_batches: int, chunks: int, cap: float, costs: Costs
+) -> list[float]:
+    spans = []
+    for name in names():
+        if name == "auto":
+            continue
+        try:
+            schedule = build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
+        except ConfigError:
+            continue
+        timeline = schedule.simulate(costs)
+        if max(timeline.peak_activations) <= cap:
+            spans.append(timeline.span)
+    return spans
+
+
+@pytest.mark.parametrize("row", PAPER)
+@pytest.mark.parametrize("column", [1, 2])
+def test_the_columns_zb_1p_and_zb_2p_of_the_paper(row: tuple[float, ...], column: int) -> None:
+    p, m = int(row[0]), int(row[1])
+    costs = Costs(*row[2:5], comm=row[5], input_grad_frees=0.5)
+    schedule = build("auto", ranks=p, micro_batches=m, memory_cap=column * p, costs=costs)
+    timeline = schedule.simulate(costs)
+    assert round(timeline.bubble_rate, 4) <= row[5 + column]
+    assert max(timeline.peak_activations) <= column * p
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.integers(0, 8),
+    st.sampled_from(
+        [
+            Costs(),
+            Costs(forward=2, input_grad=3, weight_grad=1, comm=0.25, input_grad_frees=0.5),
+            Costs(forward=1.3, input_grad=0.7, weight_grad=2.9, comm=0.1),
+            Costs(forward=1, backward=1.5, comm=0.5),
+            Costs(forward=0, input_grad=0, weight_grad=0),
+        ]
+    ),
+)
+def test_it_keeps_within_the_cap_and_is_never_worse_than_a_family(
+    ranks: int, micro_batches: int, chunks: int, spare: int, costs: Costs
+) -> None:
+    cap = chunks + spare
+    schedule = build(
+        "auto",
+        ranks=ranks,
+        micro_batches=micro_batches,
+        chunks=chunks,
+        memory_cap=cap,
+        costs=costs,
+    )
+    schedule.verify(memory_cap=cap, costs=costs)
+    schedule.lower().verify()
+    timeline = schedule.simulate(costs)
+    assert max(timeline.peak_activations) <= cap
+    assert schedule.name == "auto"
+    assert Schedule.parse(str(schedule)) == schedule
+    for span in families_within(ranks, micro_batches, chunks, cap, costs):
+        assert timeline.span <= span * (1 + 1e-8)
+
+
+def test_it_finds_what_is_between_the_families() -> None:
+    costs = Costs(forward=9, input_grad=9, weight_grad=5, comm=0.5)
+    within = families_within(4, 16, 2, 6, costs)
+    timeline = build(
+        "auto", ranks=4, micro_batches=16, chunks=2, memory_cap=6, costs=costs
+    ).simulate(costs)
+    assert timeline.span < 0.99 * min(within)
+
+
+def test_among_equal_spans_the_earlier_end_counts() -> None:
+    # ZBH2 has the bubble of ZBH1 here, and ends at 16.
+    assert build("auto", ranks=4, micro_batches=4).simulate().makespan <= 15
+
+
+def test_stages_may_differ() -> None:
+    costs = Costs(forward=(1, 2, 1, 3), input_grad=(1, 2, 1, 3), weight_grad=1, comm=0.1)
+    schedule = build("auto", ranks=4, micro_batches=8, memory_cap=5, costs=costs)
+    assert schedule.simulate(costs).span <= min(families_within(4, 8, 1, 5, costs))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_same_request_gives_the_same_schedule(chunks: int) -> None:
+    costs = Costs(forward=1.1, weight_grad=0.7, comm=0.2, input_grad_frees=0.5)
+    first, second = (
+        build("auto", ranks=4, micro_batches=12, chunks=chunks, memory_cap=7, costs=costs)
+        for _ in range(2)
+    )
+    assert first == second
+
+
+def test_a_cap_in_bytes() -> None:
+    costs = Costs(bytes=(100, 40, 40, 40))
+    schedule = build("auto", ranks=4, micro_batches=8, memory_cap=300, costs=costs)
+    peaks = schedule.simulate(costs).peak_bytes
+    assert peaks is not None
+    assert max(peaks) <= 300
+    # Rank 0 holds three forwards, where the others have room for seven.
+    assert peaks[0] == 300
+    with pytest.raises(ScheduleError, match=r"at most 100 bytes .*\n.* 300 at the peak"):
+        schedule.verify(memory_cap=100, costs=costs)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "cap", "costs", "least"),
+    [
+        (1, 0.5, Costs(), "at least 1"),
+        (2, 1, Costs(), "at least 2"),
+        (1, 99, Costs(bytes=(80, 100.5)), "at least 100.5"),
+        (2, 107, Costs(bytes=(80, 100, 7, 8)), "at least 108"),
+        (1, float("nan"), Costs(), "at least 1"),
+    ],
+)
+def test_a_cap_that_cannot_be_kept_is_refused_with_the_least_that_can(
+    chunks: int, cap: float, costs: Costs, least: str
+) -> None:
+    with pytest.raises(ConfigError, match=least):
+        build("auto", ranks=2, micro_batches=4, chunks=chunks, memory_cap=cap, costs=costs)
+    build(
+        "auto",
+        ranks=2,
+        micro_batches=4,
+        chunks=chunks,
+        memory_cap=float(least.split()[-1]),
+        costs=costs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_cap": "4"}, "memory_cap"),
+        ({"memory_cap": True}, "memory_cap"),
+        ({"costs": {"forward": 1}}, "from_json"),
+        ({"costs": Costs(forward=(1, 2, 3))}, "2 figures"),
+        ({"memorycap": 4}, "did you mean 'memory_cap'"),
+    ],
+)
+def test_what_it_does_not_take_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build("auto", ranks=2, micro_batches=2, **options)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import pytest
+
+from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.schedules import Action, Costs, Edge, Placement, build, chain
+from tests.schedules.helpers import WHOLE, schedule_of
+
+
+@pytest.mark.parametrize(
+    ("name", "peaks"),
+    [("FThenB", (8, 8, 8, 8)), ("1F1B", (4, 3, 2, 1)), ("Eager1F1B", (7, 5, 3, 1))],
+)
+def test_four_ranks_and_eight_micro_batches(name: str, peaks: tuple[int, ...]) -> None:
+    timeline = build(name, ranks=4, micro_batches=8).simulate()
+    assert (timeline.makespan, timeline.span, timeline.busy, timeline.bubble) == (33, 33, 24, 9)
+    assert timeline.bubble_rate == 9 / 33
+    assert timeline.peak_activations == peaks
+
+
+@pytest.mark.parametrize(
+    ("name", "comm", "span"),
+    [
+        *((name, 0, 45) for name in WHOLE),
+        ("FThenB", 0.25, 46.5),
+        ("1F1B", 0.25, 50.5),
+        ("Eager1F1B", 0.25, 46.5),
+        ("FThenB", 1, 51),
+        ("1F1B", 1, 67),
+        ("Eager1F1B", 1, 51),
+    ],
+)
+def test_only_1f1b_shows_its_latency(name: str, comm: float, span: float) -> None:
+    timeline = build(name, ranks=4, micro_batches=12).simulate(Costs(comm=comm))
+    assert timeline.span == span
+
+
+def test_a_fused_pair_has_its_own_cost_and_waits_for_all_its_inputs() -> None:
+    schedule = schedule_of(Placement("loop", 2), 2, "F0.0 F0.1 B0.0 B0.1", "F1.0 (F1.1|B1.0) B1.1")
+    assert schedule.simulate().events[1][1][1:] == (2, 5)
+    assert schedule.simulate(Costs(overlapped=2.5)).events[1][1][1:] == (2, 4.5)
+    late = schedule.simulate(Costs(comm=4, overlapped=2.5))
+    assert late.events[1][1][1:] == (6, 8.5)
+    # B0.0 leaves with the pair, not after the part of it that is B.
+    assert late.events[0][2][1:] == (12.5, 14.5)
+    assert late.peak_activations == (2, 2)
+
+
+def test_only_a_forward_and_a_whole_backward_overlap() -> None:
+    schedule = schedule_of(
+        Placement("loop", 2), 2, "F0.0 F0.1 B0.0 B0.1", "F1.0 (F1.1|I1.0) W1.0 B1.1"
+    )
+    assert schedule.simulate(Costs(overlapped=1)).events[1][1][1:] == (2, 4)
+
+
+def test_input_gradients_may_release_a_part() -> None:
+    schedule = schedule_of(Placement("loop", 1), 3, "F0.0 I0.0 F0.1 I0.1 F0.2 W0.0 W0.1 B0.2")
+    peaks = [
+        schedule.simulate(Costs(input_grad_frees=share)).peak_activations for share in (0, 0.25, 1)
+    ]
+    assert peaks == [(3,), (2.5,), (1,)]
+
+
+def test_costs_per_stage_and_bytes() -> None:
+    costs = Costs(forward=(1, 5), input_grad=(2, 1), weight_grad=(3, 1), bytes=(10, 100))
+    timeline = build("1F1B", ranks=2, micro_batches=1).simulate(costs)
+    assert timeline.makespan == 1 + 5 + 2 + 5
+    assert timeline.busy == 7
+    assert list(timeline.peak_bytes or ()) == [10, 100]
+    uniform = build("1F1B", ranks=3, micro_batches=4).simulate(Costs(bytes=10))
+    assert uniform.peak_bytes == (30, 20, 10)
+
+
+def test_latency_counts_between_ranks_only() -> None:
+    schedule = schedule_of(Placement("vee", 1, 2), 1, "F0.0 F1.0 B1.0 B0.0")
+    assert schedule.simulate(Costs(comm=10)).makespan == 6
+
+
+def test_a_value_under_way_is_waited_for() -> None:
+    # F0.1 ends at 2, before F1.0 does at 2.25, but arrives after it.
+    costs = Costs(forward=(1, 0.75), comm=0.5)
+    events = build("FThenB", ranks=2, micro_batches=2).simulate(costs).events
+    assert [start for _, start, _ in events[1][:2]] == [1.5, 2.5]
+
+
+def test_a_skip_connection_is_waited_for() -> None:
+    schedule = build("1F1B", ranks=3, micro_batches=1)
+    edges = (Edge(1, 2), Edge(0, 2, "skip"))
+    timeline = schedule.simulate(edges=edges)
+    assert [start for row in timeline.events for _, start, _ in row] == [0, 4, 0, 4, 1, 2]
+    assert schedule.simulate(edges=chain(3)).makespan == 9
+
+
+def test_events_name_actions_with_their_times() -> None:
+    events = build("1F1B", ranks=2, micro_batches=1).simulate().events
+    assert events[1] == ((Action("F", 1, 0), 1, 2), (Action("B", 1, 0), 2, 4))
+
+
+def test_free_actions_have_no_bubble_rate_to_divide_by() -> None:
+    costs = Costs(forward=0, input_grad=0, weight_grad=0)
+    assert build("1F1B", ranks=2, micro_batches=1).simulate(costs).bubble_rate == 0
+
+
+def test_an_invalid_schedule_is_not_simulated() -> None:
+    with pytest.raises(ScheduleError, match=r"B0\.0 stands before F0\.0"):
+        schedule_of(Placement("loop", 1), 1, "B0.0 F0.0").simulate()
+
+
+def test_costs_are_read_from_json() -> None:
+    costs = Costs.from_json('{"forward": [1, 2], "input_grad": 1.5, "comm": 0.5, "bytes": [3, 4]}')
+    assert costs == Costs(forward=(1, 2), input_grad=1.5, comm=0.5, bytes=(3, 4))
+    assert hash(costs) == hash(Costs(forward=(1, 2), input_grad=1.5, comm=0.5, bytes=(3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "no JSON object"),
+        ('{"forwards": 1}', "did you mean 'forward'"),
+        ('{"forward": [1, -1]}', "forward=-1"),
+        ('{"forward": "1"}', "forward='1'"),
+        ('{"comm": null}', "comm=None"),
+        ('{"comm": NaN}', "comm=nan"),
+        ('{"comm": [1]}', "comm="),
+        ('{"forward": true}', "forward=True"),
+        ('{"input_grad_frees": 1.5}', "share"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Costs.from_json(text)
+
+
+def test_costs_must_fit_the_number_of_stages() -> None:
+    with pytest.raises(ConfigError, match="2 figures"):
+        build("1F1B", ranks=2, micro_batches=1).simulate(Costs(forward=(1, 2, 3)))

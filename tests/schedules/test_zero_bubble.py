@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+
+from fleetpipe.schedules import Action, Costs, Placement, Schedule, Timeline, build
+
+
+def play(name: str, p: int, m: int, costs: Costs | None = None, chunks: int = 1) -> Timeline:
+    schedule = build(name, ranks=p, micro_batches=m, chunks=chunks)
+    schedule.verify()
+    return schedule.simulate(costs)
+
+
+def test_golden_cases() -> None:
+    h1, h2 = play("ZBH1", 4, 8), play("ZBH2", 4, 8)
+    assert (h1.makespan, h1.span, h1.bubble, h1.peak_activations) == (27, 27, 3, (4, 4, 4, 4))
+    assert (h2.makespan, h2.span, h2.bubble, h2.peak_activations) == (27, 24, 0, (7, 7, 7, 7))
+
+
+def test_few_micro_batches_are_no_case_for_h2() -> None:
+    h1, h2 = play("ZBH1", 4, 4), play("ZBH2", 4, 4)
+    assert (h1.makespan, h2.makespan, h2.bubble) == (15, 16, 3)
+
+
+# Zero Bubble paper (arXiv:2401.10241), profiled times in ms; bubble rates of 1F1B, ZB-H1, ZB-H2.
+PAPER = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.1083),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674, 0.0444),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323, 0.0698),
+    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554, 0.0294),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397, 0.0672),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251, 0.0576, 0.0266),
+    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1421, 0.0641),
+    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352, 0.0594, 0.0257),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "f", "i", "w", "comm", "rate", "h1", "h2"), PAPER)
+def test_the_rates_of_the_zero_bubble_paper(
+    p: int, m: int, f: float, i: float, w: float, comm: float, rate: float, h1: float, h2: float
+) -> None:
+    costs = Costs(forward=f, input_grad=i, weight_grad=w, comm=comm)
+    rates = [play(name, p, m, costs).bubble_rate for name in ("1F1B", "ZBH1", "ZBH2")]
+    assert [round(found, 4) for found in rates] == [rate, h1, h2]
+
+
+@pytest.mark.parametrize(
+    ("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 1), (3, 5, 3), (4, 5, 2)]
+)
+def test_closed_forms(f: int, i: int, w: int) -> None:
+    costs = Costs(f, i, w)
+    assert play("1F1B", 4, 12, costs).bubble == 3 * (f + i + w)
+    assert play("ZBH1", 4, 12, costs).bubble == 3 * (f + i - w)
+    assert play("ZBH1", 4, 12, costs, chunks=2).bubble == 3 * (f + i - w)
+    assert play("ZBH2", 4, 12, costs).bubble == 3 * (f + i - 2 * w)
+
+
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 2), (2, 3, 4), (2, 5, 3), (3, 1, 2)])
+def test_long_weight_gradients(f: int, i: int, w: int) -> None:
+    assert play("ZBH1", 4, 12, Costs(f, i, w)).bubble == 3 * (i + max(0, f - w))
+
+
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("v", range(1, 5))
+def test_interleaved_zero_bubble_loses_a_chunk_for_each_rank(p: int, v: int) -> None:
+    for m in range(p, 4 * p + 2):
+        timeline = play("InterleavedZeroBubble", p, m, chunks=v)
+        first = -(-m // max(1, m // p))
+        assert timeline.bubble == p - 1
+        assert timeline.peak_activations == (min(m * v, (v - 1) * first + p),) * p
+
+
+def paddle_zb_h1(p: int, m: int) -> Schedule:
+    """Returns the order of Paddle 3.3's static ZBH1: whole backwards in the steady phase."""
+    rows = []
+    for r in range(p):
+        row = [Action("F", r, k) for k in range(p - r)]
+        for k in range(r):
+            row += (Action("I", r, k), Action("F", r, p - r + k))
+        for k in range(r, m - p + r):
+            row += (Action("B", r, k), Action("F", r, p - r + k))
+        row += [Action("B", r, k) for k in range(m - p + r, m - (r > 0))]
+        if r > 0:
+            row += (Action("I", r, m - 1), Action("W", r, m - 1))
+        row += [Action("W", r, k) for k in range(r)]
+        rows.append(tuple(row))
+    return Schedule("PaddleZBH1", Placement("loop", p), m, tuple(rows))
+
+
+@pytest.mark.parametrize(("p", "m", "theirs", "ours"), [(4, 8, 5, 3), (8, 32, 13, 7)])
+def test_the_bubble_of_paddles_static_zbh1(p: int, m: int, theirs: int, ours: int) -> None:
+    paddle = paddle_zb_h1(p, m).simulate()
+    assert paddle.bubble == theirs
+    assert paddle.peak_activations == play("ZBH1", p, m).peak_activations == (p,) * p
+    assert play("ZBH1", p, m).bubble == ours
+
+
+def test_paddles_static_zbh1_on_uneven_costs() -> None:
+    costs = Costs(3, 5, 4)
+    assert paddle_zb_h1(4, 12).simulate(costs).bubble == 21
+    assert play("ZBH1", 4, 12, costs).bubble == 15

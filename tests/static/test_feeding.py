@@ -1,0 +1,224 @@
+"""What may be fed, drawn and fetched, and what the errors say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.static import device_guard
+
+from fleetpipe import fleet
+from fleetpipe.errors import ConfigError
+from fleetpipe.static import DataLoader, pipeline_of
+from fleetpipe.static._paddle import EOFException
+from tests.static.networks import (
+    FEATURES,
+    MICRO_BATCHES,
+    ROWS,
+    batches,
+    mlp,
+    static_mode,
+    strategy_of,
+)
+
+
+@contextmanager
+def running(build: Any = None, **own: Any) -> Iterator[Any]:
+    """A pipeline of two stages that is ready to run; yields its executor and what it built."""
+    with static_mode():
+        paddle.seed(7)
+        strategy = strategy_of(**own)
+        fleet.init(is_collective=True, strategy=strategy)
+        try:
+            fetches = (build or mlp(2))()
+            optimizer = paddle.optimizer.SGD(0.1)
+            fleet.distributed_optimizer(optimizer, strategy).minimize(fetches[0])
+            exe = paddle.static.Executor(paddle.CPUPlace())
+            exe.run(paddle.static.default_startup_program())
+            yield exe, fetches
+        finally:
+            fleet.shutdown()
+
+
+def micro_batches(feed: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+    for index in range(MICRO_BATCHES):
+        yield {name: array[index * ROWS : (index + 1) * ROWS] for name, array in feed.items()}
+
+
+def test_mean_last_and_all_of_the_micro_batches() -> None:
+    results = {}
+    for how in ("mean", "last", "all"):
+        with running(fetch=how) as (exe, fetches):
+            results[how] = exe.run(feed=batches(1)[0], fetch_list=list(fetches))
+    losses, logits = results["all"]
+    assert losses.shape == (4,)
+    assert logits.shape == (4, 2, 4)
+    assert results["last"][0] == losses[-1]
+    np.testing.assert_array_equal(results["last"][1], logits[-1])
+    assert results["mean"][0].shape == ()
+    np.testing.assert_allclose(results["mean"][0], losses.mean(), rtol=1e-6)
+    np.testing.assert_array_equal(results["mean"][1], logits.reshape(8, 4))
+
+
+def test_names_parameters_and_tensors_can_be_fetched() -> None:
+    with running() as (exe, fetches):
+        (name, *_) = pipeline_of().parameters
+        before = exe.run(feed=batches(1)[0], fetch_list=[name])[0]
+        after, loss = exe.run(feed=batches(2)[1], fetch_list=[name, fetches[0]])
+        assert not np.array_equal(before, after)
+        tensor = exe.run(feed=batches(1)[0], fetch_list=fetches[0], return_numpy=False)[0]
+        assert isinstance(tensor, paddle.Tensor)
+        assert loss.dtype == "float32"
+        assert exe.run(feed=batches(1)[0]) == []
+
+
+def test_a_value_that_is_fetched_later_changes_no_bit() -> None:
+    feeds = batches(3)
+    with running() as (exe, fetches):
+        expected = [exe.run(feed=feed, fetch_list=list(fetches))[0] for feed in feeds]
+    with running() as (exe, fetches):
+        got = [exe.run(feed=feeds[0], fetch_list=[fetches[0]])[0]]
+        got += [exe.run(feed=feed, fetch_list=list(fetches))[0] for feed in feeds[1:]]
+    assert got == expected
+
+
+def test_steps_after_the_first_compile_nothing() -> None:
+    with running() as (exe, fetches):
+        exe.run(feed=batches(1)[0], fetch_list=[fetches[0]])
+        compiled = pipeline_of()._compiled
+        exe.run(feed=batches(1)[0], fetch_list=[fetches[0]])
+        exe.run(feed=batches(1)[0])
+        assert pipeline_of()._compiled is compiled
+
+
+def test_no_more_is_held_than_the_plan_says() -> None:
+    with running() as (exe, _):
+        exe.run(feed=batches(1)[0])
+        assert pipeline_of().peak_held == {0: 2, 1: 1}
+
+
+def test_constants_and_fixed_rows_are_fed() -> None:
+    def build() -> Any:
+        with device_guard("gpu:0"):
+            x = paddle.static.data("x", [ROWS, FEATURES])
+            scale = paddle.static.data("scale", [1])
+            hidden = nn.Linear(FEATURES, 8)(x) * scale
+        with device_guard("gpu:1"):
+            return [paddle.mean(nn.Linear(8, 1)(hidden) * scale)]
+
+    feed = {"x": batches(1)[0]["x"], "scale": np.array([0.5], "float32")}
+    with running(build) as (exe, fetches):
+        half = exe.run(feed=feed, fetch_list=list(fetches))[0]
+    with running(build) as (exe, fetches):
+        whole = exe.run(feed={**feed, "scale": feed["scale"] * 2}, fetch_list=list(fetches))[0]
+    assert half != whole
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda feed: {"x": feed["x"]}, "need 'y', which was not fed"),
+        (lambda feed: {**feed, "x": feed["x"][:6]}, "8, 6"),
+        (lambda feed: {**feed, "x": feed["x"].astype("float64")}, "another dtype"),
+        (lambda feed: {**feed, "x": feed["x"][:, :3]}, "accumulate_steps x micro_batch_size"),
+        (lambda feed: [feed, feed], "must be a dict"),
+        (lambda feed: None, "a feed of nothing"),
+    ],
+)
+def test_a_feed_that_does_not_fit(change: Any, words: str) -> None:
+    with running() as (exe, _), pytest.raises(ConfigError, match=words):
+        exe.run(feed=change(batches(1)[0]))
+
+
+def test_what_cannot_be_fetched() -> None:
+    with running() as (exe, _):
+        with pytest.raises(ConfigError, match="had no such value"):
+            exe.run(feed=batches(1)[0], fetch_list=["nothing"])
+        with pytest.raises(ConfigError, match="fed or constant"):
+            exe.run(feed=batches(1)[0], fetch_list=["x"])
+
+
+def test_the_startup_program_comes_first() -> None:
+    with static_mode():
+        strategy = strategy_of()
+        fleet.init(is_collective=True, strategy=strategy)
+        try:
+            fetches = mlp(2)()
+            optimizer = paddle.optimizer.SGD(0.1)
+            fleet.distributed_optimizer(optimizer, strategy).minimize(fetches[0])
+            exe = paddle.static.Executor(paddle.CPUPlace())
+            with pytest.raises(ConfigError, match="startup program"):
+                exe.run(feed=batches(1)[0])
+        finally:
+            fleet.shutdown()
+
+
+def until_the_end(exe: Any, loss: Any) -> list[Any]:
+    losses = []
+    try:
+        while True:
+            losses.append(exe.run(fetch_list=[loss])[0])
+    except EOFException:
+        return losses
+
+
+def test_an_iterator_gives_a_group_of_micro_batches_to_each_run() -> None:
+    feeds = batches(2)
+    with running() as (exe, fetches):
+        expected = [exe.run(feed=feed, fetch_list=[fetches[0]])[0] for feed in feeds]
+    with running() as (exe, fetches):
+        items = (one for feed in feeds for one in micro_batches(feed))
+        got = [exe.run(feed=items, fetch_list=[fetches[0]])[0] for _ in feeds]
+        with pytest.raises(EOFException):
+            exe.run(feed=items, fetch_list=[fetches[0]])
+    assert got == expected
+
+
+def test_a_loader_feeds_its_program_and_drops_an_incomplete_group() -> None:
+    feeds = batches(2)
+    taken = []
+
+    def samples() -> Iterator[Any]:
+        for feed in [*feeds, *batches(1)]:
+            for row, label in zip(feed["x"], feed["y"]):
+                taken.append(1)
+                yield row, int(label[0])
+                if len(taken) % (3 * 8) == 20:
+                    return
+
+    def build() -> Any:
+        fetches = mlp(2)()
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        loader = DataLoader.from_generator([x, y], capacity=64)
+        loader.set_sample_generator(samples, batch_size=ROWS)
+        return [*fetches, loader]
+
+    with running() as (exe, fetches):
+        expected = [exe.run(feed=feed, fetch_list=[fetches[0]])[0] for feed in [*feeds, *feeds]]
+    with running(build) as (exe, (loss, _, loader)):
+        got = []
+        for _ in range(2):
+            loader.start()
+            got += until_the_end(exe, loss)
+            loader.reset()
+            taken.clear()
+    assert got == expected
+
+
+def test_a_loader_is_started_and_reset() -> None:
+    with static_mode():
+        loader = DataLoader.from_generator([paddle.static.data("x", [-1, 2])])
+        with pytest.raises(ConfigError, match="no generator"):
+            loader.start()
+        loader.set_batch_generator(lambda: iter([]))
+        loader.start()
+        with pytest.raises(ConfigError, match="started before"):
+            loader.start()
+        with pytest.raises(ConfigError, match="iterable"):
+            DataLoader.from_generator([], iterable=True)

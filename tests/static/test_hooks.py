@@ -1,0 +1,203 @@
+"""The hooks: what they leave alone, what they take over, and that they can be taken back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.base import framework
+from paddle.static import device_guard
+
+from fleetpipe import fleet
+from fleetpipe.errors import ConfigError
+from fleetpipe.static import StaticOptimizer, install, pipeline_of, uninstall
+from fleetpipe.static._paddle import is_pir
+from tests.static.networks import batches, mlp, static_mode, strategy_of
+
+
+def test_shutdown_takes_the_hooks_back_and_init_puts_them_in() -> None:
+    uninstall()
+    stock = paddle.static.Executor.run, framework.switch_device
+    install()
+    install()
+    hooked = paddle.static.Executor.run
+    assert hooked is not stock[0]
+    assert hooked.__wrapped__ is stock[0]
+    with static_mode():
+        fleet.init(is_collective=True, strategy=strategy_of())
+        fleet.shutdown()
+        assert (paddle.static.Executor.run, framework.switch_device) == stock
+        fleet.init(is_collective=True, strategy=strategy_of())
+        assert paddle.static.Executor.run is not stock[0]
+        fleet.shutdown()
+
+
+def test_a_program_without_a_pipeline_runs_as_before() -> None:
+    with static_mode():
+        x = paddle.static.data("x", [-1, 2])
+        y = nn.functional.relu(x)
+        exe = paddle.static.Executor(paddle.CPUPlace())
+        exe.run(paddle.static.default_startup_program())
+        fed = np.array([[-1.0, 2.0]], "float32")
+        assert exe.run(feed={"x": fed}, fetch_list=[y])[0].tolist() == [[0.0, 2.0]]
+        (tensor,) = exe.run(
+            paddle.static.default_main_program(), {"x": fed}, [y], return_numpy=False
+        )
+        assert np.array(tensor).tolist() == [[0.0, 2.0]]
+        with pytest.raises(ConfigError, match="no pipeline"):
+            pipeline_of()
+
+
+def test_a_guarded_program_without_a_pipeline_can_be_saved(tmp_path: Path) -> None:
+    with static_mode():
+        with device_guard("gpu:0"):
+            x = paddle.static.data("x", [-1, 2])
+            y = nn.Linear(2, 3)(x)
+        exe = paddle.static.Executor(paddle.CPUPlace())
+        exe.run(paddle.static.default_startup_program())
+        paddle.static.save_inference_model(str(tmp_path / "net"), [x], [y], exe)
+        program, _, targets = paddle.static.load_inference_model(str(tmp_path / "net"), exe)
+        fed = {"x": np.ones((1, 2), "float32")}
+        assert exe.run(program, feed=fed, fetch_list=targets)[0].shape == (1, 3)
+
+
+def test_without_the_switch_the_optimizer_is_paddles() -> None:
+    with static_mode():
+        fleet.init(is_collective=True)
+        try:
+            wrapped = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1))
+            assert not isinstance(wrapped, StaticOptimizer)
+        finally:
+            fleet.shutdown()
+
+
+def minimized(strategy: Any, build: Any = None) -> Any:
+    fetches = (build or mlp(2))()
+    fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy).minimize(fetches[0])
+    return fetches
+
+
+def test_the_strategy_may_come_after_init() -> None:
+    with static_mode():
+        fleet.init(is_collective=True)
+        try:
+            loss = minimized(strategy_of())[0]
+            exe = paddle.static.Executor(paddle.CPUPlace())
+            exe.run(paddle.static.default_startup_program())
+            assert exe.run(feed=batches(1)[0], fetch_list=[loss])[0] > 0
+            hcg = fleet.get_hybrid_communicate_group()
+            assert hcg.get_pipe_parallel_world_size() == 2
+        finally:
+            fleet.shutdown()
+
+
+def test_a_clone_runs_as_one_program_in_one_process() -> None:
+    with static_mode():
+        fleet.init(is_collective=True, strategy=strategy_of())
+        try:
+            minimized(strategy_of())
+            exe = paddle.static.Executor(paddle.CPUPlace())
+            exe.run(paddle.static.default_startup_program())
+            clone = paddle.static.default_main_program().clone()
+            target = clone.global_block().all_parameters()[0]
+            before, after = (exe.run(clone, feed=batches(1)[0], fetch_list=[target]) for _ in "ab")
+            np.testing.assert_array_equal(before[0], after[0])
+        finally:
+            fleet.shutdown()
+
+
+def test_a_pipeline_ends_with_its_job() -> None:
+    with static_mode():
+        fleet.init(is_collective=True, strategy=strategy_of())
+        minimized(strategy_of())
+        fleet.shutdown()
+        install()
+        exe = paddle.static.Executor(paddle.CPUPlace())
+        with pytest.raises(ConfigError, match="job that this pipeline belongs to has ended"):
+            exe.run(feed=batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schedule_mode": "ZBH1"}, "splits the backward"),
+        ({"schedule_mode": "ZBV"}, "splits the backward"),
+        ({"schedule_mode": "1F2B"}, "there is no schedule"),
+    ],
+)
+def test_schedules_that_are_refused(change: dict[str, Any], words: str) -> None:
+    with static_mode():
+        strategy = fleet.DistributedStrategy()
+        strategy.pipeline = True
+        strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2, **change}
+        fleet.init(is_collective=True)
+        try:
+            with pytest.raises(ConfigError, match=words):
+                minimized(strategy, mlp(2))
+        finally:
+            fleet.shutdown()
+
+
+@pytest.mark.parametrize("switch", ["amp", "recompute", "sharding"])
+def test_switches_that_are_refused(switch: str) -> None:
+    with static_mode():
+        strategy = strategy_of()
+        setattr(strategy, switch, True)
+        fleet.init(is_collective=True)
+        try:
+            with pytest.raises(ConfigError, match=rf"strategy\.{switch} in a static pipeline"):
+                minimized(strategy)
+        finally:
+            fleet.shutdown()
+
+
+def test_a_trace_is_refused() -> None:
+    with static_mode(), pytest.raises(ConfigError, match="no trace in static graph"):
+        minimized(strategy_of(trace="somewhere"))
+
+
+def test_guards_of_the_layers_and_init_come_first() -> None:
+    with static_mode():
+        with pytest.raises(ConfigError, match="minimized after fleet"):
+            minimized(strategy_of())
+        strategy = fleet.DistributedStrategy()
+        strategy.hybrid_configs = {"pp_degree": 2}
+        with pytest.raises(ConfigError, match=r"strategy\.pipeline = True"):
+            fleet.init(is_collective=True, strategy=strategy)
+        fleet.shutdown()
+
+
+def through_control_flow() -> Any:
+    with device_guard("gpu:0"):
+        hidden = nn.Linear(6, 8)(paddle.static.data("x", [-1, 6]))
+    with device_guard("gpu:1"):
+        more = paddle.static.nn.cond(
+            paddle.mean(hidden) > 0.0, lambda: paddle.tanh(hidden), lambda: hidden * 3.0
+        )
+        return [paddle.mean(more)]
+
+
+def sparse() -> Any:
+    with device_guard("gpu:0"):
+        code = nn.Embedding(4, 8, sparse=True)(paddle.static.data("y", [-1, 1], "int64"))
+    with device_guard("gpu:1"):
+        return [paddle.mean(nn.Linear(8, 2)(code))]
+
+
+@pytest.mark.parametrize(
+    ("build", "words"), [(through_control_flow, "through control flow"), (sparse, "is sparse")]
+)
+def test_what_a_pipeline_cannot_cut(build: Any, words: str) -> None:
+    with static_mode():
+        if build is sparse and is_pir(paddle.static.default_main_program()):
+            pytest.skip("under PIR this gradient is dense")
+        fleet.init(is_collective=True, strategy=strategy_of())
+        try:
+            with pytest.raises(ValueError, match=words):
+                minimized(strategy_of(), build)
+        finally:
+            fleet.shutdown()

@@ -1,0 +1,161 @@
+"""What only real ranks show: who gets the loss, equal bits across processes, replicas, failures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from tests.launching import ROOT, Finished
+from tests.static.networks import batches, mlp, unsplit
+
+TRAIN = f"""
+import json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import numpy as np
+import paddle
+from paddle import nn
+from fleetpipe import fleet
+from fleetpipe.static import full_state_dict, state_dict
+from tests.static.networks import MICRO_BATCHES, batches, mlp, strategy_of
+
+folder, stages, fetch, clip = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+replicas = int(os.environ.get("PADDLE_TRAINERS_NUM", str(stages))) // stages
+paddle.enable_static()
+paddle.seed(7)
+fleet.init(is_collective=True)
+strategy = strategy_of("1F1B", fetch=fetch, fetch_broadcast="--broadcast" in sys.argv, timeout=40)
+loss, logits = mlp(stages, norm="--plain" not in sys.argv)()
+optimizer = paddle.optimizer.Momentum(
+    0.1, 0.9, grad_clip=nn.ClipGradByGlobalNorm(clip) if clip else None
+)
+fleet.distributed_optimizer(optimizer, strategy).minimize(loss)
+exe = paddle.static.Executor(paddle.CPUPlace())
+exe.run(paddle.static.default_startup_program())
+losses, more = [], []
+whole = batches(3, MICRO_BATCHES * replicas)
+rows = len(whole[0]["x"]) // replicas
+mine = slice(rank // stages * rows, (rank // stages + 1) * rows)
+for batch in whole:
+    feed = {{name: array[mine] for name, array in batch.items()}}
+    found = exe.run(paddle.static.default_main_program(), feed=feed, fetch_list=[loss, logits])
+    losses.append(None if found[0] is None else found[0].tolist())
+    more.append(None if found[1] is None else list(found[1].shape))
+saved = {{name: value.tobytes().hex() for name, value in state_dict().items()}}
+with open(os.path.join(folder, f"rank{{rank}}.json"), "w") as file:
+    whole = {{n: v.tobytes().hex() for n, v in full_state_dict().items()}}
+    json.dump({{"whole": whole, "losses": losses, "shapes": more, "state": saved}}, file)
+fleet.shutdown()
+"""
+
+
+def run(
+    launch: Callable[..., Finished], folder: Path, nproc: int | None, *args: object
+) -> list[dict]:
+    """Trains and returns what each rank wrote."""
+    launch(TRAIN, nproc, args=[str(folder), *map(str, args)])
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(nproc or 1)]
+
+
+def union(ranks: list[dict]) -> dict[str, str]:
+    """The state of all ranks together."""
+    return {name: value for rank in ranks for name, value in rank["state"].items()}
+
+
+def test_four_ranks_and_one_process_agree_in_every_bit(
+    launch: Callable[..., Finished], tmp_path: Path
+) -> None:
+    (alone,) = run(launch, tmp_path, None, 4, "mean", 0)
+    ranks = run(launch, tmp_path, 4, 4, "mean", 0)
+    assert [rank["losses"] for rank in ranks[:3]] == [[None] * 3] * 3
+    assert ranks[3]["losses"] == alone["losses"]
+    assert ranks[3]["shapes"] == [[8, 4]] * 3
+    assert union(ranks) == alone["state"]
+    assert [rank["whole"] == alone["state"] for rank in ranks] == [True] * 4
+    own = [set(rank["state"]) for rank in ranks]
+    assert sum(map(len, own)) == len(alone["state"])
+
+
+def test_two_ranks_clip_together_and_share_what_is_fetched(
+    launch: Callable[..., Finished], tmp_path: Path
+) -> None:
+    (alone,) = run(launch, tmp_path, None, 2, "all", 0.05)
+    ranks = run(launch, tmp_path, 2, 2, "all", 0.05, "--broadcast")
+    assert ranks[0]["losses"] == ranks[1]["losses"]
+    assert np.shape(ranks[0]["losses"]) == (3, 4)
+    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=0, atol=1e-6)
+    expected = alone["state"]
+    for name, value in union(ranks).items():
+        got, wanted = (np.frombuffer(bytes.fromhex(v), "float32") for v in (value, expected[name]))
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+def test_two_replicas_of_two_ranks_train_on_the_whole_batch(
+    launch: Callable[..., Finished], tmp_path: Path
+) -> None:
+    ranks = run(launch, tmp_path, 4, 2, "mean", 0, "--plain")
+    assert ranks[0]["state"] == ranks[2]["state"]
+    assert ranks[1]["state"] == ranks[3]["state"]
+    means = np.mean([ranks[1]["losses"], ranks[3]["losses"]], axis=0)
+
+    def momentum() -> Any:
+        return paddle.optimizer.Momentum(0.1, 0.9)
+
+    losses, state = unsplit(mlp(2), momentum, batches(3, 8), micro_batches=8)
+    np.testing.assert_allclose(means, losses, rtol=0, atol=1e-6)
+    trained = union(ranks)
+    assert sorted(trained) == sorted(state)
+    for name, value in trained.items():
+        got = np.frombuffer(bytes.fromhex(value), "float32").reshape(state[name].shape)
+        np.testing.assert_allclose(got, state[name], rtol=0, atol=1e-6)
+
+
+DYING = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import paddle
+from fleetpipe import fleet
+from tests.static.networks import batches, mlp, strategy_of
+
+paddle.enable_static()
+strategy = strategy_of("1F1B", timeout=60)
+fleet.init(is_collective=True, strategy=strategy)
+loss = mlp(2)()[0]
+fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy).minimize(loss)
+exe = paddle.static.Executor(paddle.CPUPlace())
+exe.run(paddle.static.default_startup_program())
+for step, feed in enumerate(batches(5)):
+    if step == 2 and os.environ["PADDLE_TRAINER_ID"] == "1":
+        os._exit(9)
+    exe.run(feed=feed, fetch_list=[loss])
+"""
+
+
+def test_a_rank_that_dies_ends_the_other(launch: Callable[..., Finished]) -> None:
+    job = launch(DYING, 2, timeout=90, check=False)
+    assert job.returncode != 0
+    assert "PeerFailed" in job.logs[0]
+    assert "rank 1" in job.logs[0]
+    assert job.seconds < 40
+
+
+def test_the_examples_equal_one_program(launch: Callable[..., Finished], tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    args = ["--steps", "2", "--report", str(report)]
+    launch(ROOT / "examples" / "static_mlp.py", None, args=["--pp", "3", *args])
+    found = json.loads(report.read_text())
+    assert found["bit_exact"]
+    assert found["pipeline_loss"] == found["single_loss"]
+    network = ["--layers", "18", "--width", "4", "--micro-batch-size", "2"]
+    job = launch(ROOT / "examples" / "static_resnet.py", 4, args=[*network, *args])
+    found = json.loads(report.read_text())
+    assert found["bit_exact"]
+    assert (found["ranks"], found["steps"]) == (4, 2)
+    for rank in range(3):
+        assert "[Epoch 0, batch 1] loss: None, acc1: None, acc5: None" in job.logs[rank]
+    assert f"[Epoch 0, batch 1] loss: {found['pipeline_loss'][1]:.5f}" in job.logs[3]

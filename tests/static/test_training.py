@@ -1,0 +1,202 @@
+"""A static pipeline and the unsplit program give the same bits: losses, parameters, statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.static import device_guard
+
+from tests.static.networks import (
+    CLASSES,
+    FEATURES,
+    Build,
+    assert_same,
+    batches,
+    mlp,
+    pipelined,
+    strategy_of,
+    unsplit,
+)
+
+
+def momentum(rate: Any = 0.1, **more: Any) -> Any:
+    return paddle.optimizer.Momentum(rate, 0.9, **more)
+
+
+def compare(build: Build, make: Any, strategy: Any, micro_batches: int = 4, steps: int = 3) -> None:
+    """Trains both and compares every bit."""
+    feeds = batches(steps, micro_batches)
+    expected, expected_state = unsplit(build, make, feeds, micro_batches)
+    got, got_state = pipelined(build, make, feeds, strategy)
+    assert [loss.tobytes() for loss in expected] == [one[0].tobytes() for one in got]
+    assert_same(expected_state, got_state)
+    assert len({loss.tobytes() for loss in expected}) == steps
+
+
+@pytest.mark.parametrize("schedule", ["F-then-B", "1F1B"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_an_mlp_is_bit_equal(stages: int, schedule: str) -> None:
+    compare(mlp(stages), momentum, strategy_of(schedule))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_every_optimizer_is_bit_equal(name: str) -> None:
+    compare(mlp(2), lambda: getattr(paddle.optimizer, name)(0.05), strategy_of())
+
+
+def test_running_statistics_and_dropout_are_bit_equal() -> None:
+    compare(mlp(2, norm=True, dropout=[1]), momentum, strategy_of())
+
+
+def test_rate_decay_and_weight_decay_are_bit_equal() -> None:
+    def make() -> Any:
+        return momentum(paddle.optimizer.lr.StepDecay(0.1, 1, 0.5), weight_decay=1e-2)
+
+    compare(mlp(2), make, strategy_of())
+
+
+def test_clipping_by_the_global_norm_is_bit_equal_in_one_process() -> None:
+    def make() -> Any:
+        return momentum(grad_clip=nn.ClipGradByGlobalNorm(0.1))
+
+    compare(mlp(3), make, strategy_of())
+
+
+def test_options_of_a_parameter_are_kept() -> None:
+    def build() -> Any:
+        with device_guard("gpu:0"):
+            x = paddle.static.data("x", [-1, FEATURES])
+            y = paddle.static.data("y", [-1, 1], "int64")
+            attr = paddle.ParamAttr(
+                learning_rate=0.5, regularizer=paddle.regularizer.L2Decay(0.1), need_clip=False
+            )
+            hidden = nn.functional.tanh(nn.Linear(FEATURES, 8, weight_attr=attr)(x))
+        with device_guard("gpu:1"):
+            logits = nn.Linear(8, CLASSES)(hidden)
+            return [nn.functional.cross_entropy(logits, y)]
+
+    def make() -> Any:
+        return momentum(grad_clip=nn.ClipGradByGlobalNorm(0.1))
+
+    compare(build, make, strategy_of())
+
+
+def skip3() -> Any:
+    """Values of stage 0 are used by stages 0, 1 and 2; an outgoing one is used inside, too."""
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        first = nn.functional.tanh(nn.Linear(FEATURES, 8)(x))
+        second = nn.functional.relu(nn.Linear(8, 8)(first)) + first
+    with device_guard("gpu:1"):
+        third = nn.functional.tanh(nn.Linear(8, 8)(second)) * first
+    with device_guard("gpu:2"):
+        fourth = nn.functional.tanh(nn.Linear(8, 8)(third)) + second * first
+        logits = nn.Linear(8, CLASSES)(fourth)
+        return [nn.functional.cross_entropy(logits, y)]
+
+
+@pytest.mark.parametrize("schedule", ["F-then-B", "1F1B"])
+def test_skip_connections_are_bit_equal(schedule: str) -> None:
+    compare(skip3, momentum, strategy_of(schedule))
+
+
+def test_three_micro_batches_weigh_a_third_each() -> None:
+    feeds = batches(2, 3)
+    mean, _ = pipelined(mlp(2), momentum, feeds, strategy_of(micro_batches=3))
+    expected, _ = unsplit(mlp(2), momentum, feeds, 3)
+    np.testing.assert_allclose([one[0] for one in mean], expected, rtol=1e-6)
+
+
+def test_the_sum_of_the_losses_trains_as_a_larger_rate_does() -> None:
+    def plain(rate: float) -> Any:
+        return lambda: paddle.optimizer.SGD(rate)
+
+    _, summed = pipelined(mlp(2), plain(0.1), batches(3), strategy_of(loss_reduction="sum"))
+    _, meant = pipelined(mlp(2), plain(0.4), batches(3), strategy_of())
+    for name, value in summed.items():
+        np.testing.assert_allclose(value, meant[name], rtol=1e-5, atol=1e-7)
+
+
+def tied() -> Any:
+    """One layer in two stages."""
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        both = nn.Linear(8, 8)
+        hidden = both(nn.functional.tanh(nn.Linear(FEATURES, 8)(x)))
+    with device_guard("gpu:1"):
+        return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(both(hidden)), y)]
+
+
+def test_a_parameter_of_two_stages_differs_by_the_order_of_a_sum_only() -> None:
+    _, expected = unsplit(tied, momentum, batches(3))
+    _, got = pipelined(tied, momentum, batches(3), strategy_of())
+    assert sorted(got) == sorted(expected)
+    for name, value in got.items():
+        np.testing.assert_allclose(value, expected[name], rtol=0, atol=2e-7)
+
+
+def varied() -> Any:
+    """Lists of tensors, attention, unguarded operations, a label used twice, and a metric."""
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        code = nn.Embedding(CLASSES, 8)(y).reshape([-1, 8])
+        left, right = paddle.split(nn.Linear(FEATURES, 8)(x), 2, axis=1)
+    swapped = paddle.concat([right, left], axis=1)
+    with device_guard("gpu:1"):
+        normal = nn.LayerNorm(8)(swapped + code)
+        told = nn.MultiHeadAttention(8, 2)(normal.reshape([-1, 1, 8])).reshape([-1, 8])
+        told = nn.functional.dropout(told, 0.5)
+    with device_guard("gpu:2"):
+        last = nn.functional.gelu(nn.Linear(8, 8)(told))
+        logits = nn.Linear(8, CLASSES)(paddle.concat([last, normal], axis=1)[:, 2:10])
+        accuracy = paddle.static.accuracy(nn.functional.softmax(logits), y)
+        return [nn.functional.cross_entropy(logits, y), accuracy]
+
+
+def test_a_varied_network_is_bit_equal() -> None:
+    compare(varied, momentum, strategy_of())
+    results, _ = pipelined(varied, momentum, batches(1), strategy_of())
+    accuracy = float(results[0][1])
+    assert accuracy * 8 == round(accuracy * 8)
+
+
+def choosing() -> Any:
+    """Control flow within a stage, without a gradient."""
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        hidden = nn.functional.tanh(nn.Linear(FEATURES, 8)(x))
+    with device_guard("gpu:1"):
+        fixed = hidden.detach()
+        more = paddle.static.nn.cond(
+            paddle.mean(fixed) > 0.0, lambda: fixed * 2.0, lambda: fixed * 3.0
+        )
+        return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(hidden + more), y)]
+
+
+def test_control_flow_within_a_stage_is_bit_equal() -> None:
+    compare(choosing, momentum, strategy_of())
+
+
+@pytest.mark.parametrize("stages", [4, 6])
+def test_interleaved_places_stages_in_a_loop(stages: int) -> None:
+    compare(mlp(stages), momentum, strategy_of("Interleaved1F1B"))
+
+
+def test_dropout_in_several_stages_does_not_depend_on_the_schedule() -> None:
+    network = mlp(4, dropout=[0, 1, 3])
+    results = [
+        pipelined(network, momentum, batches(3), strategy_of(schedule))
+        for schedule in ("F-then-B", "1F1B", "Interleaved1F1B")
+    ]
+    first, *others = results
+    for losses, state in others:
+        assert [one[0].tobytes() for one in losses] == [one[0].tobytes() for one in first[0]]
+        assert_same(state, first[1])

@@ -1,0 +1,169 @@
+"""The start of a job, its ranks played by threads over a store in memory."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fleetpipe import _paddle, arrival
+from fleetpipe.errors import PipelineTimeout, TransportError
+
+
+class MemoryStore:
+    """What Paddle's store does, for threads."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.counts: Counter[str] = Counter()
+        self.lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        with self.lock:
+            self.counts[key] += amount
+            return self.counts[key]
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    act: Callable[[int], Any],
+    only: tuple[int, ...] | None = None,
+) -> dict[int, Any]:
+    """Runs ``act(rank)`` on a thread for each rank; returns what each returned or raised."""
+    local = threading.local()
+    monkeypatch.setattr(arrival, "own_rank", lambda: local.rank)
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", str(ranks))
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        local.rank = rank
+        try:
+            results[rank] = act(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (only or tuple(range(ranks)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def test_all_go_on_when_the_last_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    def act(rank: int) -> float:
+        time.sleep(0.1 * rank)
+        arrival.wait_for_all(store, 0, 5)
+        return time.monotonic()
+
+    moments = play(monkeypatch, 3, act)
+    assert max(moments.values()) - min(moments.values()) < 0.09
+
+
+def test_those_that_came_name_those_that_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    def act(rank: int) -> None:
+        # One whose limit is far gives up with the first, too.
+        arrival.wait_for_all(store, 0, 0.2 if rank else 60)
+
+    began = time.monotonic()
+    raised = play(monkeypatch, 4, act, only=(0, 2))
+    assert time.monotonic() - began < 3
+    for error in raised.values():
+        assert isinstance(error, PipelineTimeout)
+        assert str(error).startswith("ranks [1, 3] did not call fleet.init within")
+
+
+def test_rank_0_stays_until_the_others_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    def act(rank: int) -> float:
+        time.sleep(0.3 * rank)
+        arrival.let_others_go(store, "end")
+        return time.monotonic()
+
+    moments = play(monkeypatch, 3, act)
+    assert moments[0] >= moments[2] > moments[1]
+
+
+def environment(monkeypatch: pytest.MonkeyPatch, rank: int, port: int) -> None:
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:1")
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
+
+
+def test_a_port_that_is_taken_is_refused_and_not_taken_for_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        environment(monkeypatch, 0, taken.getsockname()[1])
+        with pytest.raises(TransportError, match="cannot open the job's store") as raised:
+            arrival.open_store(5)
+        assert "another program listens there" in str(raised.value)
+        monkeypatch.setattr(arrival, "_ANSWER_SECONDS", 0.2)
+        environment(monkeypatch, 1, taken.getsockname()[1])
+        with pytest.raises(PipelineTimeout, match="rank 0 did not call") as late:
+            arrival.open_store(0.5)
+        assert "does not answer as the job's store" in str(late.value)
+
+
+def test_an_address_of_another_host_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch, 0, 0)
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "192.0.2.1:20000")
+    with pytest.raises(TransportError, match=r"192\.0\.2\.1 is no address of this host"):
+        arrival.open_store(5)
+
+
+def test_the_store_of_another_job_is_not_taken_for_ones_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment(monkeypatch, 0, port)
+    mine = arrival.open_store(5)
+    environment(monkeypatch, 1, port)
+    theirs = arrival.open_store(5)
+    assert [mine.add("x", 1), theirs.add("x", 1)] == [1, 2]
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:2")
+    with pytest.raises(PipelineTimeout, match="rank 0 did not call"):
+        arrival.open_store(0.3)
+
+
+def test_paddles_own_store_gets_an_address_where_it_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    monkeypatch.setenv("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:1")
+    for name in ("PADDLE_MASTER", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PADDLE_MASTER", "gone")
+    monkeypatch.delenv("PADDLE_MASTER")
+    servers = []
+
+    def act(rank: int) -> None:
+        arrival.await_paddles_store(store, 5)
+        if rank == 0:
+            time.sleep(0.2)
+            host, _, port = store.get("fleetpipe/master").decode().rpartition(":")
+            servers.append(_paddle.open_store(host, int(port), True, 5))
+
+    assert play(monkeypatch, 2, act) == {0: None, 1: None}
+    assert len(servers) == 1

@@ -1,0 +1,52 @@
+"""The type check sees the whole package, or says that it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.check_types import check
+
+pytest.importorskip("mypy")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small correct package in the layout of this one."""
+    for name in ("fleetpipe", "dygraph", "static"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("def one() -> int:\n    return 1\n")
+    (tmp_path / "setup.cfg").write_text("[mypy]\n")
+    return tmp_path
+
+
+def test_a_correct_package_passes(tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert check(tree) == 0
+    assert "no issues found in 3 source files" in capfd.readouterr().out
+
+
+def test_an_error_outside_fleetpipe_is_found_and_named_by_its_real_place(
+    tree: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "dygraph" / "wrong.py").write_text("from fleetpipe import one\nx: str = one()\n")
+    assert check(tree) == 1
+    assert "\ndygraph/wrong.py:2: error" in "\n" + capfd.readouterr().out
+
+
+def test_a_file_that_mypy_leaves_out_is_an_error(
+    tree: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "setup.cfg").write_text("[mypy]\nexclude = hidden\n")
+    (tree / "fleetpipe" / "hidden.py").write_text("x: str = 1\n")
+    assert check(tree) == 1
+    assert "checked 3 of 4 source files" in capfd.readouterr().out
+
+
+def test_a_folder_without_an_init_file_is_an_error(
+    tree: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "dygraph" / "sub").mkdir()
+    (tree / "dygraph" / "sub" / "module.py").write_text("")
+    assert check(tree) == 1
+    assert "is an __init__.py missing?" in capfd.readouterr().out

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fleetpipe
+from fleetpipe.cli import main
+from fleetpipe.schedules import Schedule, build
+
+
+def run(*words: str) -> int:
+    return main(["schedule", *words])
+
+
+def test_text_draws_and_gives_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("1f1b", "--ranks", "2", "--micro-batches", "2") == 0
+    output = capsys.readouterr()
+    assert "rank 0  F0 F1 .  .  B0--- .  B1---" in output.out
+    assert "bubble            3 (33.33% of the span)" in output.out
+    assert output.err == ""
+
+
+def test_json_has_exactly_these_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("GPipe", "--ranks", "4", "--micro-batches", "8", "--format", "json") == 0
+    value = json.loads(capsys.readouterr().out)
+    actions = value.pop("actions")
+    assert value == {
+        "name": "FThenB",
+        "ranks": 4,
+        "micro_batches": 8,
+        "chunks": 1,
+        "makespan": 33,
+        "span": 33,
+        "busy": 24,
+        "bubble": 9,
+        "bubble_rate": 9 / 33,
+        "peak_activations": [8, 8, 8, 8],
+    }
+    assert actions[3][:2] == ["F3.0", "F3.1"]
+
+
+def test_actions_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("Eager1F1B", "--ranks", "3", "--micro-batches", "4", "--format", "actions") == 0
+    text = capsys.readouterr().out
+    assert Schedule.parse(text) == build("Eager1F1B", ranks=3, micro_batches=4)
+    file = tmp_path / "schedule.txt"
+    file.write_text(text)
+    assert main(["verify", str(file)]) == 0
+    assert "valid schedule: Eager1F1B, 3 ranks, 4 micro-batches" in capsys.readouterr().out
+
+
+def test_costs_come_from_a_file_and_from_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text('{"forward": [1, 2], "input_grad": 2, "weight_grad": [1, 1], "bytes": [5, 7]}')
+    words = (
+        "1F1B",
+        "--ranks",
+        "2",
+        "--micro-batches",
+        "1",
+        "--format",
+        "json",
+        "--costs",
+        str(file),
+    )
+    assert run(*words) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["makespan"] == 1 + 2 + 3 + 3
+    assert value["peak_bytes"] == [5, 7]
+    assert run(*words, "--comm", "0.5", "--forward", "1") == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] == 1 + 0.5 + 1 + 3 + 0.5 + 3
+    assert run(*words, "--backward", "1.5") == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] == 1 + 2 + 1.5 + 1.5
+    assert run(*words, "--input-grad", "1", "--weight-grad", "3") == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] == 1 + 2 + 4 + 4
+    assert run(*words, "--input-grad-frees", "0.5") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ZBH3", "--ranks", "2", "--micro-batches", "2"], "no schedule 'ZBH3'"),
+        (["1F1B", "--ranks", "0", "--micro-batches", "2"], "ranks=0"),
+        (["1F1B", "--ranks", "2"], "--micro-batches"),
+        (["1F1B", "--ranks", "two", "--micro-batches", "2"], "invalid int value"),
+        (["ZBH2", "--ranks", "2", "--micro-batches", "2", "--chunks", "2"], "chunks=2"),
+        (["1F1B", "--ranks", "2", "--micro-batches", "2", "--forward", "-1"], "forward=-1"),
+        (["1F1B", "--ranks", "2", "--micro-batches", "2", "--comm", "x"], "invalid"),
+        (["1F1B", "--ranks", "2", "--micro-batches", "2", "--groups", "1,1"], "no option 'groups'"),
+        (["VPP", "--ranks", "2", "--micro-batches", "2", "--groups", "1,x"], "invalid"),
+        (["1F1B", "--ranks", "2", "--micro-batches", "2", "--plot", "a.pdf"], ".png or .svg"),
+        (
+            ["1F1B", "--ranks", "2", "--micro-batches", "2", "--costs", "missing.json"],
+            "missing.json",
+        ),
+        (
+            [
+                "1F1B",
+                "--ranks",
+                "2",
+                "--micro-batches",
+                "2",
+                "--backward",
+                "2",
+                "--input-grad",
+                "1",
+            ],
+            "--backward is given together",
+        ),
+        (["1F1B", "--ranks", "2", "--micro-batches", "2", "--format", "xml"], "invalid choice"),
+    ],
+)
+def test_a_refused_request_exits_with_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.out == ""
+
+
+def test_auto_searches_within_the_cap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("auto", "--ranks", "4", "--micro-batches", "8", "--format", "json", "--memory-cap")
+    frees = ("--input-grad-frees", "0.5", "--comm", "0.1")
+    assert run(*words, "3.5", *frees) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["name"] == "auto"
+    assert max(value["peak_activations"]) == 3.5
+    file = tmp_path / "costs.json"
+    file.write_text('{"forward": [1, 1, 1, 2], "bytes": [10, 20, 30, 40]}')
+    assert run(*words, "80", "--costs", str(file)) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert max(value["peak_bytes"]) <= 80
+    assert run(*words, "39", "--costs", str(file)) == 2
+    assert "a cap of at least 40" in capsys.readouterr().err
+
+
+def test_a_cap_in_bytes_holds_for_every_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text('{"bytes": [10, 20]}')
+    words = ("1F1B", "--ranks", "2", "--micro-batches", "4", "--costs", str(file), "--memory-cap")
+    assert run(*words, "20") == 0
+    capsys.readouterr()
+    assert run(*words, "19") == 1
+    assert "at most 19 bytes" in capsys.readouterr().err
+
+
+def test_options_reach_the_schedule_and_its_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("Interleaved1F1B", "--ranks", "4", "--micro-batches", "10", "--format", "json")
+    peaks = []
+    for options in ((), ("--groups", "6,4"), ("--warmup-slack", "1")):
+        assert run(*words, *options) == 0
+        value = json.loads(capsys.readouterr().out)
+        assert value["bubble"] == 9
+        peaks.append(value["peak_activations"][0])
+    assert peaks == [12, 13, 9]
+    words = ("DualPipeV", "--ranks", "4", "--micro-batches", "10", "--format", "json")
+    assert run(*words, "--overlapped", "2.4") == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] == pytest.approx(57.6)
+
+
+def test_plot_and_trace_write_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture, trace = tmp_path / "zbv.png", tmp_path / "zbv.json"
+    words = ("ZBV", "--ranks", "3", "--micro-batches", "5", "--format", "json")
+    assert run(*words, "--plot", str(picture), "--trace", str(trace)) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = json.loads(capsys.readouterr().out)
+    events = json.loads(trace.read_text())["traceEvents"]
+    slices = [event["name"] for event in events if event["ph"] == "X"]
+    assert slices == [token for row in shown["actions"] for token in row]
+    assert run(*words, "--trace", str(tmp_path / "missing" / "zbv.json")) == 2
+    assert "missing" in capsys.readouterr().err
+
+
+def test_a_memory_cap_that_is_passed_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("1F1B", "--ranks", "4", "--micro-batches", "8", "--memory-cap")
+    assert run(*words, "4") == 0
+    capsys.readouterr()
+    assert run(*words, "3") == 1
+    output = capsys.readouterr()
+    assert "rank 0 passes the memory cap at F0.3" in output.err
+    assert output.out == ""
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_verify_tells_what_is_valid_from_what_is_not(
+    lowered: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = build("1F1B", ranks=2, micro_batches=2)
+    text = str(schedule.lower() if lowered else schedule)
+    file = tmp_path / "file.txt"
+    file.write_text(text)
+    assert main(["verify", str(file)]) == 0
+    assert f"valid {'plan' if lowered else 'schedule'}: 1F1B" in capsys.readouterr().out
+    file.write_text(text.replace("B0.1", "B0.1junk"))
+    assert main(["verify", str(file)]) == 1
+    assert "'B0.1junk'" in capsys.readouterr().err
+    file.write_text(text.replace(" B0.1", ""))
+    assert main(["verify", str(file)]) == 1
+    assert "B0.1 is missing" in capsys.readouterr().err
+
+
+def test_verify_options_stand_in_for_the_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file.txt"
+    file.write_text("F0.0 F3.0 B3.0 B0.0\nF1.0 F2.0 B2.0 B1.0\n")
+    assert main(["verify", str(file)]) == 1
+    assert "no header" in capsys.readouterr().err
+    assert main(["verify", str(file), "--micro-batches", "1", "--placement", "vee"]) == 0
+    assert main(["verify", str(file), "--micro-batches", "1"]) == 1
+    assert "F3.0 is on the wrong rank" in capsys.readouterr().err
+    file.write_text(str(build("1F1B", ranks=2, micro_batches=2)))
+    assert main(["verify", str(file), "--micro-batches", "3"]) == 1
+    assert "F0.2 is missing" in capsys.readouterr().err
+
+
+def test_verify_of_what_is_no_text_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(tmp_path / "none.txt")]) == 2
+    assert "none.txt" in capsys.readouterr().err
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert main(["verify", str(tmp_path / "binary")]) == 2
+
+
+def test_the_command_runs_as_a_module_where_there_is_no_paddle(tmp_path: Path) -> None:
+    (tmp_path / "paddle.py").write_text("raise ImportError('no Paddle here')")
+    root = Path(fleetpipe.__file__).parent.parent
+    words = ("1F1B", "--ranks", "2", "--micro-batches", "2", "--format", "actions")
+    finished = subprocess.run(
+        [sys.executable, "-m", "fleetpipe", "schedule", *words],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.stderr == ""
+    assert finished.returncode == 0
+    assert Schedule.parse(finished.stdout) == build("1F1B", ranks=2, micro_batches=2)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m fleetpipe schedule 1F1B --ranks 4 --micro-batches 4000"
+    finished = subprocess.run(
+        f"{command} --format actions | head -c 10",
+        shell=True,
+        cwd=Path(fleetpipe.__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.stderr == ""
+    assert finished.stdout == "# fleetpip"

@@ -1,0 +1,121 @@
+"""The helper that runs jobs: exit codes, logs, stacks on a hang, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Finished, JobFailed, JobHung, JobLeftProcesses
+
+Launch = Callable[..., Finished]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_each_rank_has_its_log_its_arguments_and_its_environment(launch: Launch) -> None:
+    pytest.importorskip("paddle")
+    job = launch(
+        """
+        import os, sys
+        print("rank", os.environ["PADDLE_TRAINER_ID"], "of", os.environ["PADDLE_TRAINERS_NUM"])
+        print(sys.argv[1:], os.environ["EXTRA"], os.environ["OMP_NUM_THREADS"], __name__)
+        print("to the error stream", file=sys.stderr)
+        """,
+        2,
+        args=["--steps", "3"],
+        env={"EXTRA": "yes"},
+    )
+    assert job.returncode == 0
+    for rank, log in enumerate(job.logs):
+        assert f"rank {rank} of 2" in log
+        assert "['--steps', '3'] yes 1 __main__" in log
+        assert "to the error stream" in log
+
+
+def test_exit_code_of_the_failed_rank_is_the_jobs(launch: Launch) -> None:
+    pytest.importorskip("paddle")
+    source = """
+        import os, sys
+        sys.exit(7 if os.environ["PADDLE_TRAINER_ID"] == "1" else 0)
+    """
+    assert launch(source, 2, check=False).returncode == 7
+
+
+def test_a_hang_shows_every_ranks_stack_and_leaves_no_process(launch: Launch) -> None:
+    pytest.importorskip("paddle")
+    source = """
+        import os, subprocess, sys, threading, time, paddle
+
+        def waits_for_ever():
+            print("pid", os.getpid(), subprocess.Popen(["sleep", "600"]).pid)
+            time.sleep(600)
+
+        def also_waits():
+            time.sleep(600)
+
+        threading.Thread(target=also_waits, daemon=True).start()
+        waits_for_ever()
+    """
+    start = time.monotonic()
+    with pytest.raises(JobHung) as caught:
+        launch(source, 2, timeout=15)
+    assert time.monotonic() - start < 15 + 5
+    text = str(caught.value)
+    first, second = text.split("--- rank 1")
+    for log in (first, second):
+        assert "in waits_for_ever" in log
+        assert "in also_waits" in log
+    pids = [int(word) for line in text.splitlines() if "pid " in line for word in line.split()[1:]]
+    assert len(pids) == 4
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_stopped_process_is_killed_too(launch: Launch) -> None:
+    source = f"import os; print('pid', os.getpid()); os.kill(os.getpid(), {int(signal.SIGSTOP)})"
+    with pytest.raises(JobHung) as caught:
+        launch(source, None, timeout=1)
+    assert not is_running(int(str(caught.value).split("pid ")[1].split()[0]))
+
+
+def test_a_process_that_outlives_its_job_is_reported_and_killed(launch: Launch) -> None:
+    source = """
+        import subprocess
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        print("child", child.pid)
+    """
+    with pytest.raises(JobLeftProcesses, match="sleep 600") as caught:
+        launch(source, None)
+    assert not is_running(int(str(caught.value).split("child ")[1].split()[0]))
+
+
+def test_one_process_needs_no_launcher(launch: Launch) -> None:
+    job = launch("import os; print('world', os.environ.get('PADDLE_TRAINERS_NUM'))", None)
+    assert job.logs == ("world None",)
+
+
+def test_a_failure_shows_the_traceback(launch: Launch) -> None:
+    with pytest.raises(JobFailed, match="ZeroDivisionError"):
+        launch("1 / 0", None)
+
+
+def test_helpers_stand_beside_the_script(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'found'")
+    (tmp_path / "main.py").write_text("import beside; print(beside.WORD)")
+    assert launch(tmp_path / "main.py", None).logs == ("found",)
+
+
+def test_the_parents_job_is_not_inherited(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_TRAINER_ID", "5")
+    job = launch("import os; print(os.environ.get('PADDLE_TRAINER_ID'))", None)
+    assert job.logs == ("None",)
+    assert os.environ["PADDLE_TRAINER_ID"] == "5"

@@ -1,0 +1,52 @@
+"""What needs no Paddle works without it; what needs it says which package to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.launching import ROOT
+
+HIDE_PADDLE = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == "paddle" or name.startswith("paddle."):
+            raise ModuleNotFoundError("No module named 'paddle'", name="paddle")
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def without_paddle(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", HIDE_PADDLE + code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_schedules_partition_and_their_commands_need_no_paddle() -> None:
+    done = without_paddle(
+        """
+import fleetpipe.schedules as schedules
+import fleetpipe.partition
+from fleetpipe.cli import main
+print(schedules.build("1F1B", ranks=4, micro_batches=8).simulate().bubble)
+assert main(["schedule", "1F1B", "--ranks", "2", "--micro-batches", "2"]) == 0
+assert not any(name.startswith("paddle") for name in sys.modules)
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("9\n")
+
+
+@pytest.mark.parametrize(
+    "module", ["fleetpipe.fleet", "fleetpipe.dygraph", "fleetpipe.static", "fleetpipe.parity"]
+)
+def test_the_rest_names_both_packages(module: str) -> None:
+    done = without_paddle(f"import {module}")
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.index("PaddleNotFound") :]
+    assert "pip install paddlepaddle (CPU) or pip install paddlepaddle-gpu (GPU)" in last

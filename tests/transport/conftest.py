@@ -1,0 +1,47 @@
+"""Connected transports, closed when the test ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import paddle
+import pytest
+
+from fleetpipe.transport import MemoryHub, SocketTransport, Transport
+
+from .helpers import join_all
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu() -> None:
+    paddle.set_device("cpu")
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[SocketTransport]]]:
+    """Joins ranks that are threads: ``sockets(3, force_tcp=True)``."""
+    monkeypatch.setattr("fleetpipe.transport.socket.CLOSING_SECONDS", 1.0)
+    made: list[SocketTransport] = []
+
+    def join(ranks: int, **options: Any) -> list[SocketTransport]:
+        joined = join_all(ranks, **options)
+        made.extend(joined)
+        return joined
+
+    yield join
+    for transport in made:
+        transport.close()
+
+
+@pytest.fixture(params=["memory", "unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[Transport]]:
+    """Two connected ranks, over each transport in turn."""
+    if request.param == "memory":
+        hub = MemoryHub(2)
+        transports: list[Transport] = [hub.endpoint(0), hub.endpoint(1)]
+    else:
+        transports = list(join_all(2, force_tcp=request.param == "tcp"))
+    yield transports
+    for transport in transports:
+        transport.close()

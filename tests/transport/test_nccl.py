@@ -1,0 +1,134 @@
+"""The order and the content of transfers, with Paddle's own replaced: nothing here needs a GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import paddle
+import pytest
+
+from fleetpipe.errors import BoundaryError, PipelineTimeout
+from fleetpipe.transport import MemoryHub, NcclTransport, bridge
+from fleetpipe.transport.structure import TensorLeaf
+
+from .helpers import LIMIT, backward, forward, same, sample
+
+
+class Wire:
+    """The communicators of a job: a first-in first-out line for each pair and direction."""
+
+    def __init__(self) -> None:
+        self.lines: dict[tuple[int, int], deque[paddle.Tensor]] = {}
+        self.started: list[tuple[str, int, int]] = []
+
+    def isend(self, rank: int, tensor: paddle.Tensor, peer: int) -> FakeTask:
+        assert tensor.is_contiguous()
+        self.started.append(("send", rank, peer))
+        line = self.lines.setdefault((rank, peer), deque())
+        line.append(tensor)
+        return FakeTask(lambda: not any(tensor is waiting for waiting in line))
+
+    def irecv(self, rank: int, tensor: paddle.Tensor, peer: int) -> FakeTask:
+        self.started.append(("receive", peer, rank))
+        source = self.lines[peer, rank].popleft()
+        assert (source.shape, source.dtype) == (tensor.shape, tensor.dtype)
+        leaf = TensorLeaf(bridge.NAMES[source.dtype], tuple(source.shape), True)
+        leaves = [TensorLeaf(leaf.dtype, leaf.shape, True)]
+        _, (read,) = bridge.readable([source], leaves)
+        _, (written,) = bridge.readable([tensor], leaves)
+        written[:] = read
+        return FakeTask(lambda: True)
+
+
+class FakeTask:
+    def __init__(self, completed: Callable[[], bool]) -> None:
+        self.is_completed = completed
+
+    def wait(self) -> None:
+        assert self.is_completed()
+
+
+def ranks(wire: Wire, count: int = 2) -> list[NcclTransport]:
+    hub = MemoryHub(count)
+
+    def make(rank: int) -> NcclTransport:
+        return NcclTransport(
+            hub.endpoint(rank),
+            lambda tensor, peer: wire.isend(rank, tensor, peer),
+            lambda tensor, peer: wire.irecv(rank, tensor, peer),
+        )
+
+    return [make(rank) for rank in range(count)]
+
+
+def test_values_arrive_as_they_were() -> None:
+    one, other = ranks(Wire())
+    trained = sample("float32", [2, 3])
+    trained.stop_gradient = False
+    value = {
+        "x": [trained, sample("bfloat16", [4])],
+        "none": None,
+        "empty": paddle.zeros([0, 3]),
+        "view": sample("float32", [3, 4]).transpose([1, 0]),
+        "words": ("with some spaces", 7),
+    }
+    one.send(1, forward(0, name="two words"), value)
+    assert same(other.receive(0, forward(0, name="two words"), LIMIT), value)
+
+
+def test_transfers_start_in_the_order_of_the_sends_whatever_is_received_first() -> None:
+    wire = Wire()
+    one, other = ranks(wire)
+    for k in range(3):
+        one.send(1, forward(k), sample("float32", [2], seed=k))
+    one.send(1, forward(0, 0, 2), sample("float32", [5]))
+    assert same(other.receive(0, forward(0, 0, 2), LIMIT), sample("float32", [5]))
+    assert wire.started == [("send", 0, 1)] * 4 + [("receive", 0, 1)] * 4
+    for k in (2, 0, 1):
+        assert same(other.receive(0, forward(k), LIMIT), sample("float32", [2], seed=k))
+
+
+def test_post_starts_what_has_been_announced() -> None:
+    wire = Wire()
+    one, other = ranks(wire)
+    other.post(0, forward(0))
+    assert wire.started == []
+    one.send(1, forward(0), sample("float32", [2]))
+    other.post(0, forward(0))
+    assert wire.started == [("send", 0, 1), ("receive", 0, 1)]
+    assert other.try_receive(0, forward(0))[0]
+
+
+def test_steady_steps_announce_nothing() -> None:
+    one, other = ranks(Wire())
+    for k in range(4):
+        one.send(1, forward(k), sample("float32", [2]))
+        other.receive(0, forward(k), LIMIT)
+        other.send(0, backward(k), sample("float32", [2]))
+        one.receive(1, backward(k), LIMIT)
+    one.send(1, forward(4), sample("float32", [3]))
+    assert same(other.receive(0, forward(4), LIMIT), sample("float32", [3]))
+    assert (one.announcements, one.messages, one.bytes_sent) == (2, 5, 44)
+    assert other.announcements == 1
+
+
+def test_sent_tensors_are_kept_until_they_have_left() -> None:
+    one, other = ranks(Wire())
+    one.send(1, forward(0), sample("float32", [2]))
+    one.send(1, forward(1), sample("float32", [2]))
+    assert len(one._leaving) == 2
+    other.post(0, forward(0))
+    one.send(1, forward(2), 1)
+    assert len(one._leaving) == 0
+    one.flush(LIMIT)
+
+
+def test_what_is_absent_or_may_not_cross() -> None:
+    one, other = ranks(Wire())
+    assert other.try_receive(0, forward(0)) == (False, None)
+    with pytest.raises(PipelineTimeout):
+        other.receive(0, forward(0), 0.1)
+    with pytest.raises(BoundaryError, match=r"value\[0\]"):
+        one.send(1, forward(0), [object()])
+    one.close()
