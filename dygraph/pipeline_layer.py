@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import traceback
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle, user_strategy
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import arrangement, descriptions
 from fleetpipe.dygraph.chunk import PipelineLayerChunk
-from fleetpipe.dygraph.values import outline
+from fleetpipe.dygraph.running import StageRunner
 from fleetpipe.dygraph.whole_model import (
     SingleModel,
     Slot,
@@ -26,7 +24,7 @@ from fleetpipe.dygraph.whole_model import (
     slots_of,
     to_pipeline_names,
 )
-from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.errors import ConfigError
 from fleetpipe.job import current_job, pipeline_group
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.schedules import Placement, Schedule
@@ -93,6 +91,7 @@ class PipelineLayer(paddle.nn.Layer):
         self._functions: dict[int, Callable[[Any], Any]] = {}
         for stage in self._owned:
             self._build(range(*self._range(stage)))
+        self._runner = StageRunner(self._functions, self.partition)
 
     def schedule(self, config: PipelineConfig) -> Schedule:
         """Returns the schedule that runs these layers, verified against the memory cap.
@@ -160,33 +159,18 @@ class PipelineLayer(paddle.nn.Layer):
         """Returns the built layers and functions of a stage of this process, by their numbers."""
         return {index: self._functions[index] for index in range(*self._range(stage))}
 
-    def run_stage(self, stage: int, value: Any) -> Any:
+    def run_stage(self, stage: int, value: Any, micro_batch: int | None = None) -> Any:
         """Runs the layers of ``stage`` one after another.
 
         Args:
             stage: A global stage of this process.
             value: What the first layer takes: a Tensor, or nested tuples, lists, dicts of them.
+            micro_batch: The global micro-batch in a run of a plan; None in a direct call.
 
         Raises:
             BoundaryError: The first layer cannot take what the stage before sent.
         """
-        start, end = self._range(stage)
-        try:
-            output = self._functions[start](value)
-        except Exception as error:
-            if stage == 0 or not _refused(error):
-                raise
-            raise BoundaryError(
-                f"layer {start} ({self.partition.layers[start].name}) cannot take "
-                f"what layer {start - 1} returned",
-                where=f"first layer of stage {stage}",
-                got=outline(value),
-                cause=f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}",
-                fix="run the list of layers in one process (pp_degree=1) to see where shapes part",
-            ) from error
-        for index in range(start + 1, end):
-            output = self._functions[index](output)
-        return output
+        return self._runner.run(stage, value, micro_batch)
 
     def forward(self, input: Any, chunk_id: int | None = None) -> Any:
         """Runs the layers of this process in order; the whole model in one process.
@@ -355,11 +339,3 @@ def _told(placement: Placement) -> str:
 def _refuse_later_features(recompute_interval: int) -> None:
     if recompute_interval != 0:
         raise ConfigError("this version does not run PipelineLayer(recompute_interval=..)")
-
-
-def _refused(error: Exception) -> bool:
-    """Tells whether Paddle or the call itself refused a value, and not the layer's own code."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    raised_in = Path(frame.f_code.co_filename)
-    inside_paddle = Path(paddle.__file__).parent in raised_in.parents
-    return not isinstance(error, MemoryError) and (inside_paddle or raised_in == Path(__file__))

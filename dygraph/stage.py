@@ -61,14 +61,14 @@ class DygraphStage:
 
     def __init__(
         self,
-        run_stage: Callable[[int, Any], Any],
+        run_stage: Callable[[int, Any, int], Any],
         edges: tuple[Edge, ...],
         split: SplitBackward,
     ) -> None:
         """Serves the stages of a chain.
 
         Args:
-            run_stage: ``run_stage(stage, value)`` runs the layers of a stage.
+            run_stage: ``run_stage(stage, value, micro_batch)`` runs the layers of a stage.
             edges: The edges of the plan; in dynamic graph each stage has at most one on each side.
             split: Keeps what weight gradients need from I to W.
         """
@@ -92,7 +92,7 @@ class DygraphStage:
         into = self._into.get(stage)
         value = self._inputs_of(micro_batch) if into is None else inputs[into]
         with self._split.recording(stage, micro_batch - self._first_micro_batch):
-            output = self._run_stage(stage, value)
+            output = self._run_stage(stage, value, micro_batch)
         if stage in self._out:
             self._kept[stage, micro_batch] = (value, output)
             return {self._out[stage]: output}
