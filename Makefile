@@ -6,7 +6,8 @@ SHELL := /bin/bash
 .PHONY: help demo test test-262 types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
-PYTEST := -m pytest -n 2 --dist loadgroup
+# A crashed worker ends the run: xdist would wait for ever for the last tests of the one in its place.
+PYTEST := -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 PYTEST_ARGS ?=
 
 # More threads would change the bits of a product, and the ranks share the cores.

@@ -1,12 +1,15 @@
-"""What all tests share: one thread, seeds, versions in the header, jobs of several processes."""
+"""What all tests share: one thread, seeds, versions in the header, stacks of a crash, jobs."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
@@ -17,6 +20,10 @@ from tests.launching import Finished, run
 
 # More threads would change the bits of a product. Paddle reads this once, when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Where a process that crashes leaves its stacks: the workers of xdist inherit the environment.
+os.environ.setdefault("FLEETPIPE_TEST_CRASHES", tempfile.mkdtemp(prefix="crashes-"))
+CRASHES = Path(os.environ["FLEETPIPE_TEST_CRASHES"])
 
 # The machine's load must not decide whether a property holds.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -45,9 +52,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("processes"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Shows where the processes were that crashed."""
+    for file in sorted(CRASHES.glob("*.txt")):
+        if stacks := file.read_text(errors="replace"):
+            terminalreporter.section(f"stacks of process {file.stem}")
+            terminalreporter.write(stacks)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Removes the folder, once all workers have ended."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(CRASHES, ignore_errors=True)
+
+
+@cache
+def _leave_stacks_on_a_crash(with_paddle: bool) -> None:
+    if with_paddle:
+        # Paddle takes these signals when it is imported, for a report of its own; and what is
+        # written to standard error is lost with pytest's capture of it.
+        sys.modules["paddle"].disable_signal_handler()
+    faulthandler.disable()
+    faulthandler.enable((CRASHES / f"{os.getpid()}.txt").open("ab"), all_threads=True)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Gives every test the same random numbers, whatever ran before it."""
+    _leave_stacks_on_a_crash("paddle" in sys.modules)
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)

@@ -36,6 +36,7 @@ def test_paddles_server_and_its_own_client_understand_it() -> None:
     ours.set("name", "väl")
     assert ours.get("name") == theirs.get("name") == "väl".encode()
     theirs.set("long", "x" * 300_000)
+    theirs.add("count", 0)  # nothing answers a set: what its sender asks next does
     assert ours.get("long") == b"x" * 300_000
     began = time.monotonic()
     for _ in range(100):
