@@ -267,8 +267,16 @@ class Inbox:
             self.ended = f"its connection broke ({error.strerror or error})"
             return 0
         if not count:
-            self.ended = "it closed its transport" if self.orderly else "its connection closed"
+            self.ended = self._how_it_closed()
         return count
+
+    def _how_it_closed(self) -> str:
+        if self.orderly:
+            return "it closed its transport"
+        if self._frame is None and self._begin == self._end:
+            return "its connection closed"
+        words = "header" if self._frame is None else self._frame.words()
+        return f"its connection closed within a message, a truncated {words}"
 
 
 def _filled(frame: _Frame, count: int) -> None:
