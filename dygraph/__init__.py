@@ -5,18 +5,33 @@ from __future__ import annotations
 # First, because it says which package to install where there is no Paddle.
 from fleetpipe import _paddle as _paddle
 from fleetpipe.dygraph._paddle import twin_optimizer
-from fleetpipe.dygraph.optimizer import PipelineOptimizer, refuse_partial_norm
+from fleetpipe.dygraph.data_forms import FakeMicroDataset
+from fleetpipe.dygraph.losses import weighted
+from fleetpipe.dygraph.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.pipeline_parallel import PipelineParallel
-from fleetpipe.dygraph.stage import weighted
 from fleetpipe.dygraph.values import tensors_of
+from fleetpipe.dygraph.wrappers import (
+    DualPipeVParallel,
+    NoPipelineParallel,
+    PipelineParallelWithInterleave,
+    PipelineParallelWithInterleaveFthenB,
+    VPPFhenBInBalancedMemory,
+    wrap,
+)
 
 __all__ = [
+    "DualPipeVParallel",
+    "FakeMicroDataset",
+    "NoPipelineParallel",
+    "PipelineParallelWithInterleave",
+    "PipelineParallelWithInterleaveFthenB",
+    "VPPFhenBInBalancedMemory",
     "PipelineLayer",
     "PipelineOptimizer",
     "PipelineParallel",
-    "refuse_partial_norm",
     "tensors_of",
     "twin_optimizer",
     "weighted",
+    "wrap",
 ]

@@ -3,17 +3,163 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 from paddle.base import core
+from paddle.base import framework as _framework
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
+    hybrid_parallel_optimizer as _hybrid,
+)
+from paddle.nn import clip as _stock_clip
 
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe.errors import ConfigError
+
+_clips: Any = _stock_clip
+_optimizers: Any = _hybrid
+HybridParallelOptimizer: Any = _optimizers.HybridParallelOptimizer
+
+#: Whether Fleet's ``PipelineLayer._loss_fn`` is a list (3.x) or what the user passed (2.6.2).
+LOSS_FUNCTIONS_ARE_A_LIST = hasattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc")
 
 
-def gradient_clip(optimizer: Any) -> Any:
-    """Returns the optimizer's gradient clip, or None."""
-    return getattr(optimizer, "_grad_clip", None)
+def base_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer that does the arithmetic, which others such as Fleet's wrap."""
+    while "_inner_opt" in vars(optimizer):
+        optimizer = optimizer._inner_opt
+    return optimizer
+
+
+def optimized_parameters(optimizer: Any) -> list[Any]:
+    """Returns the parameters of an optimizer, those of all its groups one after another."""
+    listed = base_optimizer(optimizer)._param_groups or []
+    if listed and isinstance(listed[0], dict):
+        return [parameter for group in listed for parameter in group["params"]]
+    return list(listed)
+
+
+@contextmanager
+def restricted(optimizer: Any, kept: Callable[[Any], bool]) -> Iterator[bool]:
+    """Within it an optimizer steps only the parameters for which ``kept`` is true.
+
+    Yields:
+        Whether there are any: an optimizer over nothing cannot step.
+    """
+    base = base_optimizer(optimizer)
+    holders = [(base, "_param_groups")]
+    # AdamW goes by another list than the others, and so does MixPrecisionOptimizer.
+    wrappers = [optimizer]
+    while wrappers[-1] is not base:
+        wrappers.append(wrappers[-1]._inner_opt)
+    for wrapper in wrappers:
+        listed = vars(wrapper).get("_parameter_list")
+        if listed and not isinstance(listed[0], dict):
+            holders.append((wrapper, "_parameter_list"))
+    before = [getattr(holder, name) for holder, name in holders]
+    for (holder, name), listed in zip(holders, before):
+        setattr(holder, name, _chosen(listed, kept))
+    try:
+        yield any(map(kept, optimized_parameters(base)))
+    finally:
+        for (holder, name), listed in zip(holders, before):
+            setattr(holder, name, listed)
+
+
+def _chosen(listed: list[Any], kept: Callable[[Any], bool]) -> list[Any]:
+    if not (listed and isinstance(listed[0], dict)):
+        return list(filter(kept, listed))
+    return [{**group, "params": list(filter(kept, group["params"]))} for group in listed]
+
+
+class ClipPlace(NamedTuple):
+    """Where an optimizer has a gradient clip: a dict and the name in it."""
+
+    holder: dict[str, Any]
+    name: str
+
+    @property
+    def clip(self) -> Any:
+        """The clip that is there now, or None."""
+        return self.holder.get(self.name)
+
+    def put(self, clip: Any) -> None:
+        """Puts another clip there."""
+        self.holder[self.name] = clip
+
+
+def clip_places(optimizer: Any) -> list[ClipPlace]:
+    """Returns where an optimizer may have a clip: itself, its groups, the default of new ones."""
+    base = base_optimizer(optimizer)
+    places = [ClipPlace(vars(base), "_grad_clip"), ClipPlace(base._default_dict, "grad_clip")]
+    groups = [group for group in base._param_groups or [] if isinstance(group, dict)]
+    return places + [ClipPlace(group, "grad_clip") for group in groups]
+
+
+def clips_of_a_step(optimizer: Any) -> list[Any]:
+    """Returns the clips that a step calls, one after another: one for each group."""
+    base = base_optimizer(optimizer)
+    groups = base._param_groups or []
+    if groups and isinstance(groups[0], dict):
+        return [group["grad_clip"] for group in groups]
+    return [base._grad_clip]
+
+
+def in_data_parallel_mode(hcg: Any) -> bool:
+    """Whether the ranks are split by data alone: ``DataParallel`` averages gradients there."""
+    return bool(hcg.get_parallel_mode() == paddle.distributed.ParallelMode.DATA_PARALLEL)
+
+
+def scaler_counts(scaler: Any) -> dict[str, float]:
+    """Returns what a scaler, enabled, knows of earlier steps."""
+    state = scaler.state_dict()
+    return {
+        "scale": float(state["scale"].item()),
+        "good steps": state["incr_count"],
+        "bad steps": state["decr_count"],
+    }
+
+
+def update_scale(scaler: Any) -> None:
+    """Does what Paddle's ``_update`` does, with a scale that it can print.
+
+    It prints ``float(scale)`` of a tensor of shape [1], which NumPy refuses from 2.4 on.
+    """
+    scaler._scale = scaler._scale.reshape([])
+    try:
+        type(scaler)._update(scaler)
+    finally:
+        scaler._scale = scaler._scale.reshape([1])
+
+
+def note_unscaled(scaler: Any, optimizer: Any, found: bool) -> None:
+    """Tells a scaler that the gradients are unscaled, and whether some were not finite.
+
+    Raises:
+        ConfigError: They were unscaled before in this step.
+    """
+    state = scaler._optimizer_states[id(optimizer)]
+    states = type(state["state"])
+    if state["state"] is not states.INIT:
+        raise ConfigError(
+            "the gradients were unscaled before in this step",
+            fix="call scaler.unscale_(optimizer) once, before scaler.step, then scaler.update()",
+        )
+    state["state"] = states.UNSCALED
+    scaler._found_inf = paddle.to_tensor([found])
+
+
+def squared_norm(gradient: Any) -> Any:
+    """Returns the sum of the squares of a gradient as Paddle's own clip computes it."""
+    if gradient.is_selected_rows():
+        merged = _clips.merge_selected_rows(gradient)
+        gradient = merged._get_tensor_from_selected_rows()
+    if gradient.place.is_cpu_place() and gradient.dtype in (paddle.float16, paddle.bfloat16):
+        # There the kernel is missing, and Paddle's own clip fails.
+        gradient = gradient.astype("float32")
+    return _clips._squared_l2_norm(gradient)
 
 
 def twin_optimizer(optimizer: Any, parameters: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
@@ -39,3 +185,100 @@ def allocated_bytes() -> int:
     if paddle.device.get_device().startswith("gpu"):
         return int(paddle.device.cuda.memory_allocated())
     return int(core.host_memory_stat_current_value("Allocated", 0))
+
+
+def device_id() -> int:
+    """Returns the number of this process's device; 0 on CPU, where Paddle does not tell one."""
+    environment: Any = paddle.distributed.ParallelEnv
+    return int(getattr(environment(), "device_id", 0))
+
+
+def is_patched(layer: Any) -> bool:
+    """Whether a layer has hooks around its forward, or another forward than its class."""
+    own = vars(layer)
+    return bool(
+        own["_forward_pre_hooks"] or own["_forward_post_hooks"] or "forward" in own
+    )
+
+
+def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None]) -> None:
+    """Has the streams of tensor parallelism, as ``rng_state(name)`` of Paddle's tracker, replaced.
+
+    Args:
+        stream_of: Returns the context to run in instead; None for Paddle's own.
+    """
+    tracker = paddle_fleet.meta_parallel.get_rng_state_tracker()
+    if "rng_state" in vars(tracker):
+        return
+    original = tracker.rng_state
+
+    @functools.wraps(original)
+    def rng_state(name: str = "model_parallel_rng") -> AbstractContextManager[None]:
+        ours = stream_of(name) if name in tracker.states_ else None
+        theirs: AbstractContextManager[None] = original(name)
+        return theirs if ours is None else ours
+
+    tracker.rng_state = rng_state
+
+
+def stream_seeds() -> dict[str, int]:
+    """Returns the seed that each stream of Paddle's tracker was given, by name."""
+    states = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
+    return {name: int(state[0].current_seed()) for name, state in states.items()}
+
+
+def state_slots(layer: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields where a layer itself has state that its forward may change: a dict and a name in it.
+
+    These are its buffers, and the vectors among its parameters that are not trained, which is
+    where some layers have statistics.
+    """
+    own = vars(layer)
+    for name, tensor in own["_buffers"].items():
+        if tensor is not None:
+            yield own["_buffers"], name
+    for name, tensor in own["_parameters"].items():
+        if tensor is not None and tensor.stop_gradient and tensor.ndim <= 1:
+            yield own["_parameters"], name
+
+
+def same_memory(tensor: Any) -> Any:
+    """Returns a leaf of the graph that shares memory and may be emptied on its own."""
+    if hasattr(tensor, "_unsafe_share_buffer_to"):
+        other = tensor.detach()
+    else:
+        # On 2.6.2 a detached tensor is the same inside, and to unpack it for autograd empties it.
+        kind = core.VarDesc.VarType.LOD_TENSOR
+        other = core.eager.Tensor(tensor.dtype, tensor.shape, "", kind, False)
+        tensor._share_buffer_to(other)
+    other.stop_gradient = tensor.stop_gradient
+    return other
+
+
+def is_parameter(tensor: Any) -> bool:
+    """Whether a tensor is a parameter, with all that is attached to it."""
+    return isinstance(tensor, _framework.EagerParamBase)
+
+
+def switch_gradients_on() -> None:
+    """Undoes that Paddle leaves gradients off where a hook failed in the middle of backward."""
+    framework: Any = paddle.framework
+    framework._dygraph_tracer()._has_grad = True
+
+
+def automatic_casts() -> Callable[[], AbstractContextManager[Any]]:
+    """Returns what makes the context in which tensors are cast automatically as they are now."""
+    framework: Any = paddle.framework
+    tracer = framework._dygraph_tracer()
+    level, dtype = tracer._amp_level.name, tracer._amp_dtype
+    lists = [set(names) for names in tracer._get_amp_op_list()]
+
+    def context() -> AbstractContextManager[Any]:
+        if level == "O0" == tracer._amp_level.name:
+            return nullcontext()
+        if level == "O0":
+            return paddle.amp.auto_cast(enable=False)
+        white, black = lists
+        return paddle.amp.auto_cast(True, white, black, level, dtype)
+
+    return context

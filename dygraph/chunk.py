@@ -6,18 +6,37 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Callable, NoReturn
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.shared_layers import called_through
 
 
 class PipelineLayerChunk(paddle.nn.Layer):
-    """The layers of one stage; its sublayers have their numbers in the whole list as names."""
+    """The layers of one stage; its sublayers have their numbers in the whole list as names.
 
-    def __init__(self, functions: Mapping[int, Callable[[Any], Any]]) -> None:
-        """Takes built layers and functions by their number in the whole list, in order."""
+    A shared layer that is called through its ``forward_func`` has its key as name.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[int, Callable[[Any], Any]],
+        keys: Mapping[int, str],
+    ) -> None:
+        """Takes built layers and functions by their number in the whole list, in order.
+
+        Args:
+            functions: The layers and functions.
+            keys: The keys of those that are shared layers.
+        """
         super().__init__()
         self.run_function = list(functions.values())
         for index, function in functions.items():
             if isinstance(function, paddle.nn.Layer):
                 self.add_sublayer(str(index), function)
+            elif index in keys:
+                self.add_sublayer(keys[index], *called_through(function))
+
+    def get_run_function(self) -> list[Callable[[Any], Any]]:
+        """Returns the layers and functions in order."""
+        return self.run_function
 
     def __iter__(self) -> Iterator[Callable[[Any], Any]]:
         """Yields the layers and functions in order."""

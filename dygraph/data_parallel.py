@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paddle.distributed.fleet.utils import hybrid_parallel_util
-
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
 from fleetpipe.errors import ConfigError
-from fleetpipe.transport import GlooGroup, Group
+from fleetpipe.transport import Group
 
 #: What ``gradient_scale_configs`` may say of the gradients of the replicas.
 SCALES = ("avg", "sum")
+#: Gradients are added in pieces of about this size: few calls, and no second copy of them all.
+_PIECE_BYTES = 128 * 1024 * 1024
 
 
 def broadcast_state(state: dict[str, Any], group: Group) -> None:
@@ -28,24 +29,32 @@ def broadcast_state(state: dict[str, Any], group: Group) -> None:
 def reduce_gradients(parameters: Sequence[Any], group: Group, scale: str) -> None:
     """Averages or sums the gradients of the replicas, fused. Collective over the replicas.
 
-    A parameter that had no gradient on some replica counts as zero there.
+    A parameter that had no gradient on some replica counts as zero there. The result has the same
+    bits on every replica.
 
     Args:
         parameters: This rank's parameters, the same on every replica.
-        group: The replicas.
+        group: The replicas: all ranks of dp and sharding that hold these parameters.
         scale: "avg" or "sum".
+
+    Raises:
+        ConfigError: A gradient is sparse.
+        PipelineTimeout: Some replica did not come within the limit.
     """
-    if not isinstance(group, GlooGroup):
+    if group.ranks == 1:
         return
-    present = [p.grad is not None for p in parameters]
-    # One call that also makes sure that all replicas are here before Gloo's 30 s begin.
+    present = [gradient_of(parameter) is not None for parameter in parameters]
     everywhere = group.all_gather("".join("01"[flag] for flag in present))
+    gradients = []
     for index, parameter in enumerate(parameters):
-        if not present[index] and any(flags[index] == "1" for flags in everywhere):
-            parameter.grad = paddle.zeros_like(parameter)
-    fused: Any = hybrid_parallel_util.fused_allreduce_gradients_with_group
-    with group.collective():
-        fused(parameters, group.paddle_group, scale=1.0 / group.ranks if scale == "avg" else 1.0)
+        if not any(flags[index] == "1" for flags in everywhere):
+            continue
+        if not present[index]:
+            set_gradient(parameter, zero_gradient(parameter))
+        gradients.append(_dense(gradient_of(parameter), parameter))
+    share = 1.0 / group.ranks if scale == "avg" else 1.0
+    for piece in _pieces(gradients):
+        _add_up(piece, group, share)
 
 
 def mean_loss(loss: Any, group: Group) -> Any:
@@ -72,3 +81,40 @@ def scale_strategy(strategy: Any) -> str:
             fix="scale the loss in loss_fn for anything else",
         )
     return scale
+
+
+def _dense(gradient: Any, parameter: Any) -> Any:
+    if gradient.is_selected_rows():
+        raise ConfigError(
+            f"the gradient of {parameter.name} is sparse, and replicas add up dense ones",
+            cause="an Embedding(sparse=True)",
+            fix="build it with sparse=False",
+        )
+    return gradient
+
+
+def _pieces(gradients: Sequence[Any]) -> list[list[Any]]:
+    """Sorts gradients by dtype into pieces that are added at once."""
+    pieces: list[list[Any]] = []
+    open_pieces: dict[str, tuple[list[Any], int]] = {}
+    for gradient in gradients:
+        kind = str(gradient.dtype)
+        piece, size = open_pieces.get(kind, ([], _PIECE_BYTES))
+        own = int(gradient.size) * int(gradient.element_size())
+        if size + own > _PIECE_BYTES:
+            piece, size = [], 0
+            pieces.append(piece)
+        piece.append(gradient)
+        open_pieces[kind] = (piece, size + own)
+    return pieces
+
+
+@paddle.no_grad()
+def _add_up(piece: Sequence[Any], group: Group, share: float) -> None:
+    """Replaces the gradients of a piece by the sum over ``group`` of ``share`` of each."""
+    flat = paddle.concat([gradient.reshape([-1]) for gradient in piece])
+    flat.scale_(share)
+    group.all_reduce([flat])
+    parts = paddle.split(flat, [int(gradient.size) for gradient in piece])
+    for gradient, part in zip(piece, parts):
+        paddle.assign(part.reshape(gradient.shape), gradient)

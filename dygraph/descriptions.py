@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.errors import ConfigError
 
 #: Fleet seeds layer i of a model with this number plus i.
@@ -19,11 +19,13 @@ def check(entry: Any, index: int) -> None:
     Raises:
         ConfigError: ``entry`` is neither a description, nor a layer, nor callable.
     """
-    if _is_shared(entry):
+    theirs = getattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc", None)
+    if theirs is not None and isinstance(entry, theirs):
         raise ConfigError(
-            "this version does not run SharedLayerDesc (weights shared between stages)",
+            "LocalSharedLayerDesc shares weights between the two chunks of a rank alone",
             where=f"layer {index} of the list, key {entry.layer_name!r}",
-            fix="use LayerDesc, with weights of its own for each layer",
+            fix="use SharedLayerDesc with the same arguments: here it shares under every "
+            "schedule, DualPipeV included",
         )
     if not hasattr(entry, "build_layer") and not callable(entry):
         raise ConfigError(
@@ -34,13 +36,63 @@ def check(entry: Any, index: int) -> None:
         )
 
 
+def is_shared(entry: Any) -> bool:
+    """Tells whether ``entry`` is a ``SharedLayerDesc``."""
+    return isinstance(entry, paddle_fleet.meta_parallel.SharedLayerDesc)
+
+
+def shared_attributes(entry: Any) -> tuple[str, ...]:
+    """Returns the names of the weights that a ``SharedLayerDesc`` shares."""
+    # One name on 2.6.2, a list on 3.3.
+    named = entry.shared_weight_attr
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
 def build(entry: Any, index: int) -> Any:
-    """Returns the callable of layer ``index``, built under the seed that Fleet gives it."""
+    """Returns the callable of layer ``index``, built under the seed that Fleet gives it.
+
+    The random state is left advanced: see :func:`random_state_kept`.
+    """
     if not hasattr(entry, "build_layer"):
         return entry
-    with _random_state_kept():
-        paddle.seed(FIRST_SEED + index)
+    paddle.seed(FIRST_SEED + index)
+    with _specification_kept(entry):
         return entry.build_layer()
+
+
+class Blueprints(Sequence[Any]):
+    """Layers like those of a list, for their names and shapes; their values mean nothing.
+
+    Each is made when it is asked for, and kept.
+    """
+
+    def __init__(self, entries: Sequence[Any]) -> None:
+        """Describes the layers of a whole list."""
+        self._entries = entries
+        self._made: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        """Returns the number of layers."""
+        return len(self._entries)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the blueprint of layer ``index``."""
+        if index not in self._made:
+            self._made[index] = _blueprint(self._entries[index], index)
+        return self._made[index]
+
+
+def _blueprint(entry: Any, index: int) -> Any:
+    if not hasattr(entry, "build_layer"):
+        return entry
+    # Names of its own, so that the parameters that count are named as if it were not there.
+    with random_state_kept(), paddle.utils.unique_name.guard():
+        try:
+            with paddle.LazyGuard(), _specification_kept(entry):
+                return entry.build_layer()
+        except Exception:
+            # A layer whose constructor computes with its parameters cannot be built lazily.
+            return build(entry, index)
 
 
 def class_name(entry: Any) -> str:
@@ -51,18 +103,6 @@ def class_name(entry: Any) -> str:
     if described is None and hasattr(entry, "layer_spec"):
         described = entry.layer_spec.layer
     return str(getattr(described or entry, "__name__", ""))
-
-
-def blueprint(entry: Any, index: int) -> Any:
-    """Returns a layer like layer ``index`` for its names and shapes; its values mean nothing."""
-    if not hasattr(entry, "build_layer"):
-        return entry
-    try:
-        with _random_state_kept(), paddle.LazyGuard():
-            return entry.build_layer()
-    except Exception:
-        # A layer whose constructor computes with its parameters cannot be built lazily.
-        return build(entry, index)
 
 
 def count_parameters(layer: Any) -> int:
@@ -79,14 +119,30 @@ def _numel(parameter: Any) -> int:
     return count
 
 
-def _is_shared(entry: Any) -> bool:
-    return hasattr(entry, "shared_weight_attr")
-
-
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
-    state = paddle.get_rng_state()
+def random_state_kept() -> Iterator[None]:
+    """Puts Paddle's random state, and that of tensor parallelism, back in the end."""
+    tracker = paddle_fleet.meta_parallel.get_rng_state_tracker()
+    state, tracked = paddle.get_rng_state(), tracker.get_states_tracker()
     try:
         yield
     finally:
         paddle.set_rng_state(state)
+        tracker.set_states_tracker(tracked)
+
+
+@contextmanager
+def _specification_kept(entry: Any) -> Iterator[None]:
+    """Undoes what building a ``LayerDesc`` of a ``LayerSpec`` writes into the specification.
+
+    Two entries may use the same: the arguments of one must not reach the other.
+    """
+    specification = getattr(entry, "layer_spec", None)
+    if specification is None:
+        yield
+        return
+    arguments = specification.extra_kwargs
+    try:
+        yield
+    finally:
+        specification.extra_kwargs = arguments

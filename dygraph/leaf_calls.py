@@ -9,10 +9,12 @@ with nothing but ``PyLayer`` and ``paddle.grad``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph import recompute
 from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.leaves import CannotWait, Leaf, examine, replace, stand_ins, tensors_in
 from fleetpipe.errors import ConfigError
@@ -167,6 +169,9 @@ def run(
     parameters = [p for p in leaf.parameters if not p.stop_gradient]
     if not parameters or not paddle.is_grad_enabled():
         return forward(*args, **named)
+    if recompute.in_piece():
+        # What is cut out would keep the layer's inputs and outputs, which recompute lets go.
+        leaf.examined, leaf.reason = True, leaf.reason or "its layer is recomputed"
     if not leaf.examined:
         examine(leaf, forward, args, named)
     if leaf.reason:
@@ -212,7 +217,8 @@ def _cut_out(
 
 
 def _bytes(tensor: Any) -> int:
-    return int(tensor.size) * int(tensor.element_size())
+    # Not tensor.size: Paddle asks NumPy for that, which takes as long as a small layer.
+    return math.prod(tensor.shape) * int(tensor.element_size())
 
 
 def _apart(tensor: Any, others: Iterable[Any]) -> Any:

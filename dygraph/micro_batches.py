@@ -2,15 +2,18 @@
 
 ``[inputs, labels]`` holds the whole batch; each of the two may be a Tensor (cut along its first
 axis), a list of one value per micro-batch, a tuple or dict of those, or None on a rank that does
-not need it. Anything else is an iterator of ``(inputs, labels)``, one item per micro-batch.
+not need it. A ``PipelineDatasetPreprocessor`` is called for the data. Anything else is an iterator
+of ``(inputs, labels)``, one item per micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.newer import PipelineDatasetPreprocessor
 from fleetpipe.errors import BoundaryError, ConfigError
 
 
@@ -21,14 +24,29 @@ class MicroBatches(NamedTuple):
     labels: Any
 
 
-def split(data: Any, count: int, size: int) -> MicroBatches:
-    """Cuts ``data`` into ``count`` micro-batches of ``size`` rows.
+class Cut(NamedTuple):
+    """How a batch is cut.
+
+    Args:
+        steps: The number m of micro-batches (``accumulate_steps``).
+        size: Rows of each Tensor of a micro-batch (``micro_batch_size``).
+        any_rows: Whether another number of rows or values is cut as well: rows into micro-batches
+            of ``size``, of which the last may be smaller.
+    """
+
+    steps: int
+    size: int
+    any_rows: bool = False
+
+
+def split(data: Any, cut: Cut) -> MicroBatches:
+    """Cuts ``data`` into micro-batches.
 
     Args:
         data: ``[inputs, labels]`` of a whole batch, or an iterator over micro-batches, of which
-            exactly ``count`` items are consumed; None on a rank that needs neither.
-        count: The number m of micro-batches (``accumulate_steps``).
-        size: Rows of each Tensor of a micro-batch (``micro_batch_size``).
+            exactly ``cut.steps`` items are consumed, or a ``PipelineDatasetPreprocessor`` that
+            returns one of these; None on a rank that needs neither.
+        cut: How to cut.
 
     Returns:
         The micro-batches; all tensors are detached.
@@ -37,6 +55,7 @@ def split(data: Any, count: int, size: int) -> MicroBatches:
         ConfigError: The number of rows or items does not fit.
         BoundaryError: A value is not made of Tensors.
     """
+    data = unwrapped(data)
     if data is None:
         return MicroBatches(None, None)
     if isinstance(data, (list, tuple)):
@@ -47,17 +66,76 @@ def split(data: Any, count: int, size: int) -> MicroBatches:
                 got=f"{len(data)} entries",
                 fix="put several inputs into a tuple: [(x1, x2), labels]",
             )
-        inputs, labels = data
-        return MicroBatches(
-            _split(inputs, count, size, "inputs"), _split(labels, count, size, "labels")
-        )
-    if not isinstance(data, Iterator):
+        parts = MicroBatches(*(split_value(v, cut, n) for v, n in zip(data, MicroBatches._fields)))
+        if parts.inputs and parts.labels and len(parts.inputs) != len(parts.labels):
+            raise ConfigError(
+                "inputs and labels do not have the same number of micro-batches",
+                got=f"{len(parts.inputs)} and {len(parts.labels)}",
+            )
+        return parts
+    if not hasattr(type(data), "__next__"):
         raise ConfigError(
             "data must be [inputs, labels] or an iterator of (inputs, labels) micro-batches",
             got=type(data).__name__,
             fix="pass iter(loader) for a DataLoader whose batches are micro-batches",
         )
-    return _draw(data, count)
+    return _draw(data, cut.steps)
+
+
+def unwrapped(data: Any) -> Any:
+    """Returns what a ``PipelineDatasetPreprocessor`` gives; any other ``data`` as it is."""
+    return data() if isinstance(data, PipelineDatasetPreprocessor) else data
+
+
+def split_value(value: Any, cut: Cut, path: str) -> list[Any] | None:
+    """Cuts the inputs or the labels of a whole batch; ``path`` names them in messages.
+
+    Raises:
+        ConfigError: The number of rows or values does not fit.
+        BoundaryError: A value is not made of Tensors.
+    """
+    if value is None:
+        return None
+    if isinstance(value, paddle.Tensor):
+        return _rows(value, cut, path)
+    if isinstance(value, list):
+        if len(value) != cut.steps and not (cut.any_rows and value):
+            raise ConfigError(
+                f"{path} is a list, which means one value per micro-batch",
+                expected=f"{cut.steps} values (accumulate_steps)",
+                got=f"{len(value)} values",
+                fix="use a tuple for several tensors of the whole batch",
+            )
+        return [_detached(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        parts = [split_value(item, cut, f"{path}[{i}]") for i, item in enumerate(value)]
+        indices = range(_common_length(parts, cut, path))
+        return [tuple(part and part[index] for part in parts) for index in indices]
+    if isinstance(value, dict):
+        named = {key: split_value(item, cut, f"{path}[{key!r}]") for key, item in value.items()}
+        indices = range(_common_length(list(named.values()), cut, path))
+        return [{key: part and part[i] for key, part in named.items()} for i in indices]
+    raise _not_a_tensor(value, path)
+
+
+def ragged_weights(value: Any, cut: Cut) -> list[Fraction] | None:
+    """Returns each micro-batch's share of the rows where ``cut.size`` does not divide them.
+
+    Args:
+        value: The labels of a whole batch, as the user gave them.
+        cut: How they are cut.
+
+    Returns:
+        None where all micro-batches have the same number of rows.
+    """
+    if isinstance(value, (tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return next((w for item in items if (w := ragged_weights(item, cut)) is not None), None)
+    if not isinstance(value, paddle.Tensor) or not value.ndim or value.shape[0] % cut.size == 0:
+        return None
+    rows = value.shape[0]
+    whole = [Fraction(cut.size, rows)] * (rows // cut.size)
+    return [*whole, Fraction(rows % cut.size, rows)]
 
 
 def _draw(data: Iterator[Any], count: int) -> MicroBatches:
@@ -81,38 +159,28 @@ def _draw(data: Iterator[Any], count: int) -> MicroBatches:
     return MicroBatches(inputs, labels)
 
 
-def _split(value: Any, count: int, size: int, path: str) -> list[Any] | None:
-    if value is None:
-        return None
-    if isinstance(value, paddle.Tensor):
-        return _rows(value, count, size, path)
-    if isinstance(value, list):
-        if len(value) != count:
-            raise ConfigError(
-                f"{path} is a list, which means one value per micro-batch",
-                expected=f"{count} values (accumulate_steps)",
-                got=f"{len(value)} values",
-                fix="use a tuple for several tensors of the whole batch",
-            )
-        return [_detached(item, f"{path}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, tuple):
-        parts = [_split(item, count, size, f"{path}[{i}]") for i, item in enumerate(value)]
-        return [tuple(part and part[index] for part in parts) for index in range(count)]
-    if isinstance(value, dict):
-        named = {key: _split(item, count, size, f"{path}[{key!r}]") for key, item in value.items()}
-        return [{key: part and part[i] for key, part in named.items()} for i in range(count)]
-    raise _not_a_tensor(value, path)
+def _common_length(parts: list[list[Any] | None], cut: Cut, path: str) -> int:
+    lengths = {len(part) for part in parts if part is not None} or {cut.steps}
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"the parts of {path} do not have the same number of micro-batches",
+            got=" and ".join(map(str, sorted(lengths))),
+        )
+    return lengths.pop()
 
 
-def _rows(tensor: Any, count: int, size: int, path: str) -> list[Any]:
+def _rows(tensor: Any, cut: Cut, path: str) -> list[Any]:
+    count, size, any_rows = cut
     rows = tensor.shape[0] if tensor.ndim else None
     if rows != count * size:
-        raise ConfigError(
-            f"{path} does not have accumulate_steps x micro_batch_size rows",
-            expected=f"{count} x {size} = {count * size} rows",
-            got="a 0-D tensor" if rows is None else f"{rows} rows (shape {list(tensor.shape)})",
-            fix="change the batch, or strategy.pipeline_configs; drop an incomplete last batch",
-        )
+        if not any_rows or not rows:
+            raise ConfigError(
+                f"{path} does not have accumulate_steps x micro_batch_size rows",
+                expected=f"{count} x {size} = {count * size} rows",
+                got="a 0-D tensor" if rows is None else f"{rows} rows (shape {tensor.shape})",
+                fix="change the batch, or strategy.pipeline_configs; drop an incomplete last batch",
+            )
+        count = -(-rows // size)
     whole = tensor.detach()
     return [whole[index * size : (index + 1) * size] for index in range(count)]
 

@@ -2,35 +2,30 @@
 
 ``PipelineLayer`` has the constructor and the attributes of Fleet's. Layers keep their number in
 the whole list as their name, so that a parameter is called ``3.weight`` on whatever rank and stage
-it lives.
+it lives; a layer that several entries share is called ``shared_layers.<key>``.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Callable
 
-from fleetpipe._paddle import paddle, user_strategy
+from fleetpipe._paddle import user_strategy
 from fleetpipe.config import PipelineConfig
-from fleetpipe.dygraph import arrangement, descriptions
-from fleetpipe.dygraph.chunk import PipelineLayerChunk
-from fleetpipe.dygraph.running import StageRunner
-from fleetpipe.dygraph.whole_model import (
-    SingleModel,
-    Slot,
-    names_in,
-    slots_of,
-    to_pipeline_names,
-)
+from fleetpipe.dygraph import arrangement, descriptions, shared_layers
+from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST
+from fleetpipe.dygraph.fleet_attributes import FleetLayers
+from fleetpipe.dygraph.model_state import ModelState
+from fleetpipe.dygraph.pipeline_topology import number_of_stages, topology_of
+from fleetpipe.dygraph.running import StageRunner, checked_interval
+from fleetpipe.dygraph.shared_weights import SharedWeights, holders
 from fleetpipe.errors import ConfigError
-from fleetpipe.job import current_job, pipeline_group
+from fleetpipe.job import current_job
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.schedules import Placement, Schedule
 
 
-class PipelineLayer(paddle.nn.Layer):
+class PipelineLayer(FleetLayers):
     """The stages of a pipeline that this process owns: its own one, or all in one process."""
 
     def __init__(
@@ -60,8 +55,10 @@ class PipelineLayer(paddle.nn.Layer):
             loss_fn: ``loss_fn(output, label)`` gives a Tensor with one element.
             seg_method: ``"uniform"``, ``"layer:Regex"``, ``"balanced"`` (by parameters) or the
                 list of first layers of the stages.
-            recompute_interval: Not part of this version; must be 0.
-            recompute_ctx: Accepted for Fleet's sake.
+            recompute_interval: Layers within a stage whose activations are dropped together after
+                forward, and computed again in backward; 0 keeps all.
+            recompute_ctx: Needed with ``recompute_interval``, as in Fleet; what it says has no
+                effect.
             num_virtual_pipeline_stages: Chunks on each rank, v. Left out, it is the schedule's own
                 number: 2 for Interleaved1F1B and on a vee (ZBV, VHalf, VMin, DualPipeV), else 1.
             use_cudagraph: Accepted without effect.
@@ -73,25 +70,38 @@ class PipelineLayer(paddle.nn.Layer):
             PartitionError: The layers cannot be cut as asked.
         """
         super().__init__()
-        _refuse_later_features(recompute_interval)
         self._layers_desc = list(layers)
         for index, entry in enumerate(self._layers_desc):
             descriptions.check(entry, index)
-        self._loss_fn = loss_fn if loss_fn is None or isinstance(loss_fn, list) else [loss_fn]
-        self._topo = topology
-        self._num_stages = _number_of_stages(num_stages, topology)
+        job = current_job()
+        self._num_stages = number_of_stages(num_stages, topology, job)
+        self._topo = topology_of(topology, self._num_stages, job)
+        # With one stage in a job of several the whole model is here, and the others do not matter.
+        self._job = job if job is not None and job.degrees.pp == self._num_stages else None
+        # Around Layer.__setattr__, which would make a sublayer of a loss: it is no part of the model.
+        self.__dict__["_loss_fn"] = _loss_functions(loss_fn)
+        self._recompute_interval = checked_interval(recompute_interval, recompute_ctx)
         self.recompute_ctx = recompute_ctx
         self.use_cudagraph = use_cudagraph
         self._chunks = num_virtual_pipeline_stages
         self._use_dualpipev = use_dualpipev
+        self._blueprints = descriptions.Blueprints(self._layers_desc)
+        if job is not None and job.degrees.mp > 1:
+            # Sizes that cannot be cut are refused on every rank, before any waits for another.
+            list(self._blueprints)
+        shared = shared_layers.find(self._layers_desc, self._blueprints)
+        self._shared = {index: layer for layer in shared for index in layer.indices}
         self.placement = self._arranged(_current_config()).placement
         self.partition = self._cut(seg_method)
-        self.segment_parts = list(self.partition.boundaries)
+        shared_layers.refuse_split(self._layers_desc, self.get_stage_from_index)
         self._stage_id, self._owned = self._own_stages()
-        self._functions: dict[int, Callable[[Any], Any]] = {}
-        for stage in self._owned:
-            self._build(range(*self._range(stage)))
-        self._runner = StageRunner(self._functions, self.partition)
+        built = self._build(shared)
+        self._runner = StageRunner(self._functions, self.partition, self._recompute_interval)
+        self._state = ModelState(
+            self._layers_desc, self._blueprints, shared, built.names, self.state_dict
+        )
+        self._shared_weights = self._connect_copies(shared)
+        self._tell_as_fleet()
 
     def schedule(self, config: PipelineConfig) -> Schedule:
         """Returns the schedule that runs these layers, verified against the memory cap.
@@ -104,6 +114,14 @@ class PipelineLayer(paddle.nn.Layer):
             ConfigError: The schedule needs another placement, or cannot be built.
             ScheduleError: The schedule passes the memory cap.
         """
+        job = current_job()
+        if job is not None and job.degrees.pp != self._num_stages:
+            raise ConfigError(
+                "this PipelineLayer has another number of stages than the job",
+                expected=f"pp_degree={job.degrees.pp}",
+                got=f"{self._num_stages}: the whole model is in this process",
+                fix="pass topology=fleet.get_hybrid_communicate_group().topology()",
+            )
         schedule = self._arranged(config)
         if schedule.placement != self.placement:
             raise ConfigError(
@@ -132,32 +150,44 @@ class PipelineLayer(paddle.nn.Layer):
             for entry, layer in zip(self._layers_desc, self._blueprints)
         ]
 
-    @functools.cached_property
-    def _blueprints(self) -> list[Any]:
-        return [descriptions.blueprint(entry, i) for i, entry in enumerate(self._layers_desc)]
-
     def _own_stages(self) -> tuple[int, tuple[int, ...]]:
         """Returns this process's rank in the pipeline and the stages it owns."""
-        job = current_job()
-        if job is None or job.local:
+        if self._job is None or self._job.local:
             return 0, tuple(range(self.placement.stages))
-        rank = job.hcg.get_stage_id()
+        rank = self._job.hcg.get_stage_id()
         return rank, self.placement.stages_of(rank)
 
-    def _range(self, stage: int) -> tuple[int, int]:
-        return self.segment_parts[stage], self.segment_parts[stage + 1]
+    def _build(self, shared: Sequence[shared_layers.SharedLayer]) -> shared_layers.Built:
+        """Builds the layers of this process's stages."""
+        indices = [index for stage in self._owned for index in self._range(stage)]
+        built = shared_layers.build(self._layers_desc, indices, shared)
+        built.register(self)
+        self._functions = built.functions
+        return built
 
-    def _build(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            entry = self._layers_desc[index]
-            built = descriptions.build(entry, index)
-            if isinstance(built, paddle.nn.Layer):
-                self.add_sublayer(str(index), built)
-            self._functions[index] = built
+    def _connect_copies(self, shared: Sequence[shared_layers.SharedLayer]) -> SharedWeights:
+        """Makes the copies of shared weights equal on all ranks. Collective over the pipeline."""
+        job = self._job
+        weights = holders(shared, self.get_stage_from_index)
+        if job is None or job.local or all(len(weight.holders) == 1 for weight in weights):
+            return SharedWeights([], {}, self._stage_id, self._sharing_group)
+        copies = SharedWeights(weights, self._state.own(), self._stage_id, self._sharing_group)
+        with job.guarded(lambda: "making shared weights equal"):
+            job.connect()
+            copies.equalize()
+        return copies
 
-    def stage_layers(self, stage: int) -> dict[int, Callable[[Any], Any]]:
-        """Returns the built layers and functions of a stage of this process, by their numbers."""
-        return {index: self._functions[index] for index in range(*self._range(stage))}
+    def allreduce_shared_weight_gradients(self) -> None:
+        """Gives all copies of shared weights the sum of their gradients.
+
+        Collective over the ranks of the pipeline that share one; nothing happens on the others, nor
+        where one process has all uses. A copy without a gradient counts as zeros. ``train_batch``
+        calls it.
+
+        Raises:
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        self._shared_weights.sum_gradients()
 
     def run_stage(self, stage: int, value: Any, micro_batch: int | None = None) -> Any:
         """Runs the layers of ``stage`` one after another.
@@ -188,14 +218,7 @@ class PipelineLayer(paddle.nn.Layer):
             for stage in self._owned:
                 input = self.run_stage(stage, input)
             return input
-        chunks = len(self._owned) if self.placement.chunks > 1 else 0
-        if chunk_id not in range(chunks):
-            raise ConfigError(
-                f"there is no chunk {chunk_id}",
-                expected=f"a number from 0 to {chunks - 1}"
-                if chunks
-                else "no chunk_id: each rank has one chunk",
-            )
+        self._require_chunk(chunk_id)
         return self.run_stage(self._owned[chunk_id], input)
 
     def loss_fn(self, index: int = 0) -> Callable[[Any, Any], Any]:
@@ -204,25 +227,13 @@ class PipelineLayer(paddle.nn.Layer):
         Raises:
             ConfigError: The model was built without one.
         """
-        if not self._loss_fn:
+        functions = self._loss_fn if isinstance(self._loss_fn, list) else [self._loss_fn]
+        if not functions or functions[0] is None:
             raise ConfigError(
                 "this PipelineLayer has no loss function", fix="pass loss_fn= when you build it"
             )
-        chosen: Callable[[Any, Any], Any] = self._loss_fn[index]
+        chosen: Callable[[Any, Any], Any] = functions[index]
         return chosen
-
-    def get_num_virtual_stages(self) -> int:
-        """Returns the number of chunks on each rank."""
-        return self.placement.chunks
-
-    def get_model_chunks(self) -> list[PipelineLayerChunk] | None:
-        """Returns the chunks of this process in the order of the model, None where v is 1.
-
-        A rank has v chunks; a process that plays all ranks has all p * v of them.
-        """
-        if self.placement.chunks == 1:
-            return None
-        return [PipelineLayerChunk(self.stage_layers(stage)) for stage in self._owned]
 
     def get_stage_from_index(self, layer_idx: int) -> int:
         """Returns the pipeline rank that owns layer ``layer_idx`` of the whole list."""
@@ -235,94 +246,10 @@ class PipelineLayer(paddle.nn.Layer):
         )
         return counted.table(self.placement.rank_of)
 
-    def outlines(self) -> list[str]:
-        """Returns the name of each layer of the whole model with its parameters' shapes."""
-        outlines = []
-        for index, (entry, layer) in enumerate(zip(self._layers_desc, self._blueprints)):
-            held = [f"{slot.name}{list(slot.shape)}" for slot in slots_of(layer, index)]
-            outlines.append(" ".join([descriptions.class_name(entry), *held]))
-        return outlines
 
-    def slots(self) -> list[Slot]:
-        """Returns the names and shapes of the parameters and buffers of the whole model."""
-        return [slot for i, layer in enumerate(self._blueprints) for slot in slots_of(layer, i)]
-
-    def load_from(self, source: Any) -> None:
-        """Takes this process's parameters and buffers from a single-device model.
-
-        Args:
-            source: The model or its state dict. Names such as ``3.weight`` are matched by name;
-                a model with other names by order, in which shapes must agree.
-
-        Raises:
-            CheckpointError: The source does not fit; nothing was changed.
-        """
-        state = to_pipeline_names(self.slots(), source)
-        for name, tensor in self.state_dict().items():
-            tensor.set_value(state[name])
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Returns copies of all parameters and buffers of the whole model, on every rank.
-
-        Collective over the pipeline. The keys are those of :meth:`state_dict`.
-        """
-        own = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
-        parts = pipeline_group().all_gather(own)
-        merged = {name: tensor for part in parts for name, tensor in part.items()}
-        return {slot.name: merged[slot.name] for slot in self.slots()}
-
-    def copy_to(self, model: Any) -> None:
-        """Puts the whole pipeline's parameters and buffers into a single-device model.
-
-        Collective over the pipeline; the inverse of :meth:`load_from`.
-
-        Args:
-            model: A Layer with the same parameters in the same order; may be another on each rank.
-
-        Raises:
-            CheckpointError: The model does not fit; nothing was changed.
-        """
-        names = self.names_in(model)
-        state = self.full_state_dict()
-        for name, tensor in model.state_dict().items():
-            tensor.set_value(state[names[name]])
-
-    def names_in(self, model: Any) -> dict[str, str]:
-        """Returns this pipeline's name of each parameter and buffer of a single-device model.
-
-        Raises:
-            CheckpointError: The model does not fit in names, or in order and shape.
-        """
-        return names_in(self.slots(), model)
-
-    def single_model(self) -> SingleModel:
-        """Builds the whole list of layers in this process as one Layer, with fresh weights."""
-        return SingleModel(
-            [copy.deepcopy(descriptions.build(e, i)) for i, e in enumerate(self._layers_desc)]
-        )
-
-
-def _number_of_stages(num_stages: int | None, topology: Any) -> int:
-    """Returns the number of pipeline ranks, checked against the topology and the job."""
-    if topology is None and num_stages is None:
-        raise ConfigError(
-            "PipelineLayer needs num_stages or topology",
-            fix="pass topology=fleet.get_hybrid_communicate_group().topology()",
-        )
-    job = current_job()
-    known = {
-        "num_stages": num_stages,
-        "topology": None if topology is None else topology.get_dim("pipe"),
-        "pp_degree of fleet.init": None if job is None else job.degrees.pp,
-    }
-    given = {name: value for name, value in known.items() if value is not None}
-    if len(set(given.values())) > 1:
-        raise ConfigError(
-            "the number of pipeline stages is given twice, and differs",
-            got=", ".join(f"{name}={value}" for name, value in given.items()),
-            fix="pass only topology=fleet.get_hybrid_communicate_group().topology()",
-        )
-    return int(next(iter(given.values())))
+def _loss_functions(loss_fn: Any) -> Any:
+    """Returns ``_loss_fn`` as the installed Paddle's Fleet keeps it."""
+    return [loss_fn] if LOSS_FUNCTIONS_ARE_A_LIST and not isinstance(loss_fn, list) else loss_fn
 
 
 def _current_config() -> PipelineConfig:
@@ -334,8 +261,3 @@ def _current_config() -> PipelineConfig:
 
 def _told(placement: Placement) -> str:
     return f"a {placement.name} of {placement.ranks} ranks with {placement.chunks} chunks on each"
-
-
-def _refuse_later_features(recompute_interval: int) -> None:
-    if recompute_interval != 0:
-        raise ConfigError("this version does not run PipelineLayer(recompute_interval=..)")

@@ -14,10 +14,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.dygraph._paddle import allocated_bytes
+from fleetpipe.dygraph.gradients import drop_gradients
+from fleetpipe.dygraph.losses import Losses
 from fleetpipe.dygraph.micro_batches import MicroBatches
 from fleetpipe.dygraph.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.randomness import random_states_kept
 from fleetpipe.dygraph.split_backward import SplitBackward
 from fleetpipe.dygraph.stage import Batch, DygraphStage
 from fleetpipe.engine import Engine, Stage, Values
@@ -122,12 +124,13 @@ def measure(
     trace = Trace(Path(), schedule, job.connect(), job.group(), most_steps=batches)
     engine = Engine(plan, trace.stage(weighed), trace.transports(job.connect()), job.timeout)
     nothing = {"REDUCE": lambda: None, "STEP": lambda: None}
-    with _state_kept(layers):
+    with _state_kept(layers, stage):
         for index in [index for _ in range(BATCHES) for index in range(len(weights))]:
             one = MicroBatches(*(part and [part[index]] for part in data))
             trace.begin_step(0)
-            stage.begin(Batch(one, [weights[index]], layers.loss_fn()))
+            stage.begin(Batch(one, Losses([layers.loss_fn()], [weights[index]])))
             engine.run(nothing)
+            stage.end()
             trace.end_step()
     held = {str(stage): statistics.median(sizes) for stage, sizes in weighed.bytes.items()}
     everyone = {int(s): size for part in job.group().all_gather(held) for s, size in part.items()}
@@ -138,15 +141,14 @@ def measure(
 
 
 @contextmanager
-def _state_kept(layers: PipelineLayer) -> Iterator[None]:
-    """Puts buffers and the random state back afterwards, and clears the gradients."""
+def _state_kept(layers: PipelineLayer, stage: DygraphStage) -> Iterator[None]:
+    """Puts buffers and the random state back afterwards, and drops what the stage and grads hold."""
     state = {name: tensor.clone() for name, tensor in layers.state_dict().items()}
-    random_state = paddle.get_rng_state()
     layers.train()
     try:
-        yield
+        with random_states_kept():
+            yield
     finally:
-        paddle.set_rng_state(random_state)
+        stage.end()
         layers.set_state_dict(state)
-        for parameter in layers.parameters():
-            parameter.clear_gradient()
+        drop_gradients(layers.parameters())

@@ -1,27 +1,57 @@
-"""Runs the layers of a stage one after another."""
+"""Runs the layers of a stage one after another: keyed, and in recomputed pieces."""
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph import randomness, recompute
+from fleetpipe.dygraph.randomness import Keys
+from fleetpipe.dygraph.recompute import Piece
 from fleetpipe.dygraph.values import outline
-from fleetpipe.errors import BoundaryError
+from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.partition import Partition
+
+
+class _Step(NamedTuple):
+    """The call of one layer."""
+
+    index: int
+    function: Callable[[Any], Any]
+    call: Callable[[Any], Any]
+
+
+class _Part(NamedTuple):
+    """Layers of a stage one after another, which are recomputed together; without piece not."""
+
+    steps: tuple[_Step, ...]
+    piece: Piece | None
 
 
 class StageRunner:
     """Calls the layers of the stages of this process, each with what the one before returned."""
 
     def __init__(
-        self, functions: Mapping[int, Callable[[Any], Any]], partition: Partition
+        self,
+        functions: Mapping[int, Callable[[Any], Any]],
+        partition: Partition,
+        recompute_interval: int = 0,
     ) -> None:
-        """Takes the built layers and functions by their number in the whole list, and the cut."""
+        """Takes the built layers.
+
+        Args:
+            functions: The layers and functions by their number in the whole list.
+            partition: The cut into stages.
+            recompute_interval: Layers of a piece that is recomputed as one; 0 for none.
+        """
         self._functions = functions
         self._partition = partition
+        self._interval = recompute_interval
+        self._parts: dict[int, list[_Part]] = {}
 
     def run(self, stage: int, value: Any, micro_batch: int | None = None) -> Any:
         """Runs the layers of ``stage``.
@@ -34,23 +64,91 @@ class StageRunner:
         Raises:
             BoundaryError: The first layer cannot take what the stage before sent.
         """
-        start, end = self._partition.boundaries[stage : stage + 2]
+        keys = None if micro_batch is None else randomness.current()
+        for part in self._parts.get(stage) or self._parts_of(stage):
+            if part.piece is not None and part.piece.needs_recompute(value):
+                run = functools.partial(_call, part.steps, keys, micro_batch)
+                value = recompute.call(part.piece, run, value)
+            else:
+                value = _call(part.steps, keys, micro_batch, value)
+        return value
+
+    def _parts_of(self, stage: int) -> list[_Part]:
+        """Returns the parts of a stage, made at its first run."""
+        first, last = self._partition.boundaries[stage : stage + 2]
+        bounds = [*range(first, last, self._interval or last - first), last]
+        self._parts[stage] = [self._part(stage, *ends) for ends in zip(bounds, bounds[1:])]
+        return self._parts[stage]
+
+    def _part(self, stage: int, start: int, end: int) -> _Part:
+        functions = {index: self._functions[index] for index in range(start, end)}
+        steps = [_Step(index, function, function) for index, function in functions.items()]
+        if start == self._partition.boundaries[stage] and start > 0:
+            steps[0] = steps[0]._replace(call=functools.partial(self._receive, start))
+        if not self._interval:
+            return _Part(tuple(steps), None)
+        name = f"stage {stage}, layers {start} to {end - 1}"
+        return _Part(tuple(steps), Piece(name, functions.values()))
+
+    def _receive(self, index: int, value: Any) -> Any:
+        """Calls the first layer of a stage with what the stage before sent."""
         try:
-            output = self._functions[start](value)
+            return self._functions[index](value)
         except Exception as error:
-            if stage == 0 or not _refused(error):
+            if not _refused(error):
                 raise
             raise BoundaryError(
-                f"layer {start} ({self._partition.layers[start].name}) cannot take "
-                f"what layer {start - 1} returned",
-                where=f"first layer of stage {stage}",
-                got=outline(value),
-                cause=f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}",
+                f"layer {index} ({self._partition.layers[index].name}) cannot take "
+                f"what layer {index - 1} returned",
+                where=f"first layer of stage {self._partition.stage_of(index)}",
+                got=f"{outline(value)}, from layer {index - 1} ("
+                f"{self._partition.layers[index - 1].name})",
+                cause=f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}",
                 fix="run the list of layers in one process (pp_degree=1) to see where shapes part",
             ) from error
-        for index in range(start + 1, end):
-            output = self._functions[index](output)
-        return output
+
+
+def _call(
+    steps: tuple[_Step, ...], keys: Keys | None, micro_batch: int | None, value: Any
+) -> Any:
+    """Calls layers one after another, each under its own key."""
+    if keys is None or micro_batch is None:
+        for _, _, call in steps:
+            value = call(value)
+        return value
+    keys.micro_batch = micro_batch
+    for index, function, call in steps:
+        keys.enter(index, function)
+        value = call(value)
+    return value
+
+
+def checked_interval(recompute_interval: Any, recompute_ctx: Any) -> int:
+    """Returns the number of layers that are recomputed together; 0 for none.
+
+    Args:
+        recompute_interval: The option of ``PipelineLayer``.
+        recompute_ctx: Likewise. Its ``offload`` and ``partition`` change where Fleet keeps the
+            inputs of a piece; here they have no effect.
+
+    Raises:
+        ConfigError: The interval is no such number, or is given without ``recompute_ctx``.
+    """
+    if isinstance(recompute_interval, bool) or not isinstance(recompute_interval, int) or (
+        recompute_interval < 0
+    ):
+        raise ConfigError(
+            "recompute_interval is a number of layers, or 0 for no recompute",
+            got=repr(recompute_interval),
+        )
+    if recompute_interval and recompute_ctx is None:
+        raise ConfigError(
+            "recompute_interval needs recompute_ctx, as it does in Fleet",
+            got=f"recompute_interval={recompute_interval}, recompute_ctx=None",
+            fix='pass recompute_ctx={"mp_group": hcg.get_model_parallel_group(), '
+            '"offload": False, "partition": False}',
+        )
+    return recompute_interval
 
 
 def _refused(error: Exception) -> bool:

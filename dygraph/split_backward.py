@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
@@ -22,6 +22,8 @@ from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 
 _MISSING = object()
+
+_NOTHING = nullcontext()
 
 #: ``layers_of(stage)`` gives the layers of a stage by their numbers in the whole list.
 LayersOf = Callable[[int], Mapping[int, Any]]
@@ -50,16 +52,18 @@ class SplitBackward:
         self._waiting: dict[int, Waiting] = {}
         self._watch: Watch | None = None
 
-    def begin(self) -> None:
-        """Forgets what an unfinished batch left."""
+    def end(self) -> None:
+        """Ends the watch with the first batch, and forgets what an unfinished one left."""
+        if self._watch is not None:
+            self._watch.stop()
+            if self._tapes:
+                # It saw a part of the parameters: the next batch is watched from its beginning.
+                self._watch = None
         self._tapes.clear()
         for waiting in self._waiting.values():
             waiting.forget()
-        if self._watch is not None:
-            self._watch.stop()
 
-    @contextmanager
-    def recording(self, stage: int, micro_batch: int) -> Iterator[None]:
+    def recording(self, stage: int, micro_batch: int) -> AbstractContextManager[None]:
         """Cuts the calls of the stage's leaf layers out of the graph while the context is open.
 
         Args:
@@ -67,8 +71,11 @@ class SplitBackward:
             micro_batch: Number within the batch.
         """
         if (stage, micro_batch) not in self._split:
-            yield
-            return
+            return _NOTHING
+        return self._recording(stage, micro_batch)
+
+    @contextmanager
+    def _recording(self, stage: int, micro_batch: int) -> Iterator[None]:
         tape = self._tapes.setdefault((stage, micro_batch), [])
         leaves = self._leaves_of(stage)
         before = [leaf.layer.__dict__.get("forward", _MISSING) for leaf in leaves]
@@ -124,11 +131,12 @@ class SplitBackward:
 
     def _leaves_of(self, stage: int) -> list[Leaf]:
         if stage not in self._leaves:
-            self._leaves[stage] = [
-                leaf
-                for index, layer in self._layers_of(stage).items()
-                for leaf in leaves_of(index, layer)
-            ]
+            # Once each, however many entries of the stage share a layer.
+            found: dict[int, Leaf] = {}
+            for index, layer in self._layers_of(stage).items():
+                for leaf in leaves_of(index, layer):
+                    found.setdefault(id(leaf.layer), leaf)
+            self._leaves[stage] = list(found.values())
         return self._leaves[stage]
 
     @contextmanager

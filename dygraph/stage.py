@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph import randomness, recompute
+from fleetpipe.dygraph.losses import Losses
 from fleetpipe.dygraph.micro_batches import MicroBatches
 from fleetpipe.dygraph.split_backward import SplitBackward
-from fleetpipe.dygraph.values import differentiable, outline
+from fleetpipe.dygraph.values import differentiable
 from fleetpipe.engine import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.schedules import Edge
 from fleetpipe.transport import Value
 
-Criterion = Callable[[Any, Any], Any]
+#: ``run_stage(stage, value, micro_batch)`` runs the layers of a stage.
+RunStage = Callable[[int, Any, int], Any]
 
 
 class Batch:
@@ -24,32 +25,23 @@ class Batch:
     def __init__(
         self,
         data: MicroBatches,
-        weights: list[Fraction],
-        criterion: Criterion | None,
+        losses: Losses | None = None,
         scale: Callable[[Any], Any] | None = None,
     ) -> None:
         """Describes one batch.
 
         Args:
             data: The micro-batches this rank was given.
-            weights: The weight of each micro-batch in the loss.
-            criterion: ``criterion(output, label)`` gives the loss; None collects the outputs.
+            losses: Computes and keeps the losses; None collects the outputs.
             scale: Applied to the weighted loss before backward, as a ``GradScaler``'s ``scale``.
         """
         self.data = data
-        self.weights = weights
-        self.criterion = criterion
+        self.losses = losses
         self.scale = scale
-        self.losses: dict[int, Any] = {}
         self.outputs: dict[int, Any] = {}
 
-    def total_loss(self) -> Any:
-        """Returns the sum of the weighted losses in micro-batch order, detached."""
-        shares = [self.losses[index] for index in sorted(self.losses)]
-        total = shares[0]
-        for loss in shares[1:]:
-            total = total + loss
-        return total
+
+_NO_BATCH = Batch(MicroBatches(None, None))
 
 
 class DygraphStage:
@@ -61,7 +53,7 @@ class DygraphStage:
 
     def __init__(
         self,
-        run_stage: Callable[[int, Any, int], Any],
+        run_stage: RunStage,
         edges: tuple[Edge, ...],
         split: SplitBackward,
     ) -> None:
@@ -77,35 +69,52 @@ class DygraphStage:
         self._into = {edge.target: edge for edge in edges}
         self._out = {edge.source: edge for edge in edges}
         self._kept: dict[tuple[int, int], tuple[Value, Any]] = {}
-        self._batch = Batch(MicroBatches(None, None), [], None)
+        self._batch = _NO_BATCH
         self._first_micro_batch = 0
+        #: The number within the batch of the micro-batch whose forward runs, or else the next.
+        self.micro_batch_id = 0
 
     def begin(self, batch: Batch, first_micro_batch: int = 0) -> None:
         """Takes up a batch whose micro-batch 0 has the given global number."""
         self._batch = batch
         self._first_micro_batch = first_micro_batch
+        self.micro_batch_id = 0
+
+    def end(self) -> None:
+        """Lets go of the batch and of all that is kept for it, whether it was finished or not."""
+        self._batch = _NO_BATCH
         self._kept.clear()
-        self._split.begin()
+        self._split.end()
 
     def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
         """Runs the layers of ``stage``; the last stage also computes the loss."""
+        self.micro_batch_id = micro_batch - self._first_micro_batch
         into = self._into.get(stage)
         value = self._inputs_of(micro_batch) if into is None else inputs[into]
         with self._split.recording(stage, micro_batch - self._first_micro_batch):
             output = self._run_stage(stage, value, micro_batch)
+        outputs: dict[Edge, Value] = {}
         if stage in self._out:
-            self._kept[stage, micro_batch] = (value, output)
-            return {self._out[stage]: output}
-        self._kept[stage, micro_batch] = (value, self._finish(micro_batch, output))
-        return {}
+            outputs[self._out[stage]] = output
+        else:
+            output = self._finish(micro_batch, output)
+        self._kept[stage, micro_batch] = (value, output)
+        self.micro_batch_id += 1
+        return outputs
 
     def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
         """Runs autograd from the outputs, or from the loss, back to what the stage received."""
         value, output = self._kept[stage, micro_batch]
         if stage in self._out:
-            _backward(differentiable(output), output_grads[self._out[stage]])
+            _backward(*_roots(differentiable(output), output_grads[self._out[stage]]))
+        elif output.stop_gradient:
+            raise BoundaryError(
+                "the loss does not depend on any parameter that is trained",
+                where="last stage",
+                cause="loss_fn detached its argument, or every parameter has stop_gradient=True",
+            )
         else:
-            output.backward()
+            _backward([output])
         if stage not in self._into:
             return {}
         return {self._into[stage]: tuple(leaf.grad for leaf in differentiable(value))}
@@ -136,54 +145,29 @@ class DygraphStage:
         """Turns the last stage's output into the loss to start backward from."""
         batch = self._batch
         index = micro_batch - self._first_micro_batch
-        if batch.criterion is None:
+        if batch.losses is None:
             batch.outputs[index] = output
             return output
-        loss = _loss(batch.criterion, output, batch.data.labels[index])
-        share = weighted(loss, batch.weights[index])
-        batch.losses[index] = share.detach()
+        randomness.enter_loss()
+        share = batch.losses.take(index, output, batch.data.labels[index])
         return share if batch.scale is None else batch.scale(share)
 
 
-def _loss(criterion: Criterion, output: Any, label: Any) -> Any:
-    try:
-        loss = criterion(output, label)
-    except Exception as error:
-        raise BoundaryError(
-            "the loss function cannot take the model's output and the label",
-            where="last stage",
-            got=f"output {outline(output)}; label {outline(label)}",
-            cause=f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}",
-        ) from error
-    # Not loss.size: Paddle asks NumPy for that, which takes as long as the loss of a small model.
-    if isinstance(loss, paddle.Tensor) and math.prod(loss.shape) == 1:
-        return loss
-    raise BoundaryError(
-        "loss_fn(output, label) must return a Tensor with one element",
-        where="last stage",
-        got=outline(loss) if isinstance(loss, paddle.Tensor) else type(loss).__name__,
-        fix="reduce the loss, e.g. with paddle.mean",
-    )
-
-
-def weighted(loss: Any, weight: Fraction) -> Any:
-    """Returns a micro-batch's share of the loss of the batch."""
-    # A quotient, not a product with 1/m: this is what a hand-written accumulation loop does,
-    # and the two differ in the last bit where m is not a power of two.
-    if weight.numerator != 1:
-        loss = loss * weight.numerator
-    if weight.denominator != 1:
-        loss = loss / weight.denominator
-    return loss
-
-
-def _backward(tensors: list[Any], grads: tuple[Any, ...]) -> None:
-    """Runs autograd from ``tensors``; a tensor that left twice gets the sum of its gradients."""
+def _roots(tensors: list[Any], grads: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """Returns where to start from; a tensor that left twice gets the sum of its gradients."""
     roots: dict[int, tuple[Any, Any]] = {}
     for tensor, grad in zip(tensors, grads):
         # None: the next stage did not use the tensor. Paddle would take None for a gradient of one.
         if grad is not None:
             known = roots.get(id(tensor))
             roots[id(tensor)] = (tensor, grad if known is None else known[1] + grad)
-    if roots:
-        paddle.autograd.backward(*map(list, zip(*roots.values())))
+    return [tensor for tensor, _ in roots.values()], [grad for _, grad in roots.values()]
+
+
+def _backward(tensors: list[Any], grads: list[Any] | None = None) -> None:
+    """Runs autograd from ``tensors``, if there are any."""
+    if tensors:
+        try:
+            paddle.autograd.backward(tensors, grads)
+        except Exception as error:
+            raise recompute.cause_of(error)  # noqa: B904 (it is the error itself, or its cause)

@@ -8,9 +8,11 @@ matched by order and shape, which both share.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph import randomness, tensor_parallel
+from fleetpipe.dygraph.shared_layers import Built
 from fleetpipe.errors import CheckpointError
 
 
@@ -25,23 +27,25 @@ def slots_of(layer: Any, index: int) -> list[Slot]:
     """Returns the parameters and buffers of layer ``index`` under their lasting names."""
     if not isinstance(layer, paddle.nn.Layer):
         return []
-    return [Slot(f"{index}.{name}", tuple(t.shape)) for name, t in layer.state_dict().items()]
+    state = layer.state_dict()
+    return [Slot(f"{index}.{name}", tensor_parallel.whole_shape(t)) for name, t in state.items()]
 
 
 class SingleModel(paddle.nn.Layer):
     """All layers of a pipeline's list in one Layer, under the same names."""
 
-    def __init__(self, functions: Sequence[Callable[[Any], Any]]) -> None:
-        """Takes the built layers and functions, in order."""
+    def __init__(self, built: Built) -> None:
+        """Takes all layers and functions of the list."""
         super().__init__()
-        self._functions = list(functions)
-        for index, function in enumerate(functions):
-            if isinstance(function, paddle.nn.Layer):
-                self.add_sublayer(str(index), function)
+        self._functions = list(built.functions.values())
+        built.register(self)
 
     def forward(self, value: Any) -> Any:
         """Calls each function with what the one before returned."""
-        for function in self._functions:
+        keys = randomness.current()
+        for index, function in enumerate(self._functions):
+            if keys is not None:
+                keys.enter(index, function)
             value = function(value)
         return value
 
@@ -49,18 +53,23 @@ class SingleModel(paddle.nn.Layer):
 def names_in(slots: Sequence[Slot], model: Any) -> dict[str, str]:
     """Returns the pipeline's name of each parameter and buffer of a whole model.
 
+    A tensor that the model has under several names, as shared weights are, has one in the pipeline.
+
     Raises:
         CheckpointError: ``model`` does not fit the pipeline in names, or in order and shape.
     """
-    pairs = _matched(slots, _state_of(model))
-    return {name: slot.name for slot, (name, _) in zip(slots, pairs)}
+    state = _state_of(model)
+    pairs = _matched(slots, state)
+    names = {name: slot.name for slot, (name, _) in zip(slots, pairs)}
+    by_tensor = {id(tensor): names[name] for name, tensor in pairs}
+    return {name: names.get(name, by_tensor[id(tensor)]) for name, tensor in state.items()}
 
 
 def to_pipeline_names(slots: Sequence[Slot], source: Any) -> dict[str, Any]:
     """Returns the tensors of a whole model under the pipeline's names.
 
     Args:
-        slots: All parameters and buffers of the whole pipeline, in order.
+        slots: All parameters and buffers of the whole pipeline, in the order of its layers.
         source: A state dict or a Layer: with the pipeline's names, or with the same tensors in the
             same order.
 
@@ -76,6 +85,8 @@ def _state_of(source: Any) -> dict[str, Any]:
 
 
 def _matched(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    if len(state) > len(slots):
+        state = _each_tensor_once(state)
     if {slot.name for slot in slots} == set(state):
         pairs = [(slot.name, state[slot.name]) for slot in slots]
     else:
@@ -96,6 +107,12 @@ def _matched(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str,
                 cause="the model's layers are declared in another order than the pipeline's list",
             )
     return pairs
+
+
+def _each_tensor_once(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state without the further names of tensors that it has under several."""
+    first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
+    return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
 
 
 def _listed(names: Sequence[str], most: int = 6) -> str:

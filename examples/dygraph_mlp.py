@@ -10,6 +10,7 @@ without, the images per second are those of the pipeline alone.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
@@ -24,7 +25,7 @@ import support
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleetpipe import fleet, parity
+from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.io import DistributedBatchSampler
 from fleetpipe.schedules import Action, Placement
@@ -54,31 +55,6 @@ class MLP(PipelineLayer):
             layers += [LayerDesc(nn.Linear, inputs, hidden), F.relu]
         layers.append(LayerDesc(nn.Linear, hidden, CLASSES))
         super().__init__(layers=layers, loss_fn=nn.CrossEntropyLoss(), **kwargs)
-
-
-class Comparison:
-    """Trains a single device beside the pipeline: on its micro-batches, and on whole batches."""
-
-    def __init__(self, model: Any, optimizer: Any, rate: float, tolerance: float) -> None:
-        self._pipeline = model
-        self._session = parity.begin(model, optimizer, tolerance=tolerance)
-        self._whole = model.layers.single_model()
-        model.layers.copy_to(self._whole)
-        self._optimizer = paddle.optimizer.Adam(rate, parameters=self._whole.parameters())
-        self.report = self._session.report
-        self.whole_batch_loss: list[float] = []
-
-    def step(self, batch: list[Any]) -> paddle.Tensor:
-        """Trains on a batch, of which every rank gives the rows of its replica. Collective."""
-        _, everyone = self._pipeline.shared_micro_batches(batch)
-        inputs, labels = paddle.concat(everyone.inputs), paddle.concat(everyone.labels)
-        loss = self._pipeline.layers.loss_fn()(self._whole(inputs), labels)
-        loss = loss * float(sum(self._pipeline.weights))
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.clear_grad()
-        self.whole_batch_loss.append(float(loss))
-        return self._session.step(batch)[1]
 
 
 def batches(sampler: Any, images: np.ndarray, labels: np.ndarray) -> Iterator[list[Any]]:
@@ -177,7 +153,8 @@ def main() -> int:
     )
     compared = None
     if args.parity:
-        compared = Comparison(model, optimizer, args.learning_rate, args.tolerance)
+        make = functools.partial(paddle.optimizer.Adam, args.learning_rate)
+        compared = support.Comparison(model, optimizer, make, args.tolerance)
 
     sampler = DistributedBatchSampler(images[:trained], args.batch_size)
     steps = args.steps or args.epochs * len(sampler)

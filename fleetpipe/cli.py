@@ -40,6 +40,11 @@ COMMANDS = (
         "fleetpipe.schedules.commands:configure_verify",
     ),
     Command(
+        "run",
+        "run an unedited script that imports paddle.distributed.fleet",
+        "fleetpipe.running.command:configure",
+    ),
+    Command(
         "parity",
         "run a training script beside its single-device model and compare every bit",
         "fleetpipe.parity.command:configure",

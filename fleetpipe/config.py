@@ -24,6 +24,7 @@ FLEETPIPE_DEFAULTS: Mapping[str, Any] = {
     "groups": None,
     "loss_reduction": "mean",
     "memory_cap": None,
+    "rng": "keyed",
     "timeout": None,
     "trace": None,
     "warmup_slack": None,
@@ -40,6 +41,8 @@ class PipelineConfig:
         schedule: Canonical name of the schedule.
         loss_reduction: ``"mean"`` or ``"sum"`` over the micro-batches of a batch.
         memory_cap: Most forwards whose activations a rank may hold, in chunk units; None: no cap.
+        rng: What random operations of layers draw from: ``"keyed"``, a stream of each layer and
+            micro-batch, or ``"fleet"``, Paddle's generator as it is.
         timeout: Seconds that any wait for another rank may last.
         fetch: Static graph: ``"mean"``, ``"last"`` or ``"all"`` of a value of the micro-batches.
         fetch_broadcast: Static graph: whether every rank gets what is fetched.
@@ -54,6 +57,7 @@ class PipelineConfig:
     schedule: str = "1F1B"
     loss_reduction: str = "mean"
     memory_cap: int | None = None
+    rng: str = "keyed"
     timeout: float = DEFAULT_TIMEOUT
     trace: str | None = None
     fetch: str = "mean"
@@ -77,9 +81,10 @@ class PipelineConfig:
         return cls(
             micro_batches=_positive("accumulate_steps", stock.get("accumulate_steps", 1)),
             micro_batch_size=_positive("micro_batch_size", stock.get("micro_batch_size", 1)),
-            schedule=canonical_name(stock.get("schedule_mode", "1F1B")),
+            schedule=_schedule(stock.get("schedule_mode", "1F1B"), strategy),
             loss_reduction=_loss_reduction(own["loss_reduction"]),
             memory_cap=_memory_cap(own["memory_cap"]),
+            rng=_rng(own["rng"]),
             timeout=_timeout(own["timeout"]),
             fetch=_fetch(own["fetch"]),
             fetch_broadcast=_switch("fetch_broadcast", own["fetch_broadcast"]),
@@ -112,6 +117,21 @@ def _positive(name: str, value: Any) -> int:
     return value
 
 
+def _schedule(name: str, strategy: Any) -> str:
+    """Returns the schedule's canonical name; Fleet's switch for DualPipeV takes 1F1B's place."""
+    schedule = canonical_name(name)
+    pp_configs = strategy.hybrid_configs["pp_configs"] if strategy is not None else None
+    if not getattr(pp_configs, "use_dualpipev", False):
+        return schedule
+    if schedule not in (PipelineConfig.schedule, "DualPipeV"):
+        raise ConfigError(
+            "pp_configs.use_dualpipev means the schedule DualPipeV",
+            got=f"schedule_mode={name!r}",
+            fix="leave use_dualpipev out, and choose with schedule_mode",
+        )
+    return "DualPipeV"
+
+
 def _loss_reduction(value: Any) -> str:
     if value not in ("mean", "sum"):
         raise ConfigError(
@@ -128,6 +148,16 @@ def _fetch(value: Any) -> str:
             "fetch is 'mean', 'last' or 'all' of the micro-batches of a batch",
             got=f"{value!r}",
             fix="set strategy.fleetpipe_configs = {'fetch': 'mean'}",
+        )
+    return str(value)
+
+
+def _rng(value: Any) -> str:
+    if value not in ("keyed", "fleet"):
+        raise ConfigError(
+            "rng is 'keyed' (masks do not depend on the partition) or 'fleet' (Paddle's generator)",
+            got=f"{value!r}",
+            fix="set strategy.fleetpipe_configs = {'rng': 'keyed'}",
         )
     return str(value)
 

@@ -128,6 +128,17 @@ class Walker:
         """Gives the walker the message it was blocked on."""
         self._values[message.key] = value
 
+    def discard(self) -> None:
+        """Drops what an unfinished run left: values of this rank, and messages on their way to it.
+
+        Only where no rank can still send one: where one process plays all.
+        """
+        self._values.clear()
+        for op in self._ops:
+            if isinstance(op, Recv):
+                source, _ = ranks_of(op, self._plan.placement)
+                self._transport.try_receive(source, _key_of(op.kind, op.edge, op.micro_batch))
+
     def where(self) -> str:
         """Says which operation the rank is at and which it finished last, for messages."""
         finished = [op for op in self._ops[: self._next] if isinstance(op, (Action, Fused))]
@@ -267,7 +278,13 @@ class Engine:
         for walker in self._walkers.values():
             walker.restart(first_micro_batch)
         if len(self._walkers) == self._plan.placement.ranks:
-            self._play_all()
+            try:
+                self._play_all()
+            except BaseException:
+                # Even one by hand: the next batch would take these messages for its own.
+                for walker in self._walkers.values():
+                    walker.discard()
+                raise
         else:
             for walker in self._walkers.values():
                 self._play_one(walker)

@@ -43,8 +43,8 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
         super().__init__(
             dataset,
             batch_size,
-            num_replicas=job.degrees.dp,
-            rank=job.hcg.get_data_parallel_rank(),
+            num_replicas=job.degrees.replicas,
+            rank=job.replica,
             shuffle=shuffle,
             drop_last=drop_last,
         )

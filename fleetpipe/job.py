@@ -6,7 +6,8 @@ watch over them; a process that plays all ranks itself has a ``LocalTopology`` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,6 +38,7 @@ class Job:
         timeout: Seconds that any wait for another rank may last.
         local: Whether this one process plays all ranks.
         endings: Called when the job ends, before its connections are closed.
+        pipelines: The models that were wrapped for training, as weak references.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Job:
         number: int = 0,
         store: Store | None = None,
         watch: Watch | None = None,
+        fused_replicas: Any = None,
     ) -> None:
         """Describes a job.
 
@@ -57,6 +60,7 @@ class Job:
             number: How many jobs the processes began before, so that no key is used twice.
             store: The job's key-value store; None where one process plays all ranks.
             watch: The connections over which its ranks watch each other; None likewise.
+            fused_replicas: Paddle's group of all replicas, where both dp and sharding split them.
         """
         self.degrees = degrees
         self.hcg = hcg
@@ -65,8 +69,10 @@ class Job:
         self._store = store
         self._prefix = f"fleetpipe/{number}"
         self._transports: dict[int, Transport] = {}
-        self._replicas: Group | None = None
+        self._groups: dict[str, Group] = {}
+        self._fused_replicas = fused_replicas
         self.endings: list[Callable[[], None]] = []
+        self.pipelines: list[weakref.ref[Any]] = []
         self._watch = watch
         self._agreements = 0
         self._sockets: list[tuple[SocketTransport, list[int]]] = []
@@ -98,22 +104,101 @@ class Job:
         (connection,) = self.connect().values()
         return DirectGroup(connection, self.timeout)
 
+    @property
+    def replica(self) -> int:
+        """The number of this process's replica of the model: its dp and sharding coordinates."""
+        if self.degrees.replicas == 1:
+            return 0
+        shard: int = self.hcg.get_sharding_parallel_rank()
+        replica: int = self.hcg.get_data_parallel_rank() * self.degrees.sharding + shard
+        return replica
+
     def replicas(self) -> Group:
-        """Returns the ranks that hold the same stages in all replicas, in data-parallel order.
+        """Returns the ranks that hold the same parameters of the same stages, by replica.
+
+        These are all dp x sharding ranks with this rank's place in the pipeline and its slice of
+        tensor-parallel layers; each sees other data. Collective over these the first time it is
+        called in a job.
+        """
+        degrees, stage = self.degrees, self.hcg.get_stage_id()
+        return self._group(
+            "replicas",
+            lambda: [
+                self.hcg.get_rank_from_stage(stage, data=data, sharding=shard)
+                for data in range(degrees.dp)
+                for shard in range(degrees.sharding)
+            ],
+            self.replica,
+            self._replicas_in_paddle,
+        )
+
+    def model_parallel(self) -> Group:
+        """Returns the ranks that hold the slices of this replica's stages, by slice.
 
         Collective over these the first time it is called in a job.
         """
-        if self._replicas is None:
-            hcg, dp = self.hcg, self.degrees.dp
-            if self._store is None or dp == 1:
-                self._replicas = SoleGroup()
+        group = self.hcg.get_model_parallel_group
+        return self._group(
+            "slices", lambda: group().ranks, self.hcg.get_model_parallel_rank(), group
+        )
+
+    def sharding(self) -> Group:
+        """Returns the ranks that share the optimizer's state of their stages, by shard.
+
+        Collective over these the first time it is called in a job.
+        """
+        group = self.hcg.get_sharding_parallel_group
+        return self._group(
+            "shards", lambda: group().ranks, self.hcg.get_sharding_parallel_rank(), group
+        )
+
+    def everyone(self) -> Group:
+        """Returns all ranks of the job by rank, for small values only.
+
+        Collective over the job the first time it is called.
+        """
+        return self._group("everyone", lambda: list(range(self.hcg.nranks)), self.hcg.global_rank)
+
+    def _group(
+        self,
+        name: str,
+        ranks: Callable[[], list[int]],
+        rank: int,
+        paddle_group: Callable[[], Any] | None = None,
+    ) -> Group:
+        """Returns a group of the job, made at its first use.
+
+        Args:
+            name: Which of the groups that this process is in.
+            ranks: Returns its members' ranks in the job.
+            rank: The place of this process among these.
+            paddle_group: Returns Paddle's group of the same members, which adds large tensors.
+        """
+        if name not in self._groups:
+            members = [0] if self._store is None else ranks()
+            if self._store is None or len(members) == 1:
+                self._groups[name] = SoleGroup()
             else:
-                name = f"data/{hcg.get_data_parallel_group_src_rank()}"
-                rank = hcg.get_data_parallel_rank()
-                paddle_group = hcg.get_data_parallel_group()
-                connection = self._join(self._store, name, rank, paddle_group.ranks)
-                self._replicas = GlooGroup(connection, self.timeout, paddle_group)
-        return self._replicas
+                connection = self._join(self._store, f"{name}/{members[0]}", rank, members)
+                self._groups[name] = (
+                    DirectGroup(connection, self.timeout)
+                    if paddle_group is None
+                    else GlooGroup(connection, self.timeout, paddle_group())
+                )
+        return self._groups[name]
+
+    def _replicas_in_paddle(self) -> Any:
+        if self._fused_replicas is not None:
+            return self._fused_replicas
+        if self.degrees.sharding > 1:
+            return self.hcg.get_sharding_parallel_group()
+        return self.hcg.get_data_parallel_group()
+
+    def trains(self, parameters: Sequence[Any]) -> bool:
+        """Whether a pipeline of this job reduces the gradients of any of these parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        models = [model for reference in self.pipelines if (model := reference()) is not None]
+        return any(id(parameter) in wanted for m in models for parameter in m.parameters())
 
     def guarded(self, where: Callable[[], str]) -> AbstractContextManager[None]:
         """Within it, a failure elsewhere ends this rank's waits, and one here reaches all others.
@@ -163,14 +248,16 @@ class Job:
                 played.close()
             if watch is not None:
                 watch.close()
-            self._transports, self._replicas = {}, None
+            self._transports, self._groups = {}, {}
 
     def _describe(self, text: str) -> str:
         """Adds to what this rank is doing which replica it is, and for which rank it waits."""
-        if self.degrees.dp > 1:
-            text = f"replica {self.hcg.get_data_parallel_rank()}, {text}"
-        else:
+        if self.degrees.replicas * self.degrees.mp == 1:
             text = text.removeprefix(f"rank {self.hcg.get_stage_id()}, ")
+        if self.degrees.mp > 1:
+            text = f"slice {self.hcg.get_model_parallel_rank()}, {text}"
+        if self.degrees.replicas > 1:
+            text = f"replica {self.replica}, {text}"
         for connection, ranks in self._sockets:
             if connection.awaited is not None:
                 text += f", waiting for rank {ranks[connection.awaited]}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fleetpipe.errors import ConfigError
 
 AXES = ("dp", "pp", "sharding", "sep", "mp")
+#: Those that a pipeline in dynamic graph may be combined with, and itself.
+PIPELINE_AXES = ("pp", "dp", "sharding", "mp")
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,7 @@ class Degrees:
             world_size: Number of processes of the job.
 
         Raises:
-            ConfigError: The degrees do not multiply to ``world_size``, or ask for more than
-                pipeline parallelism.
+            ConfigError: The degrees do not multiply to ``world_size``.
         """
         given = {axis: configs.get(f"{axis}_degree", 1) for axis in AXES}
         others = {axis: max(int(given[axis]), 1) for axis in AXES if axis != "dp"}
@@ -60,21 +61,78 @@ class Degrees:
         return cls(dp=dp, **others)
 
     @property
-    def beyond(self) -> dict[str, int]:
-        """The axes above 1 that this version does not run beside a pipeline."""
-        return {axis: n for axis in ("sharding", "sep", "mp") if (n := getattr(self, axis)) > 1}
+    def replicas(self) -> int:
+        """The ranks that hold the same parameters of the same stages: dp x sharding."""
+        return self.dp * self.sharding
 
-    def refuse_beyond(self) -> None:
-        """Refuses what this version does not run.
+    def refuse_beyond(self, supported: Sequence[str], fix: str) -> None:
+        """Refuses degrees that a graph mode does not run.
+
+        Args:
+            supported: The axes that may be split.
+            fix: What to use instead.
 
         Raises:
-            ConfigError: An axis other than those of pipeline and data parallelism is above 1.
+            ConfigError: Another axis is above 1.
         """
-        if self.beyond:
+        beyond = {a: n for a in AXES if a not in supported and (n := getattr(self, a)) > 1}
+        if beyond:
+            names = ", ".join(f"{axis}_degree" for axis in supported)
             raise ConfigError(
-                f"this version does not run a pipeline with {_text(self.beyond)}",
-                expected="every degree 1 except pp_degree and dp_degree",
+                f"this version does not run a pipeline with {_text(beyond)}",
+                expected=f"every degree 1 except {names}",
+                fix=fix,
             )
+
+
+def runs_without_pipeline(configs: Mapping[str, Any]) -> bool:
+    """Whether the ranks are split along axes of Fleet's that no pipeline of fleetpipe's has.
+
+    Args:
+        configs: ``strategy.hybrid_configs``.
+
+    Raises:
+        ConfigError: ``pp_degree`` is above 1 as well.
+    """
+    foreign = {axis: n for axis in _FOREIGN if (n := configs.get(f"{axis}_degree", 1)) > 1}
+    if foreign and configs.get("pp_degree", 1) > 1:
+        raise ConfigError(
+            f"a pipeline does not run with {_text(foreign)}",
+            expected="every degree 1 except pp_degree, dp_degree, sharding_degree and mp_degree",
+            fix="use mp_degree, dp_degree or sharding_degree for these ranks",
+        )
+    return bool(foreign)
+
+
+#: Axes that 3.3 has beside those of :data:`AXES`.
+_FOREIGN = ("cp", "ep", "moe_sharding")
+
+
+def refuse_sharding_options(strategy: Any) -> None:
+    """Refuses what shards more than the optimizer's state, or shards it in another way.
+
+    Raises:
+        ConfigError: The strategy asks for it.
+    """
+    if strategy.sharding and strategy.sharding_configs.get("stage", 1) > 1:
+        _refuse_sharding(f"sharding_configs['stage'] = {strategy.sharding_configs['stage']}")
+    configs = strategy.hybrid_configs.get("sharding_configs")
+    for option in _SHARDING_BY_REDUCE_SCATTER:
+        if getattr(configs, option, False):
+            _refuse_sharding(f"hybrid_configs['sharding_configs'].{option} = True")
+
+
+#: split_param is Fleet's version 2 of the sharded optimizer.
+_SHARDING_BY_REDUCE_SCATTER = ("split_param", "tensor_fusion", "comm_overlap")
+
+
+def _refuse_sharding(got: str) -> None:
+    raise ConfigError(
+        "sharding_degree above 1 runs stage 1: each rank keeps the state of whole parameters",
+        got=got,
+        cause="that needs reduce_scatter, which Gloo, Paddle's CPU backend, does not have",
+        fix="leave it out: every rank then still holds 1/sharding_degree of the optimizer's state",
+    )
 
 
 def _text(degrees: Mapping[str, int]) -> str:

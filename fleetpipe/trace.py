@@ -6,6 +6,7 @@ picture show both: measured beside predicted.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
@@ -156,6 +157,27 @@ class Trace:
         self._steps: deque[list[Event]] = deque(maxlen=most_steps)
         self._count = 0
         self._offset, self.clock_error = _clock(group)
+
+    @classmethod
+    def of_job(cls, folder: str | None, schedule: Schedule, job: Any) -> Trace | None:
+        """Begins to record what a job runs, written when it ends. Collective over the pipeline.
+
+        Args:
+            folder: ``fleetpipe_configs["trace"]``; None: nothing is recorded.
+            schedule: What runs.
+            job: A :class:`fleetpipe.job.Job`; its first replica records for all.
+        """
+        if folder is None or job.replicas().rank or job.model_parallel().rank:
+            return None
+        trace = cls(Path(folder), schedule, job.connect(), job.group())
+
+        def write() -> None:
+            told = trace.write()
+            if told is not None:
+                sys.stderr.write(f"fleetpipe: {told}\n")
+
+        job.endings.append(write)
+        return trace
 
     def stage(self, stage: Stage) -> RecordedStage:
         """Returns ``stage``, recorded."""

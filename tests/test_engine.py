@@ -143,6 +143,32 @@ def test_an_error_says_at_which_operation_of_which_rank_it_came() -> None:
         assert "rank 1, operation B1.0 (stage 1, micro-batch 0)" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt()])
+def test_what_an_unfinished_run_sent_does_not_reach_the_next(error: BaseException) -> None:
+    plan = build("FThenB", ranks=2, micro_batches=3).lower()
+
+    class FailsOnce(Diary):
+        run = 0
+
+        def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
+            if self.run == 0 and stage == 1 and micro_batch == 1:
+                raise error
+            outputs = super().forward(stage, micro_batch, inputs)
+            return {edge: f"{value} of run {self.run}" for edge, value in outputs.items()}
+
+    diary = FailsOnce(plan.edges)
+    hub = MemoryHub(2)
+    engine = Engine(plan, diary, {rank: hub.endpoint(rank) for rank in (0, 1)}, 1)
+    nothing = {"REDUCE": lambda: None, "STEP": lambda: None}
+    with pytest.raises(type(error)):
+        engine.run(nothing)
+    diary.run = 1
+    diary.lines.clear()
+    engine.run(nothing)
+    taken = [line for line in diary.lines if line.startswith("F1.")]
+    assert taken == [f"F1.{k} 0>1=y0.{k} of run 1" for k in range(3)]
+
+
 def test_a_message_that_does_not_come_is_named_with_the_operation_that_needs_it() -> None:
     plan = build("1F1B", ranks=2, micro_batches=2).lower()
     hub = MemoryHub(2)

@@ -7,15 +7,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from paddle.distributed.fleet import meta_parallel
 from paddle.distributed.fleet.layers import mpu
 
-from fleetpipe.dygraph.tensor_parallel import cross_entropy, embedding, linear
+from fleetpipe.dygraph.tensor_parallel import cross_entropy, embedding, linear, wrapper
 from fleetpipe.dygraph.tensor_parallel._paddle import compiled_for_gpu
-from fleetpipe.dygraph.tensor_parallel.groups import alone, connect, disconnect
-from fleetpipe.dygraph.tensor_parallel.layer import own_value, split_axis, whole_value
-from fleetpipe.dygraph.tensor_parallel.operations import own_errors
+from fleetpipe.dygraph.tensor_parallel.clip import SlicedNormClip
+from fleetpipe.dygraph.tensor_parallel.dropout import dropout
+from fleetpipe.dygraph.tensor_parallel.groups import (
+    alone,
+    connect,
+    disconnect,
+    model_parallel_group,
+)
+from fleetpipe.dygraph.tensor_parallel.layer import (
+    own_value,
+    refuse_slices,
+    share_of,
+    split_axis,
+    whole_shape,
+    whole_value,
+)
+from fleetpipe.dygraph.tensor_parallel.operations import own_errors, parallel_matmul, slice_of
+from fleetpipe.dygraph.tensor_parallel.replacements import OPERATIONS, install, uninstall
+from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state
 
 _theirs: Any = mpu
+_wrappers: Any = meta_parallel
 _on_gpu = compiled_for_gpu()
 
 RNGStatesTracker: Any = _theirs.RNGStatesTracker
@@ -25,20 +43,34 @@ ColumnParallelLinear: Any = (_theirs if _on_gpu else linear).ColumnParallelLinea
 RowParallelLinear: Any = (_theirs if _on_gpu else linear).RowParallelLinear
 VocabParallelEmbedding: Any = (_theirs if _on_gpu else embedding).VocabParallelEmbedding
 ParallelCrossEntropy: Any = (_theirs if _on_gpu else cross_entropy).ParallelCrossEntropy
+TensorParallel: Any = (_wrappers if _on_gpu else wrapper).TensorParallel
 
 __all__ = [
+    "OPERATIONS",
     "ColumnParallelLinear",
     "ParallelCrossEntropy",
     "RNGStatesTracker",
     "RowParallelLinear",
+    "SlicedNormClip",
+    "TensorParallel",
     "VocabParallelEmbedding",
     "alone",
     "connect",
     "disconnect",
+    "dropout",
     "get_rng_state_tracker",
+    "install",
+    "model_parallel_group",
     "model_parallel_random_seed",
     "own_errors",
     "own_value",
+    "parallel_matmul",
+    "refuse_slices",
+    "share_of",
+    "share_whole_state",
+    "slice_of",
     "split_axis",
+    "uninstall",
+    "whole_shape",
     "whole_value",
 ]

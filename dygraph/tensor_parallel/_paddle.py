@@ -8,8 +8,10 @@ from typing import Any
 
 from paddle.base import initializer as _defaults
 from paddle.base.param_attr import ParamAttr
+from paddle.distributed import collective as _collective
 from paddle.distributed.communication import group as _group
 from paddle.distributed.fleet.base import topology as _topology
+from paddle.distributed.fleet.layers.mpu import mp_ops as _operations
 
 from fleetpipe._paddle import paddle
 
@@ -18,6 +20,8 @@ _any_defaults: Any = _defaults
 _any_initializers: Any = paddle.nn.initializer
 Initializer: Any = _any_initializers.Initializer
 PaddleGroup: Any = _group.Group
+#: The modules from which scripts take the operations of tensor-parallel layers.
+OPERATION_MODULES: tuple[Any, ...] = (_operations, _collective)
 
 
 def compiled_for_gpu() -> bool:

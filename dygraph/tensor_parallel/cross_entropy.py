@@ -11,7 +11,7 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph.tensor_parallel.embedding import refuse_outside
-from fleetpipe.dygraph.tensor_parallel.groups import Members, members_of
+from fleetpipe.dygraph.tensor_parallel.groups import Members, is_alone, members_of
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
 from fleetpipe.errors import ConfigError
 
@@ -49,13 +49,17 @@ class ParallelCrossEntropy(ParallelLayer):
         Raises:
             ConfigError: The labels are soft, of another shape, or outside of the vocabulary.
         """
-        label = _checked(label, input, self.ignore_index, self.world_size)
-        if not self.is_mp:
+        whole = not self.is_mp or is_alone()
+        members = 1 if whole else self.world_size
+        label = _checked(label, input, self.ignore_index, members)
+        if whole:
             dense: Any = paddle.nn.functional.cross_entropy
             return dense(input, label, ignore_index=self.ignore_index, reduction="none")
-        members = members_of(self.model_parallel_group)
         operation: Any = _CrossEntropy
-        return operation.apply(input, label, self.ignore_index, members)
+        found: Any = operation.apply(
+            input, label, self.ignore_index, members_of(self.model_parallel_group)
+        )
+        return found
 
 
 def _checked(label: Any, logits: Any, ignore_index: int, members: int) -> Any:

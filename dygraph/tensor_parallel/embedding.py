@@ -63,13 +63,25 @@ class VocabParallelEmbedding(ParallelLayer):
         if not self.is_mp:
             return look_up(x, self.weight, name=self._name)
         refuse_outside(x, self.num_embeddings, "an id")
-        rows = x - self.vocab_start_index
-        elsewhere = paddle.logical_or(rows < 0, rows >= self._size[0])
-        found = look_up(paddle.where(elsewhere, paddle.zeros_like(rows), rows), self.weight)
-        # Not a product with 0: it would make NaN of an infinite gradient.
-        mask = elsewhere.unsqueeze(-1).expand_as(found)
-        own = paddle.where(mask, paddle.zeros_like(found), found)
+        own = own_rows(self.weight, x, self.vocab_start_index)
         return operations.all_reduce(own, self.model_parallel_group)
+
+
+def own_rows(table: Any, ids: Any, start: int) -> Any:
+    """Returns the rows of a slice of a table, with zeros for the ids of other slices.
+
+    Args:
+        table: ``[rows, width]``.
+        ids: Integers of any shape.
+        start: The id of the slice's first row.
+    """
+    look_up: Any = paddle.nn.functional.embedding
+    rows = ids - start
+    elsewhere = paddle.logical_or(rows < 0, rows >= table.shape[0])
+    found = look_up(paddle.where(elsewhere, paddle.zeros_like(rows), rows), table)
+    # Not a product with 0: it would make NaN of an infinite gradient.
+    mask = elsewhere.unsqueeze(-1).expand_as(found)
+    return paddle.where(mask, paddle.zeros_like(found), found)
 
 
 def refuse_outside(ids: Any, size: int, what: str) -> None:

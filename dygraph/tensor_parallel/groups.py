@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from fleetpipe import arrival
+from fleetpipe._paddle import LocalTopology, install_topology, user_strategy
 from fleetpipe.dygraph.tensor_parallel import _paddle
 from fleetpipe.errors import ConfigError
 from fleetpipe.transport import Group
@@ -150,14 +151,39 @@ def alone() -> Iterator[None]:
     """Within it, layers are built whole in this process, whatever the job and their ``mp_group``.
 
     Their weights are those that the slices of a model-parallel job are cut from, where both are
-    drawn under one seed: this is how to build the single-device model of such a job.
+    drawn under one seed: this is how to build the single-device model of such a job. It runs within
+    ``alone`` too: the operations of tensor-parallel layers then have one member, and Fleet's
+    topology says that there is one, for a model's own code that asks it.
     """
     global _alone
-    before, _alone = _alone, True
+    if _alone:
+        yield
+        return
+    _alone = True
+    try:
+        with _topology_of_one_member():
+            yield
+    finally:
+        _alone = False
+
+
+@contextmanager
+def _topology_of_one_member() -> Iterator[None]:
+    topology = _paddle.hybrid_topology()
+    if topology is None or topology.get_model_parallel_world_size() == 1:
+        yield
+        return
+    strategy = user_strategy()
+    install_topology(LocalTopology(topology.get_pipe_parallel_world_size()), strategy)
     try:
         yield
     finally:
-        _alone = before
+        install_topology(topology, strategy)
+
+
+def is_alone() -> bool:
+    """Whether this is within :func:`alone`."""
+    return _alone
 
 
 def model_parallel_group(mp_group: Any = None) -> Any:
@@ -181,6 +207,9 @@ def model_parallel_group(mp_group: Any = None) -> Any:
         if topology is None:
             return _paddle.sole_group()
         mp_group = topology.get_model_parallel_group()
+    if list(mp_group.ranks) == [arrival.own_rank()]:
+        # Paddle says of a group with one rank, in a job of several, that nobody is in it.
+        return _paddle.sole_group()
     if mp_group.rank < 0:
         raise ConfigError(
             "this rank is no member of the layer's mp_group",

@@ -10,7 +10,7 @@ and for the size of the slice: its weights depend on the degree.)
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
@@ -45,20 +45,8 @@ class ParallelLayer(paddle.nn.Layer):
             raise ConfigError("on CPU tensor-parallel layers run in dynamic graph only")
 
     def share_of(self, size: int, name: str) -> int:
-        """Returns the part of ``size`` that falls to each member.
-
-        Raises:
-            ConfigError: The parts would not be equal.
-        """
-        if size % self.world_size:
-            raise ConfigError(
-                f"`{name}` (={size}) must be divisible by the model-parallel degree "
-                f"(={self.world_size})",
-                where=type(self).__name__,
-                fix=f"round `{name}` up to {-(-size // self.world_size) * self.world_size}, "
-                "or choose another mp_degree",
-            )
-        return size // self.world_size
+        """Returns the part of ``size`` that falls to each member; see :func:`share_of`."""
+        return _share(size, name, self.world_size, type(self).__name__)
 
     def create_slice(self, shape: Sequence[int], axis: int, attr: Any) -> Any:
         """Creates a parameter that is this member's slice of a whole one; not collective.
@@ -129,30 +117,94 @@ class SliceOf(_paddle.Initializer):  # type: ignore[misc]  # a class of Paddle's
         _paddle.give_memory(slice_of(whole, *self._place), param)
 
 
+def share_of(size: int, name: str, mp_group: Any = None) -> int:
+    """Returns the part of ``size`` that falls to each member of a model-parallel group.
+
+    For a model's own code, which cuts its attention heads as its layers cut their weights.
+
+    Args:
+        size: What is cut in equal parts.
+        name: What the error calls it, as in ``share_of(heads, "num_heads")``.
+        mp_group: Paddle's group of the members; by default that of ``fleet.init``.
+
+    Raises:
+        ConfigError: The parts would not be equal.
+    """
+    return _share(size, name, int(groups.model_parallel_group(mp_group).nranks), "")
+
+
+def _share(size: int, name: str, members: int, where: str) -> int:
+    if size % members:
+        raise ConfigError(
+            f"`{name}` (={size}) must be divisible by the model-parallel degree (={members})",
+            where=where or None,
+            fix=f"round `{name}` up to {-(-size // members) * members}, "
+            "or choose another mp_degree",
+        )
+    return size // members
+
+
 def split_axis(parameter: Any) -> int | None:
     """Returns the axis along which a parameter is a slice, None for one that is whole."""
     return parameter.split_axis if getattr(parameter, "is_distributed", False) else None
 
 
-def whole_value(value: Any, axis: int | None, group: Any) -> Any:
+def whole_shape(parameter: Any, group: Any = None) -> tuple[int, ...]:
+    """Returns the shape of the whole parameter, of which ``parameter`` may be a slice.
+
+    Args:
+        parameter: On any member.
+        group: The members: Paddle's group or fleetpipe's; by default that of ``fleet.init``.
+    """
+    shape = list(parameter.shape)
+    axis = split_axis(parameter)
+    if axis is not None:
+        shape[axis] *= _members(group).ranks
+    return tuple(shape)
+
+
+def whole_value(value: Any, axis: int | None, group: Any = None) -> Any:
     """Returns a copy of the whole tensor of which ``value`` is a slice. Collective if it is one.
 
     Args:
         value: A parameter, its gradient, or a moment of it.
         axis: The :func:`split_axis` of the parameter; None if it is whole.
-        group: The members that hold the slices: Paddle's group or fleetpipe's.
+        group: The members: Paddle's group or fleetpipe's; by default that of ``fleet.init``.
     """
     if axis is None:
         return value.detach().clone()
-    return paddle.concat(groups.members_of(group).gather(value), axis=axis)
+    return paddle.concat(_members(group).gather(value), axis=axis)
 
 
-def own_value(whole: Any, axis: int | None, group: Any) -> Any:
+def own_value(whole: Any, axis: int | None, group: Any = None) -> Any:
     """Returns this member's slice of a whole tensor; the inverse of :func:`whole_value`."""
     if axis is None:
         return whole
-    members = groups.members_of(group)
+    members = _members(group)
     return slice_of(whole, axis, members.rank, members.ranks)
+
+
+def refuse_slices(built: Mapping[int, Any]) -> None:
+    """Refuses built layers that are slices where whole ones are wanted.
+
+    Args:
+        built: Layers and functions by their number in the list of a pipeline.
+
+    Raises:
+        ConfigError: One has a parameter that is a slice.
+    """
+    for index, layer in built.items():
+        parameters = layer.parameters() if isinstance(layer, paddle.nn.Layer) else []
+        if any(split_axis(parameter) is not None for parameter in parameters):
+            raise ConfigError(
+                "a layer that was built as a slice cannot be made whole",
+                where=f"layer {index} of the list, a {type(layer).__name__}",
+                fix="describe it with LayerDesc, so that it can be built again",
+            )
+
+
+def _members(group: Any) -> groups.Members:
+    return groups.members_of(groups.model_parallel_group() if group is None else group)
 
 
 def _mark(parameter: Any, axis: int | None) -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
-from fleetpipe.dygraph.tensor_parallel.groups import Members, members_of
+from fleetpipe.dygraph.tensor_parallel.groups import Members, members_of, model_parallel_group
 from fleetpipe.errors import ConfigError, FleetPipeError
 
 Backward = Callable[[Any, Any], Any]
@@ -149,6 +149,29 @@ def gather(tensor: Any, group: Any) -> Any:
         group: Paddle's group or fleetpipe's.
     """
     return _apply(_Gather, tensor, group)
+
+
+def parallel_matmul(
+    hidden: Any, table: Any, gather_output: bool = False, mp_group: Any = None
+) -> Any:
+    """Returns the logits of a head whose weight is an embedding's: ``hidden @ table.T``.
+
+    Collective if the output is gathered, and in backward where ``hidden`` needs a gradient.
+
+    Args:
+        hidden: ``[.., width]``, the same on every member.
+        table: ``[vocabulary, width]``, or of that this member's rows, as the ``weight`` of a
+            ``VocabParallelEmbedding``; it may be whole.
+        gather_output: Whether each member returns the logits of the whole vocabulary, or only those
+            of its rows, as ``ParallelCrossEntropy`` takes them.
+        mp_group: Paddle's group of the members; by default that of ``fleet.init``.
+    """
+    product: Any = paddle.matmul
+    if not getattr(table, "is_distributed", False):
+        return product(hidden, table, transpose_y=True)
+    group = model_parallel_group(mp_group)
+    logits = product(identity(hidden, group), table, transpose_y=True)
+    return gather(logits, group) if gather_output else logits
 
 
 def slice_of(whole: Any, axis: int, rank: int, ranks: int) -> Any:

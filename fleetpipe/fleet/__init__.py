@@ -15,21 +15,27 @@ numerics.prepare()
 _delegation.install()
 static.install()
 
-from fleetpipe.fleet import meta_parallel  # noqa: E402
+from fleetpipe.fleet import layers, meta_parallel  # noqa: E402
 from fleetpipe.fleet.lifecycle import (  # noqa: E402
     get_hybrid_communicate_group,
     init,
     shutdown,
 )
 from fleetpipe.fleet.strategy import DistributedStrategy  # noqa: E402
-from fleetpipe.fleet.wrapping import distributed_model, distributed_optimizer  # noqa: E402
+from fleetpipe.fleet.wrapping import (  # noqa: E402
+    distributed_model,
+    distributed_optimizer,
+    distributed_scaler,
+)
 
 __all__ = [
     "DistributedStrategy",
     "distributed_model",
     "distributed_optimizer",
+    "distributed_scaler",
     "get_hybrid_communicate_group",
     "init",
+    "layers",
     "meta_parallel",
     "shutdown",
 ]

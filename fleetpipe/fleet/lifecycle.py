@@ -15,12 +15,19 @@ from fleetpipe import __version__, _paddle, arrival, departure, gloo, job, numer
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.agreement import require_agreement
 from fleetpipe.config import PipelineConfig
+from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import Job, current_job
+from fleetpipe.notice import tell_once
 from fleetpipe.static._paddle import dynamic_mode
 from fleetpipe.store import JobStore
-from fleetpipe.topology import Degrees
+from fleetpipe.topology import (
+    PIPELINE_AXES,
+    Degrees,
+    refuse_sharding_options,
+    runs_without_pipeline,
+)
 
 _numbers = itertools.count()
 #: The role maker, is_collective and log level of ``init`` in static mode; None outside of it.
@@ -55,6 +62,8 @@ def init(
     strategy = DistributedStrategy() if strategy is None else strategy
     config = PipelineConfig.from_strategy(strategy)
     world_size = arrival.world_size()
+    if runs_without_pipeline(strategy.hybrid_configs):
+        return paddle_fleet.init(role_maker, is_collective, strategy, log_level)
     degrees = Degrees.resolve(strategy.hybrid_configs, world_size)
     if degrees.pp > 1 and not is_collective:
         raise ConfigError(
@@ -65,9 +74,16 @@ def init(
     static.install()
     if not paddle.in_dynamic_mode():
         return _init_static(degrees, (role_maker, is_collective, strategy, log_level))
-    if not is_collective or (degrees.pp == 1 and degrees.beyond):
+    if not is_collective:
         return paddle_fleet.init(role_maker, is_collective, strategy, log_level)
-    degrees.refuse_beyond()
+    if degrees.pp > 1:
+        degrees.refuse_beyond(
+            PIPELINE_AXES, "use mp_degree, dp_degree or sharding_degree for these ranks"
+        )
+    if degrees.sharding > 1:
+        refuse_sharding_options(strategy)
+    if strategy.amp and paddle.device.get_device() == "cpu":
+        tell_once("strategy.amp has no effect on CPU: Paddle computes in float32 there")
     running = current_job()
     if running is not None:
         return _change_strategy(running, degrees, strategy, config)
@@ -170,6 +186,7 @@ def _begin(
     role_maker, is_collective, strategy, log_level = arguments
     if world_size > 1:
         job.begin(_begin_together(degrees, arguments, config, number))
+        _connect_slices()
         return paddle_fleet.fleet
     _init_alone(role_maker, is_collective, log_level)
     hcg = _paddle.LocalTopology(degrees.pp)
@@ -195,20 +212,60 @@ def _begin_together(
             require_agreement(store, f"fleetpipe/{number}/strategy", facts, timeout)
             gloo.separate_stores(store, timeout)
             arrival.await_paddles_store(store, timeout)
-            paddle_fleet.init(*arguments)
+            hcg, fused = _make_groups(degrees, arguments)
     except BaseException:
         watch.close()
         raise
+    return Job(degrees, hcg, timeout, number, store, watch, fused)
+
+
+def _make_groups(degrees: Degrees, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Has Paddle make its groups. Collective over the job.
+
+    Returns:
+        Paddle's topology, and its group of all replicas where dp and sharding both split them.
+    """
+    role_maker, is_collective, strategy, log_level = arguments
+    strategy = copy.deepcopy(strategy)
+    # Fleet works out dp_degree=-1 from mp_degree and pp_degree alone.
+    strategy.hybrid_configs = {f"{axis}_degree": n for axis, n in asdict(degrees).items()}
+    drawn = paddle.get_rng_state()
+    paddle_fleet.init(role_maker, is_collective, strategy, log_level)
+    if strategy.tensor_parallel_configs["tensor_init_seed"] == -1:
+        # With mp_degree above 1 Paddle seeds every rank with a number of its own, over the user's.
+        paddle.set_rng_state(drawn)
     hcg = paddle_fleet.get_hybrid_communicate_group()
-    return Job(degrees, hcg, timeout, number, store, watch)
+    if degrees.dp == 1 or degrees.sharding == 1:
+        return hcg, None
+    _, fused = hcg.create_fuse_group(["data", "sharding"])
+    return hcg, fused
 
 
 def _facts(degrees: Degrees, strategy: Any, config: PipelineConfig) -> dict[str, str]:
     """Returns what must be the same on all ranks before they make groups."""
     facts = {**numerics.settings(), "fleetpipe": __version__}
-    for options in (asdict(degrees), asdict(config), {"hybrid_configs": strategy.hybrid_configs}):
+    given = {
+        "hybrid_configs": strategy.hybrid_configs,
+        "hybrid_configs['order']": strategy.hybrid_parallel_order,
+    }
+    for options in (asdict(degrees), asdict(config), given):
         facts.update({name: repr(value) for name, value in options.items()})
     return facts
+
+
+def _connect_slices() -> None:
+    """Has tensor-parallel layers reach each other over the job's connections while it lasts."""
+    running = current_job()
+    if running is None or running.degrees.mp == 1:
+        return
+    paddle_group = running.hcg.get_model_parallel_group()
+    with running.guarded(lambda: "connecting the slices of tensor-parallel layers"):
+        tensor_parallel.connect(paddle_group, running.model_parallel())
+    tensor_parallel.install()
+    running.endings += [
+        lambda: tensor_parallel.disconnect(paddle_group),
+        tensor_parallel.uninstall,
+    ]
 
 
 @functools.lru_cache(maxsize=1)

@@ -6,40 +6,45 @@ import copy
 import functools
 from typing import Any
 
+from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
+
 from fleetpipe import _paddle, arrival
 from fleetpipe._paddle import paddle, paddle_fleet
-from fleetpipe.dygraph import (
-    PipelineLayer,
-    PipelineOptimizer,
-    PipelineParallel,
-    refuse_partial_norm,
-)
+from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, wrap
+from fleetpipe.dygraph.scaler import agreeing
+from fleetpipe.dygraph.tensor_parallel import TensorParallel
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.lifecycle import begin_static
 from fleetpipe.job import current_job
 from fleetpipe.static import StaticOptimizer
+from fleetpipe.topology import PIPELINE_AXES
 
 
 def distributed_model(model: Any) -> Any:
-    """Wraps a ``PipelineLayer`` for training; any other model is passed on to Paddle.
-
-    Collective over the ranks of the pipeline.
+    """Wraps a model for training. Collective over the job.
 
     Args:
-        model: The model that every rank built from the same list of layers.
+        model: The model that every rank built: a ``PipelineLayer``, or without a pipeline any
+            ``nn.Layer``.
 
     Returns:
-        A :class:`~fleetpipe.dygraph.PipelineParallel`.
+        For a ``PipelineLayer`` a :class:`~fleetpipe.dygraph.PipelineParallel`, in the type that
+        Fleet would choose: ``NoPipelineParallel`` where pp_degree is 1. Any other model comes back
+        as it is in a job of one process, else wrapped for the ranks that share it.
 
     Raises:
         ConfigError: ``pp_degree`` is above 1 and the model is no ``PipelineLayer`` of fleetpipe's.
+        PipelineTimeout: Some rank did not arrive within the limit.
     """
     job = current_job()
+    if isinstance(model, MixPrecisionLayer) and isinstance(model._layers, PipelineLayer):
+        # It has put its hooks on the parameters; calling the layers needs nothing more of it.
+        model = model._layers
     if isinstance(model, PipelineLayer):
-        return PipelineParallel(model)
-    if job is None:
-        return paddle_fleet.distributed_model(model)
-    if job.degrees.pp > 1:
+        if job is not None:
+            job.degrees.refuse_beyond(PIPELINE_AXES, "write the model as an nn.Layer")
+        return wrap(_decorated(model))
+    if job is not None and job.degrees.pp > 1:
         theirs = isinstance(model, paddle_fleet.meta_parallel.PipelineLayer)
         raise ConfigError(
             f"pp_degree={job.degrees.pp} needs a PipelineLayer",
@@ -48,14 +53,35 @@ def distributed_model(model: Any) -> Any:
             if theirs
             else "write the model as PipelineLayer(layers=[LayerDesc(..), ..])",
         )
+    if arrival.world_size() == 1:
+        return model
+    if job is None:
+        return paddle_fleet.distributed_model(model)
+    if job.degrees.mp > 1:
+        return TensorParallel(model, job.hcg, strategy=_paddle.user_strategy())
+    with job.guarded(lambda: "wrapping the model"):
+        # Gloo gives up after 30 s: nobody enters it before all ranks are here.
+        job.require_agreement({"the model to wrap": type(model).__name__})
+        return paddle_fleet.distributed_model(model)
+
+
+def _decorated(model: Any) -> Any:
+    """Casts a model as ``strategy.amp`` with pure float16 or bfloat16 asks; on CPU it stays."""
+    strategy = _paddle.user_strategy()
+    if strategy is None or not strategy.amp:
+        return model
+    asked: dict[Any, str] = {"float16": "use_pure_fp16", "bfloat16": "use_pure_bf16"}
+    for dtype, option in asked.items():
+        if strategy.amp_configs.get(option):
+            return paddle.amp.decorate(models=model, level="O2", dtype=dtype)
     return model
 
 
 def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     """Wraps an optimizer for ``train_batch``, or in static graph for ``minimize``.
 
-    Without a pipeline (a job in dynamic graph, ``strategy.pipeline`` in static graph) it is passed
-    on to Paddle.
+    Without a pipeline (a job in dynamic graph, ``strategy.pipeline`` in static graph), and with
+    ``sep_degree``, it is passed on to Paddle.
 
     Args:
         optimizer: Any Paddle optimizer, in dynamic graph built on ``model.parameters()``.
@@ -75,10 +101,21 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
             return StaticOptimizer(optimizer, chosen, begin, arrival.world_size())
         return paddle_fleet.distributed_optimizer(optimizer, strategy)
     job = current_job()
-    if job is None:
+    if job is None or job.degrees.sep > 1:
         return paddle_fleet.distributed_optimizer(optimizer, strategy)
     if strategy is not None:
         _paddle.install_topology(job.hcg, copy.deepcopy(strategy))
-    if job.degrees.pp > 1 and not job.local:
-        refuse_partial_norm(optimizer)
     return PipelineOptimizer(optimizer)
+
+
+def distributed_scaler(scaler: Any) -> Any:
+    """Has a ``GradScaler`` ask all ranks whether a gradient overflowed: all step, or none.
+
+    Args:
+        scaler: A ``paddle.amp.GradScaler``, which is changed in place. One that is switched off, as
+            on CPU, stays as it is.
+
+    Returns:
+        ``scaler``.
+    """
+    return agreeing(scaler) if current_job() else paddle_fleet.distributed_scaler(scaler)

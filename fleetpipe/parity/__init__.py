@@ -35,8 +35,10 @@ def begin(
         model_optimizer: The optimizer of ``model``. None: a twin of the pipeline's.
         loss_of: ``loss_of(inputs, label)`` gives the loss of ``model`` for a micro-batch. None: the
             pipeline's loss function of ``model(inputs)``.
-        tolerance: Largest relative difference that passes. Default: none, or 1e-6 where several
-            replicas add up their gradients in another order than one device does.
+        tolerance: Largest relative difference that passes. Default: none where bits can be equal.
+            1e-6 where several replicas add up their gradients in another order than one device
+            does, 1e-5 where ranks that hold slices of a layer do so in every layer, and where
+            several stages use one weight.
 
     Returns:
         The session; call its ``step(data)`` in the place of ``train_batch``, then read ``report``.

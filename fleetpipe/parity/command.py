@@ -6,8 +6,6 @@ import argparse
 import functools
 import json
 import os
-import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,17 +13,15 @@ from typing import Any
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.parity.reference import of_same_layers
 from fleetpipe.parity.session import Session
-
-LAUNCHED = Path(__file__).with_name("launched.py")
+from fleetpipe.running import script
+from fleetpipe.running.substitution import in_place_of_paddles
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command, and what runs it."""
     parser.set_defaults(run=run)
-    parser.add_argument("--nproc", type=int, default=1, help="processes to launch (default: 1)")
     parser.add_argument("--report", type=Path, help="write the result as JSON")
-    parser.add_argument("script", type=Path, help="a training script that uses fleetpipe.fleet")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    script.configure(parser, "a training script that uses fleetpipe.fleet, or Paddle's")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,26 +29,20 @@ def run(options: argparse.Namespace) -> int:
 
     Returns:
         0 where no bit differs, 1 where one does, 2 where nothing was compared.
+
+    Raises:
+        ConfigError: There is no such script.
     """
-    if not options.script.exists():
-        print(f"fleetpipe parity: there is no file {options.script}", file=sys.stderr)
-        return 2
-    if options.nproc > 1 and "PADDLE_TRAINER_ID" not in os.environ:
-        return _launch(options)
-    return shadow(options.script, options.arguments, options.report)
-
-
-def _launch(options: argparse.Namespace) -> int:
-    arguments = [str(options.script), *options.arguments]
+    if not script.to_be_launched(options):
+        return shadow(options.script, options.arguments, options.report)
+    words = [str(options.script), *options.arguments]
     if options.report:
-        arguments = ["--report", str(options.report), *arguments]
-    launcher = [sys.executable, "-m", "paddle.distributed.launch"]
-    command = [*launcher, "--nproc_per_node", str(options.nproc), str(LAUNCHED), *arguments]
-    return 0 if subprocess.run(command, check=False).returncode == 0 else 1
+        words = ["--report", str(options.report), *words]
+    return 0 if script.launch(options.nproc, ["parity", *words]) == 0 else 1
 
 
-def shadow(script: Path, arguments: list[str], report: Path | None) -> int:
-    """Runs ``script`` in this process, each ``train_batch`` beside its reference."""
+def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
+    """Runs ``file`` in this process, each ``train_batch`` beside its reference."""
     sessions: dict[int, Session] = {}
     original = PipelineParallel.train_batch
 
@@ -68,10 +58,12 @@ def shadow(script: Path, arguments: list[str], report: Path | None) -> int:
 
     wrapper: Any = PipelineParallel
     wrapper.train_batch = train_batch
-    sys.argv = [str(script), *arguments]
-    sys.path[0] = str(script.parent)
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        with in_place_of_paddles():
+            script.execute(file, arguments)
+    except SystemExit as stop:
+        if stop.code:
+            raise
     finally:
         wrapper.train_batch = original
     reports = [session.report for session in sessions.values()]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fleetpipe.dygraph import tensors_of
+from fleetpipe.dygraph import recompute, tensors_of
 
 #: By layer, the tensors that its calls returned, in the order of the calls.
 Outputs = dict[str, list[Any]]
@@ -39,6 +39,8 @@ def recorded(model: Any, names: Mapping[str, str]) -> Iterator[Outputs]:
 
 def _keeper(kept: list[Any]) -> Any:
     def keep(_layer: Any, _inputs: Any, output: Any) -> None:
-        kept.extend(tensor.detach() for tensor in tensors_of(output))
+        # A layer that is recomputed is called a second time.
+        if not recompute.rerunning():
+            kept.extend(tensor.detach() for tensor in tensors_of(output))
 
     return keep

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Callable
 
-from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, twin_optimizer, weighted
+from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, randomness, twin_optimizer, weighted
 from fleetpipe.job import pipeline_group
 
 LossOf = Callable[[Any, Any], Any]
@@ -51,12 +51,17 @@ class Reference:
     ) -> Any:
         """Runs all micro-batches forward and backward, one after another.
 
+        Under the keys of a batch (``randomness.keyed``) the micro-batches have theirs in order.
+
         Returns:
             The loss of the batch, detached; the gradients stand on the parameters.
         """
         self.model.train()
         losses = []
-        for value, label, weight in zip(inputs, labels, weights):
+        keys = randomness.current()
+        for number, (value, label, weight) in enumerate(zip(inputs, labels, weights)):
+            if keys is not None:
+                keys.micro_batch = number
             loss = weighted(self._loss_of(value, label), weight)
             loss.backward()
             losses.append(loss.detach())
@@ -100,8 +105,10 @@ def of_same_layers(pipe: PipelineLayer, optimizer: PipelineOptimizer) -> Referen
     """
     model = pipe.single_model()
     pipe.copy_to(model)
-    ours = dict(pipe.named_parameters())
+    ours = pipe.own_parameters()
     theirs = dict(model.named_parameters())
+    # A global norm of the twin's is summed in the order of the model, as the pipeline's is.
+    optimizer.bind(pipe)
     twin = twin_optimizer(optimizer.wrapped, ours, theirs)
     covers_all = ours.keys() == theirs.keys()
     return Reference(
@@ -109,10 +116,16 @@ def of_same_layers(pipe: PipelineLayer, optimizer: PipelineOptimizer) -> Referen
         _default_loss(pipe, model),
         twin,
         pipe.names_in(model),
-        None if covers_all else frozenset(pipe.state_dict()),
+        None if covers_all else frozenset(pipe.own_state()),
     )
 
 
 def _default_loss(pipe: PipelineLayer, model: Any) -> LossOf:
     criterion = pipe.loss_fn()
-    return lambda inputs, label: criterion(model(inputs), label)
+
+    def loss_of(inputs: Any, label: Any) -> Any:
+        output = model(inputs)
+        randomness.enter_loss()
+        return criterion(output, label)
+
+    return loss_of

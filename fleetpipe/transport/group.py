@@ -142,6 +142,19 @@ class GlooGroup(DirectGroup):
             for tensor in tensors:
                 all_reduce(tensor, group=self.paddle_group)
 
+    def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
+        """Gives each tensor the value that it has on the member named beside it. Collective.
+
+        Raises:
+            PipelineTimeout: Some member did not come within the limit.
+        """
+        from paddle.distributed import broadcast
+
+        members = self.all_gather(self.paddle_group.ranks[self.paddle_group.rank])
+        with self.collective():
+            for tensor, source in tensors:
+                broadcast(tensor, members[source], group=self.paddle_group)
+
     @contextmanager
     def collective(self) -> Iterator[None]:
         """Within it Paddle's own collectives run; the members must have met before.

@@ -42,7 +42,6 @@ class Steps:
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.split = SplitBackward(ONE_STAGE, lambda stage: {0: layer})
-        self.split.begin()
 
     def forward(self, micro_batch: int, *inputs: Any) -> Any:
         with self.split.recording(0, micro_batch):

@@ -27,40 +27,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     split_axis,
 )
 from fleetpipe.errors import ConfigError, PeerFailed
-
-MEMBERS = [Group(rank, 77, [0, 1]) for rank in range(2)]
-NAMES = (
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "ParallelCrossEntropy",
-)
-
-
-class Twins:
-    """Members that all have what this one has; counts the collectives."""
-
-    def __init__(self, ranks: int = 2) -> None:
-        self.rank, self.ranks = 0, ranks
-        self.gathered = self.reduced = 0
-
-    def all_gather(self, value: Any) -> list[Any]:
-        self.gathered += 1
-        return [value] * self.ranks
-
-    def all_reduce(self, tensors: list[Any]) -> None:
-        self.reduced += 1
-        for tensor in tensors:
-            tensor.set_value(tensor * self.ranks)
-
-
-@pytest.fixture
-def twins() -> Any:
-    """The group of MEMBERS, connected."""
-    group = Twins()
-    groups.connect(MEMBERS[0], group)
-    yield group
-    groups.disconnect(MEMBERS[0])
+from tests.dygraph.members import MEMBERS, NAMES, Twins
 
 
 def drawn(make: Callable[..., Any], *args: Any, **named: Any) -> tuple[Any, bytes]:

@@ -19,8 +19,10 @@ OWN = {
     "DistributedStrategy",
     "distributed_model",
     "distributed_optimizer",
+    "distributed_scaler",
     "get_hybrid_communicate_group",
     "init",
+    "layers",
     "meta_parallel",
 }
 
@@ -32,7 +34,7 @@ def test_every_name_is_paddles_unless_fleetpipe_defines_it() -> None:
 
 
 def test_every_submodule_imports_as_paddles_own() -> None:
-    for path in ("utils", "base", "meta_parallel.parallel_layers.mp_layers", "utils.recompute"):
+    for path in ("utils", "base", "meta_parallel.parallel_layers.random", "utils.recompute"):
         try:
             real = importlib.import_module(f"paddle.distributed.fleet.{path}")
         except ModuleNotFoundError:
@@ -57,7 +59,9 @@ for info in pkgutil.walk_packages(theirs.__path__, "paddle.distributed.fleet."):
     except Exception:
         continue
 own = ("meta_parallel", "meta_parallel.pipeline_parallel", "meta_parallel.parallel_layers",
-       "meta_parallel.parallel_layers.pp_layers")
+       "meta_parallel.parallel_layers.pp_layers", "meta_parallel.parallel_layers.mp_layers",
+       "meta_parallel.tensor_parallel", "layers", "layers.mpu", "layers.mpu.mp_layers",
+       "layers.mpu.mp_ops", "meta_parallel.dualpipev")
 for name, module in before.items():
     tail = name[len("paddle.distributed.fleet."):]
     ours = importlib.import_module("fleetpipe.fleet." + tail)

@@ -12,7 +12,7 @@ from paddle.distributed import fleet as paddle_fleet
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, PartitionError
-from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.job import current_job
 from fleetpipe.topology import Degrees
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
@@ -119,8 +119,8 @@ def test_a_schedule_may_be_spelled_in_several_ways(spelling: str) -> None:
         ({"pp_degree": 3}, 4, "do not divide the world size"),
         ({"pp_degree": 2, "dp_degree": 1}, 4, "dp_degree=2"),
         ({"pp_degree": 8}, 4, "--nproc_per_node 8"),
-        ({"pp_degree": 2, "mp_degree": 2}, 4, "mp_degree=2"),
-        ({"pp_degree": 2, "sharding_degree": 2}, 4, "sharding_degree=2"),
+        ({"pp_degree": 2, "sep_degree": 2}, 4, "sep_degree=2"),
+        ({"pp_degree": 2, "mp_degree": 3}, 4, "--nproc_per_node 6"),
         ({"pp_degree": 2, "mp_degree": 2}, 1, "do not divide"),
     ],
 )
@@ -179,9 +179,6 @@ def test_a_list_with_a_foreign_entry_is_refused_by_its_place() -> None:
     with job(2):
         with pytest.raises(ConfigError, match="layer 1 of the list"):
             pipeline([LayerDesc(nn.Linear, 6, 6), 7])
-        shared = SharedLayerDesc("tied", nn.Linear, None, "weight", 6, 6)
-        with pytest.raises(ConfigError, match="layer 1 of the list, key 'tied'"):
-            pipeline([LayerDesc(nn.Linear, 6, 6), shared])
 
 
 def test_more_stages_than_layers_are_refused() -> None:

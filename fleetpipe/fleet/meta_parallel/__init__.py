@@ -6,9 +6,53 @@ from typing import Any
 
 from paddle.distributed.fleet import meta_parallel as _theirs
 
-from fleetpipe.dygraph import PipelineLayer, PipelineParallel
+from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.fleet.layers.mpu.mp_layers import (
+    ColumnParallelLinear,
+    ParallelCrossEntropy,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from fleetpipe.fleet.meta_parallel import (
+    dualpipev,
+    parallel_layers,
+    pipeline_parallel,
+    tensor_parallel,
+)
+from fleetpipe.fleet.meta_parallel.pipeline_parallel import (
+    DualPipeVParallel,
+    NoPipelineParallel,
+    PipelineDatasetPreprocessor,
+    PipelineParallel,
+    PipelineParallelMicroStepLocations,
+    PipelineParallelWithInterleave,
+    PipelineParallelWithInterleaveFthenB,
+    VPPFhenBInBalancedMemory,
+    register_global_pipeline_parallel_hook,
+)
+from fleetpipe.fleet.meta_parallel.tensor_parallel import TensorParallel
 
-__all__ = ["PipelineLayer", "PipelineParallel"]
+__all__ = [
+    "ColumnParallelLinear",
+    "DualPipeVParallel",
+    "NoPipelineParallel",
+    "ParallelCrossEntropy",
+    "PipelineDatasetPreprocessor",
+    "PipelineLayer",
+    "PipelineParallel",
+    "PipelineParallelMicroStepLocations",
+    "PipelineParallelWithInterleave",
+    "PipelineParallelWithInterleaveFthenB",
+    "RowParallelLinear",
+    "TensorParallel",
+    "VPPFhenBInBalancedMemory",
+    "VocabParallelEmbedding",
+    "dualpipev",
+    "parallel_layers",
+    "pipeline_parallel",
+    "register_global_pipeline_parallel_hook",
+    "tensor_parallel",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""``meta_parallel.pipeline_parallel`` with fleetpipe's ``PipelineParallel``."""
+"""``meta_parallel.pipeline_parallel`` with fleetpipe's wrappers, hooks and data sets."""
 
 from __future__ import annotations
 
@@ -6,9 +6,39 @@ from typing import Any
 
 from paddle.distributed.fleet.meta_parallel import pipeline_parallel as _theirs
 
-from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.dygraph import (
+    DualPipeVParallel,
+    FakeMicroDataset,
+    NoPipelineParallel,
+    PipelineLayer,
+    PipelineParallel,
+    PipelineParallelWithInterleave,
+    PipelineParallelWithInterleaveFthenB,
+    VPPFhenBInBalancedMemory,
+)
+from fleetpipe.dygraph.newer import (
+    PipelineDatasetPreprocessor,
+    PipelineParallelMicroStepCallback,
+    PipelineParallelMicroStepLocations,
+    pipeline_parallel_callbacks_,
+    register_global_pipeline_parallel_hook,
+)
 
-__all__ = ["PipelineParallel"]
+__all__ = [
+    "DualPipeVParallel",
+    "FakeMicroDataset",
+    "NoPipelineParallel",
+    "PipelineDatasetPreprocessor",
+    "PipelineLayer",
+    "PipelineParallel",
+    "PipelineParallelMicroStepCallback",
+    "PipelineParallelMicroStepLocations",
+    "PipelineParallelWithInterleave",
+    "PipelineParallelWithInterleaveFthenB",
+    "VPPFhenBInBalancedMemory",
+    "pipeline_parallel_callbacks_",
+    "register_global_pipeline_parallel_hook",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,8 +7,23 @@ from typing import Any
 from paddle.distributed.fleet.meta_parallel import parallel_layers as _theirs
 
 from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.fleet.layers.mpu.mp_layers import (
+    ColumnParallelLinear,
+    ParallelCrossEntropy,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from fleetpipe.fleet.meta_parallel.parallel_layers import mp_layers, pp_layers
 
-__all__ = ["PipelineLayer"]
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelCrossEntropy",
+    "PipelineLayer",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "mp_layers",
+    "pp_layers",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""``meta_parallel.parallel_layers.pp_layers`` with fleetpipe's ``PipelineLayer``."""
+"""``meta_parallel.parallel_layers.pp_layers`` with fleetpipe's ``PipelineLayer`` and its chunks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 from paddle.distributed.fleet.meta_parallel.parallel_layers import pp_layers as _theirs
 
 from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.dygraph.chunk import PipelineLayerChunk
 
-__all__ = ["PipelineLayer"]
+__all__ = ["PipelineLayer", "PipelineLayerChunk"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,52 @@
+"""Where a parameter's gradient is: ``main_grad`` of a mixed-precision parameter, else ``grad``.
+
+Paddle's ``MixPrecisionLayer`` adds up the gradients of float16 and bfloat16 parameters in float32,
+in an attribute of its own; ``grad`` stays empty there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fleetpipe._paddle import paddle
+
+
+def gradient_of(parameter: Any) -> Any:
+    """Returns the gradient of ``parameter``, or None: float32 where it is a ``main_grad``."""
+    main = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
+
+
+def set_gradient(parameter: Any, gradient: Any) -> None:
+    """Makes ``gradient`` the gradient of ``parameter``."""
+    if hasattr(parameter, "main_grad"):
+        parameter.main_grad = gradient
+    else:
+        parameter.grad = gradient
+
+
+def zero_gradient(parameter: Any) -> Any:
+    """Returns zeros such as :func:`set_gradient` takes them."""
+    if hasattr(parameter, "main_grad"):
+        return paddle.zeros(parameter.shape, "float32")
+    return paddle.zeros_like(parameter)
+
+
+def drop_gradients(parameters: Iterable[Any]) -> None:
+    """Leaves ``parameters`` without gradients."""
+    for parameter in parameters:
+        parameter.clear_gradient(set_to_zero=False)
+        if getattr(parameter, "main_grad", None) is not None:
+            parameter.main_grad = None
+
+
+@paddle.no_grad()
+def divide_gradients(parameters: Iterable[Any], divisor: int) -> None:
+    """Divides the gradients of ``parameters`` by ``divisor``."""
+    if divisor == 1:
+        return
+    for parameter in parameters:
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            set_gradient(parameter, gradient / divisor)

@@ -1,0 +1,81 @@
+"""Names of the pipeline that paddlepaddle 2.6.2 lacks: Paddle's own where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from fleetpipe._paddle import paddle_fleet
+from fleetpipe.errors import ConfigError
+
+_theirs: Any = paddle_fleet.meta_parallel.pipeline_parallel
+
+
+class _DatasetPreprocessor:
+    """Wraps a function that gives the data of a batch when it is called without arguments."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+
+    def __call__(self) -> Any:
+        return self.function()
+
+
+class _MicroStepLocations(Enum):
+    """Where within a forward or a backward of a stage a hook is called."""
+
+    FORWARD_BEGIN = "forward_begin"
+    FORWARD_END = "forward_end"
+    BACKWARD_BEGIN = "backward_begin"
+    BACKWARD_END = "backward_end"
+
+
+class _MicroStepCallback:
+    """A registry of hooks by location."""
+
+    def __init__(self) -> None:
+        self.hooks: dict[Any, list[Callable[..., Any]]] = {
+            location: [] for location in PipelineParallelMicroStepLocations
+        }
+
+    def register_hook(self, location: Any, hook: Callable[..., Any]) -> None:
+        """Adds a hook.
+
+        Raises:
+            ConfigError: ``location`` is no ``PipelineParallelMicroStepLocations``.
+        """
+        if location not in self.hooks:
+            raise ConfigError(
+                "a hook is registered for one of PipelineParallelMicroStepLocations",
+                got=repr(location),
+            )
+        self.hooks[location].append(hook)
+
+    def on_location(self, location: Any, **values: Any) -> None:
+        """Calls the hooks of a location."""
+        for hook in self.hooks[location]:
+            hook(**values)
+
+
+def _register_global_hook(location: Any, hook: Callable[..., Any]) -> None:
+    """Adds a hook to the registry that all wrappers of the process look at."""
+    pipeline_parallel_callbacks_.register_hook(location, hook)
+
+
+PipelineDatasetPreprocessor: Any = getattr(
+    _theirs, "PipelineDatasetPreprocessor", _DatasetPreprocessor
+)
+PipelineParallelMicroStepLocations: Any = getattr(
+    _theirs, "PipelineParallelMicroStepLocations", _MicroStepLocations
+)
+PipelineParallelMicroStepCallback: Any = getattr(
+    _theirs, "PipelineParallelMicroStepCallback", _MicroStepCallback
+)
+#: The registry that all wrappers of the process look at.
+pipeline_parallel_callbacks_: Any = (
+    getattr(_theirs, "pipeline_parallel_callbacks_", None) or PipelineParallelMicroStepCallback()
+)
+register_global_pipeline_parallel_hook: Callable[[Any, Callable[..., Any]], None] = getattr(
+    _theirs, "register_global_pipeline_parallel_hook", _register_global_hook
+)

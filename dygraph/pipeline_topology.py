@@ -1,0 +1,54 @@
+"""How many stages a layer list is for, and the topology that its attributes show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe.errors import ConfigError
+from fleetpipe.job import Job
+
+
+def number_of_stages(num_stages: int | None, topology: Any, job: Job | None) -> int:
+    """Returns the number of pipeline ranks, checked against the topology and the job.
+
+    A model of one stage may be built within any job: each process then has all of it.
+
+    Raises:
+        ConfigError: It is not given, or twice and not the same.
+    """
+    if topology is None and num_stages is None:
+        raise ConfigError(
+            "PipelineLayer needs num_stages or topology",
+            fix="pass topology=fleet.get_hybrid_communicate_group().topology()",
+        )
+    known = {
+        "num_stages": num_stages,
+        "topology": None if topology is None else topology.get_dim("pipe"),
+    }
+    given = {name: int(value) for name, value in known.items() if value is not None}
+    if job is not None and set(given.values()) != {1}:
+        given["pp_degree of fleet.init"] = job.degrees.pp
+    if len(set(given.values())) > 1:
+        raise ConfigError(
+            "the number of pipeline stages is given twice, and differs",
+            got=", ".join(f"{name}={value}" for name, value in given.items()),
+            fix="pass only topology=fleet.get_hybrid_communicate_group().topology()",
+        )
+    return next(iter(given.values()))
+
+
+def topology_of(topology: Any, stages: int, job: Job | None) -> Any:
+    """Returns the topology of a model: the one given, the job's, or one of data and pipe alone.
+
+    Args:
+        topology: What the user passed; None for nothing.
+        stages: The number of pipeline ranks.
+        job: The current job.
+    """
+    if topology is not None:
+        return topology
+    if job is not None and job.degrees.pp == stages:
+        return job.hcg.topology()
+    replicas = max(1, paddle.distributed.get_world_size() // stages)
+    return paddle_fleet.CommunicateTopology(["data", "pipe", "model"], [replicas, stages, 1])

@@ -1,0 +1,254 @@
+"""Random streams keyed by what is computed, not by where: draw of the batch, layer, micro-batch.
+
+At the start of a training batch one number is drawn from Paddle's default generator. Before each
+call of a layer the generators are seeded with a mixture of that number, the layer's number in the
+whole list and the global micro-batch. So a dropout has the same mask on whatever rank, in whatever
+order and however often (recompute) it runs; what users draw themselves between batches is as if
+no layer had drawn anything.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe.dygraph._paddle import is_patched, stream_seeds, track_streams
+from fleetpipe.transport import Group
+
+#: The values of ``fleetpipe_configs["rng"]``.
+KEYED, FLEET = MODES = ("keyed", "fleet")
+
+#: Stands for a layer's number where the loss functions run.
+_LOSS = -1
+
+_WORD = 2**64 - 1
+
+_functions: Any = paddle.nn.functional
+
+#: Functions of Paddle's that draw nothing.
+_QUIET_FUNCTIONS = frozenset(
+    getattr(_functions, name)
+    for name in (
+        "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "swish", "mish",
+        "tanh", "sigmoid", "softmax", "log_softmax", "softplus", "hardswish", "hardsigmoid",
+        "hardtanh",
+    )
+) | {paddle.flatten, paddle.tanh}
+
+#: Layers of Paddle's that draw nothing, whatever their arguments.
+_QUIET_LAYERS = frozenset(
+    getattr(paddle.nn, name)
+    for name in (
+        "Linear", "Embedding", "Bilinear", "Identity", "Flatten", "Conv1D", "Conv2D", "Conv3D",
+        "Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose", "BatchNorm", "BatchNorm1D",
+        "BatchNorm2D", "BatchNorm3D", "LayerNorm", "GroupNorm", "InstanceNorm1D",
+        "InstanceNorm2D", "ReLU", "ReLU6", "LeakyReLU", "PReLU", "ELU", "SELU", "CELU", "GELU",
+        "Silu", "Swish", "Mish", "Tanh", "Sigmoid", "Softmax", "LogSoftmax", "Softplus",
+        "Hardswish", "Hardsigmoid", "Hardtanh", "MaxPool1D", "MaxPool2D", "MaxPool3D",
+        "AvgPool1D", "AvgPool2D", "AvgPool3D", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D",
+        "AdaptiveAvgPool3D", "AdaptiveMaxPool1D", "AdaptiveMaxPool2D",
+    )
+)
+
+
+def key(*parts: int) -> int:
+    """Returns a seed of 63 bits: a fixed mixture of whole numbers, in their order.
+
+    Each part goes through the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable
+    Pseudorandom Number Generators, 2014). Paddle's CPU generator looks at the low 32 bits.
+    """
+    state = 0
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) & _WORD
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
+        state ^= state >> 31
+    return state >> 1
+
+
+def draws_nothing(function: Callable[[Any], Any]) -> bool:
+    """Whether a call of a layer or function certainly draws no random number.
+
+    False for everything but some of Paddle's own, as long as they are as Paddle made them.
+    """
+    kind = type(function)
+    if kind in _QUIET_LAYERS:
+        return not is_patched(function)
+    return kind in (types.FunctionType, types.BuiltinFunctionType) and function in _QUIET_FUNCTIONS
+
+
+class Keys:
+    """The seeds of one batch.
+
+    Attributes:
+        micro_batch: The global micro-batch of the calls that :meth:`enter` is told of.
+    """
+
+    def __init__(self, draw: int) -> None:
+        """Begins with the number drawn for the batch."""
+        self.micro_batch = 0
+        self._draw = draw
+        self._slice = 0
+        self._common: frozenset[str] = frozenset()
+        self._call: tuple[int, int] | None = None
+        self._streams: dict[str, Any] = {}
+
+    def agree(self, group: Group) -> None:
+        """Takes the draw of the first of the ranks that hold slices of one layer. Collective.
+
+        A stream that all of them gave the same seed stays the same on all; any other is a stream of
+        its own on each.
+        """
+        if group.ranks == 1:
+            return
+        everyone = group.all_gather((self._draw, stream_seeds()))
+        self._draw, first = everyone[0]
+        self._slice = group.rank
+        self._common = frozenset(
+            name for name, seed in first.items() if all(s.get(name) == seed for _, s in everyone)
+        )
+
+    def enter(self, layer: int, function: Callable[[Any], Any] | None = None) -> None:
+        """Seeds all generators for a call of ``function``, layer ``layer`` of the whole list."""
+        self._call = (layer, self.micro_batch)
+        self._streams.clear()
+        if function is None or not draws_nothing(function):
+            paddle.seed(key(self._draw, layer, self.micro_batch))
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """Within it random numbers come from a stream of ``name``, of this slice if it has one.
+
+        Used several times within a call of a layer, it goes on where it ended.
+        """
+        states, call = GeneratorStates(), self._call
+        known = self._streams.get(name)
+        if known is not None:
+            known.put_back()
+        else:
+            layer, micro_batch = call or (_LOSS, self.micro_batch)
+            number = zlib.crc32(name.encode())
+            own = 0 if name in self._common else self._slice
+            paddle.seed(key(self._draw, layer, micro_batch, own, number))
+        try:
+            yield
+        finally:
+            if call == self._call:
+                self._streams[name] = GeneratorStates()
+            states.put_back()
+
+
+_keys: Keys | None = None
+
+
+def current() -> Keys | None:
+    """Returns the seeds of the batch that is being trained; None outside, and for ``"fleet"``."""
+    return _keys
+
+
+def draw(mode: str) -> Keys | None:
+    """Draws the number of a batch from Paddle's default generator; None where mode is "fleet"."""
+    if mode == FLEET:
+        return None
+    drawn: Any = paddle.randint(0, 2**31 - 1, [1], dtype="int64")
+    return Keys(int(drawn.item()))
+
+
+def peek(mode: str, group: Group) -> Keys | None:
+    """Returns the keys that the next batch will have. Collective over ``group``.
+
+    Args:
+        mode: The option ``rng``.
+        group: The ranks that hold slices of one layer.
+    """
+    with random_states_kept():
+        keys = draw(mode)
+    if keys is not None:
+        keys.agree(group)
+    return keys
+
+
+def enter_loss() -> None:
+    """Seeds the generators for the loss functions, after the last layer of a micro-batch."""
+    if _keys is not None:
+        _keys.enter(_LOSS)
+
+
+@contextmanager
+def keyed(keys: Keys | None, group: Group) -> Iterator[None]:
+    """Within it layers run under ``keys``; the generators are put back in the end. Collective.
+
+    Args:
+        keys: What :func:`draw` gave.
+        group: The ranks that hold slices of one layer, which take the draw of their first.
+    """
+    global _keys
+    if keys is None:
+        yield
+        return
+    keys.agree(group)
+    track_streams(_stream_of)
+    before, states = _keys, GeneratorStates()
+    _keys = keys
+    try:
+        yield
+    finally:
+        _keys = before
+        states.put_back()
+
+
+def _stream_of(name: str) -> Any:
+    """Returns the context of a tensor-parallel stream within a batch; None outside of one."""
+    return None if _keys is None else _keys.stream(name)
+
+
+class GeneratorStates:
+    """The states of Paddle's generators: of the current device, and of the CPU beside a GPU."""
+
+    def __init__(self) -> None:
+        """Takes the states that the generators have now."""
+        self._states: dict[str | None, Any] = {None: paddle.get_rng_state()}
+        if not paddle.device.get_device().startswith("cpu"):
+            self._states["cpu"] = paddle.get_rng_state("cpu")
+
+    def put_back(self) -> None:
+        """Gives the generators the states that they had."""
+        for device, states in self._states.items():
+            paddle.set_rng_state(states, device)
+
+
+class RandomStates:
+    """All that layers may draw from: Paddle's generators and streams, NumPy's and Python's."""
+
+    def __init__(self) -> None:
+        """Takes the states of now."""
+        self._paddle = GeneratorStates()
+        self._streams = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
+        self._numpy = np.random.get_state()
+        self._python = random.getstate()
+
+    def put_back(self) -> None:
+        """Makes these the states again."""
+        self._paddle.put_back()
+        if self._streams:
+            tracker = paddle_fleet.meta_parallel.get_rng_state_tracker()
+            tracker.set_states_tracker(dict(self._streams))
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Puts everything that layers may draw from back in the end."""
+    states = RandomStates()
+    try:
+        yield
+    finally:
+        states.put_back()

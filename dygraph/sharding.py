@@ -1,0 +1,86 @@
+"""Stage 1 of ZeRO: each sharding rank keeps the optimizer's state of its share of the parameters.
+
+All ranks have the parameters and the reduced gradients. Each steps only those that it owns, so the
+optimizer makes state for these alone, and then they are broadcast. Paddle's own
+``DygraphShardingOptimizer`` does the same, but takes no parameter groups, empties the lists of the
+optimizer that it wraps, and enters Gloo, which gives up after 30 s, before the others have come.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+2020, arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph._paddle import optimized_parameters, restricted
+from fleetpipe.dygraph.gradients import gradient_of
+from fleetpipe.transport import GlooGroup, Group
+
+
+class Shards:
+    """Who owns which parameter of an optimizer, among the ranks that share its state."""
+
+    def __init__(self, optimizer: Any, group: Group) -> None:
+        """Gives every parameter an owner; the same on all members, which have the same ones.
+
+        Args:
+            optimizer: A Paddle optimizer, or Paddle's ``MixPrecisionOptimizer`` around one.
+            group: The sharding ranks.
+        """
+        self._optimizer = optimizer
+        self._group = group
+        self._owners = owners(optimized_parameters(optimizer), group.ranks)
+
+    def owns(self, parameter: Any) -> bool:
+        """Whether this rank keeps the state of ``parameter``."""
+        return self._owners[id(parameter)] == self._group.rank
+
+    def step(self, step: Callable[[], Any], nothing: Callable[[], Any]) -> Any:
+        """Steps what this rank owns, and gives all members what each has stepped. Collective.
+
+        Args:
+            step: Steps the optimizer.
+            nothing: Takes its place where this rank owns no parameter.
+
+        Raises:
+            PipelineTimeout: Some member did not come within the limit.
+        """
+        with restricted(self._optimizer, self.owns) as any_owned:
+            result = (step if any_owned else nothing)()
+        self._publish()
+        return result
+
+    @paddle.no_grad()
+    def _publish(self) -> None:
+        """Broadcasts the parameters that have a gradient from their owners. Collective."""
+        changed = [
+            parameter
+            for parameter in optimized_parameters(self._optimizer)
+            if not parameter.stop_gradient and gradient_of(parameter) is not None
+        ]
+        if isinstance(self._group, GlooGroup):
+            self._group.broadcast_each([(p, self._owners[id(p)]) for p in changed])
+            return
+        own = {str(i): p.detach() for i, p in enumerate(changed) if self.owns(p)}
+        for theirs in self._group.all_gather(own):
+            for index in theirs.keys() - own.keys():
+                changed[int(index)].set_value(theirs[index])
+
+
+def owners(parameters: Sequence[Any], ranks: int) -> dict[int, int]:
+    """Returns the owner of each parameter, by ``id``: the largest first, to who has least.
+
+    Args:
+        parameters: In an order that is the same on all ranks.
+        ranks: Number of owners.
+    """
+    load = [0] * ranks
+    found = {}
+    for parameter in sorted(parameters, key=lambda p: -int(p.size)):
+        owner = load.index(min(load))
+        load[owner] += int(parameter.size)
+        found[id(parameter)] = owner
+    return found

@@ -1,0 +1,45 @@
+"""Dropout of an activation that is cut in slices, with the mask that the whole one would have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group
+from fleetpipe.dygraph.tensor_parallel.operations import slice_of
+
+
+def dropout(
+    x: Any,
+    p: float = 0.5,
+    axis: int = -1,
+    training: bool = True,
+    mode: str = "upscale_in_train",
+    mp_group: Any = None,
+) -> Any:
+    """Drops numbers of this member's slice where dropout of the whole tensor would drop them.
+
+    Every member draws the whole mask and keeps its slice; not collective. So one seed gives the
+    same masks for every model-parallel degree, where the members' generators stand alike, as they
+    do in a ``PipelineLayer``.
+
+    Args:
+        x: This member's slice of a tensor.
+        p: The share that is dropped.
+        axis: The axis along which it is cut: the last after a ``ColumnParallelLinear``, that of
+            the heads in attention.
+        training: Whether to drop at all.
+        mode: As in ``nn.functional.dropout``.
+        mp_group: Paddle's group of the members; by default that of ``fleet.init``.
+
+    Returns:
+        A tensor like ``x``.
+    """
+    plain: Any = paddle.nn.functional.dropout
+    group = model_parallel_group(mp_group)
+    if group.nranks == 1 or not training or p == 0:
+        return plain(x, p, training=training, mode=mode)
+    shape = list(x.shape)
+    shape[axis] *= group.nranks
+    mask = plain(paddle.ones(shape, dtype=x.dtype), p, training=True, mode=mode)
+    return x * slice_of(mask, axis, group.rank, group.nranks)

@@ -1,0 +1,126 @@
+"""The collective operations under Paddle's names for them, as scripts for Fleet call them.
+
+``paddle.distributed.collective._c_identity`` and its kin have no kernels on CPU. Here each has
+Paddle's signature and does its work over the members of the group; in static graph it is Paddle's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.tensor_parallel import operations
+from fleetpipe.dygraph.tensor_parallel._paddle import OPERATION_MODULES, compiled_for_gpu
+from fleetpipe.dygraph.tensor_parallel.cross_entropy import ParallelCrossEntropy
+from fleetpipe.dygraph.tensor_parallel.embedding import own_rows
+from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group
+from fleetpipe.errors import ConfigError
+
+Operation = Callable[..., Any]
+
+
+def _as_paddles(ours: Operation) -> Operation:
+    """Makes an operation Paddle's own in static graph, and None on ranks outside of its group."""
+    theirs: Operation = getattr(OPERATION_MODULES[0], ours.__name__)
+
+    @functools.wraps(theirs)
+    def operation(*args: Any, **named: Any) -> Any:
+        return (ours if paddle.in_dynamic_mode() else theirs)(*args, **named)
+
+    return operation
+
+
+def _outside(group: Any) -> bool:
+    return group is not None and not group.is_member()
+
+
+@_as_paddles
+def _c_identity(tensor: Any, group: Any = None, skip_c_identity_dynamic: bool = False) -> Any:
+    if _outside(group):
+        return None
+    return operations.identity(tensor, model_parallel_group(group))
+
+
+@_as_paddles
+def _c_split(tensor: Any, group: Any = None) -> Any:
+    if _outside(group):
+        return None
+    return operations.split(tensor, model_parallel_group(group))
+
+
+@_as_paddles
+def _c_concat(tensor: Any, group: Any = None) -> Any:
+    if _outside(group):
+        return None
+    return operations.gather(tensor, model_parallel_group(group))
+
+
+@_as_paddles
+def _mp_allreduce(
+    tensor: Any,
+    op: Any = paddle.distributed.ReduceOp.SUM,
+    group: Any = None,
+    use_calc_stream: bool = True,
+    use_model_parallel: bool = True,
+    skip_c_identity_dynamic: bool = False,
+) -> Any:
+    if _outside(group):
+        return None
+    if op != paddle.distributed.ReduceOp.SUM:
+        raise ConfigError("_mp_allreduce adds: op is ReduceOp.SUM", got=f"op={op!r}")
+    return operations.all_reduce(tensor, model_parallel_group(group))
+
+
+@_as_paddles
+def _c_lookup_table(
+    table: Any, index: Any, start_index: int = 0, vocab_size: int = -1, name: Any = None
+) -> Any:
+    return own_rows(table, index, start_index)
+
+
+@_as_paddles
+def _c_softmax_with_cross_entropy(
+    logits: Any,
+    label: Any,
+    group: Any = None,
+    return_softmax: bool = False,
+    ignore_index: int = -100,
+) -> Any:
+    if _outside(group):
+        return None
+    if return_softmax:
+        raise ConfigError(
+            "on CPU the cross entropy over slices of the vocabulary gives the loss alone",
+            got="return_softmax=True",
+            fix="gather the logits with _c_concat, and use nn.functional.softmax",
+        )
+    return ParallelCrossEntropy(group, ignore_index=ignore_index)(logits, label)
+
+
+#: By Paddle's name, what runs in the place of Paddle's operation; on GPU nothing does.
+OPERATIONS: Mapping[str, Operation] = {} if compiled_for_gpu() else {
+    "_c_identity": _c_identity,
+    "_c_split": _c_split,
+    "_c_concat": _c_concat,
+    "_mp_allreduce": _mp_allreduce,
+    "_c_lookup_table": _c_lookup_table,
+    "_c_softmax_with_cross_entropy": _c_softmax_with_cross_entropy,
+}
+
+_originals = {name: getattr(OPERATION_MODULES[0], name) for name in OPERATIONS}
+
+
+def install() -> None:
+    """Has Paddle's modules give these operations, for scripts that take them from there."""
+    for module in OPERATION_MODULES:
+        for name, operation in OPERATIONS.items():
+            setattr(module, name, operation)
+
+
+def uninstall() -> None:
+    """Gives Paddle's modules their own operations back."""
+    for module in OPERATION_MODULES:
+        for name, original in _originals.items():
+            setattr(module, name, original)

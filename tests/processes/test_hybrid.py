@@ -1,0 +1,73 @@
+"""Jobs of several degrees on real ranks against Paddle's own optimizer on the single model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import Finished
+
+WORKER = Path(__file__).with_name("hybrid_worker.py")
+Launch = Callable[..., Finished]
+
+
+def launched(launch: Launch, folder: Path, ranks: int, *cases: str) -> dict[str, list[Any]]:
+    """Runs cases one after another; returns by case what each rank found."""
+    launch(WORKER, ranks, args=[str(folder), *cases], timeout=240)
+    found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return {case: [rank[case] for rank in found] for case in cases}
+
+
+def assert_close(ranks: list[Any], tolerance: float = 1e-6) -> None:
+    """The single model's norms and parameters; the same bits on every rank."""
+    for rank in ranks:
+        assert rank["bits"] == ranks[0]["bits"]
+        assert rank["norms"] == ranks[0]["norms"]
+        assert rank["gap"] < tolerance
+        for ours, theirs in rank["norms"]:
+            assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_stages_replicas_and_the_norm_of_all(launch: Launch, tmp_path: Path) -> None:
+    cases = ("four_stages", "tied_weights", "two_chunks", "overflow", "parity_with_clip")
+    found = launched(launch, tmp_path, 4, *cases)
+    assert_close(found["four_stages"])
+    assert [rank["equal"] for rank in found["four_stages"]] == [True] * 4
+    # A weight that three stages share: its gradient is a sum in another order, no more.
+    assert_close(found["tied_weights"])
+    assert_close(found["two_chunks"])
+    for rank in found["overflow"]:
+        assert rank["moved"] == [True, False, True, True]
+        assert rank["states"] == [[256.0, 1], [128.0, 0], [128.0, 1], [256.0, 0]]
+    for passed, verdict in found["parity_with_clip"]:
+        assert passed, verdict
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_norm_with_tied_weights_on_fewer_stages(
+    launch: Launch, tmp_path: Path, ranks: int
+) -> None:
+    assert_close(launched(launch, tmp_path, ranks, "tied_weights")["tied_weights"])
+
+
+def test_ranks_that_share_the_optimizers_state(launch: Launch, tmp_path: Path) -> None:
+    cases = ("sharded", "sharded_groups", "sharded_alone", "plain_model", "plain_replicas")
+    found = launched(launch, tmp_path, 4, *cases, "different_clips")
+    for message in found["different_clips"]:
+        assert "ranks 0 and 3 of the job do not run the same" in message
+        assert "global_norm=2.0" in message
+    for case in cases:
+        assert_close(found[case])
+    first = found["sharded"][0]
+    # pp 2 x sharding 2: the four ranks have one state for each parameter of the model.
+    for case in ("sharded", "sharded_groups"):
+        counts = [rank["moments"] for rank in found[case]]
+        assert sum(counts) == first["parameters"]
+        assert min(counts) > 0
+    # dp 2 x sharding 2: each replica in dp has a whole one.
+    assert sum(rank["moments"] for rank in found["sharded_alone"]) == 2 * first["parameters"]
+    assert [rank["moments"] for rank in found["plain_model"]] in ([1, 3, 1, 3], [3, 1, 3, 1])

@@ -1,0 +1,186 @@
+"""Static graph on real ranks: the end of an epoch, Paddle's own save and load, export, examples."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from tests.launching import ROOT, Finished
+from tests.static.networks import FEATURES, static_mode
+
+Launch = Callable[..., Finished]
+
+LIFE = f"""
+import json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import paddle
+from fleetpipe import fleet, static
+from fleetpipe.errors import FleetPipeError
+from tests.static.networks import ROWS, batches, mlp, strategy_of
+
+rank, alone = int(os.environ.get("PADDLE_TRAINER_ID", "0")), "PADDLE_TRAINERS_NUM" not in os.environ
+paddle.enable_static()
+paddle.seed(7)
+fleet.init(is_collective=True)
+loss, logits = mlp(2, norm=True)()
+strategy = strategy_of(timeout=40)
+fleet.distributed_optimizer(paddle.optimizer.Adam(0.05), strategy).minimize(loss)
+main = paddle.static.default_main_program()
+x, y = (next(value for value in main.list_vars() if value.name == name) for name in "xy")
+exe = paddle.static.Executor(paddle.CPUPlace())
+exe.run(paddle.static.default_startup_program())
+feeds = batches(3)
+told = {{}}
+
+# 9 micro-batches on rank 0 and 11 on rank 1: two groups of four each, and a rest that is dropped.
+count = 9 if rank == 0 else 11
+
+class Rows(paddle.io.Dataset):
+    def __len__(self):
+        return count * ROWS
+
+    def __getitem__(self, index):
+        feed = feeds[index // 8]
+        return feed["x"][index % 8], feed["y"][index % 8]
+
+def micro_batches():
+    rows = Rows()
+    for index in range(count):
+        yield [rows[index * ROWS + row] for row in range(ROWS)]
+
+def until_the_end(**feed):
+    found = []
+    try:
+        while True:
+            value = exe.run(main, fetch_list=[loss], **feed)[0]
+            found.append(None if value is None else value.tolist())
+    except paddle.base.core.EOFException:
+        return found
+
+loader = static.DataLoader.from_generator([x, y])
+loader.set_sample_list_generator(micro_batches)
+told["epochs"] = []
+for _ in range(2):
+    loader.start()
+    told["epochs"].append(until_the_end())
+    loader.reset()
+stock = paddle.io.DataLoader(
+    Rows(), feed_list=[x, y], batch_size=ROWS, return_list=False, places=[paddle.CPUPlace()]
+)
+told["stock"] = until_the_end(feed=iter(stock))
+
+def step():
+    value = exe.run(main, feed=feeds[2], fetch_list=[loss])[0]
+    return None if value is None else value.tolist()
+
+folder = sys.argv[1]
+paddle.static.save(main, os.path.join(folder, "half"))
+told["after saving"] = [step(), step()]
+paddle.static.load(main, os.path.join(folder, "half"), exe)
+told["after loading"] = [step(), step()]
+if not alone:
+    paddle.static.load(main, os.path.join(folder, "alone", "half"), exe)
+    told["after loading what one process saved"] = [step(), step()]
+    try:
+        paddle.static.save_inference_model(os.path.join(folder, "no"), [x], [logits], exe)
+    except FleetPipeError as error:
+        told["stock export"] = str(error)
+static.save_inference_model(os.path.join(folder, "net"), [x], [logits], exe)
+with open(os.path.join(folder, f"rank{{rank}}.json"), "w") as file:
+    json.dump(told, file)
+fleet.shutdown()
+"""
+
+
+def exported(prefix: Path) -> np.ndarray:
+    """What an exported network makes of ones."""
+    with static_mode():
+        exe = paddle.static.Executor(paddle.CPUPlace())
+        program, _, targets = paddle.static.load_inference_model(str(prefix), exe)
+        fed = {"x": np.ones((3, FEATURES), "float32")}
+        return np.asarray(exe.run(program, feed=fed, fetch_list=targets)[0])
+
+
+def test_two_ranks_end_an_epoch_save_load_and_export_as_one_process_does(
+    launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "alone").mkdir()
+    launch(LIFE, None, args=[str(tmp_path / "alone")])
+    launch(LIFE, 2, args=[str(tmp_path)])
+    alone = json.loads((tmp_path / "alone" / "rank0.json").read_text())
+    first, last = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert alone["after saving"] == alone["after loading"]
+    assert len({*map(tuple, alone["epochs"]), tuple(alone["stock"])}) == 3
+    for name, found in alone.items():
+        assert last[name] == found, name
+    nothing = [None, None]
+    assert (first["epochs"], first["stock"]) == ([nothing, nothing], nothing)
+    assert last["after loading what one process saved"] == alone["after saving"]
+    assert "fleetpipe.static.save_inference_model" in first["stock export"]
+    np.testing.assert_array_equal(exported(tmp_path / "net"), exported(tmp_path / "alone" / "net"))
+    assert not list(tmp_path.glob("*.pd*.[0-9]*")), "drafts that were left"
+
+
+def test_resnet_50_trains_twenty_steps_on_four_ranks(launch: Launch, tmp_path: Path) -> None:
+    report = tmp_path / "r.json"
+    args = ["--layers", "50", "--width", "8", "--report", str(report)]
+    job = launch(ROOT / "examples" / "static_resnet.py", 4, args=args, timeout=280)
+    found = json.loads(report.read_text())
+    assert found["bit_exact"]
+    assert (found["steps"], found["ranks"]) == (20, 4)
+    for rank in range(3):
+        assert job.logs[rank].count("loss: None, acc1: None, acc5: None") == 20
+    assert f"loss: {found['pipeline_loss'][19]:.5f}" in job.logs[3]
+
+
+def cifar(path: Path) -> None:
+    """Writes the digits in the form of cifar-10-python.tar.gz: five training batches and a test."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = (digits.images * 15.9).astype("uint8").repeat(4, axis=1).repeat(4, axis=2)
+    rows = images.reshape(len(images), 1, -1).repeat(3, axis=1).reshape(len(images), -1)
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    with tarfile.open(path, "w:gz") as file:
+        for name, part, labels in zip(
+            names, np.array_split(rows, 6), np.array_split(digits.target, 6)
+        ):
+            content = pickle.dumps({b"data": part, b"labels": labels.tolist()})
+            entry = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
+            entry.size = len(content)
+            file.addfile(entry, io.BytesIO(content))
+
+
+def test_resnet_trains_on_a_cifar_10_file(launch: Launch, tmp_path: Path) -> None:
+    data, report = tmp_path / "cifar-10-python.tar.gz", tmp_path / "report.json"
+    cifar(data)
+    args = ["--layers", "18", "--width", "4", "--steps", "2", "--report", str(report)]
+    example = ROOT / "examples" / "static_resnet.py"
+    job = launch(example, None, args=[*args, "--data", str(data)])
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert found["bit_exact"]
+    assert found["data"] == "CIFAR-10"
+    assert "CIFAR-10, 1498 images" in job.logs[0]
+
+
+@pytest.mark.parametrize("content", [None, b"no archive"])
+def test_a_data_file_that_is_none_is_an_error(
+    launch: Launch, tmp_path: Path, content: bytes | None
+) -> None:
+    data = tmp_path / "cifar.tar.gz"
+    if content is not None:
+        data.write_bytes(content)
+    job = launch(
+        ROOT / "examples" / "static_resnet.py", None, args=["--data", str(data)], check=False
+    )
+    assert job.returncode == 1
+    assert f"there is none at {data}" in job.logs[0]
