@@ -1,0 +1,13 @@
+"""What the launcher starts on every rank of a ``fleetpipe`` command; run by its path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Run by path, this file's folder stands first on the path of modules, and must not.
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from fleetpipe.cli import main  # noqa: E402
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""A training script and its arguments, run in this process or on every rank of a launched job."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from fleetpipe.errors import ConfigError
+
+LAUNCHED = Path(__file__).with_name("launched.py")
+
+
+def configure(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declares ``--nproc``, the script and its arguments.
+
+    Args:
+        parser: The command's parser; its own options come first.
+        what: What the script is, for the help text.
+    """
+    parser.add_argument("--nproc", type=int, default=1, help="processes to launch (default: 1)")
+    parser.add_argument("script", type=Path, help=what)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def to_be_launched(options: argparse.Namespace) -> bool:
+    """Returns whether this process is to start the ranks, and is not one of them.
+
+    Args:
+        options: What the arguments of :func:`configure` were parsed to.
+
+    Raises:
+        ConfigError: There is no such script, or ``--nproc`` is below 1.
+    """
+    if not options.script.is_file():
+        raise ConfigError(f"there is no file {options.script}")
+    if options.nproc < 1:
+        raise ConfigError("--nproc is a number of processes", got=str(options.nproc))
+    return bool(options.nproc > 1 and "PADDLE_TRAINER_ID" not in os.environ)
+
+
+def launch(nproc: int, words: Sequence[str]) -> int:
+    """Runs a ``fleetpipe`` command on ``nproc`` ranks under Paddle's launcher.
+
+    Args:
+        nproc: Number of processes.
+        words: The command, its options, the script and the script's arguments.
+
+    Returns:
+        The launcher's exit code: that of the first rank that failed, else 0.
+    """
+    launcher = [sys.executable, "-m", "paddle.distributed.launch"]
+    command = [*launcher, "--nproc_per_node", str(nproc), str(LAUNCHED), *words]
+    return subprocess.run(command, check=False).returncode
+
+
+def execute(script: Path, arguments: Sequence[str]) -> None:
+    """Runs a script in this process as ``__main__``; what it raises passes through.
+
+    It finds ``sys.argv``, ``sys.path[0]``, ``__file__`` and its module as under ``python SCRIPT``.
+
+    Args:
+        script: The script's file.
+        arguments: Its arguments.
+    """
+    with _as_main(script, arguments) as (module, code):
+        exec(code, vars(module))
+
+
+def execute_to_the_end(script: Path, arguments: Sequence[str]) -> int:
+    """Runs a script as the last thing that this process does.
+
+    Args:
+        script: The script's file.
+        arguments: Its arguments.
+
+    Returns:
+        The exit code that ``python SCRIPT`` has. What nobody caught is printed as Python prints
+        it, with the frames of the script and below, and told to the other ranks at the end.
+    """
+    try:
+        execute(script, arguments)
+    except SystemExit as stop:
+        return _exit_code(stop.code)
+    except Exception as error:
+        # Python itself keeps the error here, and fleetpipe finds it when the process ends.
+        sys.last_type, sys.last_value = type(error), error
+        sys.last_traceback = error.__traceback__ = _from_script(error, script)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+@contextmanager
+def _as_main(
+    script: Path, arguments: Sequence[str]
+) -> Iterator[tuple[ModuleType, CodeType]]:
+    before = sys.argv, sys.path[0], sys.modules["__main__"]
+    path = os.path.abspath(script)
+    module = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    vars(module).update(
+        __file__=path, __builtins__=builtins, __loader__=loader, __annotations__={}, __cached__=None
+    )
+    sys.argv = [str(script), *arguments]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    sys.modules["__main__"] = module
+    try:
+        with io.open_code(path) as file:
+            # Without dont_inherit the script would get this file's __future__ imports.
+            yield module, compile(file.read(), path, "exec", dont_inherit=True)
+    finally:
+        sys.argv, sys.path[0], sys.modules["__main__"] = before
+
+
+def _from_script(error: Exception, script: Path) -> TracebackType | None:
+    """Returns the error's traceback from the script's own frame on."""
+    path, found = os.path.abspath(script), error.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename != path:
+        found = found.tb_next
+    return found
+
+
+def _exit_code(status: object) -> int:
+    """Does with the argument of ``sys.exit`` what Python does with it at the end."""
+    if status is None:
+        return 0
+    if isinstance(status, int):
+        return status
+    sys.stderr.write(f"{status}\n")
+    return 1

@@ -1,0 +1,80 @@
+"""Puts fleetpipe's modules in the place of ``paddle.distributed.fleet`` for the code that follows.
+
+Whoever imported Paddle's modules before keeps them: Paddle itself, and fleetpipe, which delegates
+to them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+from fleetpipe import fleet as our_fleet
+from fleetpipe._paddle import paddle
+
+OURS, PADDLES = "fleetpipe.fleet", "paddle.distributed.fleet"
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of Paddle's packages in whose place fleetpipe's stand.
+
+    Those have the folder of fleetpipe's package as their path, in which Paddle's files are not.
+    """
+
+    def __init__(self, packages: Mapping[str, ModuleType]) -> None:
+        self._packages = packages
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package = self._packages.get(fullname.rpartition(".")[0])
+        if package is None:
+            return None
+        return PathFinder.find_spec(fullname, getattr(package, "__path__", []), target)
+
+
+@contextmanager
+def in_place_of_paddles() -> Iterator[None]:
+    """Within it, imports of ``paddle.distributed.fleet`` get fleetpipe's modules.
+
+    So do its attributes, as in ``paddle.distributed.fleet.init``, and every module below it that
+    fleetpipe has one for. The others stay Paddle's.
+    """
+    counterparts = _counterparts()
+    theirs = {name: sys.modules[name] for name in counterparts}
+    finder = _Finder(theirs)
+    distributed = paddle.distributed
+    sys.modules.update(counterparts)
+    setattr(distributed, "fleet", our_fleet)  # noqa: B010  # mypy: a module is not assignable
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        setattr(distributed, "fleet", theirs[PADDLES])  # noqa: B010
+        sys.modules.update(theirs)
+
+
+def _counterparts() -> dict[str, ModuleType]:
+    """Loads fleetpipe's modules that stand for one of Paddle's; returns them by Paddle's names.
+
+    All at once: one that was first imported later would find fleetpipe's modules where it looks
+    for Paddle's, to which it delegates.
+    """
+    found = {PADDLES: our_fleet}
+    for info in pkgutil.walk_packages(our_fleet.__path__, OURS + "."):
+        name = PADDLES + info.name[len(OURS) :]
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+        else:
+            found[name] = importlib.import_module(info.name)
+    return found

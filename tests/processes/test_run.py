@@ -1,0 +1,58 @@
+"""``fleetpipe run`` on scripts written for stock Paddle: one process and two ranks, same bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.launching import ROOT, Finished
+
+LAUNCHED = ROOT / "fleetpipe" / "running" / "launched.py"
+SCRIPTS = ROOT / "tests" / "scripts"
+LOSS = re.compile(r"^pp_loss: +(\d+) (\S+)$", re.MULTILINE)
+
+Launch = Callable[..., Finished]
+
+
+def losses(log: str) -> list[float]:
+    found = LOSS.findall(log)
+    assert [int(step) for step, _ in found] == list(range(len(found)))
+    return [float(loss) for _, loss in found]
+
+
+@pytest.mark.parametrize("script", ["stock_alexnet.py", "stock_static.py"])
+def test_a_script_for_stock_paddle_runs_unedited(launch: Launch, script: str) -> None:
+    words = ["run", str(SCRIPTS / script), "4"]
+    alone = losses(launch(LAUNCHED, None, args=words).logs[0])
+    assert len(alone) == 4
+    assert len(set(alone)) == 4
+    first, last = (losses(log) for log in launch(LAUNCHED, 2, args=words).logs)
+    assert last == alone
+    # In static graph only the owner of the loss has it.
+    assert first == ([] if "static" in script else alone)
+
+
+def test_the_command_launches_the_ranks_itself_and_ends_as_they_do(launch: Launch) -> None:
+    command = """
+        import subprocess, sys
+        words = ["run", "--nproc", "2", sys.argv[1], sys.argv[2]]
+        done = subprocess.run([sys.executable, "-m", "fleetpipe", *words], check=False)
+        print("ended with", done.returncode)
+        """
+    script = str(SCRIPTS / "stock_alexnet.py")
+    told = launch(command, None, args=[script, "2"]).logs[0]
+    # The launcher repeats what rank 0 prints.
+    assert len(losses(told)) == 2
+    assert "ended with 0" in told
+    told = launch(command, None, args=[script, "two"]).logs[0]
+    assert "ValueError: invalid literal for int() with base 10: 'two'" in told
+    assert "ended with 1" in told
+
+
+def test_parity_takes_such_a_script_too(launch: Launch) -> None:
+    words = ["parity", str(SCRIPTS / "stock_alexnet.py"), "2"]
+    for nproc in (None, 2):
+        for log in launch(LAUNCHED, nproc, args=words).logs:
+            assert "parity: bit-exact (losses, gradients and parameters)" in log
