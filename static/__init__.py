@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fleetpipe import _paddle as _paddle
+from fleetpipe.static.attached import pipeline_of
 from fleetpipe.static.exporting import load, save, save_inference_model
-from fleetpipe.static.hooks import install, pipeline_of, uninstall
+from fleetpipe.static.hooks import install, uninstall
 from fleetpipe.static.loader import DataLoader
 from fleetpipe.static.optimizer import StaticOptimizer
 from fleetpipe.static.pipeline import StaticPipeline
+from fleetpipe.static.recompute import name_of
 from fleetpipe.static.single import SingleProgram
 from fleetpipe.static.state import full_state_dict, load_state_dict, state_dict
 from fleetpipe.static.tags import stage_guard
@@ -21,6 +23,7 @@ __all__ = [
     "install",
     "load",
     "load_state_dict",
+    "name_of",
     "pipeline_of",
     "save",
     "save_inference_model",

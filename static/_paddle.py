@@ -15,6 +15,7 @@ from typing import Any
 from paddle.base import core as _core
 from paddle.base import framework as _framework
 from paddle.base.dygraph.base import guard
+from paddle.static import io as _static_io
 
 from fleetpipe._paddle import paddle
 
@@ -22,6 +23,9 @@ from fleetpipe._paddle import paddle
 core: Any = _core
 framework: Any = _framework
 static: Any = paddle.static
+#: Where ``paddle.static`` has its functions for saving from.
+static_io: Any = _static_io
+_incubate: Any = paddle.incubate
 
 #: The class of a tensor in a scope: 2.6.2 calls it otherwise.
 DenseTensor: Any = getattr(core, "DenseTensor", None) or core.LoDTensor
@@ -144,3 +148,15 @@ def learning_rate(optimizer: Any) -> Any:
 def gradient_clip(optimizer: Any) -> Any:
     """Returns the optimizer's gradient clip, or None."""
     return getattr(optimizer, "_grad_clip", None)
+
+
+def recomputing(optimizer: Any) -> tuple[Any, list[Any] | None, bool]:
+    """Takes Paddle's ``RecomputeOptimizer`` apart.
+
+    Returns:
+        The optimizer that it wraps, or the one that was given; its checkpoints, None where it is
+        another optimizer; whether these are to be kept on another device.
+    """
+    if not isinstance(optimizer, _incubate.optimizer.RecomputeOptimizer):
+        return optimizer, None, False
+    return optimizer._optimizer, list(optimizer._checkpoints or ()), optimizer.enable_offload

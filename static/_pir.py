@@ -7,12 +7,12 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.static._paddle import core, static
-from fleetpipe.static._pir_stage import (
+from fleetpipe.static._pir_operations import (
     DATA,
     IN_PLACE,
     PARAMETER,
     SET_PARAMETER,
-    PirStage,
+    draws_of,
     inside,
     line_of,
     name_of,
@@ -21,15 +21,18 @@ from fleetpipe.static._pir_stage import (
     taken,
     to_end,
 )
+from fleetpipe.static._pir_stage import PirStage
 from fleetpipe.static.feeding import Declared
-from fleetpipe.static.graph import EVERYWHERE, Graph, Operation, draws
-from fleetpipe.static.sections import CLIP_FACTOR, Update, accumulator_name
+from fleetpipe.static.graph import EVERYWHERE, Graph, Operation
+from fleetpipe.static.sections import CLIP_FACTOR, PREFIX, Update, accumulator_name
 from fleetpipe.static.splitting import Split
 
 _pir: Any = paddle.pir
 _operations: Any = paddle._C_ops
 _creation: Any = paddle._pir_ops
 _STAGE = "chunk_id"
+#: Where an operation carries the names that the user asked for, by result.
+_NAME = "fleetpipe_name"
 #: ``device_guard("gpu:all")`` as a chunk_id: Paddle's own default for "none" is -1.
 _ALL = 1 << 20
 
@@ -41,6 +44,19 @@ def stamp(stage: int | None) -> None:
     for op in static.default_main_program().global_block().ops:
         if op.name() == PARAMETER and op.has_attr(_STAGE):
             op.erase_attr(_STAGE)
+
+
+def give_name(value: Any) -> str:
+    """Returns the name of a value, which gets one if it has none."""
+    op = value.get_defining_op()
+    if op.name() in (PARAMETER, DATA):
+        return name_of(op)
+    if value.has_name:
+        return str(value.name)
+    attribute = f"{_NAME}.{value.index()}"
+    if not op.has_attr(attribute):
+        op.set_str_attr(attribute, paddle.utils.unique_name.generate(f"{PREFIX}{op.name()}"))
+    return str(op.str_attr(attribute))
 
 
 class PirReader:
@@ -83,6 +99,8 @@ class PirReader:
                     names[number] = name_of(op)
                 elif value.has_name:
                     names[number] = value.name
+                elif op.has_attr(f"{_NAME}.{position}"):
+                    names[number] = op.str_attr(f"{_NAME}.{position}")
                 if op.name() == PARAMETER:
                     persistable.add(number)
                 if not value.stop_gradient and value.is_dense_tensor_type():
@@ -131,18 +149,18 @@ class PirReader:
                 value = op.operand_source(0)
                 op.erase()
                 value.persistable = False
-            elif op.results() and not draws(op.name()) and all(v.use_empty() for v in op.results()):
+            elif op.results() and not draws_of(op) and all(v.use_empty() for v in op.results()):
                 op.erase()
         return mine
 
 
 def _described(op: Any, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
     tag = _tag(op)
-    constant = not op.operands() and not op.num_regions() and not draws(op.name())
+    constant = not op.operands() and not op.num_regions() and not draws_of(op)
     inner = frozenset(
         found for one in inside(op) if (found := _tag(one)) is not None and one.operands()
     )
-    line, random = line_of(op), any(draws(one.name()) for one in (op, *inside(op)))
+    line, random = line_of(op), any(map(draws_of, (op, *inside(op))))
     return Operation(op.name(), reads, writes, tag, constant, line, inner, random)
 
 

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import BoundaryError, ConfigError
-from fleetpipe.static._paddle import core, static, user_line
+from fleetpipe.static._paddle import static
+from fleetpipe.static._pir_operations import (
+    DATA,
+    IN_PLACE,
+    PARAMETER,
+    by_shape,
+    changes,
+    draws_of,
+    export,
+    inside,
+    is_free,
+    is_source,
+    line_of,
+    name_of,
+    place,
+    place_repeated,
+    placeholder,
+    taken,
+    to_end,
+)
 from fleetpipe.static.sections import (
     PREFIX,
     Pieces,
@@ -19,15 +38,7 @@ from fleetpipe.static.sections import (
 )
 from fleetpipe.static.splitting import Split
 
-_pir: Any = paddle.pir
 _operations: Any = paddle._C_ops
-_creation: Any = paddle._pir_ops
-PARAMETER, DATA, COMBINE = "builtin.parameter", "pd_op.data", "builtin.combine"
-SET_PARAMETER = "builtin.set_parameter"
-#: Results that are the operand itself, changed in place: {operation: {result: operand}}.
-IN_PLACE = {"pd_op.batch_norm_": {1: 1, 2: 2}, "pd_op.sync_batch_norm_": {1: 1, 2: 2}}
-#: Operations that take lists of tensors apart.
-_VIEWS = ("builtin.split", "builtin.slice")
 
 
 class PirStage:
@@ -61,7 +72,7 @@ class PirStage:
             self._forward = {op.id() for op in self._ops()}
             self._numbers = {place(value): n for n, value in self._values.items()}
             self._differentiate(*loss)
-        self._kept, self._repeated = self._crossing()
+        self._kept, self._repeated, self._read = self._crossing()
 
     def incoming(self, value: int) -> str:
         """Returns the variable in which the stage finds a value of an earlier one."""
@@ -75,8 +86,13 @@ class PirStage:
         """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
         forward = self._forward_piece({*self._kept, *exports})
         if self._forward.issuperset(op.id() for op in self._ops()):
-            return Pieces(forward, None, ())
-        return Pieces(forward, *self._backward_piece())
+            return Pieces(forward, None, (), frozenset())
+        backward, kept = self._backward_piece()
+        read = {outgoing_name(self._stage, number) for number in self._read}
+        for number in self._read:
+            op = self._values[number].get_defining_op()
+            read |= {name_of(op)} if op.name() == DATA else set()
+        return Pieces(forward, backward, kept, frozenset(kept) - read)
 
     def _isolate(self, places: Sequence[tuple[int, int]]) -> None:
         """Removes what other stages compute, and takes in what they hand over."""
@@ -184,23 +200,51 @@ class PirStage:
                     "keep gradients out of it with stop_gradient",
                 )
 
-    def _crossing(self) -> tuple[list[int], set[int]]:
-        """Returns the values that backward takes from forward, and what it computes again."""
+    def _crossing(self) -> tuple[list[int], set[int], set[int]]:
+        """Finds what backward takes from forward or is given again.
+
+        Returns:
+            The values that it takes from forward; the operations of forward that it repeats; the
+            values that it takes for their data, not for their shape alone.
+        """
         crossing: set[int] = set()
         repeated: set[int] = set()
+        read: set[int] = set()
         waiting = [op for op in self._ops() if op.id() not in self._forward]
         while waiting:
-            for value in taken(waiting.pop()):
+            user = waiting.pop()
+            for value in taken(user):
                 op = value.get_defining_op()
-                if op is None or op.id() not in self._forward or _is_source(op):
+                if op is None or op.id() not in self._forward or op.name() == PARAMETER:
                     continue
-                if op.name() == COMBINE or not (op.operands() or op.num_regions()):
+                if value.index() in IN_PLACE.get(op.name(), {}):
+                    continue
+                number, unread = self._numbers[place(value)], by_shape(user, value)
+                if not unread:
+                    read.add(number)
+                if op.name() == DATA:
+                    continue
+                if is_free(op) or (not unread and self._computed_again(op, value)):
                     if op.id() not in repeated:
                         repeated.add(op.id())
                         waiting.append(op)
-                elif value.index() not in IN_PLACE.get(op.name(), {}):
-                    crossing.add(self._numbers[place(value)])
-        return sorted(crossing), repeated
+                else:
+                    crossing.add(number)
+        made = {n for n in crossing if self._values[n].get_defining_op().id() in repeated}
+        return sorted(crossing - made), repeated, read
+
+    def _computed_again(self, op: Any, value: Any) -> bool:
+        """Whether backward computes a value again because the user's script has it cost no memory.
+
+        What was drawn is not drawn again, and what an operation changes in place is kept as that
+        left it.
+        """
+        kept = self._split.checkpoints
+        if kept is None or self._numbers[place(value)] in kept:
+            return False
+        if draws_of(op) or op.num_regions():
+            return False
+        return not any(map(changes, (op, *value.all_used_ops())))
 
     def _copy(self) -> tuple[Any, list[Any], list[Any], dict[int, Any]]:
         """Returns a copy, its operations, those of them of the forward, and its values."""
@@ -232,6 +276,7 @@ class PirStage:
         repeated = {
             op.id() for mine, op in zip(self._ops(), ops) if mine.id() in self._repeated
         }
+        own: list[str] = []
         with static.program_guard(piece, static.Program()):
             for number in self._kept:
                 name = outgoing_name(self._stage, number)
@@ -239,83 +284,19 @@ class PirStage:
             for op in forward:
                 for result, operand in IN_PLACE.get(op.name(), {}).items():
                     op.result(result).replace_all_uses_with(op.operand_source(operand))
+            # From the last to the first: those that use an operation are gone before it is, and
+            # none is looked at after it is gone, which would read memory that is free.
             for op in reversed(ops):
-                if op.id() in ids and not _is_source(op) and op.id() not in repeated:
+                if op.id() not in ids:
+                    continue
+                needed = any(not value.use_empty() for value in op.results())
+                if needed and (is_source(op) or op.id() in repeated):
+                    own += [name_of(op)] if op.name() == DATA else []
+                else:
                     op.erase()
-            for op in reversed(ops):
-                remains = op.id() in ids and (_is_source(op) or op.id() in repeated)
-                if remains and all(value.use_empty() for value in op.results()):
-                    op.erase()
-                    ids.discard(op.id())
-        own = {name_of(op) for op in forward if op.id() in ids and op.name() == DATA}
+            place_repeated(piece, repeated)
         kept = [outgoing_name(self._stage, number) for number in self._kept]
         return piece, (*sorted(own), *kept)
 
     def _ops(self) -> list[Any]:
         return list(self._program.global_block().ops)
-
-
-def placeholder(name: str, like: Any) -> Any:
-    """Puts a variable of the scope, shaped as a value is, at the start of the program."""
-    _pir.reset_insertion_point_to_start()
-    value = _creation.data(name, like.shape, like.dtype, core.Place())
-    value.stop_gradient = like.stop_gradient
-    value.persistable = True
-    to_end(value.get_defining_op().get_parent_block())
-    return value
-
-
-def to_end(block: Any) -> None:
-    """Has operations made at the end of a block from now on.
-
-    Anywhere else the place would be lost, and memory overwritten, when the operation there is
-    erased.
-    """
-    _pir.set_insertion_point_to_block_end(block)
-
-
-def export(value: Any, name: str) -> None:
-    """Leaves a value in a variable of the scope. Without both it would not be seen there."""
-    if value.get_defining_op().name() in _VIEWS:
-        # Such a value is an entry of a list and has no variable that could be given a name.
-        value = _operations.share_data_(value)
-    value.persistable = True
-    _operations.set_persistable_value(value, name)
-
-
-def name_of(op: Any) -> str:
-    """Returns the name of the variable that a parameter, data or set_parameter is about."""
-    attributes = op.attrs()
-    return str(attributes.get("parameter_name", attributes.get("name", "")))
-
-
-def place(value: Any) -> tuple[int, int]:
-    """Returns the operation and the number of its result that a value is."""
-    return value.get_defining_op().id(), value.index()
-
-
-def inside(op: Any) -> Iterator[Any]:
-    """Yields the operations in the blocks of an operation, at any depth."""
-    for block in op.blocks():
-        for one in block.ops:
-            yield one
-            yield from inside(one)
-
-
-def taken(op: Any) -> Iterator[Any]:
-    """Yields the values that an operation and those in its blocks take."""
-    for one in (op, *inside(op)):
-        for operand in one.operands():
-            value = operand.source()
-            if value.initialized():
-                yield value
-
-
-def line_of(op: Any) -> str:
-    """Returns where in the user's script an operation was made; control flow has no line itself."""
-    lines = (user_line(one.callstack) for one in (op, *inside(op)))
-    return next((line for line in lines if line), "")
-
-
-def _is_source(op: Any) -> bool:
-    return op.name() in (PARAMETER, DATA)

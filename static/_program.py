@@ -9,18 +9,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
-from fleetpipe.static._paddle import learning_rate, static, user_line
+from fleetpipe.static._paddle import learning_rate, static
+from fleetpipe.static._program_loader import belongs_to_loader
 from fleetpipe.static._program_stage import (
     ProgramStage,
     create_variable,
+    draws_of,
     dtype_name,
     inside,
     is_tensor,
+    line_of,
     reads_of,
     remove_operations,
 )
 from fleetpipe.static.feeding import Declared
-from fleetpipe.static.graph import Graph, Operation, draws
+from fleetpipe.static.graph import Graph, Operation
 from fleetpipe.static.sections import CLIP_FACTOR, Update, accumulator_name
 from fleetpipe.static.splitting import Split
 from fleetpipe.static.tags import stage_of_device
@@ -45,6 +48,9 @@ class ProgramReader:
         operations = [Operation("variable", (), (self._write(n),), None, True) for n in sources]
         written: dict[int, tuple[int, ...]] = {}
         for op in self._block.ops:
+            if belongs_to_loader(op):
+                operations.append(Operation(op.type, (), (), None, True, line_of(op)))
+                continue
             reads = tuple(self._current[n] for n in reads_of(program, op) if n in self._current)
             outputs = list(dict.fromkeys(op.output_arg_names))
             kept = [name for name in outputs if self._is_persistable(name)]
@@ -116,9 +122,9 @@ class ProgramReader:
         foreign = []
         for index, op in enumerate(block.ops):
             outputs = op.output_arg_names
-            if not wanted.isdisjoint(outputs):
+            if not wanted.isdisjoint(outputs) or belongs_to_loader(op):
                 continue
-            if not draws(op.type):
+            if not draws_of(op):
                 foreign.append(index)
                 continue
             for name in outputs:
@@ -151,6 +157,8 @@ def _sources(program: Any) -> list[str]:
     made: set[str] = set()
     sources: dict[str, None] = {}
     for op in block.ops:
+        if belongs_to_loader(op):
+            continue
         for name in (*reads_of(program, op), *op.output_arg_names):
             lives = block.has_var(name) and (block.var(name).persistable or block.var(name).is_data)
             if lives and name not in made:
@@ -170,9 +178,9 @@ def _described(
         writes,
         stage_of_device(op.attr("op_device")),
         op.type in _CONSTANTS and not reads,
-        user_line(op.attr("op_callstack") or ()),
+        line_of(op),
         frozenset(tag for tag in tags if tag is not None),
-        any(draws(one.type) for one in (op, *within)),
+        any(map(draws_of, (op, *within))),
     )
 
 

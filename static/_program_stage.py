@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import BoundaryError, ConfigError
-from fleetpipe.static._paddle import core, static
+from fleetpipe.static._paddle import core, static, user_line
+from fleetpipe.static.graph import DROPOUTS, draws
 from fleetpipe.static.sections import Pieces, accumulator_name, gradient_name
 from fleetpipe.static.splitting import Split
 
 _TYPES = core.VarDesc.VarType
+#: Operations that update running statistics in place.
+_NORMS = ("batch_norm", "sync_batch_norm")
 #: The type of an ordinary variable: 2.6.2 calls it otherwise.
 _DENSE = getattr(_TYPES, "DENSE_TENSOR", None) or _TYPES.LOD_TENSOR
 
@@ -61,7 +64,7 @@ class ProgramStage:
         self._forward = len(self._block.ops)
         with static.program_guard(self._program, static.Program()):
             self._differentiate(*loss)
-        self._kept = self._crossing()
+        self._kept, self._repeated, self._shapes = self._crossing()
         for op in self._block.ops:
             op._set_attr("op_device", "")
 
@@ -75,24 +78,37 @@ class ProgramStage:
 
     def cut(self, exports: Iterable[int]) -> Pieces:
         """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
-        total = len(self._block.ops)
         lasting = {
             *self._kept,
             *self.feeds,
             *self.input_gradients.values(),
-            *(self._names[value] for value in exports),
             *(self._names[value] for value in self._incoming()),
         }
-        forward = self._piece(range(self._forward, total), lasting)
-        if self._forward == total:
-            return Pieces(forward, None, ())
-        foreign = [index for index in range(self._forward) if index not in self._constants]
-        return Pieces(forward, self._piece(foreign, lasting), tuple(sorted(self._kept)))
+        leaving = {self._names[value] for value in exports}
+        forward = self._piece(range(self._forward), lasting | leaving)
+        if self._forward == len(self._block.ops):
+            return Pieces(forward, None, (), frozenset())
+        backward = self._piece(self._backward_order(), lasting, self._repeated)
+        return Pieces(forward, backward, tuple(sorted(self._kept)), frozenset(self._shapes))
 
-    def _piece(self, removed: Iterable[int], lasting: Iterable[str]) -> Any:
+    def _piece(
+        self, indices: Sequence[int], lasting: Iterable[str], again: Collection[int] = ()
+    ) -> Any:
+        """Returns a program of the operations of these indices, in this order.
+
+        Args:
+            indices: The operations.
+            lasting: Variables that live in the scope.
+            again: Those of the operations that run for the second time in a micro-batch.
+        """
         piece = self._program.clone()
-        remove_operations(piece, removed)
         block = piece.global_block()
+        total = len(block.ops)
+        for index in indices:
+            block.desc.append_op().copy_from(block.ops[index].desc)
+        remove_operations(piece, range(total))
+        for op in [op for op, index in zip(block.ops, indices) if index in again]:
+            _spare_statistics(block, op)
         used = {
             name
             for op in block.ops
@@ -108,26 +124,89 @@ class ProgramStage:
                 block.var(name).persistable = True
         return piece
 
-    def _crossing(self) -> set[str]:
-        """Returns the variables that backward takes from forward or from its inputs."""
-        made: set[str] = set()
-        kept: set[str] = set()
-        for index, op in enumerate(self._block.ops):
-            if index < self._forward and index not in self._constants:
-                continue
-            kept.update(name for name in reads_of(self._program, op) if name not in made)
+    def _crossing(self) -> tuple[set[str], set[int], set[str]]:
+        """Finds what backward takes from forward or is given again.
+
+        Returns:
+            The variables that it takes; the operations of forward that it repeats; those of the
+            variables that it takes for their shape alone.
+        """
+        made: set[str] = {*self.accumulators.values(), *self._fed_gradients}
+        waiting: list[tuple[str, bool]] = []
+        for op in self._block.ops[self._forward :]:
+            waiting += [(n, s) for n, s in _takes(self._program, op) if n not in made]
             made.update(op.output_arg_names)
-        fed = {*self.accumulators.values(), *self._fed_gradients}
-        return {name for name in kept - fed if self._crosses(name)}
+        makers = self._makers()
+        kept: dict[str, bool] = {}
+        repeated: set[int] = set()
+        while waiting:
+            name, by_shape = waiting.pop()
+            index = self._computed_again(name, makers, by_shape)
+            if index is None:
+                kept[name] = by_shape and kept.get(name, True)
+            elif index not in repeated:
+                repeated.add(index)
+                waiting += _takes(self._program, self._block.ops[index])
+        again = {n for index in repeated for n in self._block.ops[index].output_arg_names}
+        crossing = {n for n in kept if n not in again and self._crosses(n)}
+        return crossing, repeated, {name for name in crossing if kept[name]}
+
+    def _makers(self) -> dict[str, list[int]]:
+        """Returns the indices of the operations of the forward that write each variable."""
+        makers: dict[str, list[int]] = {}
+        for index, op in enumerate(self._block.ops[: self._forward]):
+            for name in op.output_arg_names:
+                makers.setdefault(name, []).append(index)
+        return makers
+
+    def _computed_again(
+        self, name: str, makers: Mapping[str, Sequence[int]], by_shape: bool
+    ) -> int | None:
+        """Returns what makes a variable again in backward, None where it or its shape is kept.
+
+        That is what costs nothing, or is to cost no memory. What was drawn is not drawn again.
+        """
+        if len(makers.get(name, ())) != 1:
+            return None
+        (index,) = makers[name]
+        if index in self._constants:
+            return index
+        checkpoints, op = self._split.checkpoints, self._block.ops[index]
+        if checkpoints is None or by_shape or name in {self._names[value] for value in checkpoints}:
+            return None
+        if draws_of(op) or op.has_attr("sub_block"):
+            return None
+        written = [n for n in op.output_arg_names if self._has(n)]
+        changed = [n for n in written if self._block.var(n).persistable]
+        if changed and op.type not in _NORMS:
+            return None
+        rewritten = any(len(makers.get(n, ())) > 1 for n in op.input_arg_names if n not in changed)
+        return None if rewritten else index
+
+    def _backward_order(self) -> list[int]:
+        """Returns the operations of backward, each after those that are repeated for it."""
+        makers = self._makers()
+        waiting, order = set(self._repeated), []
+        for number in range(self._forward, len(self._block.ops)):
+            needed, following = [], [number]
+            while following:
+                for name in reads_of(self._program, self._block.ops[following.pop()]):
+                    for index in waiting.intersection(makers.get(name, ())):
+                        waiting.discard(index)
+                        needed.append(index)
+                        following.append(index)
+            order += [*sorted(needed), number]
+        return order
 
     def _crosses(self, name: str) -> bool:
         if not self._has(name):
             return False
         found = self._block.var(name)
         if not is_tensor(found):
+            maker = next(op for op in self._block.ops if name in op.output_arg_names)
             raise BoundaryError(
                 "a gradient passes through control flow, which a pipeline cannot cut",
-                where=f"stage {self._stage}, variable {name!r}",
+                where=f"operation {maker.type!r} ({line_of(maker)}) of stage {self._stage}",
                 fix="write it without cond and while_loop (paddle.where chooses by value), or "
                 "keep gradients out of it with stop_gradient",
             )
@@ -233,6 +312,39 @@ class ProgramStage:
 
     def _has(self, name: str) -> bool:
         return bool(self._block.has_var(name))
+
+
+def draws_of(op: Any) -> bool:
+    """Whether an operation takes random numbers; one with a dropout of its own as well."""
+    inner = next((op.attr(name) for name in DROPOUTS if op.has_attr(name)), 0.0)
+    return draws(op.type) or inner > 0.0
+
+
+def _takes(program: Any, op: Any) -> list[tuple[str, bool]]:
+    """Returns what an operation takes, and whether that is for its shape alone."""
+    slots = {name: op.input(name) for name in op.input_names}
+    outputs = {name: op.output(name) for name in op.output_names}
+    attributes = {name: op.attr(name) for name in op.attr_names}
+    unread = core.infer_no_need_buffer_slots(op.type, slots, outputs, attributes)
+    read = {name for slot, names in slots.items() if slot not in unread for name in names}
+    shapes = {name for slot in unread for name in slots.get(slot, ())} - read
+    return [(name, name in shapes) for name in reads_of(program, op)]
+
+
+def line_of(op: Any) -> str:
+    """Returns where in the user's script an operation was made."""
+    return user_line(op.attr("op_callstack") or ())
+
+
+def _spare_statistics(block: Any, op: Any) -> None:
+    """Has an operation that is repeated update copies: the forward updated its statistics."""
+    for name in set(op.input_arg_names).intersection(op.output_arg_names):
+        like = block.var(name)
+        copy = block.create_var(name=f"{name}.again", shape=like.shape, dtype=like.dtype)
+        position = block.ops.index(op)
+        block._insert_op(position, type="assign", inputs={"X": [like]}, outputs={"Out": [copy]})
+        op._rename_input(name, copy.name)
+        op._rename_output(name, copy.name)
 
 
 def create_variable(block: Any, name: str, shape: Sequence[int], dtype: Any) -> Any:

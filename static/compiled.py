@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.engine import Engine
+from fleetpipe.engine import Engine, Stage
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import Job
 from fleetpipe.schedules import Plan
@@ -30,6 +30,8 @@ from fleetpipe.static.sections import (
 from fleetpipe.static.splitting import Split
 from fleetpipe.static.stage import Runner, StaticStage
 from fleetpipe.static.streams import Streams
+from fleetpipe.trace import Trace
+from fleetpipe.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Recipe:
         counted: Those of this process that count here for the global norm.
         limit: The limit of the global norm where the ranks clip together, else None.
         job: The job.
+        trace: Records what runs; None: nothing does.
     """
 
     split: Split
@@ -59,6 +62,7 @@ class Recipe:
     counted: list[str]
     limit: float | None
     job: Job
+    trace: Trace | None
 
     def fetched(self, fetches: Iterable[int], stage: int) -> list[int]:
         """Returns those of the fetched values that a stage makes, ascending."""
@@ -115,8 +119,7 @@ class Compiled:
             for stage, program in recipe.stages.items()
         }
         self.stage = StaticStage(runners, streams)
-        job = recipe.job
-        self.engine = Engine(recipe.plan, self.stage, job.connect(), job.timeout)
+        self.engine = self._engine()
         self._run_step = None
         if recipe.update is not None:
             tensor_of(scope, CLIP_FACTOR)
@@ -124,6 +127,14 @@ class Compiled:
         self._own = {
             name: dynamic(tensor_of(scope, accumulator_name(name))) for name in recipe.parameters
         }
+
+    def _engine(self) -> Engine:
+        job, trace = self._recipe.job, self._recipe.trace
+        stage: Stage = self.stage
+        transports: Mapping[int, Transport] = job.connect()
+        if trace is not None:
+            stage, transports = trace.stage(stage), trace.transports(transports)
+        return Engine(self._recipe.plan, stage, transports, job.timeout)
 
     def reduce(self) -> None:
         """Makes the accumulators those of the whole batch. Collective over the job."""

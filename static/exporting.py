@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import CheckpointError
 from fleetpipe.static._paddle import found_tensor, overwrite, static
-from fleetpipe.static.hooks import pipeline_of
+from fleetpipe.static.attached import pipeline_of
 from fleetpipe.static.state import full_state_dict, load_state_dict, state_dict
 
 
@@ -33,8 +34,11 @@ def save(prefix: str | os.PathLike[str], program: Any = None) -> Path:
         if tensor is not None:
             own[name] = np.array(tensor)
     path = _file(prefix, pipeline)
+    draft = path.with_suffix(f".{os.getpid()}.npz")
     arrays: Any = own  # the stub takes the names for options
-    np.savez(path, **arrays)
+    np.savez(draft, **arrays)
+    # Replicas write the same: none may see the half of what another writes.
+    os.replace(draft, path)
     return path
 
 
@@ -87,10 +91,9 @@ def save_inference_model(
     scope = static.Scope()
     for name, value in state.items():
         scope.var(name).get_tensor().set(value, paddle.CPUPlace())
+    stock = inspect.unwrap(static.save_inference_model)
     with static.scope_guard(scope):
-        static.save_inference_model(
-            os.fspath(prefix), list(feed_vars), list(fetch_vars), executor, program=program
-        )
+        stock(os.fspath(prefix), list(feed_vars), list(fetch_vars), executor, program=program)
 
 
 def _file(prefix: str | os.PathLike[str], pipeline: Any) -> Path:

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 EVERYWHERE = -1
 
 #: Parts of the names of operations that take random numbers, in either IR.
-_RANDOM = ("uniform", "gaussian", "randint", "randperm", "bernoulli", "dropout", "random", "normal")
+_RANDOM = (
+    *("uniform", "gaussian", "randint", "randperm", "bernoulli", "dropout", "random", "normal"),
+    *("multinomial", "binomial", "poisson", "exponential_", "standard_gamma", "dirichlet"),
+    *("gumbel", "rrelu"),
+)
+#: Attributes of operations that have a dropout inside: recurrent ones, fused attention.
+DROPOUTS = ("dropout_prob", "dropout_rate", "attn_dropout_rate")
 
 
 def draws(name: str) -> bool:

@@ -1,7 +1,8 @@
 """What ``import fleetpipe.fleet`` changes in Paddle for static graph, and takes back on request.
 
-``Executor.run`` asks whether a program is a pipeline's; under PIR, where ``device_guard`` marks
-nothing, a guard also has every operation carry its stage. Everything else runs as it did.
+``Executor.run`` asks whether a program is a pipeline's, as do ``save`` and ``load``; under PIR,
+where ``device_guard`` marks nothing, a guard also has every operation carry its stage. Everything
+else runs as it did.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
-from fleetpipe.static._paddle import Executor, swap_switch_device
+from fleetpipe.static import stock_io
+from fleetpipe.static._paddle import Executor, static_io, swap_switch_device
+from fleetpipe.static._program_loader import items_of, note_starts
+from fleetpipe.static.attached import is_attached, of_main, of_startup
 from fleetpipe.static.loader import items_for
 from fleetpipe.static.tags import stage_of_device
 
-_PIPELINE, _STARTUP = "_fleetpipe", "_fleetpipe_startup"
 _restore: list[Callable[[], None]] = []
 
 
@@ -29,12 +32,16 @@ def install() -> None:
     @functools.wraps(original)
     def run(self: Any, program: Any = None, *more: Any, **named: Any) -> Any:
         chosen = paddle.static.default_main_program() if program is None else program
-        if getattr(chosen, _PIPELINE, None) is None and getattr(chosen, _STARTUP, None) is None:
+        if not is_attached(chosen):
             return original(self, program, *more, **named)
         return _run(functools.partial(original, self), self, chosen, *more, **named)
 
     Executor.run = run
     _restore.append(functools.partial(setattr, Executor, "run", original))
+    for name in ("save", "load", "save_inference_model"):
+        for place in (paddle.static, static_io):
+            _hook_saving(place, name)
+    _restore.extend(note_starts())
     stamp = _stamp()
     if stamp is not None:
         _restore.append(_hook_guard(stamp))
@@ -44,28 +51,6 @@ def uninstall() -> None:
     """Takes the hooks back."""
     while _restore:
         _restore.pop()()
-
-
-def attach(program: Any, startup: Any, pipeline: Any) -> None:
-    """Makes a program and its startup program those of a pipeline."""
-    setattr(program, _PIPELINE, (program, pipeline))
-    setattr(startup, _STARTUP, (startup, pipeline))
-
-
-def pipeline_of(program: Any = None) -> Any:
-    """Returns the pipeline that ``minimize`` made of a program.
-
-    Args:
-        program: A program; None for the default main program.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    program = paddle.static.default_main_program() if program is None else program
-    found = getattr(program, _PIPELINE, None)
-    if found is None:
-        raise ConfigError("the program is no pipeline: distributed_optimizer(..).minimize makes it")
-    return found[1]
 
 
 def _run(
@@ -83,14 +68,16 @@ def _run(
 ) -> Any:
     """Runs a program of a pipeline; the arguments are those of ``Executor.run``."""
     variables = scope if scope is not None else paddle.static.global_scope()
-    startup, owner = getattr(program, _STARTUP, (None, None))
-    if owner is not None and startup is program:
+    owner = of_startup(program)
+    if owner is not None:
         return owner.start(functools.partial(original, scope=variables), program, variables)
-    main, pipeline = getattr(program, _PIPELINE, (None, None))
-    if pipeline is not None and main is program:
+    pipeline, is_main = of_main(program)
+    if is_main:
         fetches = fetch_list if isinstance(fetch_list, (list, tuple)) else [fetch_list]
         wanted = [] if fetch_list is None else list(fetches)
         items = items_for(program, feed)
+        if items is None and not feed:
+            items = items_of(program, functools.partial(original, scope=variables))
         given = feed if items is None else items
         return pipeline.run(executor.place, given, wanted, variables, return_numpy)
     if pipeline is not None and not pipeline.local:
@@ -101,6 +88,14 @@ def _run(
         )
     names = (feed_var_name, fetch_var_name)
     return original(program, feed, fetch_list, *names, scope, return_numpy, *more, **named)
+
+
+def _hook_saving(place: Any, name: str) -> None:
+    """Has a function of Paddle's go through ours of the same name."""
+    original = getattr(place, name)
+    ours = functools.partial(getattr(stock_io, name), original)
+    setattr(place, name, functools.wraps(original)(ours))
+    _restore.append(functools.partial(setattr, place, name, original))
 
 
 def _stamp() -> Callable[[int | None], None] | None:

@@ -156,17 +156,26 @@ def items_for(program: Any, feed: Any) -> Iterator[Any] | None:
 
 
 def draw(items: Iterator[Any], count: int) -> Feed | None:
-    """Takes ``count`` micro-batches and puts them together; None where there are not as many."""
-    drawn = []
-    for item in items:
-        drawn.append(_merged([item]) if isinstance(item, Mapping) else _merged(item))
-        if len(drawn) == count:
-            return {name: _joined([one[name] for one in drawn]) for name in drawn[0]}
-    return None
+    """Takes ``count`` micro-batches and puts them together; None where there are not as many.
+
+    One with fewer rows than those before it ends the data, as no item at all does.
+    """
+    drawn: list[dict[str, np.ndarray]] = []
+    while len(drawn) < count:
+        try:
+            # Not by a for loop, whose iter() has a loader of Paddle's begin another epoch.
+            item = next(items)
+        except StopIteration:
+            return None
+        parts = _merged([item]) if isinstance(item, Mapping) else _merged(item)
+        drawn.append({name: np.asarray(value) for name, value in parts.items()})
+        if _rows(drawn[-1]) < _rows(drawn[0]):
+            return None
+    return {name: np.concatenate([one[name] for one in drawn]) for name in drawn[0]}
 
 
-def _joined(parts: Sequence[Any]) -> np.ndarray:
-    return np.concatenate([np.asarray(part) for part in parts])
+def _rows(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
+    return [item[name].shape[:1] for name in sorted(item)]
 
 
 def _merged(parts: Any) -> Feed:

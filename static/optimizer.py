@@ -12,10 +12,10 @@ from fleetpipe.job import Job
 from fleetpipe.schedules import Schedule, build
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.registry import FAMILIES
-from fleetpipe.static import readers
-from fleetpipe.static.hooks import attach
+from fleetpipe.static import readers, recompute
+from fleetpipe.static.attached import attach
 from fleetpipe.static.pipeline import StaticPipeline
-from fleetpipe.static.splitting import ranks_for, split
+from fleetpipe.static.splitting import Split, ranks_for, split
 from fleetpipe.topology import Degrees
 
 #: Begins the job, or returns the running one if it has these degrees.
@@ -23,7 +23,6 @@ Begin = Callable[[Degrees, PipelineConfig], Job]
 #: Switches of a strategy that change the program in ways that a pipeline here does not.
 _REFUSED = (
     "amp",
-    "recompute",
     "sharding",
     "gradient_merge",
     "tensor_parallel",
@@ -53,7 +52,7 @@ class StaticOptimizer:
         Raises:
             ConfigError: The strategy asks for what a static pipeline does not run.
         """
-        self.wrapped = optimizer
+        self.wrapped, self._checkpoints = recompute.marked(optimizer, strategy)
         self._strategy, self._begin, self._world_size = strategy, begin, world_size
         self._config = PipelineConfig.from_strategy(strategy)
         switched_on = [name for name in _REFUSED if getattr(strategy, name, False) is True]
@@ -61,11 +60,6 @@ class StaticOptimizer:
             raise ConfigError(
                 f"this version does not run strategy.{switched_on[0]} in a static pipeline",
                 fix=f"set strategy.{switched_on[0]} = False",
-            )
-        if self._config.trace is not None:
-            raise ConfigError(
-                "this version records no trace in static graph",
-                fix="leave fleetpipe_configs['trace'] out",
             )
 
     def minimize(
@@ -101,10 +95,10 @@ class StaticOptimizer:
         startup = startup_program or paddle.static.default_startup_program()
         reader = readers.read(program)
         number = reader.number(loss)
-        cut = split(reader.graph)
+        cut = recompute.mark(split(reader.graph), reader, self._checkpoints)
         if number is None or cut.stage_of_value[number] is None:
             raise ConfigError("the loss is not computed by any stage of its program")
-        degrees, chunks = self._degrees(cut.stages)
+        degrees, chunks = self._degrees(cut)
         schedule = self._schedule(degrees.pp, chunks)
         schedule.verify(cut.edges, memory_cap=self._config.memory_cap)
         job = self._begin(degrees, self._config)
@@ -116,17 +110,17 @@ class StaticOptimizer:
         attach(program, startup, pipeline)
         return [], []
 
-    def _degrees(self, stages: int) -> tuple[Degrees, int]:
+    def _degrees(self, cut: Split) -> tuple[Degrees, int]:
         """Returns the degrees of the job and the stages on each rank."""
         configs = self._strategy.hybrid_configs
         given = int(configs["pp_degree"]) if configs["pp_degree"] > 1 else None
         interleaved = FAMILIES[self._config.schedule].chunks
-        ranks, chunks = ranks_for(stages, given, self._world_size, interleaved)
+        ranks, chunks = ranks_for(cut, given, self._world_size, interleaved)
         wanted = {**configs, "pp_degree": ranks}
         if given is None:
             wanted["dp_degree"] = -1
         degrees = Degrees.resolve(wanted, self._world_size)
-        degrees.refuse_beyond()
+        degrees.refuse_beyond(("pp", "dp"), "use dynamic graph, or dp_degree for these ranks")
         return degrees, chunks
 
     def _schedule(self, ranks: int, chunks: int) -> Schedule:

@@ -24,6 +24,7 @@ from fleetpipe.static.loader import draw
 from fleetpipe.static.sections import Reader
 from fleetpipe.static.splitting import Split
 from fleetpipe.static.streams import Streams
+from fleetpipe.trace import Trace
 
 
 class StaticPipeline:
@@ -154,7 +155,11 @@ class StaticPipeline:
         with dynamic_mode(), self._job.guarded(self._where):
             first = self._job.replicas().rank * config.micro_batches
             compiled.stage.begin(batch.put, first)
+            if self._recipe.trace is not None:
+                self._recipe.trace.begin_step(first)
             compiled.engine.run({"REDUCE": compiled.reduce, "STEP": compiled.step}, first)
+            if self._recipe.trace is not None:
+                self._recipe.trace.end_step()
             results = [self._result(one, compiled, scope) for one in wanted]
             if config.fetch_broadcast:
                 results = [self._everywhere(*pair) for pair in zip(wanted, results)]
@@ -238,6 +243,7 @@ class StaticPipeline:
             counted=[name for name in parameters if users[name][0] == group.rank],
             limit=limit,
             job=self._job,
+            trace=Trace.of_job(self._config.trace, self.schedule, self._job),
         )
 
     def _own_stages(self) -> list[int]:
@@ -255,6 +261,8 @@ class StaticPipeline:
         """Returns what must be the same on all ranks."""
         facts = {**numerics.settings(), "fleetpipe": __version__, "schedule": self.schedule.name}
         facts.update({name: repr(value) for name, value in asdict(self._config).items()})
+        # Which folder it is matters to rank 0 alone.
+        facts["trace"] = str(self._config.trace is not None)
         outline = self.split.graph.outline()
         facts["program"] = hashlib.sha256(outline.encode()).hexdigest()
         facts["cut"] = f"{self.split.stages} stages, edges {list(map(str, self.split.edges))}"

@@ -47,11 +47,13 @@ class Pieces(NamedTuple):
         backward: Adds to the accumulators and computes the gradients that leave the stage; None
             where no gradient reaches the stage.
         kept: Names of the variables that ``backward`` takes from ``forward`` or its inputs.
+        shapes: Those of them of which it takes the shape alone.
     """
 
     forward: Any
     backward: Any | None
     kept: tuple[str, ...]
+    shapes: frozenset[str]
 
 
 class StageProgram(Protocol):

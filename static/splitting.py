@@ -22,12 +22,15 @@ class Split:
         stages: Number of stages, S.
         stage_of: The stage of each operation by number; None where every stage has its own.
         crossing: For each edge the values that travel along it, in the order of their making.
+        checkpoints: Where the user has a backward compute what it needs again: the values that are
+            kept for that; None where all is kept.
     """
 
     graph: Graph
     stages: int
     stage_of: Sequence[int | None]
     crossing: Mapping[Edge, tuple[int, ...]]
+    checkpoints: frozenset[int] | None = None
 
     @property
     def edges(self) -> tuple[Edge, ...]:
@@ -47,6 +50,10 @@ class Split:
             for number, op in enumerate(self.graph.operations)
             for value in op.writes
         }
+
+    def first_of(self, stage: int) -> str:
+        """Returns what messages call the first operation of a stage."""
+        return str(self.graph.operations[self.stage_of.index(stage)])
 
     def readers(self, stage: int) -> dict[int, list[int]]:
         """Returns the values that leave a stage, each with the stages that take it."""
@@ -87,6 +94,7 @@ def split(graph: Graph) -> Split:
     if all(op.tag is None or op.tag < 0 for op in graph.operations):
         raise PartitionError(
             "no operation of the program has a stage",
+            where=next((f"{op} is the first" for op in graph.operations if not op.floating), None),
             cause="the layers were built outside of device_guard, before fleetpipe.fleet was "
             "imported, or between fleet.shutdown and the next fleet.init",
             fix=f"build each part of the network in a guard: {GUARD}",
@@ -195,11 +203,11 @@ def _crossing(
     return {edge: tuple(sorted(values)) for edge, values in found.items()}
 
 
-def ranks_for(stages: int, ranks: int | None, world_size: int, interleaved: int) -> tuple[int, int]:
-    """Returns how many ranks a pipeline of so many stages has, and how many stages each.
+def ranks_for(cut: Split, ranks: int | None, world_size: int, interleaved: int) -> tuple[int, int]:
+    """Returns how many ranks a pipeline has, and how many stages each.
 
     Args:
-        stages: Stages of the program, S.
+        cut: The cut of the program, into S stages.
         ranks: ``pp_degree``, where the user gave one.
         world_size: Processes of the job; 1 where one process plays all ranks.
         interleaved: Chunks on a rank that the schedule takes by default.
@@ -207,6 +215,7 @@ def ranks_for(stages: int, ranks: int | None, world_size: int, interleaved: int)
     Raises:
         ConfigError: The stages cannot be placed.
     """
+    stages = cut.stages
     if ranks is None:
         ranks = stages // interleaved if stages % interleaved == 0 else stages
         if interleaved > 1 and 1 < world_size < ranks and stages % world_size == 0:
@@ -214,12 +223,16 @@ def ranks_for(stages: int, ranks: int | None, world_size: int, interleaved: int)
     if stages % ranks:
         raise ConfigError(
             f"the {stages} stages of the program cannot be placed on {ranks} ranks alike",
+            where=f"stage {stages - 1}, the last, begins with {cut.first_of(stages - 1)}",
             expected=f"a multiple of {ranks} stages (stage s is on rank s % {ranks})",
             got=f"{stages} stages",
+            fix="use as many guards, or another pp_degree in strategy.hybrid_configs",
         )
     if world_size > 1 and (ranks > world_size or world_size % ranks):
+        beyond = min(world_size, stages - 1)
         raise ConfigError(
             f"the program has {stages} stages for {ranks} ranks, the job has {world_size}",
+            where=f"stage {beyond} begins with {cut.first_of(beyond)}",
             expected=f"a multiple of {ranks} processes",
             fix=f"launch with --nproc_per_node {ranks}, use fewer guards, or a schedule with "
             "several stages on a rank: schedule_mode 'Interleaved1F1B'",

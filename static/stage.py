@@ -88,6 +88,7 @@ class Runner:
         self.output_grads, self.input_grads = of(names.output_grads), of(names.input_grads)
         self.fetched = {number: tensors[name] for number, name in fetched.items()}
         self.kept = [tensors[name] for name in pieces.kept]
+        self.by_shape = [name in pieces.shapes for name in pieces.kept]
         self.after_forward = [tensors[name] for name in sorted({*forward_names, *pieces.kept})]
         self.after_backward = [tensors[name] for name in sorted(backward_names)]
 
@@ -174,7 +175,11 @@ class StaticStage:
             edge: [(tensor.shape, tensor.dtype) for tensor in tensors]
             for edge, tensors in outputs.items()
         }
-        self._kept[stage, micro_batch] = ([taken(tensor) for tensor in runner.kept], shapes)
+        kept = [
+            tensor.shape() if by_shape else taken(tensor)
+            for tensor, by_shape in zip(runner.kept, runner.by_shape)
+        ]
+        self._kept[stage, micro_batch] = (kept, shapes)
         for tensor in runner.after_forward:
             tensor._clear()
         return outputs

@@ -14,7 +14,7 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import CheckpointError
 from fleetpipe.static._paddle import dynamic_mode, found_tensor, overwrite
-from fleetpipe.static.hooks import pipeline_of
+from fleetpipe.static.attached import pipeline_of
 
 
 def state_dict(program: Any = None, scope: Any = None) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from paddle.static import device_guard
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
 from fleetpipe.static import DataLoader, pipeline_of
-from fleetpipe.static._paddle import EOFException
+from fleetpipe.static._paddle import EOFException, is_pir
 from tests.static.networks import (
     FEATURES,
     MICRO_BATCHES,
@@ -222,3 +222,68 @@ def test_a_loader_is_started_and_reset() -> None:
             loader.start()
         with pytest.raises(ConfigError, match="iterable"):
             DataLoader.from_generator([], iterable=True)
+
+
+def test_paddles_own_loader_feeds_its_program() -> None:
+    if is_pir(paddle.static.Program()):
+        pytest.skip("under PIR Paddle's from_generator is for iterable=True only")
+    from paddle.base.reader import DataLoader as Stock
+
+    feeds = batches(3)
+
+    def build() -> Any:
+        with device_guard("gpu:0"):
+            x = paddle.static.data("x", [-1, FEATURES])
+            y = paddle.static.data("y", [-1, 1], "int64")
+            loader = Stock.from_generator([x, y], capacity=64, iterable=False)
+        return [*mlp(2)(), loader]
+
+    def parts() -> Iterator[Any]:
+        for feed in feeds[:2]:
+            for part in micro_batches(feed):
+                yield part["x"], part["y"]
+        yield feeds[2]["x"][:ROWS], feeds[2]["y"][:ROWS]
+
+    with running() as (exe, fetches):
+        expected = [exe.run(feed=feed, fetch_list=[fetches[0]])[0] for feed in feeds[:2] * 2]
+    with running(build) as (exe, (loss, _, loader)):
+        loader.set_batch_generator(parts, places=paddle.CPUPlace())
+        with pytest.raises(ConfigError, match="was not started"):
+            exe.run(fetch_list=[loss])
+        got = []
+        for _ in range(2):
+            loader.start()
+            got += until_the_end(exe, loss)
+            loader.reset()
+        assert got == expected
+        exe.run(feed=feeds[0], fetch_list=[loss])
+
+
+def test_an_iterable_loader_of_paddles_gives_its_epoch_once() -> None:
+    feeds = batches(2)
+
+    class Rows(paddle.io.Dataset):
+        def __len__(self) -> int:
+            return 2 * MICRO_BATCHES * ROWS - 1
+
+        def __getitem__(self, index: int) -> Any:
+            feed = feeds[index // 8]
+            return feed["x"][index % 8], feed["y"][index % 8]
+
+    def build() -> Any:
+        fetches = mlp(2)()
+        values = paddle.static.default_main_program().list_vars()
+        named = {value.name: value for value in values if getattr(value, "has_name", True)}
+        return [*fetches, [named["x"], named["y"]]]
+
+    with running() as (exe, fetches):
+        expected = [exe.run(feed=feeds[0], fetch_list=[fetches[0]])[0]]
+    with running(build) as (exe, (loss, _, inputs)):
+        loader = paddle.io.DataLoader(
+            Rows(), feed_list=inputs, return_list=False, batch_size=ROWS, places=[paddle.CPUPlace()]
+        )
+        items = iter(loader)
+        got = [exe.run(feed=items, fetch_list=[loss])[0]]
+        with pytest.raises(EOFException):
+            exe.run(feed=items, fetch_list=[loss])
+    assert got == expected

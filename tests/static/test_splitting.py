@@ -43,9 +43,13 @@ def line(message: str) -> str:
 
 
 def test_a_program_without_a_guard() -> None:
-    message = refused(PartitionError, lambda: nn.Linear(FEATURES, 2)(data()))
+    def build() -> None:
+        paddle.exp(data())
+
+    message = refused(PartitionError, build)
     assert "no operation of the program has a stage" in message
     assert 'device_guard("gpu:0")' in message
+    assert line(message) == "paddle.exp(data())"
 
 
 def test_a_value_that_would_travel_backwards() -> None:
@@ -125,6 +129,18 @@ def test_fed_data_is_fed_where_it_is_used() -> None:
     assert all(len(values) == 1 for values in found.crossing.values())
 
 
+def chain(stages: int) -> Any:
+    """As many stages of one operation each."""
+
+    def build() -> None:
+        value = data()
+        for stage in range(stages):
+            with stage_guard(stage):
+                value = paddle.exp(value)
+
+    return build
+
+
 @pytest.mark.parametrize("device", ["gpu:x", "gpu:-1"])
 def test_a_guard_that_names_no_stage(device: str) -> None:
     if not hasattr(paddle, "pir") or not hasattr(paddle.pir, "set_chunk_id"):
@@ -153,7 +169,7 @@ def test_a_stage_guard_takes_a_number(stage: Any) -> None:
 def test_stages_are_placed_on_ranks(
     stages: int, given: int | None, world: int, interleaved: int, expected: tuple[int, int]
 ) -> None:
-    assert ranks_for(stages, given, world, interleaved) == expected
+    assert ranks_for(cut(chain(stages)), given, world, interleaved) == expected
 
 
 @pytest.mark.parametrize(
@@ -163,5 +179,6 @@ def test_stages_are_placed_on_ranks(
 def test_stages_that_do_not_fit_the_ranks(
     stages: int, given: int | None, world: int, words: str
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
-        ranks_for(stages, given, world, 1)
+    with pytest.raises(ConfigError, match=words) as caught:
+        ranks_for(cut(chain(stages)), given, world, 1)
+    assert line(str(caught.value)) == "value = paddle.exp(value)"

@@ -185,6 +185,21 @@ def test_control_flow_within_a_stage_is_bit_equal() -> None:
     compare(choosing, momentum, strategy_of())
 
 
+def noisy() -> Any:
+    """Numbers that are drawn from nothing, which backward must not draw anew."""
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        hidden = nn.functional.tanh(nn.Linear(FEATURES, 8)(x))
+    with device_guard("gpu:1"):
+        drawn = nn.functional.tanh(nn.Linear(8, 8)(hidden)) * paddle.randn([8])
+        return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(drawn), y)]
+
+
+def test_numbers_that_are_drawn_from_nothing_are_drawn_once() -> None:
+    compare(noisy, momentum, strategy_of())
+
+
 @pytest.mark.parametrize("stages", [4, 6])
 def test_interleaved_places_stages_in_a_loop(stages: int) -> None:
     compare(mlp(stages), momentum, strategy_of("Interleaved1F1B"))

@@ -1,0 +1,140 @@
+"""Single operations and values of PIR: what they are, and how they are put elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.static._paddle import core, user_line
+from fleetpipe.static.graph import DROPOUTS, draws
+
+_pir: Any = paddle.pir
+_operations: Any = paddle._C_ops
+_creation: Any = paddle._pir_ops
+PARAMETER, DATA, COMBINE = "builtin.parameter", "pd_op.data", "builtin.combine"
+SET_PARAMETER = "builtin.set_parameter"
+#: Results that are the operand itself, changed in place: {operation: {result: operand}}.
+IN_PLACE = {"pd_op.batch_norm_": {1: 1, 2: 2}, "pd_op.sync_batch_norm_": {1: 1, 2: 2}}
+#: Operations that take lists of tensors apart.
+_VIEWS = ("builtin.split", "builtin.slice")
+
+
+def placeholder(name: str, like: Any) -> Any:
+    """Puts a variable of the scope, shaped as a value is, at the start of the program."""
+    _pir.reset_insertion_point_to_start()
+    value = _creation.data(name, like.shape, like.dtype, core.Place())
+    value.stop_gradient = like.stop_gradient
+    value.persistable = True
+    to_end(value.get_defining_op().get_parent_block())
+    return value
+
+
+def to_end(block: Any) -> None:
+    """Has operations made at the end of a block from now on.
+
+    Anywhere else the place would be lost, and memory overwritten, when the operation there is
+    erased.
+    """
+    _pir.set_insertion_point_to_block_end(block)
+
+
+def export(value: Any, name: str) -> None:
+    """Leaves a value in a variable of the scope. Without both it would not be seen there."""
+    if value.get_defining_op().name() in _VIEWS:
+        # Such a value is an entry of a list and has no variable that could be given a name.
+        value = _operations.share_data_(value)
+    value.persistable = True
+    _operations.set_persistable_value(value, name)
+
+
+def name_of(op: Any) -> str:
+    """Returns the name of the variable that a parameter, data or set_parameter is about."""
+    attributes = op.attrs()
+    return str(attributes.get("parameter_name", attributes.get("name", "")))
+
+
+def draws_of(op: Any) -> bool:
+    """Whether an operation takes random numbers; one with a dropout of its own as well."""
+    inner = next((op.attrs()[name] for name in DROPOUTS if op.has_attr(name)), 0.0)
+    return draws(op.name()) or inner > 0.0
+
+
+def place(value: Any) -> tuple[int, int]:
+    """Returns the operation and the number of its result that a value is."""
+    return value.get_defining_op().id(), value.index()
+
+
+def inside(op: Any) -> Iterator[Any]:
+    """Yields the operations in the blocks of an operation, at any depth."""
+    for block in op.blocks():
+        for one in block.ops:
+            yield one
+            yield from inside(one)
+
+
+def taken(op: Any) -> Iterator[Any]:
+    """Yields the values that an operation and those in its blocks take."""
+    for one in (op, *inside(op)):
+        for operand in one.operands():
+            value = operand.source()
+            if value.initialized():
+                yield value
+
+
+def line_of(op: Any) -> str:
+    """Returns where in the user's script an operation was made; control flow has no line itself."""
+    lines = (user_line(one.callstack) for one in (op, *inside(op)))
+    return next((line for line in lines if line), "")
+
+
+def is_source(op: Any) -> bool:
+    """Whether an operation computes nothing: data and parameters."""
+    return op.name() in (PARAMETER, DATA)
+
+
+def is_free(op: Any) -> bool:
+    """Whether an operation costs next to nothing: a constant, or a list of tensors."""
+    constant = not op.operands() and not op.num_regions() and not draws_of(op)
+    return constant or op.name() == COMBINE
+
+
+def by_shape(user: Any, value: Any) -> bool:
+    """Whether an operation takes a value for its shape alone."""
+    if user.num_regions() or user.name() == COMBINE or not value.is_dense_tensor_type():
+        return False
+    times = sum(1 for one in user.operands_source() if one.is_same(value))
+    return times == 1 and bool(user.is_no_need_buffer(value))
+
+
+def changes(op: Any) -> bool:
+    """Whether an operation changes what it takes, other than running statistics."""
+    return bool(op.name().endswith("_")) and op.name() not in IN_PLACE
+
+
+def place_repeated(piece: Any, repeated: Collection[int]) -> None:
+    """Has a backward compute again what it needs right before that is needed.
+
+    Running statistics were updated by the forward: only copies of them are, here.
+    """
+    ops = list(piece.global_block().ops)
+    order = {op.id(): number for number, op in enumerate(ops)}
+    waiting = {op.id() for op in ops if op.id() in repeated}
+    for op in ops:
+        if op.id() in repeated:
+            continue
+        needed, following = [], [op]
+        while following:
+            for value in taken(following.pop()):
+                source = value.get_defining_op()
+                if source is not None and source.id() in waiting:
+                    waiting.discard(source.id())
+                    needed.append(source)
+                    following.append(source)
+        for source in sorted(needed, key=lambda one: order[one.id()]):
+            source.move_before(op)
+    for op in ops:
+        for operand in IN_PLACE.get(op.name(), {}).values() if op.id() in repeated else ():
+            copy = _operations.assign(op.operand_source(operand))
+            copy.get_defining_op().move_before(op)
+            op.operand(operand).set_source(copy)

@@ -1,0 +1,124 @@
+"""A rank that is given its own data alone, and notes what comes back: ``edges_worker.py FOLDER``.
+
+For 2 ranks, or for one process that plays both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from fleetpipe import fleet
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+from tests.pipelines import ROWS, batch, bits, job, pipeline, sgd
+
+RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+ALONE = "PADDLE_TRAINER_ID" not in os.environ
+
+
+def given(inputs: Any, labels: Any) -> Any:
+    """Leaves out what this rank of a loop does not need."""
+    if ALONE:
+        return [inputs, labels]
+    return [inputs, None] if RANK == 0 else [None, labels]
+
+
+def wide(output: Any, label: Any) -> Any:
+    return nn.functional.cross_entropy(output, label).astype("float64").reshape([1]) * 3
+
+
+def told(tensor: Any) -> list[Any]:
+    return [tensor.shape, str(tensor.dtype), tensor.numpy().tobytes().hex(), tensor.stop_gradient]
+
+
+def of_losses() -> Any:
+    """Losses whose shape and dtype only the last stage can know."""
+    with job(2):
+        model = pipeline(loss_fn=[nn.CrossEntropyLoss(), wide])
+        data = given(*batch())
+        evaluated = model.eval_batch(data, compute_loss=True)
+        trained = model.train_batch(data, sgd(model), loss_fn_idx=1)
+        apart = model.train_batch(data, sgd(model), return_micro_batch_loss=True)
+        return [told(loss) for loss in (*evaluated, *trained, *apart)]
+
+
+def of_iterators() -> Any:
+    """Each rank's own iterator gives one item for each micro-batch."""
+    taken: list[int] = []
+
+    def items() -> Iterator[Any]:
+        for seed in range(12):
+            taken.append(seed)
+            yield tuple(given(*batch(1, seed)))
+
+    with job(2):
+        model = pipeline()
+        optimizer, source, counts = sgd(model), items(), []
+        losses = []
+        for _ in range(2):
+            losses.append(told(model.train_batch(source, optimizer)))
+            counts.append(len(taken))
+        losses.append(told(model.eval_batch(source, compute_loss=True)))
+        return losses, [*counts, len(taken)]
+
+
+def of_a_vee() -> Any:
+    """Rank 0 has the first and the last stage; rank 1 needs no data at all."""
+    with job(2, schedule="DualPipeV"):
+        model = pipeline()
+        inputs, labels = batch()
+        data = [inputs, labels] if RANK == 0 else None
+        losses = [told(model.train_batch(data, sgd(model))) for _ in range(2)]
+        evaluated = told(model.eval_batch(data, compute_loss=True))
+        outputs = model.eval_batch(data)
+        assert [output.shape for output in outputs] == ([[ROWS, 4]] * 4 if RANK == 0 else [])
+        return losses, evaluated
+
+
+def of_a_topology_of_its_own() -> Any:
+    """Shared layers with num_stages alone."""
+    tied = SharedLayerDesc("k", nn.Linear, None, "weight", 6, 6)
+    entries = [tied, nn.functional.tanh, tied, LayerDesc(nn.Linear, 6, 4)]
+    with job(2):
+        layers = PipelineLayer(entries, num_stages=2, loss_fn=nn.CrossEntropyLoss())
+        model = fleet.distributed_model(layers)
+        losses = [told(model.train_batch(given(*batch()), sgd(model))) for _ in range(2)]
+        state = layers.full_state_dict()
+        return losses, {name: held.hex() for name, held in bits(state).items()}
+
+
+def of_plain_models() -> Any:
+    """The wrappers of models that are no pipeline, along Fleet's other axes."""
+    found = []
+    for axis in ("sharding", "sep"):
+        strategy = fleet.DistributedStrategy()
+        strategy.hybrid_configs = {"dp_degree": 1, f"{axis}_degree": 1 if ALONE else 2}
+        fleet.init(is_collective=True, strategy=strategy)
+        paddle.seed(5 + RANK)
+        plain = nn.Linear(6, 4)
+        if ALONE or RANK == 0:
+            plain.weight.set_value(paddle.ones([6, 4]))
+        model = fleet.distributed_model(plain)
+        optimizer = fleet.distributed_optimizer(
+            paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        )
+        inputs, labels = batch()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        found.append([type(model).__name__, plain.weight.numpy().tolist()])
+        fleet.shutdown()
+    return found
+
+
+if __name__ == "__main__":
+    parts = (of_losses, of_iterators, of_a_vee, of_a_topology_of_its_own, of_plain_models)
+    found = {part.__name__: part() for part in parts}
+    (Path(sys.argv[1]) / f"rank{RANK}.json").write_text(json.dumps(found))

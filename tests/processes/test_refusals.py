@@ -1,0 +1,92 @@
+"""Mistakes that every rank makes are refused on every rank, at once, and the job goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import Finished
+from tests.pipelines import batch, job, pipeline, sgd
+
+WORKER = Path(__file__).with_name("refusals_worker.py")
+
+PIPELINE = {
+    "shared shapes": ("ConfigError", r"layers 0 and 2 of the list[\s\S]*\[6, 6\][\s\S]*\[6, 4\]"),
+    "too few layers": ("PartitionError", "1 layers cannot fill 2 stages"),
+    "a bad cut": ("PartitionError", "would end before it begins"),
+    "no stages": ("ConfigError", "needs num_stages or topology"),
+    "other stages": ("ConfigError", "num_stages=3, pp_degree of fleet.init=2"),
+    "no pipeline": ("ConfigError", "pp_degree=2 needs a PipelineLayer"),
+    "other parameters": ("ConfigError", "built on the wrong parameters"),
+    "a bare optimizer": ("ConfigError", "fleet.distributed_optimizer"),
+    "no_grad": ("ConfigError", "training needs gradients"),
+    "a scaler without a loss": ("ConfigError", "no loss function"),
+    "no such loss": ("ConfigError", "no loss function 1"),
+    "too few rows": ("ConfigError", "4 x 2 = 8 rows"),
+    "no data": ("ConfigError", "was given no (inputs|labels)"),
+}
+SLICES = {
+    "heads": ("ConfigError", r"`out_features` \(=15\) must be divisible"),
+    "the heads' outputs": ("ConfigError", r"`in_features` \(=15\) must be divisible"),
+    "vocabulary": ("ConfigError", r"`num_embeddings` \(=11\) must be divisible"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs the two ranks once, when the first test asks for what they found."""
+    found: list[Any] = []
+
+    def run(launch: Callable[..., Finished]) -> list[Any]:
+        if not found:
+            folder = tmp_path_factory.mktemp("refusals")
+            launch(WORKER, 2, args=[str(folder)])
+            found.extend(json.loads((folder / f"rank{r}.json").read_text()) for r in range(2))
+        return found
+
+    return run
+
+
+def trained() -> list[str]:
+    """The losses of three steps in one process."""
+    with job(2):
+        model = pipeline()
+        optimizer = sgd(model)
+        losses = [model.train_batch(batch(seed=seed), optimizer) for seed in range(3)]
+        return [loss.numpy().tobytes().hex() for loss in losses]
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"), [("in_a_pipeline", PIPELINE), ("with_slices", SLICES)]
+)
+def test_each_rank_refuses_before_it_waits_and_trains_afterwards(
+    launch: Callable[..., Finished], ranks: Any, part: str, expected: dict[str, tuple[str, str]]
+) -> None:
+    both = [found[part] for found in ranks(launch)]
+    for found in both:
+        assert found["refused"].keys() == expected.keys()
+        for name, (kind, message) in expected.items():
+            told, text = found["refused"][name]
+            assert told == kind, (name, text)
+            assert re.search(message, text), text
+    assert both[0]["losses"] == both[1]["losses"]
+    if part == "in_a_pipeline":
+        assert both[0]["losses"] == trained()
+
+
+def test_mixed_dtypes_at_a_boundary_end_the_batch_on_both_ranks_at_once(
+    launch: Callable[..., Finished], ranks: Any
+) -> None:
+    both = [found["at_a_boundary"] for found in ranks(launch)]
+    (kind, text), (own_kind, own_text) = (f["refused"]["mixed dtypes"] for f in both)
+    assert own_kind == "BoundaryError"
+    assert "layer 1 (Half) cannot take what layer 0 returned" in own_text
+    assert "float32[2, 8], from layer 0 (Linear)" in own_text
+    assert kind == "PeerFailed"
+    assert "rank 1 raised: BoundaryError: layer 1 (Half) cannot take" in text
+    assert both[0]["losses"] == both[1]["losses"] == trained()
