@@ -5,7 +5,7 @@ from __future__ import annotations
 # First, because it says which package to install where there is no Paddle.
 from fleetpipe import _paddle as _paddle
 from fleetpipe.dygraph._paddle import twin_optimizer
-from fleetpipe.dygraph.data_forms import FakeMicroDataset
+from fleetpipe.dygraph.fake_micro_dataset import FakeMicroDataset
 from fleetpipe.dygraph.losses import weighted
 from fleetpipe.dygraph.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.pipeline_layer import PipelineLayer

@@ -107,6 +107,11 @@ def clips_of_a_step(optimizer: Any) -> list[Any]:
     return [base._grad_clip]
 
 
+def clip_of_minimize(optimizer: Any) -> Any:
+    """Returns the clip that ``minimize`` calls: it takes no notice of groups."""
+    return base_optimizer(optimizer)._grad_clip
+
+
 def in_data_parallel_mode(hcg: Any) -> bool:
     """Whether the ranks are split by data alone: ``DataParallel`` averages gradients there."""
     return bool(hcg.get_parallel_mode() == paddle.distributed.ParallelMode.DATA_PARALLEL)

@@ -17,10 +17,17 @@ _PIECE_BYTES = 128 * 1024 * 1024
 
 
 def broadcast_state(state: dict[str, Any], group: Group) -> None:
-    """Gives every replica the parameters and buffers of the first. Collective over the replicas."""
+    """Gives every member of a group the values that the first has. Collective over the group.
+
+    Args:
+        state: Tensors by name, the same names and shapes on every member.
+        group: The replicas, or the members that hold the slices of one model.
+    """
     if group.ranks == 1:
         return
-    first = group.broadcast({name: tensor.detach() for name, tensor in state.items()}, 0)
+    # Sent as copies: what these are may change before they have left this process.
+    own = None if group.rank else {name: t.detach().clone() for name, t in state.items()}
+    first = group.broadcast(own, 0)
     if group.rank:
         for name, tensor in state.items():
             tensor.set_value(first[name])

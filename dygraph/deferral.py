@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
@@ -129,12 +129,17 @@ class Watch:
             handle.remove()
         self._handles.clear()
 
-    @contextmanager
     def during(
         self, stage: int, kind: str, layers_of: Callable[[int], Mapping[int, Any]]
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Notes the gradients that arrive while the context is open as those of an action."""
-        if self._open and stage not in self._stages:
+        return self._noting(stage, kind, layers_of) if self._open else nullcontext()
+
+    @contextmanager
+    def _noting(
+        self, stage: int, kind: str, layers_of: Callable[[int], Mapping[int, Any]]
+    ) -> Iterator[None]:
+        if stage not in self._stages:
             self._stages.add(stage)
             for index, layer in layers_of(stage).items():
                 if not isinstance(layer, paddle.nn.Layer):

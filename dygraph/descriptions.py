@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe.dygraph.randomness import random_states_kept
 from fleetpipe.errors import ConfigError
 
 #: Fleet seeds layer i of a model with this number plus i.
 FIRST_SEED = 1234
 
 
-def check(entry: Any, index: int) -> None:
+def checked(layers: Any) -> list[Any]:
+    """Returns the entries of the list of layers that a user gave.
+
+    Raises:
+        ConfigError: It is no list, or one of its entries cannot stand there.
+    """
+    if not isinstance(layers, Iterable):
+        raise ConfigError(
+            "the layers of a PipelineLayer are a list",
+            got=type(layers).__name__,
+            fix="pass [LayerDesc(..), LayerDesc(..), ..], in the order in which they run",
+        )
+    entries = list(layers)
+    for index, entry in enumerate(entries):
+        _check(entry, index)
+    return entries
+
+
+def _check(entry: Any, index: int) -> None:
     """Refuses what cannot stand in a list of layers.
 
     Raises:
-        ConfigError: ``entry`` is neither a description, nor a layer, nor callable.
+        ConfigError: ``entry`` is neither a description, nor a layer, nor callable; or a class.
     """
     theirs = getattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc", None)
     if theirs is not None and isinstance(entry, theirs):
@@ -26,6 +45,13 @@ def check(entry: Any, index: int) -> None:
             where=f"layer {index} of the list, key {entry.layer_name!r}",
             fix="use SharedLayerDesc with the same arguments: here it shares under every "
             "schedule, DualPipeV included",
+        )
+    if isinstance(entry, type) and issubclass(entry, paddle.nn.Layer):
+        raise ConfigError(
+            "an entry of the list of layers is a class, which would be built anew in every call",
+            where=f"layer {index} of the list",
+            got=f"the class {entry.__name__}",
+            fix=f"write LayerDesc({entry.__name__}, ..) or {entry.__name__}(..)",
         )
     if not hasattr(entry, "build_layer") and not callable(entry):
         raise ConfigError(
@@ -51,7 +77,7 @@ def shared_attributes(entry: Any) -> tuple[str, ...]:
 def build(entry: Any, index: int) -> Any:
     """Returns the callable of layer ``index``, built under the seed that Fleet gives it.
 
-    The random state is left advanced: see :func:`random_state_kept`.
+    The random state is left advanced.
     """
     if not hasattr(entry, "build_layer"):
         return entry
@@ -86,7 +112,7 @@ def _blueprint(entry: Any, index: int) -> Any:
     if not hasattr(entry, "build_layer"):
         return entry
     # Names of its own, so that the parameters that count are named as if it were not there.
-    with random_state_kept(), paddle.utils.unique_name.guard():
+    with random_states_kept(), paddle.utils.unique_name.guard():
         try:
             with paddle.LazyGuard(), _specification_kept(entry):
                 return entry.build_layer()
@@ -117,18 +143,6 @@ def _numel(parameter: Any) -> int:
     for size in parameter.shape:
         count *= size
     return count
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Puts Paddle's random state, and that of tensor parallelism, back in the end."""
-    tracker = paddle_fleet.meta_parallel.get_rng_state_tracker()
-    state, tracked = paddle.get_rng_state(), tracker.get_states_tracker()
-    try:
-        yield
-    finally:
-        paddle.set_rng_state(state)
-        tracker.set_states_tracker(tracked)
 
 
 @contextmanager

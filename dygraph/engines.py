@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Callable
 
 from fleetpipe import __version__, numerics
 from fleetpipe._paddle import user_strategy
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import data_parallel, finite, hooks, tensor_parallel
-from fleetpipe.dygraph.attributes import PipelineAttributes
 from fleetpipe.dygraph.deferral import DeferralReport
 from fleetpipe.dygraph.evaluation import Evaluation
 from fleetpipe.dygraph.pipeline_layer import PipelineLayer
@@ -19,6 +18,7 @@ from fleetpipe.dygraph.split_backward import SplitBackward
 from fleetpipe.dygraph.stage import DygraphStage
 from fleetpipe.dygraph.switches import Switches
 from fleetpipe.dygraph.timers import TimedStage, TimedTransport, Timers
+from fleetpipe.dygraph.wrapper_attributes import PipelineAttributes
 from fleetpipe.engine import Engine, Stage
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import current_job
@@ -46,7 +46,9 @@ class PipelineEngines(PipelineAttributes):
         job = current_job()
         if job is None:
             raise ConfigError(
-                "a pipeline is wrapped after fleet.init(is_collective=True, strategy=strategy)"
+                "a pipeline is wrapped after fleet.init",
+                got="no fleet.init, or a fleet.shutdown() since",
+                fix="call fleet.init(is_collective=True, strategy=strategy) first",
             )
         if not isinstance(layers, PipelineLayer):
             raise ConfigError("a pipeline wraps a PipelineLayer", got=type(layers).__name__)
@@ -57,19 +59,19 @@ class PipelineEngines(PipelineAttributes):
         self._own_errors: Callable[[], AbstractContextManager[None]] = (
             tensor_parallel.own_errors if job.degrees.mp > 1 else nullcontext
         )
-        self._config = PipelineConfig.from_strategy(strategy)
         self._switches = Switches.from_strategy(strategy, layers)
         self._scale = data_parallel.scale_strategy(strategy)
         self.timers = Timers() if self._switches.enable_timer else None
         self._check_finite = finite.asked_for()
-        self._arrange()
+        self._arrange(PipelineConfig.from_strategy(strategy))
         job.pipelines.append(weakref.ref(layers))
         with job.guarded(lambda: "wrapping the model"):
             self._trace = Trace.of_job(self._config.trace, self.schedule, job)
             self._connect()
             job.require_agreement(self._facts())
-            tensor_parallel.share_whole_state(layers.state_dict(), job.model_parallel())
-            data_parallel.broadcast_state(layers.state_dict(), job.replicas())
+            for layer in (layers, *layers.loss_layers()):
+                tensor_parallel.share_whole_state(layer.state_dict(), job.model_parallel())
+                data_parallel.broadcast_state(layer.state_dict(), job.replicas())
 
     @property
     def trace(self) -> Trace | None:
@@ -114,23 +116,27 @@ class PipelineEngines(PipelineAttributes):
         facts["cut"] = str(layers.segment_parts)
         return facts
 
-    def _change(self, **changes: Any) -> None:
-        """Takes another number or size of micro-batches from the next batch on."""
-        config = replace(self._config, **changes)
-        if config.micro_batches != self._config.micro_batches and (self._hooks or self._trace):
+    def _resize(self, micro_batches: int, micro_batch_size: int) -> None:
+        """Takes another number and size of micro-batches from the next batch on."""
+        config = self._config.resized(micro_batches, micro_batch_size)
+        if micro_batches == self._config.micro_batches:
+            self._config = config
+            return
+        if self._hooks or self._trace:
             raise ConfigError(
                 "accumulate_steps cannot change while numbered hooks or a trace count actions",
                 fix="set it before the first hook is registered, and without a trace",
             )
-        self._config = config
-        self._arrange()
+        self._arrange(config)
         self._connect()
 
-    def _arrange(self) -> None:
+    def _arrange(self, config: PipelineConfig) -> None:
         """Builds the schedule, verified and lowered, and what runs its actions."""
-        self.schedule = self.layers.schedule(self._config)
-        self._plan = self.schedule.lower()
-        self._plan.verify()
+        schedule = self.layers.schedule(config)
+        plan = schedule.lower()
+        plan.verify()
+        # Nothing is refused from here on: after an error all is as it was.
+        self._config, self.schedule, self._plan = config, schedule, plan
         bubbles = 2 * self.num_stages - 2 if self._has_bubble_hooks else 0
         self._hooks = hooks.UserHooks(self.schedule, bubbles)
         self._split = SplitBackward(self.schedule, self.layers.stage_layers)

@@ -7,6 +7,7 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph.micro_batches import MicroBatches
+from fleetpipe.dygraph.values import mapped, rebuilt
 from fleetpipe.engine import Engine
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Placement, Plan, forward_only
@@ -57,13 +58,7 @@ def require_count(batches: MicroBatches, count: int) -> None:
 
 def on_host(value: Any) -> Any:
     """Returns ``value`` with its tensors in the memory of the host."""
-    if isinstance(value, paddle.Tensor):
-        return value if value.place.is_cpu_place() else value.cpu()
-    if isinstance(value, (tuple, list)):
-        return type(value)(on_host(item) for item in value)
-    if isinstance(value, dict):
-        return {key: on_host(item) for key, item in value.items()}
-    return value
+    return mapped(lambda tensor: tensor if tensor.place.is_cpu_place() else tensor.cpu(), value)
 
 
 def joined(values: Sequence[Any]) -> Any:
@@ -81,7 +76,7 @@ def joined(values: Sequence[Any]) -> Any:
     if any(type(value) is not type(first) for value in values):
         raise _different(values)
     if isinstance(first, (tuple, list)) and all(len(value) == len(first) for value in values):
-        return type(first)(joined(items) for items in zip(*values))
+        return rebuilt(first, map(joined, zip(*values)))
     if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
         return {key: joined([value[key] for value in values]) for key in first}
     if any(value != first for value in values):

@@ -9,7 +9,7 @@ sums of stages, divides by the norm + 1e-6, and counts tied weights on every sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
@@ -140,12 +140,6 @@ def replace_clips(optimizer: Any) -> list[GlobalNormClip]:
         elif type(stock) is paddle.nn.ClipGradByNorm and job is not None and job.degrees.mp > 1:
             place.put(SlicedNormClip(stock))
     return list(dict.fromkeys(clips.values()))
-
-
-def order_clips(optimizer: Any, orders: Mapping[int, int]) -> None:
-    """Tells the clips of an optimizer the places of parameters in the single model, by ``id``."""
-    for clip in replace_clips(optimizer):
-        clip.orders = dict(orders)
 
 
 def total_norm(clips: Sequence[GlobalNormClip]) -> float | None:

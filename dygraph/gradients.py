@@ -36,7 +36,8 @@ def zero_gradient(parameter: Any) -> Any:
 def drop_gradients(parameters: Iterable[Any]) -> None:
     """Leaves ``parameters`` without gradients."""
     for parameter in parameters:
-        parameter.clear_gradient(set_to_zero=False)
+        # By position: Paddle takes no notice of the name.
+        parameter.clear_gradient(False)
         if getattr(parameter, "main_grad", None) is not None:
             parameter.main_grad = None
 

@@ -12,7 +12,8 @@ from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import saving, shared_layers, tensor_parallel
 from fleetpipe.dygraph.model_state import ModelState
 from fleetpipe.dygraph.shared_weights import SharedWeights, SharingGroup
-from fleetpipe.dygraph.whole_model import SingleModel, Slot
+from fleetpipe.dygraph.single_model import SingleModel
+from fleetpipe.dygraph.whole_model import Slot
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import Job
 from fleetpipe.partition import Partition
@@ -139,6 +140,8 @@ class StatefulLayers(paddle.nn.Layer):
                 of this rank are as they were.
             PipelineTimeout: Another rank did not come within the limit.
         """
+        # Before anything that others hear of: a script may go on without a checkpoint.
+        saving.require_folder(path)
         at = {
             index: saving.written_at(layer, self._layers_desc)
             for index, layer in self._shared.items()

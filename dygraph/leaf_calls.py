@@ -16,7 +16,8 @@ from typing import Any, Callable, NamedTuple
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import recompute
 from fleetpipe.dygraph._paddle import allocated_bytes
-from fleetpipe.dygraph.leaves import CannotWait, Leaf, examine, replace, stand_ins, tensors_in
+from fleetpipe.dygraph.leaves import CannotWait, Leaf, examine, tensors_in
+from fleetpipe.dygraph.values import leaves_like, replace
 from fleetpipe.errors import ConfigError
 
 
@@ -174,6 +175,12 @@ def run(
         leaf.examined, leaf.reason = True, leaf.reason or "its layer is recomputed"
     if not leaf.examined:
         examine(leaf, forward, args, named)
+        if leaf.reason:
+            # An error of the user's own comes again here, and says nothing of the layer.
+            output = forward(*args, **named)
+            leaf.examined = True
+            return output
+        leaf.examined = True
     if leaf.reason:
         return forward(*args, **named)
     try:
@@ -197,7 +204,7 @@ def _cut_out(
     """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
     taken = tensors_in((args, named), "was called with")
     tensors = [tensor for tensor in taken if not tensor.stop_gradient]
-    others = stand_ins(tensors)
+    others = leaves_like(tensors)
     before = allocated_bytes()
     output = forward(*replace(args, others), **replace(named, others))
     allocated = allocated_bytes() - before
@@ -218,7 +225,7 @@ def _cut_out(
 
 def _bytes(tensor: Any) -> int:
     # Not tensor.size: Paddle asks NumPy for that, which takes as long as a small layer.
-    return math.prod(tensor.shape) * int(tensor.element_size())
+    return int(math.prod(tensor.shape)) * int(tensor.element_size())
 
 
 def _apart(tensor: Any, others: Iterable[Any]) -> Any:

@@ -18,6 +18,8 @@ from typing import Any, Callable
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.randomness import random_states_kept
+from fleetpipe.dygraph.values import leaves_like, replace
 
 #: Classes of arguments that certainly hold no tensor.
 _PLAIN = (
@@ -83,24 +85,25 @@ def examine(
 ) -> None:
     """Finds out what ``leaf`` says of itself, from one call that leaves no trace.
 
+    Whether it is ``examined`` is up to the caller: a call that fails may fail in earnest too.
+
     Args:
         leaf: The layer.
         forward: Its forward.
         args: Positional arguments of its first call.
         named: Keyword arguments of it.
     """
-    leaf.examined = True
+    leaf.reason = ""
     # Paddle never lets go of a node that Python has asked for: it must hold no tensors.
     with _side_effects_undone(leaf.layer), paddle.autograd.saved_tensors_hooks(_nothing, _nothing):
         try:
             inputs = [t for t in tensors_in((args, named), "was called with") if _needs_grad(t)]
-            others = stand_ins(inputs)
+            others = leaves_like(inputs)
             output = forward(*replace(args, others), **replace(named, others))
             _follow(leaf, list(others.values()), output)
         except CannotWait as cause:
             leaf.reason = str(cause)
         except Exception as error:
-            # An error of the user's own comes again, when the layer is called in earnest.
             kind = type(error).__name__
             leaf.reason = f"its layer cannot run on stand-ins for its inputs ({kind})"
 
@@ -145,14 +148,13 @@ def _operands(node: Any) -> list[Any]:
 
 @contextmanager
 def _side_effects_undone(layer: Any) -> Iterator[None]:
-    """Puts random state and running statistics back in the end."""
-    random_state = paddle.get_rng_state()
+    """Puts random states and running statistics back in the end."""
     statistics = [*layer.buffers(), *(p for p in layer.parameters() if not _needs_grad(p))]
     copies = [tensor.clone() for tensor in statistics]
     try:
-        yield
+        with random_states_kept():
+            yield
     finally:
-        paddle.set_rng_state(random_state)
         for tensor, copy in zip(statistics, copies):
             tensor.set_value(copy)
 
@@ -163,15 +165,6 @@ def _nothing(_saved: Any) -> None:
 
 def _needs_grad(tensor: Any) -> bool:
     return not tensor.stop_gradient
-
-
-def stand_ins(tensors: Iterable[Any]) -> dict[int, Any]:
-    """Returns a leaf of the graph for each tensor, with the same data, by the tensor's ``id``."""
-    others = {}
-    for tensor in tensors:
-        others[id(tensor)] = other = tensor.detach()
-        other.stop_gradient = False
-    return others
 
 
 def tensors_in(value: Any, verb: str) -> list[Any]:
@@ -194,14 +187,3 @@ def tensors_in(value: Any, verb: str) -> list[Any]:
         elif not isinstance(item, _PLAIN):
             raise CannotWait(f"its layer {verb} an object of class {type(item).__name__}")
     return list(found.values())
-
-
-def replace(value: Any, others: dict[int, Any]) -> Any:
-    """Returns ``value`` with the tensors in ``others`` put in place of the ones with those ids."""
-    if isinstance(value, paddle.Tensor):
-        return others.get(id(value), value)
-    if type(value) in (tuple, list):
-        return type(value)(replace(item, others) for item in value)
-    if type(value) is dict:
-        return {key: replace(item, others) for key, item in value.items()}
-    return value

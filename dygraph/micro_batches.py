@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph.newer import PipelineDatasetPreprocessor
+from fleetpipe.dygraph.values import rebuilt
 from fleetpipe.errors import BoundaryError, ConfigError
 
 
@@ -77,7 +78,9 @@ def split(data: Any, cut: Cut) -> MicroBatches:
         raise ConfigError(
             "data must be [inputs, labels] or an iterator of (inputs, labels) micro-batches",
             got=type(data).__name__,
-            fix="pass iter(loader) for a DataLoader whose batches are micro-batches",
+            fix="pass iter(loader) for a DataLoader whose batches are micro-batches"
+            if hasattr(data, "__iter__") and not isinstance(data, (str, paddle.Tensor))
+            else "pass [inputs, labels]",
         )
     return _draw(data, cut.steps)
 
@@ -110,7 +113,7 @@ def split_value(value: Any, cut: Cut, path: str) -> list[Any] | None:
     if isinstance(value, tuple):
         parts = [split_value(item, cut, f"{path}[{i}]") for i, item in enumerate(value)]
         indices = range(_common_length(parts, cut, path))
-        return [tuple(part and part[index] for part in parts) for index in indices]
+        return [rebuilt(value, [part and part[index] for part in parts]) for index in indices]
     if isinstance(value, dict):
         named = {key: split_value(item, cut, f"{path}[{key!r}]") for key, item in value.items()}
         indices = range(_common_length(list(named.values()), cut, path))
@@ -191,7 +194,8 @@ def _detached(value: Any, path: str) -> Any:
     if isinstance(value, paddle.Tensor):
         return value.detach()
     if isinstance(value, (list, tuple)):
-        return type(value)(_detached(item, f"{path}[{i}]") for i, item in enumerate(value))
+        items = [_detached(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return rebuilt(value, items)
     if isinstance(value, dict):
         return {key: _detached(item, f"{path}[{key!r}]") for key, item in value.items()}
     raise _not_a_tensor(value, path)

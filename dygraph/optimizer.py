@@ -7,19 +7,20 @@ What Fleet's ``HybridParallelOptimizer`` does: the global norm is that of all ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph._paddle import (
     HybridParallelOptimizer,
     base_optimizer,
+    clip_of_minimize,
     clips_of_a_step,
     in_data_parallel_mode,
     optimized_parameters,
 )
 from fleetpipe.dygraph.data_parallel import reduce_gradients
-from fleetpipe.dygraph.global_norm import COPY, order_clips, replace_clips, total_norm
+from fleetpipe.dygraph.global_norm import COPY, replace_clips, total_norm
 from fleetpipe.dygraph.sharding import Shards
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import current_job
@@ -48,14 +49,12 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
                 fix="use an optimizer that steps from the gradients alone",
             )
         self._inner_opt = optimizer
-        self._clips = replace_clips(optimizer)
         self._layers: Any = None
         self._shards: Shards | None = None
         job = current_job()
         if job is not None and job.degrees.sharding > 1:
             self._shards = Shards(optimizer, job.sharding())
-            for clip in self._clips:
-                clip.sharded = True
+        self._replace_clips()
 
     @property
     def wrapped(self) -> Any:
@@ -87,12 +86,13 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         if self._layers is layers:
             return
         _require_parameters_of(layers, optimized_parameters(self._inner_opt))
+        self._replace_clips()  # a group may have been added, or a clip put in since
         job = current_job()
         if job is not None:
             with job.guarded(lambda: "comparing the optimizers"):
                 job.require_agreement(self._facts())
-        if self._clips:
-            order_clips(self._inner_opt, _orders(layers))
+        for clip in self._clips:
+            clip.orders = _orders(layers)
         self._layers = layers
 
     def step(self) -> None:
@@ -101,7 +101,7 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
-        self._run(self._inner_opt.step)
+        self._run(self._inner_opt.step, lambda: clips_of_a_step(self._inner_opt))
 
     def minimize(
         self,
@@ -115,7 +115,7 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         Args:
             loss: Accepted for Fleet's sake.
             startup_program: Likewise.
-            parameters: What to update; None: everything.
+            parameters: What to update, parameters or their names; None: everything.
             no_grad_set: Parameters, or their names, to leave out.
 
         Returns:
@@ -123,16 +123,20 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         """
 
         def minimize() -> tuple[Any, Any]:
-            chosen = optimized_parameters(self._inner_opt)
-            if parameters:
-                wanted = {id(parameter) for parameter in parameters}
-                chosen = [parameter for parameter in chosen if id(parameter) in wanted]
-            result: tuple[Any, Any] = self._inner_opt.minimize(
-                loss, startup_program, chosen, no_grad_set
-            )
+            own = optimized_parameters(self._inner_opt)
+            wanted = _names(parameters or own) - _names(no_grad_set or ())
+            chosen = [parameter for parameter in own if parameter.name in wanted]
+            if not chosen:
+                # Paddle would take an empty list for all parameters.
+                self._clip_nothing(clips())
+                return [], []
+            result: tuple[Any, Any] = self._inner_opt.minimize(loss, startup_program, chosen)
             return result
 
-        found = self._run(minimize)
+        def clips() -> list[Any]:
+            return [clip_of_minimize(self._inner_opt)]
+
+        found = self._run(minimize, clips)
         return ([], []) if found is None else found
 
     def _facts(self) -> dict[str, str]:
@@ -143,18 +147,28 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
             "gradient clip of each parameter group": str([*map(str, clips)]),
         }
 
-    def _run(self, step: Callable[[], Any]) -> Any:
+    def _replace_clips(self) -> None:
+        self._clips = replace_clips(self._inner_opt)
+        for clip in self._clips:
+            clip.sharded = self._shards is not None
+
+    def _run(self, step: Callable[[], Any], clips: Callable[[], list[Any]]) -> Any:
+        """Runs ``step``, which calls ``clips`` where this rank has parameters. Collective."""
+
+        def nothing() -> None:
+            self._clip_nothing(clips())
+
         parameters = optimized_parameters(self._inner_opt)
         self._reduce(parameters)
         for clip in self._clips:
             clip.begin()
         if self._shards is not None:
-            return self._shards.step(step, self._clip_nothing)
-        return step() if parameters else self._clip_nothing()
+            return self._shards.step(step, nothing)
+        return step() if parameters else nothing()
 
-    def _clip_nothing(self) -> None:
+    def _clip_nothing(self, clips: Sequence[Any]) -> None:
         """Takes part in the norms of ranks that have parameters to step."""
-        for clip in clips_of_a_step(self._inner_opt):
+        for clip in clips:
             if clip in self._clips:
                 clip([])
 
@@ -176,12 +190,15 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         return getattr(self._inner_opt, name)
 
 
+def _names(parameters: Iterable[Any]) -> set[str]:
+    """Returns the names of parameters, some of which may be names already."""
+    return {parameter if isinstance(parameter, str) else parameter.name for parameter in parameters}
+
+
 def _require_parameters_of(layers: Any, given: Sequence[Any]) -> None:
     """Raises a ``ConfigError`` where an optimizer was built on other parameters than a model's."""
     own = {id(parameter): parameter for parameter in layers.parameters()}
-    functions = layers._loss_fn if isinstance(layers._loss_fn, list) else [layers._loss_fn]
-    losses = [function for function in functions if isinstance(function, paddle.nn.Layer)]
-    known = {*own, *(id(parameter) for loss in losses for parameter in loss.parameters())}
+    known = {id(parameter) for parameter in layers.trained_parameters()}
     foreign = [p.name for p in given if id(p) not in known and not p.stop_gradient]
     trained = [p for p in own.values() if not p.stop_gradient]
     if not foreign and (not trained or any(id(parameter) in own for parameter in given)):

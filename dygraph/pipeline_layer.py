@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Callable
 
-from fleetpipe._paddle import user_strategy
+from fleetpipe._paddle import paddle, user_strategy
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import arrangement, descriptions, shared_layers
 from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST
-from fleetpipe.dygraph.fleet_attributes import FleetLayers
+from fleetpipe.dygraph.layer_attributes import FleetLayers
 from fleetpipe.dygraph.model_state import ModelState
 from fleetpipe.dygraph.pipeline_topology import number_of_stages, topology_of
 from fleetpipe.dygraph.running import StageRunner, checked_interval
 from fleetpipe.dygraph.shared_weights import SharedWeights, holders
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import current_job
+from fleetpipe.notice import tell_once
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.schedules import Placement, Schedule
 
@@ -52,7 +53,7 @@ class PipelineLayer(FleetLayers):
                 is called with one argument, the output of the one before.
             num_stages: Number of pipeline ranks; may be left out where ``topology`` is given.
             topology: ``hcg.topology()``; its pipe axis gives the number of ranks.
-            loss_fn: ``loss_fn(output, label)`` gives a Tensor with one element.
+            loss_fn: ``loss_fn(output, label)`` gives a Tensor with one element; or a list of such.
             seg_method: ``"uniform"``, ``"layer:Regex"``, ``"balanced"`` (by parameters) or the
                 list of first layers of the stages.
             recompute_interval: Layers within a stage whose activations are dropped together after
@@ -70,16 +71,15 @@ class PipelineLayer(FleetLayers):
             PartitionError: The layers cannot be cut as asked.
         """
         super().__init__()
-        self._layers_desc = list(layers)
-        for index, entry in enumerate(self._layers_desc):
-            descriptions.check(entry, index)
+        self._layers_desc = descriptions.checked(layers)
         job = current_job()
         self._num_stages = number_of_stages(num_stages, topology, job)
         self._topo = topology_of(topology, self._num_stages, job)
         # With one stage in a job of several the whole model is here, and the others do not matter.
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
-        # Around Layer.__setattr__, which would make a sublayer of a loss: it is no part of the model.
-        self.__dict__["_loss_fn"] = _loss_functions(loss_fn)
+        # As Fleet keeps it. Around Layer.__setattr__, which would make a sublayer of a loss.
+        _require_callable(loss_fn)
+        self.__dict__["_loss_fn"] = _as_list(loss_fn) if LOSS_FUNCTIONS_ARE_A_LIST else loss_fn
         self._recompute_interval = checked_interval(recompute_interval, recompute_ctx)
         self.recompute_ctx = recompute_ctx
         self.use_cudagraph = use_cudagraph
@@ -102,6 +102,12 @@ class PipelineLayer(FleetLayers):
         )
         self._shared_weights = self._connect_copies(shared)
         self._tell_as_fleet()
+        if job is not None and not job.local and not self.parameters():
+            tell_once(
+                f"the layers of rank {self._stage_id} of the pipeline have no parameters, and "
+                "Paddle's optimizers take no empty list: cut elsewhere with seg_method",
+                any_rank=True,
+            )
 
     def schedule(self, config: PipelineConfig) -> Schedule:
         """Returns the schedule that runs these layers, verified against the memory cap.
@@ -190,16 +196,7 @@ class PipelineLayer(FleetLayers):
         self._shared_weights.sum_gradients()
 
     def run_stage(self, stage: int, value: Any, micro_batch: int | None = None) -> Any:
-        """Runs the layers of ``stage`` one after another.
-
-        Args:
-            stage: A global stage of this process.
-            value: What the first layer takes: a Tensor, or nested tuples, lists, dicts of them.
-            micro_batch: The global micro-batch in a run of a plan; None in a direct call.
-
-        Raises:
-            BoundaryError: The first layer cannot take what the stage before sent.
-        """
+        """Runs the layers of ``stage`` one after another: see ``StageRunner.run``."""
         return self._runner.run(stage, value, micro_batch)
 
     def forward(self, input: Any, chunk_id: int | None = None) -> Any:
@@ -221,19 +218,31 @@ class PipelineLayer(FleetLayers):
         self._require_chunk(chunk_id)
         return self.run_stage(self._owned[chunk_id], input)
 
-    def loss_fn(self, index: int = 0) -> Callable[[Any, Any], Any]:
-        """Returns the loss function.
+    def loss_functions(self) -> list[Callable[[Any, Any], Any]]:
+        """Returns the loss functions, mostly one.
 
         Raises:
             ConfigError: The model was built without one.
         """
-        functions = self._loss_fn if isinstance(self._loss_fn, list) else [self._loss_fn]
-        if not functions or functions[0] is None:
+        functions = _as_list(self._loss_fn)
+        if not functions or None in functions:
             raise ConfigError(
                 "this PipelineLayer has no loss function", fix="pass loss_fn= when you build it"
             )
-        chosen: Callable[[Any, Any], Any] = functions[index]
-        return chosen
+        return functions
+
+    def loss_fn(self) -> Callable[[Any, Any], Any]:
+        """Returns the first of :meth:`loss_functions`; raises as that does."""
+        return self.loss_functions()[0]
+
+    def loss_layers(self) -> list[Any]:
+        """Returns the loss functions that are layers: no stage has their parameters and buffers."""
+        return [f for f in _as_list(self._loss_fn) if isinstance(f, paddle.nn.Layer)]
+
+    def trained_parameters(self) -> list[Any]:
+        """Returns the parameters of this process's stages and of the losses, each once."""
+        layers = [self, *self.loss_layers()]
+        return list({id(p): p for layer in layers for p in layer.parameters()}.values())
 
     def get_stage_from_index(self, layer_idx: int) -> int:
         """Returns the pipeline rank that owns layer ``layer_idx`` of the whole list."""
@@ -247,9 +256,25 @@ class PipelineLayer(FleetLayers):
         return counted.table(self.placement.rank_of)
 
 
-def _loss_functions(loss_fn: Any) -> Any:
-    """Returns ``_loss_fn`` as the installed Paddle's Fleet keeps it."""
-    return [loss_fn] if LOSS_FUNCTIONS_ARE_A_LIST and not isinstance(loss_fn, list) else loss_fn
+def _require_callable(loss_fn: Any) -> None:
+    """Refuses a loss that would fail in the first batch, on the last rank alone.
+
+    Raises:
+        ConfigError: One of the functions is a class, or cannot be called.
+    """
+    for function in _as_list(loss_fn):
+        is_class = isinstance(function, type)
+        if function is not None and (is_class or not callable(function)):
+            raise ConfigError(
+                "loss_fn is called with the model's output and the label",
+                expected="a function or a built layer, or a list of these",
+                got=f"the class {function.__name__}" if is_class else repr(function),
+                fix=f"pass {function.__name__}()" if is_class else "pass nn.CrossEntropyLoss()",
+            )
+
+
+def _as_list(loss_fn: Any) -> list[Any]:
+    return list(loss_fn) if isinstance(loss_fn, (list, tuple)) else [loss_fn]
 
 
 def _current_config() -> PipelineConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,8 @@ class PipelineParallel(PipelineEngines):
     """Runs the batches of a ``PipelineLayer`` through the stages of all ranks.
 
     Every method below that takes a batch is collective: each rank of the pipeline calls it the same
-    number of times, in the same order.
+    number of times, in the same order. A batch that raises an error leaves no gradients and nothing
+    else behind; where one process plays all ranks, the next may follow.
     """
 
     def profile(self, data: Any, path: str | Path | None = None) -> dict[str, Any]:
@@ -93,12 +95,13 @@ class PipelineParallel(PipelineEngines):
             PeerFailed: Another rank left.
             PipelineTimeout: A message did not come within the limit.
         """
-        self._bind(optimizer)
+        _require_methods("lr_scheduler", lr_scheduler, "an LRScheduler", ("step", "get_lr"))
+        _require_methods("scaler", scaler, "a GradScaler", ("scale", "step", "update"))
         scaler = prepared(scaler)
 
         def step() -> None:
             if self._switches.delay_scale_loss:
-                divide_gradients(self._layers.parameters(), self.weights[0].denominator)
+                divide_gradients(self.layers.trained_parameters(), self.weights[0].denominator)
             if scaler is None:
                 optimizer.step()
             else:
@@ -109,7 +112,8 @@ class PipelineParallel(PipelineEngines):
             else:
                 optimizer.clear_grad()
 
-        loss = self._train(data, scaler, step, loss_fn_idx, return_micro_batch_loss)
+        bind = functools.partial(self._bind, optimizer)
+        loss = self._train(data, scaler, step, loss_fn_idx, return_micro_batch_loss, bind)
         if lr_scheduler is not None:
             lr_scheduler.step()
         return loss
@@ -205,17 +209,17 @@ class PipelineParallel(PipelineEngines):
         step: Callable[[], None],
         loss_fn_idx: int,
         by_micro_batch: bool,
+        bind: Callable[[], None] | None = None,
     ) -> Any:
         functions = self._loss_functions(loss_fn_idx)
-        if not paddle.is_grad_enabled():
-            raise ConfigError(
-                "training needs gradients, and they are switched off",
-                fix="leave paddle.no_grad(), or use eval_batch",
-            )
+        _require_gradients()
         # First, so that it does not matter which ranks' data draw random numbers too.
         keys = randomness.draw(self._config.rng)
         batches = split(data, self._cut())
         self._require_data(batches, labelled=True)
+        if bind is not None:
+            # Last, for it may wait: what this rank can refuse by itself is refused by now.
+            bind()
         self._layers.train()
         losses = Losses(functions, self.weights, loss_fn_idx, self._switches.delay_scale_loss)
         scale = None if scaler is None else scaler.scale
@@ -225,13 +229,7 @@ class PipelineParallel(PipelineEngines):
         def reduce() -> None:
             # The loss goes out before the step, so that nobody waits for the last stage's update.
             results.append(self._share_losses(losses, by_micro_batch))
-            with self._timing("allreduce_gradients"):
-                data_parallel.reduce_gradients(
-                    self._layers.parameters(), self._job.replicas(), self._scale
-                )
-            # After the replicas: their sums differ in the last bit from stage to stage.
-            with self._timing("allreduce_shared_weight_gradients"):
-                self.layers.allreduce_shared_weight_gradients()
+            self._reduce_gradients()
 
         with self._working_on(batch, training=True), self._job.guarded(
             self._training.where
@@ -245,6 +243,16 @@ class PipelineParallel(PipelineEngines):
             self._stage.end_hooks(self._job.connect())
         self.timer_printer()
         return results[0]
+
+    def _reduce_gradients(self) -> None:
+        """Adds up gradients over the replicas and over the copies of shared weights. Collective."""
+        with self._timing("allreduce_gradients"):
+            data_parallel.reduce_gradients(
+                self.layers.trained_parameters(), self._job.replicas(), self._scale
+            )
+        # After the replicas: their sums differ in the last bit from stage to stage.
+        with self._timing("allreduce_shared_weight_gradients"):
+            self.layers.allreduce_shared_weight_gradients()
 
     def _run_forward(
         self, batches: MicroBatches, functions: Any, labels: Any, finish: Callable[[Batch], Any]
@@ -337,7 +345,7 @@ class PipelineParallel(PipelineEngines):
         except BaseException:
             # Some micro-batches are in the gradients: the next batch must not add its own to that.
             if training:
-                drop_gradients(self._layers.parameters())
+                drop_gradients(self.layers.trained_parameters())
             raise
         finally:
             self._stage.end()
@@ -355,3 +363,25 @@ class PipelineParallel(PipelineEngines):
                 found = [data_parallel.mean_loss(loss, self._job.replicas()) for loss in own]
             shared: list[Any] = self._job.group().broadcast(found, self._last_owner)
         return shared[0] if len(shared) == 1 else shared
+
+
+def _require_methods(argument: str, value: Any, kind: str, methods: tuple[str, ...]) -> None:
+    """Refuses, before the batch trains, what stands in the place of another argument.
+
+    Raises:
+        ConfigError: ``value`` is given and lacks one of the methods.
+    """
+    if value is not None and not all(hasattr(value, method) for method in methods):
+        raise ConfigError(
+            f"{argument} of train_batch is not {kind}",
+            got=type(value).__name__,
+            fix="name them: train_batch(data, optimizer, lr_scheduler=.., scaler=..)",
+        )
+
+
+def _require_gradients() -> None:
+    if not paddle.is_grad_enabled():
+        raise ConfigError(
+            "training needs gradients, and they are switched off",
+            fix="leave paddle.no_grad(), or use eval_batch",
+        )

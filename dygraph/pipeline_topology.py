@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fleetpipe import arrival
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import Job
@@ -15,7 +16,8 @@ def number_of_stages(num_stages: int | None, topology: Any, job: Job | None) -> 
     A model of one stage may be built within any job: each process then has all of it.
 
     Raises:
-        ConfigError: It is not given, or twice and not the same.
+        ConfigError: It is not given, or twice and not the same; or several processes have not
+            called ``fleet.init``.
     """
     if topology is None and num_stages is None:
         raise ConfigError(
@@ -30,12 +32,27 @@ def number_of_stages(num_stages: int | None, topology: Any, job: Job | None) -> 
     if job is not None and set(given.values()) != {1}:
         given["pp_degree of fleet.init"] = job.degrees.pp
     if len(set(given.values())) > 1:
+        without_degrees = job is not None and job.degrees.pp == 1
         raise ConfigError(
             "the number of pipeline stages is given twice, and differs",
             got=", ".join(f"{name}={value}" for name, value in given.items()),
-            fix="pass only topology=fleet.get_hybrid_communicate_group().topology()",
+            cause="fleet.init was given no strategy, or one whose hybrid_configs were set later"
+            if without_degrees
+            else None,
+            fix="set strategy.hybrid_configs = {'pp_degree': ..}, then call "
+            "fleet.init(is_collective=True, strategy=strategy)"
+            if without_degrees
+            else "pass only topology=fleet.get_hybrid_communicate_group().topology()",
         )
-    return next(iter(given.values()))
+    stages = next(iter(given.values()))
+    processes = arrival.world_size()
+    if job is None and stages > 1 and processes > 1:
+        raise ConfigError(
+            f"a PipelineLayer of {stages} stages was built before fleet.init",
+            got=f"a job of {processes} processes, none of which knows its stage",
+            fix="call fleet.init(is_collective=True, strategy=strategy) first",
+        )
+    return stages
 
 
 def topology_of(topology: Any, stages: int, job: Job | None) -> Any:

@@ -142,7 +142,7 @@ def measure(
 
 @contextmanager
 def _state_kept(layers: PipelineLayer, stage: DygraphStage) -> Iterator[None]:
-    """Puts buffers and the random state back afterwards, and drops what the stage and grads hold."""
+    """Puts buffers and random states back afterwards; drops gradients and what the stage holds."""
     state = {name: tensor.clone() for name, tensor in layers.state_dict().items()}
     layers.train()
     try:

@@ -23,9 +23,8 @@ from fleetpipe.dygraph._paddle import (
     state_slots,
     switch_gradients_on,
 )
-from fleetpipe.dygraph.leaves import replace
 from fleetpipe.dygraph.randomness import RandomStates, random_states_kept
-from fleetpipe.dygraph.values import tensors_of
+from fleetpipe.dygraph.values import leaves_like, replace, tensors_of
 from fleetpipe.errors import ConfigError
 
 #: ``run(value)`` runs the layers of a piece.
@@ -58,7 +57,8 @@ class Piece:
         ]
         #: Whether its layers write into its inputs; None before the first call.
         self.writes_into_inputs: bool | None = None
-        self._changing: set[tuple[int, str]] | None = None
+        #: What a call changes, by whether each of its layers trains: known from a first call.
+        self._changing: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
 
     def needs_recompute(self, value: Any) -> bool:
         """Whether Fleet would recompute it: it has parameters, and an input needs a gradient."""
@@ -77,21 +77,25 @@ class Piece:
 
     def changing_state(self) -> _State:
         """Returns copies of those that a call changes; of all before the first call."""
+        changing = self._changing.get(self._modes())
         return [
             (holder, name, tensor.clone())
             for holder, name, tensor in self.state()
-            if self._changing is None or (id(holder), name) in self._changing
+            if changing is None or (id(holder), name) in changing
         ]
 
     def learn(self, before: _State) -> None:
         """Compares the state with that before the first call; forgets what stayed as it was."""
-        if self._changing is None:
+        if self._modes() not in self._changing:
             before[:] = [
                 (holder, name, tensor)
                 for holder, name, tensor in before
                 if holder[name].numpy().tobytes() != tensor.numpy().tobytes()
             ]
-            self._changing = {(id(holder), name) for holder, name, _ in before}
+            self._changing[self._modes()] = {(id(holder), name) for holder, name, _ in before}
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(layer.training for layer in self._layers)
 
 
 def call(piece: Piece, run: Run, value: Any) -> Any:
@@ -108,6 +112,9 @@ def call(piece: Piece, run: Run, value: Any) -> Any:
     Raises:
         ConfigError: A layer wrote into the piece's input, and in its first call did not.
     """
+    global _failure
+    # One that nobody asked for, of a backward of the user's own.
+    _failure = None
     rerun = _Rerun(piece, run, value)
     with _opened(rerun.pack, rerun.unpack):
         output = run(value)
@@ -133,7 +140,7 @@ class _Rerun:
         tensors = list(tensors_of(value))
         self._versions = [tensor.inplace_version for tensor in tensors]
         copied = piece.writes_into_inputs is not False
-        self._value = replace(value, _apart(tensors, copied))
+        self._value = replace(value, leaves_like(tensors, copied))
         self._state = piece.changing_state()
         self._random = RandomStates()
         self._casts = automatic_casts()
@@ -154,8 +161,9 @@ class _Rerun:
             try:
                 self._again()
             except Exception as error:
-                # Paddle would tell only that there is no tensor.
+                # Paddle would tell only that there is no tensor, and leave gradients off.
                 _failure = error
+                switch_gradients_on()
                 raise
         # Handed over: what backward is through with is gone.
         tensor, ticket.tensor = ticket.tensor, None
@@ -168,7 +176,7 @@ class _Rerun:
         if piece.writes_into_inputs is None:
             piece.writes_into_inputs = written
             if not written:
-                self._value = replace(value, _apart(tensors, copied=False))
+                self._value = replace(value, leaves_like(tensors))
         elif written and not piece.writes_into_inputs:
             raise ConfigError(
                 "a layer changed its input in place, and in its first call did not",
@@ -251,15 +259,6 @@ def _layers_in(function: Any) -> list[Any]:
     return [function] if _is_layer(function) else []
 
 
-def _apart(tensors: Iterable[Any], copied: bool) -> dict[int, Any]:
-    """Returns tensors by the ids of ``tensors`` that are cut from their graphs."""
-    others = {}
-    for tensor in tensors:
-        others[id(tensor)] = other = tensor.detach().clone() if copied else tensor.detach()
-        other.stop_gradient = tensor.stop_gradient
-    return others
-
-
 def _stays(saved: Any) -> bool:
     """Whether the graph keeps what it would save: a PyLayer saves None, and parameters as such."""
     # In backward it may look for a parameter's main_grad.
@@ -305,7 +304,4 @@ def cause_of(error: Exception) -> Exception:
     """Returns what really went wrong where backward failed because a piece could not run again."""
     global _failure
     cause, _failure = _failure, None
-    if cause is None:
-        return error
-    switch_gradients_on()
-    return cause
+    return error if cause is None else cause

@@ -18,9 +18,9 @@ from fleetpipe.partition import Partition
 
 
 class _Step(NamedTuple):
-    """The call of one layer."""
+    """A layer, its number in the whole list and how it is called."""
 
-    index: int
+    number: int
     function: Callable[[Any], Any]
     call: Callable[[Any], Any]
 
@@ -66,6 +66,8 @@ class StageRunner:
         """
         keys = None if micro_batch is None else randomness.current()
         for part in self._parts.get(stage) or self._parts_of(stage):
+            if part.piece is not None:
+                value = _sole(value)
             if part.piece is not None and part.piece.needs_recompute(value):
                 run = functools.partial(_call, part.steps, keys, micro_batch)
                 value = recompute.call(part.piece, run, value)
@@ -103,9 +105,16 @@ class StageRunner:
                 where=f"first layer of stage {self._partition.stage_of(index)}",
                 got=f"{outline(value)}, from layer {index - 1} ("
                 f"{self._partition.layers[index - 1].name})",
-                cause=f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}",
-                fix="run the list of layers in one process (pp_degree=1) to see where shapes part",
+                cause=f"{type(error).__name__}: {_reason(error)}",
+                fix="a layer takes one argument, here a tuple: write forward(self, args)"
+                if isinstance(error, TypeError) and isinstance(value, tuple)
+                else "run the list of layers in one process (pp_degree=1) to see where shapes part",
             ) from error
+
+
+def _sole(value: Any) -> Any:
+    """Returns the one entry of a tuple: so Fleet begins each piece, recomputed or not."""
+    return value[0] if type(value) is tuple and len(value) == 1 else value
 
 
 def _call(
@@ -117,8 +126,8 @@ def _call(
             value = call(value)
         return value
     keys.micro_batch = micro_batch
-    for index, function, call in steps:
-        keys.enter(index, function)
+    for number, function, call in steps:
+        keys.enter(number, function)
         value = call(value)
     return value
 
@@ -149,6 +158,13 @@ def checked_interval(recompute_interval: Any, recompute_ctx: Any) -> int:
             '"offload": False, "partition": False}',
         )
     return recompute_interval
+
+
+def _reason(error: Exception) -> str:
+    """Returns the line of a message that says most: the last that does not only name the kernel."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    telling = [line for line in lines if line and not line.startswith("[operator <")]
+    return (telling or [""])[-1]
 
 
 def _refused(error: Exception) -> bool:

@@ -16,7 +16,7 @@ from fleetpipe.dygraph.shared_layers import SharedLayer, called_through
 from fleetpipe.errors import CheckpointError
 
 _FILE = re.compile(
-    r"(?P<layer>layer_\d{2,})(?P<chunk>-virtual_pp_stage_\d{2,})?-tensor_\d{2,}-model_states.pdparams"
+    r"(?P<layer>layer_\d{2,})(?P<chunk>-virtual_pp_stage_\d{2,})?-tensor_\d{2,}-model_states\.pdparams"
 )
 
 
@@ -93,6 +93,20 @@ def save(folder: str | Path, layers: Mapping[Place, Any], tensor_slice: int) -> 
         paddle.save(layer.state_dict(), str(folder / name))
 
 
+def require_folder(folder: str | Path) -> None:
+    """Refuses a folder that is not there.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    if not Path(folder).is_dir():
+        raise CheckpointError(
+            "there is no such folder of saved layers",
+            got=str(folder),
+            fix="pass the path that save_state_dict was given",
+        )
+
+
 def load(
     folder: str | Path, layers: Mapping[Place, Any], tensor_slice: int, tensor_slices: int
 ) -> None:
@@ -105,16 +119,9 @@ def load(
         tensor_slices: The number of these.
 
     Raises:
-        CheckpointError: The folder or a file is missing, or does not fit its layer; nothing was
-            changed.
+        CheckpointError: A file is missing, or does not fit its layer; nothing was changed.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(
-            "there is no such folder of saved layers",
-            got=str(folder),
-            fix="pass the path that save_state_dict was given",
-        )
     names = sorted(entry.name for entry in folder.iterdir())
     states = {}
     for place, layer in layers.items():

@@ -15,6 +15,7 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import descriptions
+from fleetpipe.dygraph.randomness import random_states_kept
 from fleetpipe.errors import ConfigError
 
 #: The sublayer that holds the shared layers; it is the first, as in Fleet.
@@ -234,7 +235,8 @@ def build(
     """Builds some entries of a list; those that share a layer or a weight here get the same.
 
     A shared layer is built under the seed of its first entry in the whole list, so that its values
-    do not depend on where it is built. The random state is as before in the end.
+    do not depend on where it is built. All random states are as before in the end, so that ranks
+    that build different layers draw the same afterwards.
 
     Args:
         entries: The whole list.
@@ -245,7 +247,7 @@ def build(
     layer_of = {index: layer for layer in shared for index in layer.indices}
     made: dict[int, Any] = {}
     weights: dict[str, Any] = {}
-    with descriptions.random_state_kept():
+    with random_states_kept():
         for index in indices:
             if index not in layer_of:
                 function = descriptions.build(entries[index], index)

@@ -139,13 +139,11 @@ class SplitBackward:
             self._leaves[stage] = list(found.values())
         return self._leaves[stage]
 
-    @contextmanager
-    def _watched(self, stage: int, kind: str) -> Iterator[None]:
+    def _watched(self, stage: int, kind: str) -> AbstractContextManager[None]:
         """Notes which parameters of the first batch get their gradient in an action."""
         if self._watch is None:
             self._watch = Watch()
-        with self._watch.during(stage, kind, self._layers_of):
-            yield
+        return self._watch.during(stage, kind, self._layers_of)
 
 
 def _wrapped(leaf: Leaf, forward: Callable[..., Any], tape: list[Call]) -> Callable[..., Any]:

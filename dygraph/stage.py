@@ -9,7 +9,7 @@ from fleetpipe.dygraph import randomness, recompute
 from fleetpipe.dygraph.losses import Losses
 from fleetpipe.dygraph.micro_batches import MicroBatches
 from fleetpipe.dygraph.split_backward import SplitBackward
-from fleetpipe.dygraph.values import differentiable
+from fleetpipe.dygraph.values import differentiable, leaf_like, mapped, tensors_of
 from fleetpipe.engine import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.schedules import Edge
@@ -90,7 +90,7 @@ class DygraphStage:
         """Runs the layers of ``stage``; the last stage also computes the loss."""
         self.micro_batch_id = micro_batch - self._first_micro_batch
         into = self._into.get(stage)
-        value = self._inputs_of(micro_batch) if into is None else inputs[into]
+        value = self._inputs_of(micro_batch) if into is None else _received(inputs[into])
         with self._split.recording(stage, micro_batch - self._first_micro_batch):
             output = self._run_stage(stage, value, micro_batch)
         outputs: dict[Edge, Value] = {}
@@ -151,6 +151,15 @@ class DygraphStage:
         randomness.enter_loss()
         share = batch.losses.take(index, output, batch.data.labels[index])
         return share if batch.scale is None else batch.scale(share)
+
+
+def _received(value: Any) -> Any:
+    """Returns a value whose tensors are leaves: another stage of this rank hands over its graph."""
+    if isinstance(value, paddle.Tensor):
+        return value if value.is_leaf else leaf_like(value)
+    if all(tensor.is_leaf for tensor in tensors_of(value)):
+        return value
+    return mapped(leaf_like, value)
 
 
 def _roots(tensors: list[Any], grads: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
-from fleetpipe.dygraph import randomness, tensor_parallel
-from fleetpipe.dygraph.shared_layers import Built
+from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import CheckpointError
 
 
@@ -29,25 +28,6 @@ def slots_of(layer: Any, index: int) -> list[Slot]:
         return []
     state = layer.state_dict()
     return [Slot(f"{index}.{name}", tensor_parallel.whole_shape(t)) for name, t in state.items()]
-
-
-class SingleModel(paddle.nn.Layer):
-    """All layers of a pipeline's list in one Layer, under the same names."""
-
-    def __init__(self, built: Built) -> None:
-        """Takes all layers and functions of the list."""
-        super().__init__()
-        self._functions = list(built.functions.values())
-        built.register(self)
-
-    def forward(self, value: Any) -> Any:
-        """Calls each function with what the one before returned."""
-        keys = randomness.current()
-        for index, function in enumerate(self._functions):
-            if keys is not None:
-                keys.enter(index, function)
-            value = function(value)
-        return value
 
 
 def names_in(slots: Sequence[Slot], model: Any) -> dict[str, str]:

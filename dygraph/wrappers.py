@@ -32,13 +32,14 @@ class NoPipelineParallel(PipelineParallel):
         Raises:
             ConfigError: The job has more than one pipeline rank, and see there.
         """
-        super().__init__(layers, hcg, strategy)
-        if self.num_stages > 1:
+        job = current_job()
+        if job is not None and job.degrees.pp > 1:
             raise ConfigError(
                 "NoPipelineParallel wraps a model for a job without a pipeline",
-                got=f"pp_degree={self.num_stages}",
+                got=f"pp_degree={job.degrees.pp}",
                 fix="leave the choice to fleet.distributed_model",
             )
+        super().__init__(layers, hcg, strategy)
 
     def _bind(self, optimizer: Any) -> None:
         """Takes a bare optimizer too, as Fleet does, where the rank has whole parameters."""

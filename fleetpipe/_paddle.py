@@ -38,12 +38,13 @@ class LocalTopology(_topology.HybridCommunicateGroup):
 
     def __init__(self, ranks: int) -> None:
         """Sets what Paddle's constructor would, without the collectives that it runs."""
-        names = ["data", "pipe", "sharding", "sep", "model"]
+        names = _topology.CommunicateTopology().get_hybrid_group_names()
         dims = [ranks if name == "pipe" else 1 for name in names]
         self._topo = _topology.CommunicateTopology(names, dims)
         self.nranks = 1
         self.global_rank = self.stage_id = 0
         self.is_first_stage = self.is_last_stage = True
+        self.next_rank = self.prev_rank = 0
         self._pp_degree = ranks
         self._dp_degree = self._mp_degree = self._sharding_degree = self._sep_degree = 1
         self._data_parallel_id = 0
@@ -68,8 +69,7 @@ def open_store(host: str, port: int, serve: bool, timeout: float) -> Any:
 
 def replace_gloo_stores(own_store: Callable[[int, int, int], Any]) -> None:
     """Has every Gloo group made in ``own_store(rank_in_group, ranks, group_id)``."""
-    if hasattr(_paddle_collective._new_process_group_impl, "__wrapped__"):
-        return
+    restore_gloo_stores()
     original = _paddle_collective._new_process_group_impl
 
     @functools.wraps(original)
@@ -85,6 +85,12 @@ def replace_gloo_stores(own_store: Callable[[int, int, int], Any]) -> None:
     _paddle_collective._new_process_group_impl = new_group
 
 
+def restore_gloo_stores() -> None:
+    """Undoes :func:`replace_gloo_stores`, if it was called; groups that were made keep theirs."""
+    now = _paddle_collective._new_process_group_impl
+    _paddle_collective._new_process_group_impl = getattr(now, "__wrapped__", now)
+
+
 #: A group's store must live as long as the group.
 _kept_stores: list[Any] = []
 
@@ -98,8 +104,11 @@ def install_topology(hcg: Any, strategy: Any) -> None:
 
 
 def user_strategy() -> Any:
-    """Returns the strategy given to ``fleet.init`` or ``fleet.distributed_optimizer`` last."""
-    return paddle_fleet.fleet._user_defined_strategy
+    """Returns the strategy given to ``fleet.init`` or ``fleet.distributed_optimizer`` last.
+
+    None before the first ``fleet.init``, where Paddle's singleton has no such attribute.
+    """
+    return getattr(paddle_fleet.fleet, "_user_defined_strategy", None)
 
 
 def forget_topology() -> None:
@@ -117,5 +126,6 @@ __all__ = [
     "paddle",
     "paddle_fleet",
     "replace_gloo_stores",
+    "restore_gloo_stores",
     "user_strategy",
 ]

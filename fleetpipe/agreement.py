@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Callable
 
 from fleetpipe import arrival
 from fleetpipe.errors import ConfigError
 from fleetpipe.transport import Store
 
+_PLACE = "the comparison of what each rank runs"
 #: Differences that a message shows; the first ones tell enough.
 _MOST_SHOWN = 4
 
 
-def require_agreement(store: Store, key: str, facts: Mapping[str, str], timeout: float) -> None:
+def require_agreement(
+    store: Store,
+    key: str,
+    facts: Mapping[str, str],
+    timeout: float,
+    gone: Callable[[], Collection[int]] = tuple,
+) -> None:
     """Compares what each rank of the job says of itself. Collective over the job.
 
     Args:
@@ -22,15 +30,17 @@ def require_agreement(store: Store, key: str, facts: Mapping[str, str], timeout:
         key: Where in the store; new for each comparison.
         facts: What must be the same on all ranks, by subject.
         timeout: Seconds that the ranks may take to arrive.
+        gone: Says which ranks have ended.
 
     Raises:
         ConfigError: Some rank says otherwise; the message shows both sides. Every rank raises.
+        PeerFailed: Some rank ended before it arrived.
         PipelineTimeout: Some rank did not arrive; the message says which.
     """
     text = json.dumps(dict(facts), sort_keys=True)
     store.set(f"{key}/facts/{arrival.own_rank()}", text)
     store.set(f"{key}/digest/{arrival.own_rank()}", hashlib.sha256(text.encode()).hexdigest())
-    arrival.meet(store, f"{key}/published", timeout)
+    arrival.meet(store, f"{key}/published", timeout, _PLACE, gone)
     ranks = range(arrival.world_size())
     digests = [store.get(f"{key}/digest/{rank}") for rank in ranks]
     others = [rank for rank in ranks if digests[rank] != digests[0]]
@@ -38,7 +48,7 @@ def require_agreement(store: Store, key: str, facts: Mapping[str, str], timeout:
         json.loads(store.get(f"{key}/facts/{rank}")) for rank in (0, (others or [0])[0])
     )
     # Nobody raises, and so ends the store or the waits of others, before all have seen both sides.
-    arrival.meet(store, f"{key}/compared", timeout)
+    arrival.meet(store, f"{key}/compared", timeout, _PLACE, gone)
     if others:
         arrival.let_others_go(store, f"{key}/seen")
         raise _disagreement(first, other, others)

@@ -11,7 +11,8 @@ import hashlib
 import os
 import socket
 import time
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Callable
 
 from fleetpipe import _paddle
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
@@ -72,26 +73,46 @@ def wait_for_all(store: Store, number: int, timeout: float) -> None:
     meet(store, f"fleetpipe/{number}/here", timeout)
 
 
-def meet(store: Store, key: str, timeout: float) -> None:
+def meet(
+    store: Store,
+    key: str,
+    timeout: float,
+    place: str = "",
+    gone: Callable[[], Collection[int]] = tuple,
+) -> None:
     """Waits until every rank has come to ``key``. Collective over the job.
 
     Args:
         store: The job's store.
         key: Where in the store; new for each meeting.
         timeout: Seconds to wait.
+        place: What the meeting is for, for messages; by default the start of the job.
+        gone: Says which ranks have ended. What is known of a failure is raised by the store, and
+            only while somebody is missing: who came may have failed since, at what comes next.
 
     Raises:
+        PeerFailed: A rank ended, and had not come before.
         PipelineTimeout: Names the ranks that did not come; all that did raise it.
     """
     store.add(f"{key}/{own_rank()}", 1)
     deadline = time.monotonic() + timeout
     missing = list(range(world_size()))
-    while missing := [rank for rank in missing if not store.add(f"{key}/{rank}", 0)]:
+    while True:
+        # Asked before the store: whoever has ended by now either stands there or never will.
+        ended = set(gone())
+        missing = [rank for rank in missing if not store.add(f"{key}/{rank}", 0)]
+        if not missing:
+            return
+        if ended.intersection(missing):
+            raise PeerFailed(
+                f"rank {min(ended.intersection(missing))} ended and did not come to {place}"
+            )
         # The others' time began at other moments; the first that gives up does it for all.
         if time.monotonic() > deadline or store.add(f"{key}/late", 0):
             store.add(f"{key}/late", 1)
             let_others_go(store, f"{key}/going", missing)
-            raise _not_here(f"ranks {missing}" if missing[1:] else f"rank {missing[0]}", timeout)
+            who = f"ranks {missing}" if missing[1:] else f"rank {missing[0]}"
+            raise _not_here(who, timeout, place=place)
         time.sleep(_POLL_SECONDS)
 
 
@@ -186,11 +207,15 @@ def _reach(host: str, port: int, timeout: float, sign: str | None) -> JobStore:
         time.sleep(_POLL_SECONDS)
 
 
-def _not_here(who: str, timeout: float, got: str | None = None) -> PipelineTimeout:
+def _not_here(
+    who: str, timeout: float, got: str | None = None, place: str = ""
+) -> PipelineTimeout:
     return PipelineTimeout(
-        f"{who} did not call fleet.init within {timeout:g} s",
-        where=f"rank {own_rank()}, start of the job",
+        f"{who} did not {f'come to {place}' if place else 'call fleet.init'} within {timeout:g} s",
+        where=f"rank {own_rank()}, {place or 'start of the job'}",
         got=got,
-        cause="not started, ended before, or still loading",
+        cause="other calls than on this rank, or slow"
+        if place
+        else "not started, ended before, or still loading",
         fix="see their logs; raise fleetpipe_configs['timeout'] if they are only slow",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,6 @@ from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.schedules import Costs, canonical_name
 
 DEFAULT_TIMEOUT = 600.0
-
-#: What ``exe.run`` returns of a value that each micro-batch has.
-FETCHES = ("mean", "last", "all")
 
 FLEETPIPE_DEFAULTS: Mapping[str, Any] = {
     "fetch": "mean",
@@ -82,16 +79,28 @@ class PipelineConfig:
             micro_batches=_positive("accumulate_steps", stock.get("accumulate_steps", 1)),
             micro_batch_size=_positive("micro_batch_size", stock.get("micro_batch_size", 1)),
             schedule=_schedule(stock.get("schedule_mode", "1F1B"), strategy),
-            loss_reduction=_loss_reduction(own["loss_reduction"]),
+            loss_reduction=_choice("loss_reduction", own["loss_reduction"], ("mean", "sum")),
             memory_cap=_memory_cap(own["memory_cap"]),
-            rng=_rng(own["rng"]),
+            rng=_choice("rng", own["rng"], ("keyed", "fleet")),
             timeout=_timeout(own["timeout"]),
-            fetch=_fetch(own["fetch"]),
+            fetch=_choice("fetch", own["fetch"], ("mean", "last", "all")),
             fetch_broadcast=_switch("fetch_broadcast", own["fetch_broadcast"]),
             trace=_trace(own["trace"], strategy),
             costs=_costs(own["costs"]),
-            groups=None if own["groups"] is None else tuple(own["groups"]),
+            groups=_groups(own["groups"]),
             warmup_slack=own["warmup_slack"],
+        )
+
+    def resized(self, micro_batches: int, micro_batch_size: int) -> PipelineConfig:
+        """Returns these options with another number and size of micro-batches.
+
+        Raises:
+            ConfigError: One is no whole number of at least 1.
+        """
+        return replace(
+            self,
+            micro_batches=_positive("accumulate_steps", micro_batches),
+            micro_batch_size=_positive("micro_batch_size", micro_batch_size),
         )
 
 
@@ -132,34 +141,22 @@ def _schedule(name: str, strategy: Any) -> str:
     return "DualPipeV"
 
 
-def _loss_reduction(value: Any) -> str:
-    if value not in ("mean", "sum"):
-        raise ConfigError(
-            "loss_reduction is 'mean' or 'sum' over the micro-batches of a batch",
-            got=f"{value!r}",
-            fix="set strategy.fleetpipe_configs = {'loss_reduction': 'mean'}",
-        )
-    return str(value)
+def _choice(name: str, value: Any, words: tuple[str, ...]) -> str:
+    """Returns the value of an option that is one of a few words, the usual one first."""
+    if isinstance(value, str) and value in words:
+        return value
+    *others, last = map(repr, words)
+    raise ConfigError(
+        f"{name} is {', '.join(others)} or {last}",
+        got=f"{value!r}",
+        fix=f"set strategy.fleetpipe_configs = {{{name!r}: {words[0]!r}}}",
+    )
 
 
-def _fetch(value: Any) -> str:
-    if value not in FETCHES:
-        raise ConfigError(
-            "fetch is 'mean', 'last' or 'all' of the micro-batches of a batch",
-            got=f"{value!r}",
-            fix="set strategy.fleetpipe_configs = {'fetch': 'mean'}",
-        )
-    return str(value)
-
-
-def _rng(value: Any) -> str:
-    if value not in ("keyed", "fleet"):
-        raise ConfigError(
-            "rng is 'keyed' (masks do not depend on the partition) or 'fleet' (Paddle's generator)",
-            got=f"{value!r}",
-            fix="set strategy.fleetpipe_configs = {'rng': 'keyed'}",
-        )
-    return str(value)
+def _groups(value: Any) -> tuple[int, ...] | None:
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise ConfigError("`groups` is no list of sizes", got=repr(value), fix="groups=[4, 4]")
+    return None if value is None else tuple(value)
 
 
 def _switch(name: str, value: Any) -> bool:

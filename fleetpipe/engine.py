@@ -277,17 +277,22 @@ class Engine:
         self._arrived = dict.fromkeys(collectives, 0)
         for walker in self._walkers.values():
             walker.restart(first_micro_batch)
-        if len(self._walkers) == self._plan.placement.ranks:
-            try:
+        plays_all = len(self._walkers) == self._plan.placement.ranks
+        try:
+            if plays_all:
                 self._play_all()
-            except BaseException:
-                # Even one by hand: the next batch would take these messages for its own.
+            else:
+                for walker in self._walkers.values():
+                    self._play_one(walker)
+        except BaseException:
+            if plays_all:
+                # The next batch would take what is on its way for its own.
                 for walker in self._walkers.values():
                     walker.discard()
-                raise
-        else:
-            for walker in self._walkers.values():
-                self._play_one(walker)
+            raise
+        finally:
+            # They hold on to the losses and to the optimizer.
+            self._collectives = {}
 
     def _play_one(self, walker: Walker) -> None:
         """Walks one rank, waiting for each message that has not come."""

@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.01
 
 
 def separate_stores(store: Store, timeout: float) -> None:
-    """Makes every Gloo group from now on in a store of its own.
+    """Makes every Gloo group in a store of its own, until :func:`share_store_again`.
 
     Args:
         store: The job's store, where a group's ranks find its own.
@@ -41,6 +41,11 @@ def separate_stores(store: Store, timeout: float) -> None:
         return own
 
     _paddle.replace_gloo_stores(own_store)
+
+
+def share_store_again() -> None:
+    """Gives the Gloo groups that are made from now on the store that Paddle gives them."""
+    _paddle.restore_gloo_stores()
 
 
 def _meet(store: Store, rank: int, key: str, timeout: float) -> Any:

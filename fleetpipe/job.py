@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from fleetpipe import arrival, transport
@@ -222,12 +222,14 @@ class Job:
 
         Raises:
             ConfigError: Some rank says otherwise; the message shows both sides. Every rank raises.
+            PeerFailed: Some rank failed, or ended before it arrived.
             PipelineTimeout: Some rank did not arrive within the limit.
         """
         if self._store is not None:
             self._agreements += 1
             key = f"{self._prefix}/agreement/{self._agreements}"
-            require_agreement(self._store, key, facts, self.timeout)
+            gone = tuple if self._watch is None else self._watch.gone
+            require_agreement(self._store, key, facts, self.timeout, gone)
 
     def close(self, error: BaseException | None = None) -> None:
         """Closes this process's connections; what was sent before is still delivered.
@@ -238,17 +240,14 @@ class Job:
         watch, self._watch = self._watch, None
         if watch is not None and error is not None:
             watch.give_up(error)
-        try:
-            while self.endings:
-                self.endings.pop()()
-        finally:
-            for connection, _ in self._sockets:
-                connection.close()
-            for played in self._transports.values():
-                played.close()
+        with ExitStack() as ends:  # the last one first, and all, whichever of them fails
             if watch is not None:
-                watch.close()
-            self._transports, self._groups = {}, {}
+                ends.callback(watch.close)
+            for connection in [*self._transports.values(), *(c for c, _ in self._sockets)]:
+                ends.callback(connection.close)
+            for ending in self.endings:
+                ends.callback(ending)
+            self._transports, self._groups, self.endings = {}, {}, []
 
     def _describe(self, text: str) -> str:
         """Adds to what this rank is doing which replica it is, and for which rank it waits."""
@@ -317,6 +316,11 @@ def pipeline_group() -> Group:
     return SoleGroup() if _job is None else _job.group()
 
 
+def all_ranks() -> Group:
+    """Returns all ranks of the current job as a group, for small values; see ``Job.everyone``."""
+    return SoleGroup() if _job is None else _job.everyone()
+
+
 def begin(job: Job) -> None:
     """Makes ``job`` the current one."""
     global _job
@@ -326,6 +330,6 @@ def begin(job: Job) -> None:
 def end(error: BaseException | None = None) -> None:
     """Closes the current job, if there is one; ``error`` says why it ends before its time."""
     global _job
-    if _job is not None:
-        _job.close(error)
-    _job = None
+    ended, _job = _job, None
+    if ended is not None:
+        ended.close(error)

@@ -137,6 +137,10 @@ class Watch:
         if self.failure is not None:
             raise self._told(self.failure)
 
+    def gone(self) -> list[int]:
+        """Returns the ranks that have ended; they will come to nothing more."""
+        return [peer.rank for peer in self._peers.values() if peer.left]
+
     @contextlib.contextmanager
     def guarding(self, where: Callable[[], str]) -> Iterator[None]:
         """Within it, a failure elsewhere ends this rank's waits, and one here reaches all others.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
-from fleetpipe.static._paddle import core, static
+from fleetpipe.errors import ConfigError
+from fleetpipe.static._paddle import core, gradient_clip, static
 from fleetpipe.static._pir_operations import (
     DATA,
     IN_PLACE,
@@ -14,6 +15,7 @@ from fleetpipe.static._pir_operations import (
     SET_PARAMETER,
     draws_of,
     inside,
+    is_constant,
     line_of,
     name_of,
     place,
@@ -69,6 +71,8 @@ class PirReader:
         self._numbers: dict[tuple[int, int], int] = {}
         ops = program.global_block().ops
         self.graph = self._read(ops)
+        parameters = {name_of(op): op.result(0) for op in _parameters(program)}
+        self.unclipped = frozenset(n for n, p in parameters.items() if not p.need_clip)
         self.data = {name_of(op): _declared(op.result(0)) for op in ops if op.name() == DATA}
 
     def number(self, target: Any) -> int | None:
@@ -113,31 +117,39 @@ class PirReader:
             operations, names, frozenset(persistable), frozenset(differentiable), written
         )
 
-    def update(self, optimizer: Any, parameters: Sequence[str], clip: bool) -> Update:
+    def update(
+        self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]
+    ) -> Update:
         """Makes the optimizer step over the named parameters."""
+        if isinstance(gradient_clip(optimizer), paddle.nn.ClipGradByValue):
+            raise ConfigError(
+                "Paddle has no ClipGradByValue for PIR",
+                fix="ClipGradByNorm or ClipGradByGlobalNorm; paddlepaddle 2.6.2 has it",
+            )
         originals = {name_of(op): op.result(0) for op in _parameters(self._program)}
         step, startup = self._program.clone(), static.Program()
         for op in reversed(step.global_block().ops):
             if op.name() != PARAMETER or name_of(op) not in parameters:
                 op.erase()
         own = {name_of(op): op.result(0) for op in _parameters(step)}
-        pairs = []
+        pairs, sums = [], []
         with static.program_guard(step, startup):
-            factor = _factor() if clip else None
+            factor = _factor() if clipped else None
             for name in parameters:
                 parameter = own[name]
                 for attribute in ("optimize_attr", "regularizer"):  # clone() forgets them
                     setattr(parameter, attribute, getattr(originals[name], attribute))
-                pairs.append((parameter, placeholder(accumulator_name(name), parameter)))
+                grad = placeholder(accumulator_name(name), parameter)
+                sums.append(grad)
+                scaled = name in clipped and factor is not None
+                pairs.append((parameter, grad * factor.astype(grad.dtype) if scaled else grad))
             optimizer._dtype = pairs[0][0].dtype if optimizer._dtype is None else optimizer._dtype
-            optimizer.apply_gradients(
-                [(p, g if factor is None else g * factor.astype(g.dtype)) for p, g in pairs]
-            )
-            for _, sum_ in pairs:
+            optimizer.apply_gradients(pairs)
+            for sum_ in sums:
                 _operations.full_(sum_, sum_.shape, 0.0, sum_.dtype, core.Place())
-        sums = [CLIP_FACTOR, *map(accumulator_name, parameters)]
+        fed = [CLIP_FACTOR, *map(accumulator_name, parameters)]
         kept = [name_of(op) for op in step.global_block().ops if op.name() in (DATA, PARAMETER)]
-        variables = sorted(set(kept) - {*parameters, *sums})
+        variables = sorted(set(kept) - {*parameters, *fed})
         return Update(step, startup, getattr(step, "lr_name", None), tuple(variables))
 
     def startup(self, program: Any, names: Iterable[str]) -> Any:
@@ -156,12 +168,11 @@ class PirReader:
 
 def _described(op: Any, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
     tag = _tag(op)
-    constant = not op.operands() and not op.num_regions() and not draws_of(op)
     inner = frozenset(
         found for one in inside(op) if (found := _tag(one)) is not None and one.operands()
     )
     line, random = line_of(op), any(map(draws_of, (op, *inside(op))))
-    return Operation(op.name(), reads, writes, tag, constant, line, inner, random)
+    return Operation(op.name(), reads, writes, tag, is_constant(op), line, inner, random)
 
 
 def _known(numbers: dict[tuple[int, int], int], values: Iterable[Any]) -> Iterator[int]:

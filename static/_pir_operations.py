@@ -14,6 +14,7 @@ _operations: Any = paddle._C_ops
 _creation: Any = paddle._pir_ops
 PARAMETER, DATA, COMBINE = "builtin.parameter", "pd_op.data", "builtin.combine"
 SET_PARAMETER = "builtin.set_parameter"
+_ASSIGN_VALUE = "pd_op.assign_value_"
 #: Results that are the operand itself, changed in place: {operation: {result: operand}}.
 IN_PLACE = {"pd_op.batch_norm_": {1: 1, 2: 2}, "pd_op.sync_batch_norm_": {1: 1, 2: 2}}
 #: Operations that take lists of tensors apart.
@@ -41,9 +42,13 @@ def to_end(block: Any) -> None:
 
 def export(value: Any, name: str) -> None:
     """Leaves a value in a variable of the scope. Without both it would not be seen there."""
-    if value.get_defining_op().name() in _VIEWS:
+    maker = value.get_defining_op()
+    if maker.name() in _VIEWS:
         # Such a value is an entry of a list and has no variable that could be given a name.
         value = _operations.share_data_(value)
+    elif maker.num_regions():
+        # Nor has a result of control flow, which is a variable of the block inside.
+        value = _operations.assign(value)
     value.persistable = True
     _operations.set_persistable_value(value, name)
 
@@ -93,10 +98,17 @@ def is_source(op: Any) -> bool:
     return op.name() in (PARAMETER, DATA)
 
 
+def is_constant(op: Any) -> bool:
+    """Whether an operation always gives the same: a parameter, fed data, or given numbers."""
+    if op.name() == _ASSIGN_VALUE:
+        # paddle.assign and to_tensor of numbers: written over zeros that were made for them.
+        return all(is_constant(value.get_defining_op()) for value in taken(op))
+    return not op.operands() and not op.num_regions() and not draws_of(op)
+
+
 def is_free(op: Any) -> bool:
     """Whether an operation costs next to nothing: a constant, or a list of tensors."""
-    constant = not op.operands() and not op.num_regions() and not draws_of(op)
-    return constant or op.name() == COMBINE
+    return is_constant(op) or op.name() == COMBINE
 
 
 def by_shape(user: Any, value: Any) -> bool:

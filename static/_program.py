@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
@@ -67,6 +67,8 @@ class ProgramReader:
             frozenset(n for n, name in names.items() if self._is_differentiable(name)),
             written,
         )
+        parameters = (self._block.var(n) for n in sources if self._is_persistable(n))
+        self.unclipped = frozenset(p.name for p in parameters if not getattr(p, "need_clip", True))
         self.data = {
             name: Declared(tuple(found.shape), dtype_name(found))
             for name, found in self._block.vars.items()
@@ -83,7 +85,9 @@ class ProgramReader:
             self._program, self._names, self._offset, split, stage, (loss, weight)
         )
 
-    def update(self, optimizer: Any, parameters: Sequence[str], clip: bool) -> Update:
+    def update(
+        self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]
+    ) -> Update:
         """Makes the optimizer step over the named parameters."""
         step, startup = self._program.clone(), static.Program()
         block = step.global_block()
@@ -93,7 +97,7 @@ class ProgramReader:
                 block._remove_var(name)
         pairs = []
         with static.program_guard(step, startup):
-            factor = create_variable(block, CLIP_FACTOR, [1], "float32") if clip else None
+            factor = create_variable(block, CLIP_FACTOR, [1], "float32") if clipped else None
             for name in parameters:
                 own = block.var(name)
                 own.need_clip = self._block.var(name).need_clip  # clone() forgets it
@@ -101,7 +105,7 @@ class ProgramReader:
                     (own, create_variable(block, accumulator_name(name), own.shape, own.dtype))
                 )
             optimizer.apply_gradients(
-                [(p, g if factor is None else _times(block, g, factor)) for p, g in pairs]
+                [(p, _times(block, g, factor) if p.name in clipped else g) for p, g in pairs]
             )
             for _, total in pairs:
                 block.append_op(

@@ -294,21 +294,27 @@ class ProgramStage:
 
     def _refuse_rewritten(self, own: Iterable[int]) -> None:
         """A value that leaves the stage or came to it must not be written over in it."""
-        times: dict[str, int] = {}
+        made: dict[str, list[int]] = {}
         graph = self._split.graph
         for number in own:
             for value in graph.operations[number].writes:
-                name = self._names[value]
-                times[name] = times.get(name, 0) + 1
-        leaving = self._split.readers(self._stage)
-        twice = {self._names[n] for n in leaving if times[self._names[n]] > 1}
-        twice |= {self._names[n] for n in self._incoming() if self._names[n] in times}
-        if twice:
-            raise BoundaryError(
-                f"{min(twice)!r} crosses between stages and is written more than once",
-                where=f"stage {self._stage}",
-                fix="give each result a variable of its own",
-            )
+                made.setdefault(self._names[value], []).append(value)
+        for value in self._split.readers(self._stage):
+            versions = made[self._names[value]]
+            # A while_loop writes over what it was given: without gradients, its end will do.
+            if len(versions) > 1 and (versions[-1] != value or value in graph.differentiable):
+                raise self._written_again(versions[-1])
+        for value in self._incoming():
+            if self._names[value] in made:
+                raise self._written_again(made[self._names[value]][-1])
+
+    def _written_again(self, value: int) -> BoundaryError:
+        op = self._split.graph.operations[self._split.graph.producers()[value]]
+        return BoundaryError(
+            f"{self._names[value]!r} crosses between stages and is written more than once",
+            where=f"{op} of stage {self._stage} writes it again",
+            fix="give each result a variable of its own; paddle.assign(value) makes one",
+        )
 
     def _has(self, name: str) -> bool:
         return bool(self._block.has_var(name))

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
+from fleetpipe.static import readers
 
 _PIPELINE, _STARTUP = "_fleetpipe", "_fleetpipe_startup"
+_pipelines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def attach(program: Any, startup: Any, pipeline: Any) -> None:
     """Makes a program and its startup program those of a pipeline."""
     setattr(program, _PIPELINE, (program, pipeline))
+    _pipelines.add(pipeline)
     setattr(startup, _STARTUP, (startup, pipeline))
+
+
+def refuse_foreign(program: Any) -> None:
+    """Explains why a program that is no pipeline's could not run, where that is known.
+
+    Raises:
+        ConfigError: It needs parameters that a pipeline has on other ranks.
+    """
+    try:
+        graph = readers.read(program).graph
+    except Exception:
+        return  # another kind of program, which failed for reasons of its own
+    names = {graph.names[value] for value in graph.persistable}
+    for pipeline in _pipelines:
+        elsewhere = pipeline.split.persistable - set(pipeline.persistable)
+        missing = sorted(names & elsewhere)
+        if missing:
+            raise ConfigError(
+                f"the program needs {missing[0]!r}, which another rank of the pipeline has",
+                cause="each rank has the parameters of its own stages only; this program, perhaps "
+                "a clone for evaluation, has those of several",
+                fix="call fleetpipe.static.save_inference_model on every rank, and evaluate what "
+                "load_inference_model gives in a scope of its own",
+            )
 
 
 def is_attached(program: Any) -> bool:

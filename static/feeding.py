@@ -85,7 +85,8 @@ def _as_dict(feed: Any) -> Mapping[str, Any]:
         got=f"{type(feed).__name__} of {len(feed)} entries"
         if isinstance(feed, (list, tuple))
         else type(feed).__name__,
-        fix="feed={'x': array_of_the_whole_mini_batch, ..}",
+        fix="feed={'x': array_of_the_whole_mini_batch, ..}; of dicts with a micro-batch each, "
+        "give an iterator: feed=iter(dicts)",
     )
 
 

@@ -47,7 +47,7 @@ class Fetch(NamedTuple):
         stage = split.stage_of_value[number]
         if stage is None:
             raise ConfigError(
-                f"cannot fetch {label!r}: it is fed or constant, no stage computes it",
+                f"cannot fetch {label!r}: it is fed, constant or under 'gpu:all': no stage owns it",
                 fix="fetch a result of the network",
             )
         return cls(label, number, stage, None)

@@ -5,7 +5,7 @@ Nothing here knows Paddle: values are numbers, so that the rules of the cut are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 #: The tag of ``device_guard("gpu:all")``: computed by every stage that needs it.
@@ -89,15 +89,21 @@ class Graph:
         return "\n".join(lines)
 
 
-def needed(graph: Graph, numbers: Iterable[int]) -> list[int]:
-    """Returns the floating operations that the given ones take from, directly or not, in order."""
+def needed(graph: Graph, numbers: Iterable[int], replicated: Collection[int]) -> list[int]:
+    """Returns those of the replicated operations that the given ones take from, in order.
+
+    Args:
+        graph: The program.
+        numbers: Operations.
+        replicated: The operations that every stage has its own of; others are not looked at.
+    """
     producers = graph.producers()
     found: set[int] = set()
     waiting = list(numbers)
     while waiting:
         for value in graph.operations[waiting.pop()].reads:
-            number = producers.get(value)
-            if number is not None and number not in found and graph.operations[number].floating:
+            number = producers.get(value, -1)
+            if number in replicated and number not in found:
                 found.add(number)
                 waiting.append(number)
     return sorted(found)

@@ -8,7 +8,7 @@ else runs as it did.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fleetpipe._paddle import paddle
@@ -16,7 +16,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.static import stock_io
 from fleetpipe.static._paddle import Executor, static_io, swap_switch_device
 from fleetpipe.static._program_loader import items_of, note_starts
-from fleetpipe.static.attached import is_attached, of_main, of_startup
+from fleetpipe.static.attached import is_attached, of_main, of_startup, refuse_foreign
 from fleetpipe.static.loader import items_for
 from fleetpipe.static.tags import stage_of_device
 
@@ -33,7 +33,11 @@ def install() -> None:
     def run(self: Any, program: Any = None, *more: Any, **named: Any) -> Any:
         chosen = paddle.static.default_main_program() if program is None else program
         if not is_attached(chosen):
-            return original(self, program, *more, **named)
+            try:
+                return original(self, program, *more, **named)
+            except Exception:
+                refuse_foreign(chosen)
+                raise
         return _run(functools.partial(original, self), self, chosen, *more, **named)
 
     Executor.run = run
@@ -73,8 +77,7 @@ def _run(
         return owner.start(functools.partial(original, scope=variables), program, variables)
     pipeline, is_main = of_main(program)
     if is_main:
-        fetches = fetch_list if isinstance(fetch_list, (list, tuple)) else [fetch_list]
-        wanted = [] if fetch_list is None else list(fetches)
+        wanted = list(_flat(fetch_list))
         items = items_for(program, feed)
         if items is None and not feed:
             items = items_of(program, functools.partial(original, scope=variables))
@@ -88,6 +91,15 @@ def _run(
         )
     names = (feed_var_name, fetch_var_name)
     return original(program, feed, fetch_list, *names, scope, return_numpy, *more, **named)
+
+
+def _flat(fetches: Any) -> Iterator[Any]:
+    """Yields what is fetched; ``Executor.run`` takes lists within the list as well."""
+    if isinstance(fetches, (list, tuple)):
+        for one in fetches:
+            yield from _flat(one)
+    elif fetches is not None:
+        yield fetches
 
 
 def _hook_saving(place: Any, name: str) -> None:

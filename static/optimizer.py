@@ -36,6 +36,9 @@ _REFUSED = (
     "fp16_allreduce",
 )
 
+#: What would train the program as it stands, on every rank for itself.
+_PARTS_OF_MINIMIZE = ("backward", "apply_gradients", "apply_optimize", "step")
+
 
 class StaticOptimizer:
     """Cuts the program at :meth:`minimize`; every other attribute is the user's optimizer's."""
@@ -90,6 +93,12 @@ class StaticOptimizer:
             raise ConfigError(
                 "minimize of a static pipeline takes neither parameters nor no_grad_set",
                 fix="set stop_gradient = True on what is not to be trained",
+            )
+        if any(size != 1 for size in loss.shape):
+            raise ConfigError(
+                "the loss of a pipeline has one element in each micro-batch",
+                got=f"a loss of shape {list(loss.shape)}",
+                fix="under the guard of the last stage: loss = paddle.mean(loss)",
             )
         program = loss.block.program
         startup = startup_program or paddle.static.default_startup_program()
@@ -151,6 +160,12 @@ class StaticOptimizer:
         """Returns an attribute of the wrapped optimizer."""
         if name == "wrapped":
             raise AttributeError(name)
+        if name in _PARTS_OF_MINIMIZE:
+            raise ConfigError(
+                f"a static pipeline has no {name} of its own",
+                cause="each stage has its backward and its optimizer step, which minimize makes",
+                fix="fleet.distributed_optimizer(optimizer, strategy).minimize(loss)",
+            )
         return getattr(self.wrapped, name)
 
 

@@ -228,10 +228,13 @@ class StaticPipeline:
             name: [rank for rank, names in enumerate(everyone) if name in names]
             for name in sorted({name for names in everyone for name in names})
         }
+        clipped = [name for name in parameters if name not in self._reader.unclipped]
         limit = reductions.global_norm(optimizer) if group.ranks > 1 else None
+        if self._reader.unclipped.issuperset(users):
+            limit = None
         update = None
         if parameters:
-            update = self._reader.update(optimizer, parameters, limit is not None)
+            update = self._reader.update(optimizer, parameters, () if limit is None else clipped)
         return Recipe(
             split=self.split,
             plan=self.schedule.lower(self.split.edges),
@@ -240,7 +243,7 @@ class StaticPipeline:
             optimizer=optimizer,
             parameters=parameters,
             shared=[name for name, ranks in users.items() if len(ranks) > 1],
-            counted=[name for name in parameters if users[name][0] == group.rank],
+            counted=[name for name in clipped if users[name][0] == group.rank],
             limit=limit,
             job=self._job,
             trace=Trace.of_job(self._config.trace, self.schedule, self._job),

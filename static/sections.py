@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fleetpipe.static.feeding import Declared
@@ -107,6 +107,7 @@ class Reader(Protocol):
     Attributes:
         graph: The program, described.
         data: What each ``paddle.static.data`` of it declares.
+        unclipped: The parameters of which ``need_clip`` is False.
     """
 
     @property
@@ -115,14 +116,22 @@ class Reader(Protocol):
     @property
     def data(self) -> Mapping[str, Declared]: ...  # noqa: D102
 
+    @property
+    def unclipped(self) -> frozenset[str]: ...  # noqa: D102
+
     def number(self, target: Any) -> int | None:
         """Returns the number of a value that the user fetches; None where it is not of this."""
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> StageProgram:
         """Gives a stage its backward; ``weight`` is the gradient of the loss."""
 
-    def update(self, optimizer: Any, parameters: Sequence[str], clip: bool) -> Update:
-        """Makes the optimizer step; ``clip``: each gradient is multiplied by a fed factor first."""
+    def update(
+        self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]
+    ) -> Update:
+        """Makes the optimizer step; the gradients of ``clipped`` are first multiplied by a factor.
+
+        The factor is a variable of the scope, :data:`CLIP_FACTOR`.
+        """
 
     def startup(self, program: Any, names: Iterable[str]) -> Any:
         """Returns the initialisation of the named variables alone, drawing as the whole does."""

@@ -40,7 +40,8 @@ class Split:
     def operations_of(self, stage: int) -> list[int]:
         """Returns the numbers of what a stage computes, what floats and it needs included."""
         own = [number for number, at in enumerate(self.stage_of) if at == stage]
-        return sorted({*own, *needed(self.graph, own)})
+        replicated = {number for number, at in enumerate(self.stage_of) if at is None}
+        return sorted({*own, *needed(self.graph, own, replicated)})
 
     @cached_property
     def stage_of_value(self) -> dict[int, int | None]:
@@ -62,6 +63,11 @@ class Split:
             for number in numbers if edge.source == stage else ():
                 found.setdefault(number, []).append(edge.target)
         return found
+
+    @property
+    def persistable(self) -> set[str]:
+        """The names of all parameters and statistics."""
+        return {self.graph.names[value] for value in self.graph.persistable}
 
     def persistable_of(self, stage: int) -> list[str]:
         """Returns the names of the parameters and statistics that a stage uses, sorted."""
@@ -95,8 +101,9 @@ def split(graph: Graph) -> Split:
         raise PartitionError(
             "no operation of the program has a stage",
             where=next((f"{op} is the first" for op in graph.operations if not op.floating), None),
-            cause="the layers were built outside of device_guard, before fleetpipe.fleet was "
-            "imported, or between fleet.shutdown and the next fleet.init",
+            cause="the layers were built outside of device_guard, in one without a number ('gpu', "
+            "'cpu'), before fleetpipe.fleet was imported, or between fleet.shutdown and the next "
+            "fleet.init",
             fix=f"build each part of the network in a guard: {GUARD}",
         )
     stage_of: list[int | None] = []
@@ -134,8 +141,24 @@ def _stage(graph: Graph, number: int, sources: list[int | None]) -> int | None:
     if inner:
         return inner.pop()
     if op.tag == EVERYWHERE:
+        _refuse_different(graph, number)
         return None
     return max((source for source in sources if source is not None), default=0)
+
+
+def _refuse_different(graph: Graph, number: int) -> None:
+    """What every stage computes for itself must come out the same in all, and change nothing."""
+    op = graph.operations[number]
+    if op.draws or number in graph.written:
+        raise PartitionError(
+            "an operation under device_guard('gpu:all') would not be the same in every stage",
+            where=str(op),
+            expected="operations that give the same wherever they are computed",
+            got="random numbers, which each stage draws from a stream of its own"
+            if op.draws
+            else f"a change of {graph.names[graph.written[number][0]]!r} by every stage",
+            fix="put it under the guard of the first stage that uses it: values travel from there",
+        )
 
 
 def _backwards(

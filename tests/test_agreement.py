@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fleetpipe.agreement import require_agreement
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, PipelineTimeout
 from tests.test_arrival import MemoryStore, play
 
 FACTS = {"schedule": "1F1B", "layers": "Linear(2, 3)", "OMP_NUM_THREADS": "1"}
@@ -50,3 +50,15 @@ def test_many_differences_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None
     raised = agree(monkeypatch, {1: {f"layer {i}": "other" for i in range(9)}})
     assert "layer 3 = other; .." in str(raised[0])
     assert "layer 4" not in str(raised[0])
+
+
+def test_a_rank_that_does_not_come_is_not_said_to_be_missing_from_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    raised = play(
+        monkeypatch, 2, lambda _: require_agreement(store, "first", FACTS, 0.05), only=(0,)
+    )
+    assert isinstance(raised[0], PipelineTimeout)
+    assert str(raised[0]).startswith("rank 1 did not come to the comparison of what each rank runs")
+    assert "fleet.init" not in str(raised[0])

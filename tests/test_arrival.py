@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fleetpipe import _paddle, arrival
-from fleetpipe.errors import PipelineTimeout, TransportError
+from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
 
 
 class MemoryStore:
@@ -87,6 +87,54 @@ def test_those_that_came_name_those_that_did_not(monkeypatch: pytest.MonkeyPatch
     for error in raised.values():
         assert isinstance(error, PipelineTimeout)
         assert str(error).startswith("ranks [1, 3] did not call fleet.init within")
+
+
+def test_nobody_waits_for_a_rank_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    raised = play(
+        monkeypatch,
+        3,
+        lambda _: arrival.meet(store, "there", 60.0, "the check", lambda: [1]),
+        only=(0, 2),
+    )
+    for rank in (0, 2):
+        assert isinstance(raised[rank], PeerFailed)
+        assert str(raised[rank]) == "rank 1 ended and did not come to the check"
+
+
+def test_a_rank_that_came_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    ended: list[int] = []
+
+    def act(rank: int) -> None:
+        time.sleep(0.05 * rank)
+        arrival.meet(store, "there", 60.0, "the check", lambda: ended)
+        ended.append(rank)
+
+    assert play(monkeypatch, 3, act) == {0: None, 1: None, 2: None}
+
+
+class FailedStore(MemoryStore):
+    """As a ``JobStore`` that knows of a failed rank: raises where an answer is still zero."""
+
+    def add(self, key: str, amount: int) -> int:
+        value = super().add(key, amount)
+        if value == 0:
+            raise PeerFailed("rank 1 raised")
+        return value
+
+
+def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FailedStore()
+    raised = play(monkeypatch, 2, lambda _: arrival.meet(store, "there", 60.0, "it"), only=(0,))
+    assert str(raised[0]) == "rank 1 raised"
+
+
+def test_a_rank_that_came_may_fail_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FailedStore()
+    store.add("there/1", 1)
+    found = play(monkeypatch, 2, lambda _: arrival.meet(store, "there", 60.0, "it"), only=(0,))
+    assert found == {0: None}
 
 
 def test_rank_0_stays_until_the_others_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:

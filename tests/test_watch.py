@@ -109,6 +109,17 @@ def test_a_connection_that_ends_is_a_death_and_a_goodbye_is_none(begin: Begin) -
         first.check()
 
 
+def test_who_has_ended_is_known_also_after_a_failure(begin: Begin) -> None:
+    first, second, third = begin(3)
+    assert first.gone() == []
+    second.close()
+    assert soon(lambda: first.gone() == [1])
+    vanish(third)
+    assert soon(lambda: first.failure)
+    # Raised by the store that asks, and only where it still waits for somebody.
+    assert first.gone() == [1]
+
+
 def test_what_broke_in_consequence_is_replaced_by_the_cause(begin: Begin) -> None:
     first, _, third = begin(3)
     threading.Timer(0.1, vanish, [third]).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.data_parallel import broadcast_state
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import current_job
@@ -37,9 +38,10 @@ class TensorParallel(paddle.nn.Layer):
         self._strategy = strategy
         self._job = job
         self._members = job.model_parallel()
+        self._broadcasts_data = self._members.ranks > 1 and _asks_for_broadcasts(strategy)
         with job.guarded(lambda: "wrapping the model"):
             share_whole_state(layers.state_dict(), self._members)
-            _broadcast(list(layers.state_dict().values()), job.replicas())
+            broadcast_state(layers.state_dict(), job.replicas())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Calls the model. Collective over the members.
@@ -49,14 +51,10 @@ class TensorParallel(paddle.nn.Layer):
                 the values that the first member has.
             **named: Likewise.
         """
-        if self._broadcasts_data():
-            _broadcast(_tensors([inputs, named]), self._members)
+        if self._broadcasts_data:
+            given = _tensors([inputs, named])
+            broadcast_state({str(i): tensor for i, tensor in enumerate(given)}, self._members)
         return self._layers(*inputs, **named)
-
-    def _broadcasts_data(self) -> bool:
-        if self._members.ranks == 1 or self._strategy is None:
-            return self._members.ranks > 1
-        return bool(getattr(self._strategy.hybrid_configs["mp_configs"], "need_broadcast_data", 1))
 
 
 def share_whole_state(state: dict[str, Any], members: Group) -> None:
@@ -68,17 +66,13 @@ def share_whole_state(state: dict[str, Any], members: Group) -> None:
         state: Parameters and buffers by name.
         members: The ranks that hold the slices of the others.
     """
-    _broadcast([tensor for tensor in state.values() if split_axis(tensor) is None], members)
+    whole = {name: tensor for name, tensor in state.items() if split_axis(tensor) is None}
+    broadcast_state(whole, members)
 
 
-def _broadcast(tensors: list[Any], group: Group) -> None:
-    """Gives each tensor the value that the group's first member has for it. Collective."""
-    if group.ranks == 1:
-        return
-    first = group.broadcast([tensor.detach() for tensor in tensors], 0)
-    if group.rank:
-        for tensor, value in zip(tensors, first):
-            tensor.set_value(value)
+def _asks_for_broadcasts(strategy: Any) -> bool:
+    configs = None if strategy is None else strategy.hybrid_configs["mp_configs"]
+    return bool(getattr(configs, "need_broadcast_data", True))
 
 
 def _tensors(value: Any) -> list[Any]:

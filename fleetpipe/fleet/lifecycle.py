@@ -135,10 +135,12 @@ def shutdown() -> None:
     in Paddle for static graph is taken back; the next ``init`` puts it in again.
     """
     global _static_arguments
-    job.end(sys.exc_info()[1])
-    _paddle.forget_topology()
-    static.uninstall()
-    _static_arguments = None
+    try:
+        job.end(sys.exc_info()[1])
+    finally:
+        _paddle.forget_topology()
+        static.uninstall()
+        _static_arguments = None
 
 
 def get_hybrid_communicate_group() -> Any:
@@ -214,9 +216,12 @@ def _begin_together(
             arrival.await_paddles_store(store, timeout)
             hcg, fused = _make_groups(degrees, arguments)
     except BaseException:
+        gloo.share_store_again()
         watch.close()
         raise
-    return Job(degrees, hcg, timeout, number, store, watch, fused)
+    begun = Job(degrees, hcg, timeout, number, store, watch, fused)
+    begun.endings.append(gloo.share_store_again)
+    return begun
 
 
 def _make_groups(degrees: Degrees, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -268,10 +273,16 @@ def _connect_slices() -> None:
     ]
 
 
-@functools.lru_cache(maxsize=1)
 def _job_store(timeout: float) -> JobStore:
-    """Opens the store that all jobs of this process share."""
-    return arrival.open_store(timeout)
+    """Returns the store that all jobs of this process share, opened by the first of them."""
+    if not _stores:
+        _stores.append(arrival.open_store(timeout))
+    _stores[0].timeout = timeout
+    return _stores[0]
+
+
+#: The one store: rank 0 cannot serve a second one at its endpoint.
+_stores: list[JobStore] = []
 
 
 @functools.lru_cache(maxsize=1)

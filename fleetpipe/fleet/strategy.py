@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,25 @@ from paddle.distributed import fleet as paddle_fleet
 
 from fleetpipe.config import FLEETPIPE_DEFAULTS, merge_fleetpipe_configs
 
+_stock_hybrid_configs: Any = vars(paddle_fleet.DistributedStrategy)["hybrid_configs"]
+
 
 class DistributedStrategy(paddle_fleet.DistributedStrategy):
     """Paddle's strategy; what is fleetpipe's own stands in ``fleetpipe_configs``."""
 
     # Paddle's __setattr__ refuses attributes that the class does not have.
     _fleetpipe_configs: Mapping[str, Any] = FLEETPIPE_DEFAULTS
+
+    @property
+    def hybrid_configs(self) -> Any:
+        """Paddle's; setting some options leaves the others, and the mapping given, as they are."""
+        return _stock_hybrid_configs.fget(self)
+
+    @hybrid_configs.setter
+    def hybrid_configs(self, configs: Mapping[str, Any]) -> None:
+        # Paddle's setter takes pp_configs and mp_configs out of the mapping that it is given: a
+        # second strategy made from the same one would go without them.
+        _stock_hybrid_configs.fset(self, copy.deepcopy(dict(configs)))
 
     @property
     def fleetpipe_configs(self) -> dict[str, Any]:

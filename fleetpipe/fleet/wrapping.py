@@ -10,7 +10,7 @@ from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
 from fleetpipe import _paddle, arrival
 from fleetpipe._paddle import paddle, paddle_fleet
-from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, wrap
+from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel, wrap
 from fleetpipe.dygraph.scaler import agreeing
 from fleetpipe.dygraph.tensor_parallel import TensorParallel
 from fleetpipe.errors import ConfigError
@@ -33,7 +33,8 @@ def distributed_model(model: Any) -> Any:
         as it is in a job of one process, else wrapped for the ranks that share it.
 
     Raises:
-        ConfigError: ``pp_degree`` is above 1 and the model is no ``PipelineLayer`` of fleetpipe's.
+        ConfigError: ``pp_degree`` is above 1 and the model is no ``PipelineLayer`` of fleetpipe's,
+            or it is wrapped already.
         PipelineTimeout: Some rank did not arrive within the limit.
     """
     job = current_job()
@@ -44,6 +45,12 @@ def distributed_model(model: Any) -> Any:
         if job is not None:
             job.degrees.refuse_beyond(PIPELINE_AXES, "write the model as an nn.Layer")
         return wrap(_decorated(model))
+    if isinstance(model, PipelineParallel):
+        raise ConfigError(
+            "this model has been wrapped already",
+            got=type(model).__name__,
+            fix="call fleet.distributed_model once, on the PipelineLayer (here model.layers)",
+        )
     if job is not None and job.degrees.pp > 1:
         theirs = isinstance(model, paddle_fleet.meta_parallel.PipelineLayer)
         raise ConfigError(

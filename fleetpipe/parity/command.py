@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.errors import ConfigError
 from fleetpipe.parity.reference import of_same_layers
 from fleetpipe.parity.session import Session
 from fleetpipe.running import script
@@ -38,7 +39,8 @@ def run(options: argparse.Namespace) -> int:
     words = [str(options.script), *options.arguments]
     if options.report:
         words = ["--report", str(options.report), *words]
-    return 0 if script.launch(options.nproc, ["parity", *words]) == 0 else 1
+    code = script.launch(options.nproc, ["parity", *words])
+    return code if code in (0, 2) else 1
 
 
 def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
@@ -47,8 +49,21 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
     original = PipelineParallel.train_batch
 
     def train_batch(
-        pipeline: Any, data: Any, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None
+        pipeline: Any,
+        data: Any,
+        optimizer: Any,
+        lr_scheduler: Any = None,
+        scaler: Any = None,
+        loss_fn_idx: int = 0,
+        return_micro_batch_loss: bool = False,
     ) -> Any:
+        if loss_fn_idx or return_micro_batch_loss:
+            raise ConfigError(
+                "parity compares the loss of a batch by the first loss function",
+                got=f"train_batch(.., loss_fn_idx={loss_fn_idx}, "
+                f"return_micro_batch_loss={return_micro_batch_loss})",
+                fix="leave these out while you compare",
+            )
         if id(pipeline) not in sessions:
             reference = of_same_layers(pipeline.layers, optimizer)
             alone = functools.partial(original, pipeline)

@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any, Callable
 
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, randomness, twin_optimizer, weighted
+from fleetpipe.errors import ConfigError
 from fleetpipe.job import pipeline_group
 
 LossOf = Callable[[Any, Any], Any]
@@ -102,7 +103,15 @@ def of_same_layers(pipe: PipelineLayer, optimizer: PipelineOptimizer) -> Referen
     """Makes a reference of the pipeline's own list of layers, and a twin of its optimizer.
 
     Collective over the pipeline; to be called before the first step.
+
+    Raises:
+        ConfigError: The loss is trained too: both sides would add to its gradients.
     """
+    if any(not p.stop_gradient for loss in pipe.loss_layers() for p in loss.parameters()):
+        raise ConfigError(
+            "parity with the pipeline's own layers needs a loss without trained parameters",
+            fix="put what is trained into the last layer, or pass a model and a loss_of of its own",
+        )
     model = pipe.single_model()
     pipe.copy_to(model)
     ours = pipe.own_parameters()

@@ -100,7 +100,7 @@ def in_order(found: Sequence[Difference], layers: Sequence[str]) -> list[Differe
 
     Args:
         found: The differences of all ranks.
-        layers: The lasting names of parameters and layers, in the order of the model.
+        layers: The lasting names of layers and their parameters, in the order of the model.
     """
     position = {name: index for index, name in enumerate(layers)}
 

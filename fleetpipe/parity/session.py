@@ -18,7 +18,7 @@ from fleetpipe.dygraph import (
     weighted,
 )
 from fleetpipe.dygraph.shared_layers import is_shared
-from fleetpipe.job import pipeline_group
+from fleetpipe.job import all_ranks
 from fleetpipe.parity.differences import Difference, compare
 from fleetpipe.parity.outputs import Outputs, recorded
 from fleetpipe.parity.reference import Reference
@@ -29,7 +29,7 @@ from fleetpipe.transport import SoleGroup
 class Session:
     """A pipeline and its reference, fed the same micro-batches.
 
-    Making one and every step are collective over the pipeline. Each rank runs the whole reference
+    Making one and every step are collective over the job. Each rank runs the whole reference
     and compares the stages it owns; the findings of all ranks are put together on each.
     """
 
@@ -63,7 +63,8 @@ class Session:
             slices = tensor_parallel.model_parallel_group().nranks
             if slices > 1 or pipeline.layers.adds_up_uses:
                 tolerance = 1e-5
-        self._names = [slot.name for slot in pipeline.layers.slots()]
+        slots = [slot.name for slot in pipeline.layers.slots()]
+        self._names = [part for name in slots for part in (name.rpartition(".")[0], name)]
         self.report = Report(numerics.settings(), tolerance=tolerance)
 
     def step(self, data: Any, lr_scheduler: Any = None, scaler: Any = None) -> tuple[Any, Any]:
@@ -109,13 +110,12 @@ class Session:
 
     def _gather(self, step: int, found: list[Difference], squares: Squares) -> None:
         """Puts the findings of all ranks together, and compares the norm of all gradients."""
-        parts = pipeline_group().all_gather((list(map(astuple, found)), squares))
-        if self._replicas.ranks > 1:
-            parts = [part for theirs in self._replicas.all_gather(parts) for part in theirs]
+        parts = all_ranks().all_gather((list(map(astuple, found)), squares))
         everything = {Difference(*fields) for differences, _ in parts for fields in differences}
+        # By name: replicas, slices and copies of a tied weight have the same whole gradients.
+        whole = {name: pair for _, pairs in parts for name, pair in pairs.items()}
         ours, theirs = (
-            math.sqrt(math.fsum(pair[side] for _, pairs in parts for pair in pairs.values()))
-            for side in (0, 1)
+            math.sqrt(math.fsum(pair[side] for pair in whole.values())) for side in (0, 1)
         )
         if ours != theirs:
             gap = abs(ours - theirs)

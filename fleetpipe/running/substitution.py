@@ -17,8 +17,7 @@ from types import ModuleType
 
 from fleetpipe import fleet as our_fleet
 from fleetpipe._paddle import paddle
-
-OURS, PADDLES = "fleetpipe.fleet", "paddle.distributed.fleet"
+from fleetpipe.fleet._delegation import OURS, PADDLES
 
 
 class _Finder(MetaPathFinder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -103,6 +103,21 @@ def test_all_forms_of_several_inputs_train_alike(form: str) -> None:
         assert float(model.forward_backward_pipeline(pairs)) == expected
 
 
+class Sides(NamedTuple):
+    left: Any
+    right: Any
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_named_tuple_stays_one(whole: bool) -> None:
+    sides = Sides(LEFT, RIGHT) if whole else list(map(Sides, cut(LEFT), cut(RIGHT)))
+    with job(2, STEPS):
+        plain = pipeline([lambda x: x, *mlp_layers()])
+        expected = float(plain.forward_backward_pipeline([INPUTS, LABELS]))
+        model = pipeline([lambda x: paddle.concat([x.left, x.right], 1), *mlp_layers()])
+        assert float(model.forward_backward_pipeline([sides, LABELS])) == expected
+
+
 def test_several_labels_reach_the_loss_as_they_were_given() -> None:
     seen: list[Any] = []
 
@@ -188,8 +203,10 @@ def test_a_micro_data_set_leaves_out_what_a_stage_does_not_need() -> None:
         (iter([(INPUTS, LABELS)]), ConfigError, "after 1 of 4"),
         (iter([INPUTS] * 4), ConfigError, "micro-batch 0"),
         (iter([(INPUTS, "label")] * 4), BoundaryError, "labels of micro-batch 0"),
-        (INPUTS, ConfigError, "Tensor"),
+        (INPUTS, ConfigError, r"pass \[inputs, labels\]"),
+        ("batch", ConfigError, r"pass \[inputs, labels\]"),
         ({"x": INPUTS}, ConfigError, "dict"),
+        (range(4), ConfigError, r"iter\(loader\)"),
     ],
 )
 def test_what_is_no_batch_is_refused_by_its_place(data: Any, error: type, text: str) -> None:

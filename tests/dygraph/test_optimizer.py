@@ -167,6 +167,40 @@ def test_the_optimizer_is_fleets_to_the_outside() -> None:
         assert model.parameters()[0].grad is None
 
 
+@pytest.mark.parametrize("by", [lambda p: p, lambda p: p.name])
+def test_minimize_updates_what_it_is_told_alone(by: Any) -> None:
+    with job(2):
+        model = pipeline()
+        first, second, third, *others = model.parameters()
+        clip = nn.ClipGradByGlobalNorm(0.1)
+        optimizer = fleet.distributed_optimizer(
+            optimizers.SGD(0.1, parameters=[second, third, *others], grad_clip=clip)
+        )
+        model.forward_backward_pipeline(batch())
+        before = [p.numpy().tobytes() for p in model.parameters()]
+        # None of the optimizer's: Paddle takes an empty list for all.
+        assert optimizer.minimize(paddle.zeros([]), parameters=[by(first)]) == ([], [])
+        assert [p.numpy().tobytes() for p in model.parameters()] == before
+        _, pairs = optimizer.minimize(
+            paddle.zeros([]), parameters=[by(second), by(third)], no_grad_set={by(third)}
+        )
+        assert [parameter.name for parameter, _ in pairs] == [second.name]
+        after = [p.numpy().tobytes() for p in model.parameters()]
+        assert [i for i, bytes_ in enumerate(after) if bytes_ != before[i]] == [1]
+
+
+def test_a_clip_that_is_put_in_later_counts_too() -> None:
+    def make(parameters: list[Any]) -> Any:
+        return optimizers.SGD(0.1, parameters=parameters)
+
+    with job(2):
+        model = pipeline()
+        optimizer = fleet.distributed_optimizer(make(model.parameters()))
+        optimizer.wrapped._grad_clip = nn.ClipGradByGlobalNorm(0.1)
+        model.train_batch(batch(), optimizer)
+        assert optimizer.gradient_norm > 0
+
+
 def test_the_state_of_an_optimizer_goes_round() -> None:
     ends = []
     saved: Any = None

@@ -12,6 +12,8 @@ from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, PartitionError
 from fleetpipe.fleet import meta_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+from fleetpipe.job import current_job
+from fleetpipe.notice import tell_once
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
 NEWER = hasattr(meta_parallel, "LayerSpec")
@@ -92,11 +94,99 @@ def test_a_model_of_one_stage_stands_in_any_job_and_cannot_be_wrapped() -> None:
             PipelineLayer(mlp_layers(), num_stages=3)
 
 
+def test_the_number_of_stages_must_be_told() -> None:
+    for running in (True, False):
+        with job(2):
+            if not running:
+                fleet.shutdown()
+            with pytest.raises(ConfigError, match="needs num_stages or topology"):
+                PipelineLayer(mlp_layers())
+
+
+def test_shared_layers_need_no_topology() -> None:
+    # On 2.6.2 Fleet asks the topology that it makes of num_stages for an axis that it lacks.
+    tied = SharedLayerDesc("k", nn.Linear, None, "weight", 6, 6)
+    entries = [tied, nn.functional.tanh, tied, LayerDesc(nn.Linear, 6, 4)]
+    assert len(PipelineLayer(entries, num_stages=2).parameters()) == 4
+    three_axes = fleet.CommunicateTopology(["data", "pipe", "model"], [1, 2, 1])
+    for given in ({"num_stages": 2}, {"topology": three_axes}):
+        with job(2):
+            layers = PipelineLayer(entries, loss_fn=nn.CrossEntropyLoss(), **given)
+            model = fleet.distributed_model(layers)
+            assert model.layers.segment_parts == [0, 2, 4]
+            assert float(model.train_batch(batch(), sgd(model))) > 0
+
+
+def test_a_built_layer_keeps_its_values_and_a_description_builds_when_asked() -> None:
+    built: list[int] = []
+
+    class Counted(nn.Linear):
+        def __init__(self, *sizes: int) -> None:
+            built.append(1)
+            super().__init__(*sizes)
+
+    description = LayerDesc(Counted, 8, 4)
+    assert built == []
+    assert repr(description) == "Counted(8, 4)"
+    with pytest.raises(TypeError):
+        LayerDesc(lambda x: x)
+    layer = nn.Linear(6, 8)
+    before = layer.weight.numpy().tobytes()
+    with job(2):
+        first, second = pipeline([layer, description]).layers.run_function
+    assert first is layer
+    assert layer.weight.numpy().tobytes() == before
+    assert isinstance(second, Counted)
+
+
+def test_each_layer_gets_one_argument_unchanged() -> None:
+    seen: list[Any] = []
+
+    def fork(x: Any) -> Any:
+        return x, (x * 2,), [x * 3]
+
+    def note(*arguments: Any) -> Any:
+        seen.append(arguments)
+        return arguments[0]
+
+    def join(value: Any) -> Any:
+        first, (second,), (third,) = value
+        return first + second + third
+
+    entries = [LayerDesc(nn.Linear, 6, 6), fork, note, note, join, LayerDesc(nn.Linear, 6, 4)]
+    results = []
+    # Cut nowhere, and between the two that note.
+    for cut in ([0], [0, 3]):
+        seen.clear()
+        with job(len(cut)):
+            model = pipeline(entries, seg_method=cut)
+            results.append(model.train_batch(batch(), sgd(model)).numpy().tobytes())
+        assert len(seen) == 2 * 4
+        for (value,) in seen:
+            assert [type(part) for part in value[1:]] == [tuple, list]
+    assert results[0] == results[1]
+
+
 def test_fewer_layers_than_stages_are_refused_with_both_numbers() -> None:
     with job(4), pytest.raises(PartitionError) as caught:
         pipeline([LayerDesc(nn.Linear, 6, 6), LayerDesc(nn.Linear, 6, 4)])
     assert "4" in str(caught.value)
     assert "2" in str(caught.value)
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, 0), (1, 1)])
+def test_a_rank_without_parameters_is_told_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, told: int
+) -> None:
+    tell_once.cache_clear()
+    with job(2), monkeypatch.context() as played:
+        running = current_job()
+        assert running is not None
+        played.setattr(running, "local", False)
+        played.setattr(running.hcg, "get_stage_id", lambda: rank)
+        PipelineLayer([LayerDesc(nn.Linear, 6, 4), nn.functional.relu], num_stages=2)
+    notice = f"fleetpipe: the layers of rank {rank} of the pipeline have no parameters"
+    assert capsys.readouterr().err.count(notice) == told
 
 
 @pytest.mark.skipif(not NEWER, reason="2.6.2 has no LayerSpec")

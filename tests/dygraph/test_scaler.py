@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 import pytest
 from paddle import nn
+from paddle.amp import grad_scaler
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionScaler
 
 from fleetpipe import fleet
@@ -58,11 +59,16 @@ def test_a_gradient_that_overflows_skips_the_step_and_lowers_the_scale(wrap: Any
         weight = model.parameters()[0]
         hook = weight.register_hook(lambda gradient: gradient * float("inf"))
         before = bits(model.state_dict())
-        model.train_batch(batch(), optimizer, scaler=wrap(scaler))
+        rate = paddle.optimizer.lr.StepDecay(0.1, step_size=1)
+        model.train_batch(batch(), optimizer, rate, scaler=wrap(scaler))
         assert bits(model.state_dict()) == before
+        # The rate goes by batches, whether they stepped or not.
+        assert rate.last_epoch == 1
         assert states(scaler) == (512.0, 0, 0)
         hook.remove()
-        model.train_batch(batch(), optimizer, scaler=wrap(scaler))
+        expected = float(model.eval_batch(batch(), compute_loss=True))
+        loss = model.train_batch(batch(), optimizer, scaler=wrap(scaler))
+        assert (float(loss), loss.stop_gradient) == (expected, True)  # without the scale
         assert bits(model.state_dict()) != before
         assert states(scaler) == (512.0, 1, 0)
 
@@ -109,7 +115,11 @@ def test_unscaling_twice_in_one_step_is_refused() -> None:
             scaler.unscale_(optimizer)
 
 
-def test_a_scaler_that_switches_itself_off_does_so_before_the_first_loss() -> None:
+def test_a_scaler_that_switches_itself_off_does_so_before_the_first_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Paddle's auto_cast leaves the dtype that it was last used with there.
+    monkeypatch.setattr(grad_scaler.amp_global_state(), "amp_dtype", "float32")
     with job(2):
         model = pipeline()
         scaler = enabled_scaler()

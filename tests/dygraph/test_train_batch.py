@@ -318,7 +318,7 @@ class Named(nn.Layer):
         self.left, self.right = nn.Linear(6, 5), nn.Linear(6, 5)
 
     def forward(self, x: Any) -> Any:
-        return {"left": self.left(x), "rights": [self.right(x), x.sign()], "mask": x[:, :5] > 0}
+        return {"left": self.left(x), "rights": [self.right(x), x.sign()], "the mask": x[:, :5] > 0}
 
 
 class Unnamed(nn.Layer):
@@ -328,7 +328,7 @@ class Unnamed(nn.Layer):
 
     def forward(self, value: Any) -> Any:
         assert isinstance(value, dict)
-        kept = value["left"] * value["mask"].astype("float32")
+        kept = value["left"] * value["the mask"].astype("float32")
         return self.out(kept + value["rights"][0] * value["rights"][1][:, :5])
 
 

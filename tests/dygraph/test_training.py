@@ -165,6 +165,46 @@ def test_nested_values_cross_and_their_gradients_return() -> None:
     assert results[0] == results[1] == results[2]
 
 
+class Casts(nn.Layer):
+    """Returns its value, and four times it in another dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x)
+        return y, (4 * y).astype(self.dtype)
+
+
+class CastsBack(nn.Layer):
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, value: Any) -> Any:
+        plain, cast = value
+        assert str(cast.dtype) == f"paddle.{self.dtype}"
+        assert not plain.stop_gradient
+        return self.linear(plain * cast.astype("float32"))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64", "bool"]
+)
+def test_every_dtype_crosses_and_gradients_return_in_it(dtype: str) -> None:
+    results = []
+    for ranks in (1, 2):
+        with job(ranks):
+            model = pipeline([LayerDesc(Casts, dtype), LayerDesc(CastsBack, dtype)])
+            model.forward_backward_pipeline(batch())
+            gradients = [p.grad.numpy().tobytes() for p in model.parameters()]
+            results.append((float(model.train_batch(batch(), sgd(model))), gradients))
+    assert results[0] == results[1]
+
+
 class Unused(nn.Layer):
     def forward(self, value: Any) -> Any:
         return value[1]
@@ -179,8 +219,9 @@ class Pair(nn.Layer):
         return self.left(x), self.right(x)
 
 
-def test_a_received_tensor_that_nobody_uses_has_no_gradient() -> None:
-    with job(2):
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_a_received_tensor_that_nobody_uses_has_no_gradient(schedule: str) -> None:
+    with job(2, schedule=schedule):
         model = pipeline([LayerDesc(Pair), LayerDesc(Unused)])
         model.forward_backward_pipeline(batch())
         gradients = {name: p.grad for name, p in model.layers.named_parameters()}
@@ -250,6 +291,20 @@ def test_an_unwrapped_optimizer_is_refused() -> None:
             model.train_batch(batch(), bare)
 
 
+def test_what_stands_in_the_place_of_another_argument_is_refused_before_training() -> None:
+    with job(2):
+        model = pipeline()
+        optimizer, before = sgd(model), bits(model.layers.state_dict())
+        for wrong in (0.1, paddle.amp.GradScaler()):
+            with pytest.raises(ConfigError, match="lr_scheduler of train_batch is not an LRSch"):
+                model.train_batch(batch(), optimizer, wrong)
+        rate = paddle.optimizer.lr.StepDecay(0.1, 1)
+        for wrong in (1024.0, rate):
+            with pytest.raises(ConfigError, match="scaler of train_batch is not a GradScaler"):
+                model.train_batch(batch(), optimizer, None, wrong)
+        assert bits(model.layers.state_dict()) == before
+
+
 def test_a_stage_that_cannot_take_what_it_is_sent_is_named_with_the_shapes() -> None:
     layers = [*mlp_layers(blocks=1)[:2], LayerDesc(nn.Linear, 9, 4)]
     with job(2):
@@ -260,6 +315,22 @@ def test_a_stage_that_cannot_take_what_it_is_sent_is_named_with_the_shapes() -> 
     assert "layer 2 (Linear) cannot take what layer 1 returned" in message
     assert "float32[2, 8]" in message
     assert "stage 1" in message
+    assert "[operator <" not in message
+
+
+class Sum(nn.Layer):
+    """Takes two arguments, where a layer of a pipeline gets one."""
+
+    def forward(self, left: Any, right: Any) -> Any:
+        return left + right
+
+
+def test_a_layer_of_two_arguments_is_told_that_there_is_one() -> None:
+    layers = [nn.Linear(6, 6), lambda x: (x, x), Sum(), nn.Linear(6, 4)]
+    with job(2):
+        model = pipeline(layers)
+        with pytest.raises(BoundaryError, match=r"write forward\(self, args\)"):
+            model.train_batch(batch(), sgd(model))
 
 
 def test_a_value_that_cannot_cross_is_refused_by_its_place() -> None:

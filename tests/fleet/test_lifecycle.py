@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import paddle
 import pytest
 from paddle import nn
+from paddle.distributed import collective as _collective
 from paddle.distributed import fleet as paddle_fleet
 
-from fleetpipe import fleet
+from fleetpipe import fleet, gloo
 from fleetpipe.errors import ConfigError, PartitionError
+from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.job import current_job
 from fleetpipe.topology import Degrees
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+
+collective: Any = _collective
 
 
 def strategy(**hybrid: int) -> Any:
@@ -39,6 +44,11 @@ def test_one_process_answers_as_the_first_and_the_last_of_all_ranks(
         assert isinstance(hcg, fleet.HybridCommunicateGroup)
         assert (fleet.worker_index(), fleet.worker_num()) == (0, 1)
         assert paddle_fleet.fleet._hcg is hcg
+        assert paddle_fleet.fleet._topology is hcg.topology()
+        assert fleet.fleet.get_hybrid_communicate_group() is hcg
+        assert (hcg._get_p2p_next_rank(), hcg._get_p2p_prev_rank()) == (0, 0)
+        axes = fleet.CommunicateTopology().get_hybrid_group_names()
+        assert hcg.topology().get_hybrid_group_names() == axes
     assert "plays all 3 ranks" in capfd.readouterr().err
 
 
@@ -47,6 +57,51 @@ def test_another_job_may_begin_with_other_degrees_after_shutdown() -> None:
         with job(ranks):
             assert pipeline().num_stages == ranks
         assert current_job() is None
+
+
+def test_whatever_ends_with_a_job_ends_where_one_part_of_it_fails() -> None:
+    ended: list[int] = []
+
+    def fail() -> None:
+        raise OSError("no space left")
+
+    fleet.init(is_collective=True, strategy=strategy(pp_degree=2))
+    running = current_job()
+    assert running is not None
+    running.endings += [lambda: ended.append(1), fail, lambda: ended.append(2)]
+    with pytest.raises(OSError, match="no space left"):
+        fleet.shutdown()
+    assert ended == [2, 1]
+    assert current_job() is None
+    assert paddle_fleet.fleet._hcg is None
+    with job(3):
+        assert pipeline().num_stages == 3
+
+
+def test_a_later_job_waits_by_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+
+    def open_store(timeout: float) -> Any:
+        opened.append(SimpleNamespace(timeout=timeout))
+        return opened[-1]
+
+    monkeypatch.setattr(lifecycle, "_stores", [])
+    monkeypatch.setattr(lifecycle.arrival, "open_store", open_store)
+    first = lifecycle._job_store(60.0)
+    # The port of rank 0 is taken: by the store that it serves itself.
+    assert lifecycle._job_store(5.0) is first
+    assert (first.timeout, len(opened)) == (5.0, 1)
+
+
+def test_gloo_groups_have_stores_of_their_own_as_long_as_asked_for() -> None:
+    stock = collective._new_process_group_impl
+    store: Any = None
+    for _ in range(2):
+        gloo.separate_stores(store, 5.0)
+        assert collective._new_process_group_impl.__wrapped__ is stock
+    gloo.share_store_again()
+    gloo.share_store_again()
+    assert collective._new_process_group_impl is stock
 
 
 def test_a_second_init_changes_the_strategy_and_refuses_other_degrees() -> None:
@@ -89,6 +144,9 @@ def test_the_options_survive_a_copy_and_merge() -> None:
     [
         ({"timout": 5}, "did you mean 'timeout'"),
         ({"loss_reduction": "average"}, "'mean' or 'sum'"),
+        ({"rng": None}, "'keyed' or 'fleet'"),
+        ({"fetch": "first"}, "'mean', 'last' or 'all'"),
+        ({"groups": 4}, "no list of sizes"),
         ({"timeout": 0}, "above 0"),
         ({"timeout": "soon"}, "above 0"),
         ({"memory_cap": 0}, "at least 1"),
@@ -157,6 +215,34 @@ def test_a_pipeline_before_init_is_refused() -> None:
         fleet.distributed_model(PipelineLayer(mlp_layers(), num_stages=2))
 
 
+def test_a_script_without_init_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a process whose first call is this one.
+    monkeypatch.delattr(paddle_fleet.fleet, "_user_defined_strategy", raising=False)
+    with pytest.raises(ConfigError, match=r"call fleet\.init\(is_collective=True"):
+        fleet.distributed_model(PipelineLayer(mlp_layers(), num_stages=2))
+
+
+def test_stages_of_several_processes_are_not_built_before_init(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    with pytest.raises(ConfigError, match=r"2 stages was built before fleet\.init"):
+        PipelineLayer(mlp_layers(), num_stages=2)
+    assert len(PipelineLayer(mlp_layers(), num_stages=1).run_function) == len(mlp_layers())
+
+
+def test_stages_without_degrees_are_refused_with_the_step_that_is_missing() -> None:
+    with job(1), pytest.raises(ConfigError, match=r"strategy\.hybrid_configs = \{'pp_degree'"):
+        PipelineLayer(mlp_layers(), num_stages=2)
+
+
+def test_a_model_is_wrapped_once() -> None:
+    with job(2):
+        model = pipeline()
+        with pytest.raises(ConfigError, match="wrapped already"):
+            fleet.distributed_model(model)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -179,6 +265,21 @@ def test_a_list_with_a_foreign_entry_is_refused_by_its_place() -> None:
     with job(2):
         with pytest.raises(ConfigError, match="layer 1 of the list"):
             pipeline([LayerDesc(nn.Linear, 6, 6), 7])
+        with pytest.raises(ConfigError, match=r"LayerDesc\(ReLU, \.\.\)"):
+            pipeline([LayerDesc(nn.Linear, 6, 6), nn.ReLU])
+        with pytest.raises(ConfigError, match="are a list"):
+            pipeline(nn.Linear(6, 4))
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [(nn.MSELoss, "the class MSELoss"), ("mse", "'mse'"), ([nn.MSELoss(), 7], "got: 7")],
+)
+def test_a_loss_that_cannot_be_called_is_refused_when_the_model_is_built(
+    loss: Any, found: str
+) -> None:
+    with job(2), pytest.raises(ConfigError, match=f"loss_fn is called[\\s\\S]*{found}"):
+        pipeline(loss_fn=loss)
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -56,6 +56,23 @@ def test_a_wrong_script_fails_and_names_the_layer(
     assert "first difference: step 0: gradient of 4.weight" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("theirs", "code"), [(0, 0), (1, 1), (2, 2), (-9, 1)])
+def test_the_code_of_launched_ranks_is_passed_on(
+    theirs: int, code: int, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleetpipe.running.script.launch", lambda nproc, words: theirs)
+    assert main(["parity", "--nproc", "2", str(script)]) == code
+
+
+def test_what_cannot_be_compared_is_refused(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = script.read_text()
+    script.write_text(text.replace("scheduler)))", "scheduler, None, 0, True)))"))
+    assert main(["parity", str(script)]) == 2
+    assert "return_micro_batch_loss=True" in capsys.readouterr().err
+
+
 def test_a_script_that_trains_nothing_or_is_not_there_is_no_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], script: Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet, parity
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
@@ -105,6 +105,28 @@ def test_a_dropped_layer_is_found_by_the_first_layer_whose_output_differs() -> N
     assert report.max_abs_diff > 0
     assert "output of 6" in report.verdict()
     assert report.verdict().splitlines()[-1].startswith("parity: FAILED")
+
+
+def test_the_first_difference_is_that_of_the_first_layer() -> None:
+    with job(3):
+        report = against(PlainMLP(nn.functional.relu), pipeline())
+    outputs = [d.name for d in report.differences if (d.quantity, d.step) == ("output", 0)]
+    assert outputs == ["2, call 0", "4, call 0", "6, call 0"]
+
+
+def test_a_loss_that_is_trained_itself_is_refused() -> None:
+    class Loss(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = self.create_parameter([1])
+
+        def forward(self, output: Any, label: Any) -> Any:
+            return nn.functional.cross_entropy(output * self.scale, label)
+
+    with job(2):
+        model = pipeline(loss_fn=Loss())
+        with pytest.raises(ConfigError, match="loss without trained parameters"):
+            parity.begin(model, sgd(model))
 
 
 def test_a_scaled_gradient_is_found_by_its_parameter() -> None:

@@ -32,7 +32,9 @@ Make = Callable[[Any], Any]
 
 
 @contextmanager
-def job(schedule: str = "1F1B", order: list[str] | None = None, **degrees: int) -> Iterator[Any]:
+def job(
+    schedule: str = "1F1B", order: list[str] | None = None, timeout: int = 60, **degrees: int
+) -> Iterator[Any]:
     """Begins a job, and ends it."""
     strategy = fleet.DistributedStrategy()
     configs: dict[str, Any] = {f"{axis}_degree": n for axis, n in degrees.items()}
@@ -45,7 +47,7 @@ def job(schedule: str = "1F1B", order: list[str] | None = None, **degrees: int) 
         "micro_batch_size": ROWS,
         "schedule_mode": schedule,
     }
-    strategy.fleetpipe_configs = {"timeout": 60}
+    strategy.fleetpipe_configs = {"timeout": timeout}
     fleet.init(is_collective=True, strategy=strategy)
     try:
         yield current_job()
@@ -224,6 +226,41 @@ def plain(**degrees: int) -> Any:
         }
 
 
+class ScaledLoss(nn.Layer):
+    """A loss with a parameter, whose first value is another on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.initializer.Constant(1.0 + int(os.environ["PADDLE_TRAINER_ID"]))
+        self.scale = self.create_parameter([1], default_initializer=first)
+
+    def forward(self, output: Any, label: Any) -> Any:
+        return nn.functional.cross_entropy(output * self.scale, label)
+
+
+def trained_loss() -> Any:
+    """A loss that is trained: its owners are replicas, and see other data."""
+    with job(dp=2, pp=2, timeout=50) as running:
+        loss = ScaledLoss()
+        model = pipeline(loss_fn=loss)
+        single, theirs = model.layers.single_model(), ScaledLoss()
+        single.set_state_dict(model.layers.full_state_dict())
+        theirs.scale.set_value(loss.scale)
+        wrapped = fleet.distributed_optimizer(momentum([*model.parameters(), *loss.parameters()]))
+        plain = momentum([*single.parameters(), *theirs.parameters()])
+        first = float(loss.scale.item())
+        for step in range(STEPS):
+            data = batch(2 * MICRO_BATCHES, step)
+            model.train_batch(part(data, running.replica, MICRO_BATCHES * ROWS), wrapped)
+            single_step(single, plain, data, theirs, 2 * MICRO_BATCHES)
+        return {
+            "last": running.hcg.get_stage_id() == 1,
+            "first": first,
+            "scale": float(loss.scale.item()),
+            "expected": float(theirs.scale.item()),
+        }
+
+
 def parity_with_clip() -> Any:
     """The pipeline's own comparison with its single model, whose optimizer clips too."""
     with job("Interleaved1F1B", pp=2, dp=2):
@@ -262,6 +299,7 @@ CASES = {
         plain_model,
         plain_replicas,
         overflow,
+        trained_loss,
         parity_with_clip,
         different_clips,
     )

@@ -116,6 +116,11 @@ def in_a_pipeline() -> Found:
                 "no such loss": lambda: train(loss_fn_idx=1),
                 "too few rows": lambda: train(data=[inputs[:7], labels[:7]]),
                 "no data": lambda: train(data=[None, None]),
+                "no scheduler": lambda: train(lr_scheduler=0.1),
+                "no scaler": lambda: train(scaler=1024),
+                "a class": lambda: pipeline([nn.ReLU, linear]),
+                "wrapped twice": lambda: fleet.distributed_model(model),
+                "no folder": lambda: model.layers.set_state_dir(FOLDER / "nowhere"),
             },
         )
         return {"refused": found, "losses": losses(model)}

@@ -163,6 +163,7 @@ def pipeline() -> None:
         tensor.set_value(paddle.zeros_like(tensor))
     model.layers.load_from(state)
     again = model.layers.full_state_dict()
+    reread, files = read_again(model.layers)
     streams = [part.seen for part in model.sublayers() if isinstance(part, Streams)]
     write(
         verdict=session.report.verdict(),
@@ -173,7 +174,24 @@ def pipeline() -> None:
         same=all(np.array_equal(state[name].numpy(), again[name].numpy()) for name in state),
         slots={slot.name: list(slot.shape) for slot in model.layers.slots()},
         streams=streams[0] if streams else None,
+        reread=reread,
+        files=files,
     )
+
+
+def read_again(layers: Any) -> tuple[bool, list[str]]:
+    """Writes a folder and reads it; returns whether all came back, and the names of the files."""
+    folder, running = FOLDER / "layers", current_job()
+    assert running is not None
+    layers.save_state_dict(folder)
+    running.everyone().all_gather(None)
+    expected = {name: value.numpy() for name, value in layers.state_dict().items()}
+    for parameter in layers.parameters():
+        parameter.set_value(paddle.zeros_like(parameter))
+    layers.set_state_dir(folder)
+    found = layers.state_dict()
+    same = all(np.array_equal(found[name].numpy(), expected[name]) for name in expected)
+    return same, sorted(file.name for file in folder.iterdir())
 
 
 def lost() -> None:

@@ -33,8 +33,8 @@ def assert_close(ranks: list[Any], tolerance: float = 1e-6) -> None:
 
 
 def test_stages_replicas_and_the_norm_of_all(launch: Launch, tmp_path: Path) -> None:
-    cases = ("four_stages", "tied_weights", "two_chunks", "overflow", "parity_with_clip")
-    found = launched(launch, tmp_path, 4, *cases)
+    cases = ("four_stages", "tied_weights", "two_chunks", "overflow", "trained_loss")
+    found = launched(launch, tmp_path, 4, *cases, "parity_with_clip")
     assert_close(found["four_stages"])
     assert [rank["equal"] for rank in found["four_stages"]] == [True] * 4
     # A weight that three stages share: its gradient is a sum in another order, no more.
@@ -43,6 +43,11 @@ def test_stages_replicas_and_the_norm_of_all(launch: Launch, tmp_path: Path) -> 
     for rank in found["overflow"]:
         assert rank["moved"] == [True, False, True, True]
         assert rank["states"] == [[256.0, 1], [128.0, 0], [128.0, 1], [256.0, 0]]
+    owners = [rank for rank in found["trained_loss"] if rank["last"]]
+    for rank in owners:
+        assert (rank["first"], rank["scale"]) == (owners[0]["first"], owners[0]["scale"])
+        assert rank["scale"] != rank["first"]
+        assert rank["scale"] == pytest.approx(rank["expected"], rel=1e-5)
     for passed, verdict in found["parity_with_clip"]:
         assert passed, verdict
 

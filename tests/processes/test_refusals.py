@@ -29,6 +29,11 @@ PIPELINE = {
     "no such loss": ("ConfigError", "no loss function 1"),
     "too few rows": ("ConfigError", "4 x 2 = 8 rows"),
     "no data": ("ConfigError", "was given no (inputs|labels)"),
+    "no scheduler": ("ConfigError", "lr_scheduler of train_batch is not an LRScheduler"),
+    "no scaler": ("ConfigError", "scaler of train_batch is not a GradScaler"),
+    "a class": ("ConfigError", r"LayerDesc\(ReLU, \.\.\)"),
+    "wrapped twice": ("ConfigError", "wrapped already"),
+    "no folder": ("CheckpointError", "no such folder"),
 }
 SLICES = {
     "heads": ("ConfigError", r"`out_features` \(=15\) must be divisible"),

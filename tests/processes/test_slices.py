@@ -50,6 +50,12 @@ def test_a_pipeline_of_slices_has_parity_and_whole_state(launch: Launch, tmp_pat
         assert found["shapes"]["0.weight"] == [12, 6]
         assert found["shapes"]["2.weight"] == [6, 24]
         assert found["shapes"]["5.weight"] == [6, 12]
+        assert found["reread"]
+        assert found["files"] == [
+            f"layer_{layer:02d}-tensor_{member:02d}-model_states.pdparams"
+            for layer in range(6)
+            for member in range(2)
+        ]
         # Whole parameters are the same on all members to the last bit.
         assert found["bits"] == ranks[0]["bits"]
     streams = [found["streams"] for found in ranks if found["streams"]]

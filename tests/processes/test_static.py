@@ -32,6 +32,7 @@ paddle.enable_static()
 paddle.seed(7)
 fleet.init(is_collective=True)
 loss, logits = mlp(2, norm=True)()
+whole = paddle.static.default_main_program().clone()
 strategy = strategy_of(timeout=40)
 fleet.distributed_optimizer(paddle.optimizer.Adam(0.05), strategy).minimize(loss)
 main = paddle.static.default_main_program()
@@ -94,6 +95,10 @@ if not alone:
         paddle.static.save_inference_model(os.path.join(folder, "no"), [x], [logits], exe)
     except FleetPipeError as error:
         told["stock export"] = str(error)
+    try:
+        exe.run(whole, feed=feeds[0], fetch_list=[])
+    except FleetPipeError as error:
+        told["clone"] = str(error)
 static.save_inference_model(os.path.join(folder, "net"), [x], [logits], exe)
 with open(os.path.join(folder, f"rank{{rank}}.json"), "w") as file:
     json.dump(told, file)
@@ -126,6 +131,8 @@ def test_two_ranks_end_an_epoch_save_load_and_export_as_one_process_does(
     assert (first["epochs"], first["stock"]) == ([nothing, nothing], nothing)
     assert last["after loading what one process saved"] == alone["after saving"]
     assert "fleetpipe.static.save_inference_model" in first["stock export"]
+    assert "the program needs 'linear_1.b_0', which another rank" in first["clone"]
+    assert "the program needs 'batch_norm1d_0.b_0', which another rank" in last["clone"]
     np.testing.assert_array_equal(exported(tmp_path / "net"), exported(tmp_path / "alone" / "net"))
     assert not list(tmp_path.glob("*.pd*.[0-9]*")), "drafts that were left"
 

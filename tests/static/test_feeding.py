@@ -75,6 +75,8 @@ def test_names_parameters_and_tensors_can_be_fetched() -> None:
         assert isinstance(tensor, paddle.Tensor)
         assert loss.dtype == "float32"
         assert exe.run(feed=batches(1)[0]) == []
+        nested = exe.run(feed=batches(1)[0], fetch_list=[[fetches[0], (fetches[1],)], name])
+        assert [value.shape for value in nested] == [(), (8, 4), before.shape]
 
 
 def test_a_value_that_is_fetched_later_changes_no_bit() -> None:

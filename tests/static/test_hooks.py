@@ -166,6 +166,42 @@ def test_switches_that_are_refused(switch: str) -> None:
             fleet.shutdown()
 
 
+@pytest.mark.parametrize("name", ["backward", "apply_gradients", "apply_optimize", "step"])
+def test_parts_of_minimize_are_refused(name: str) -> None:
+    with static_mode():
+        fleet.init(is_collective=True)
+        optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy_of())
+        with pytest.raises(ConfigError, match=rf"has no {name} of its own(?s:.*)\.minimize\(loss\)"):
+            getattr(optimizer, name)
+        assert optimizer.get_lr() == 0.1
+
+
+def rowwise() -> Any:
+    with device_guard("gpu:0"):
+        hidden = nn.Linear(6, 8)(paddle.static.data("x", [-1, 6]))
+    with device_guard("gpu:1"):
+        return [paddle.mean(nn.Linear(8, 2)(hidden), axis=1)]
+
+
+def test_a_loss_of_several_elements_is_refused() -> None:
+    with static_mode():
+        fleet.init(is_collective=True)
+        words = r"one element(?s:.*)shape \[-1\](?s:.*)paddle\.mean"
+        with pytest.raises(ConfigError, match=words):
+            minimized(strategy_of(), rowwise)
+
+
+def test_clipping_by_value_that_paddle_lacks_is_refused() -> None:
+    with static_mode():
+        if not is_pir(paddle.static.default_main_program()):
+            pytest.skip("the older Program has it")
+        fleet.init(is_collective=True)
+        clip = nn.ClipGradByValue(0.1)
+        optimizer = paddle.optimizer.SGD(0.1, grad_clip=clip)
+        with pytest.raises(ConfigError, match="no ClipGradByValue for PIR"):
+            fleet.distributed_optimizer(optimizer, strategy_of()).minimize(mlp(2)()[0])
+
+
 def test_guards_of_the_layers_and_init_come_first() -> None:
     with static_mode():
         with pytest.raises(ConfigError, match="minimized after fleet"):

@@ -107,6 +107,33 @@ def test_everywhere_takes_only_what_every_stage_has() -> None:
     assert line(message) == "paddle.exp(first)"
 
 
+@pytest.mark.parametrize(
+    ("build", "words", "named"),
+    [
+        (lambda value: paddle.bernoulli(value * 0.5), "random numbers", "paddle.bernoulli"),
+        (lambda value: nn.BatchNorm1D(6)(value), "by every stage", "nn.BatchNorm1D"),
+    ],
+)
+def test_everywhere_computes_the_same(build: Any, words: str, named: str) -> None:
+    def everywhere() -> None:
+        with device_guard("gpu:all"):
+            value = build(data())
+        with device_guard("gpu:0"):
+            nn.functional.relu(value)
+
+    message = refused(PartitionError, everywhere)
+    assert words in message
+    assert named in line(message)
+
+
+def test_a_guard_without_a_number_is_named_as_the_cause() -> None:
+    def build() -> None:
+        with device_guard("gpu"):
+            paddle.exp(data())
+
+    assert "one without a number ('gpu', 'cpu')" in refused(PartitionError, build)
+
+
 def test_edges_are_those_of_the_values() -> None:
     def build() -> None:
         with stage_guard(0):

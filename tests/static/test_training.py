@@ -185,6 +185,64 @@ def test_control_flow_within_a_stage_is_bit_equal() -> None:
     compare(choosing, momentum, strategy_of())
 
 
+def looping() -> Any:
+    """What a loop ends with goes to the next stage, and its backward takes it, too."""
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        count, total = paddle.zeros([1], "int64"), paddle.mean(x).reshape([1])
+        _, total = paddle.static.nn.while_loop(
+            lambda count, total: count < 3,
+            lambda count, total: [count + 1, total + 1.0],
+            [count, total],
+        )
+        total.stop_gradient = True
+        hidden = nn.functional.tanh(nn.Linear(FEATURES, 8)(x)) * total
+    with device_guard("gpu:1"):
+        return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(hidden) * total, y)]
+
+
+def test_the_end_of_a_loop_crosses_to_the_next_stage() -> None:
+    compare(looping, momentum, strategy_of())
+
+
+def everywhere() -> Any:
+    """Stages compute what stands under gpu:all each for itself, from what all are fed."""
+    with device_guard("gpu:all"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        sign = paddle.sum(x, axis=1, keepdim=True) * 2.0
+        sign = sign + paddle.to_tensor(np.arange(8, dtype="float32"))
+    with device_guard("gpu:0"):
+        y = paddle.static.data("y", [-1, 1], "int64")
+        hidden = nn.functional.tanh(nn.Linear(FEATURES, 8)(x)) * sign
+    with device_guard("gpu:1"):
+        hidden = nn.functional.tanh(nn.Linear(8, 8)(hidden)) * sign
+    with device_guard("gpu:2"):
+        return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(hidden), y)]
+
+
+@pytest.mark.parametrize("schedule", ["F-then-B", "1F1B"])
+def test_what_every_stage_computes_is_bit_equal(schedule: str) -> None:
+    compare(everywhere, momentum, strategy_of(schedule))
+
+
+def numbered() -> Any:
+    """Numbers of the script, made in one stage and used in others."""
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        given = paddle.to_tensor(np.arange(8, dtype="float32"))
+        assigned = paddle.assign(np.full([8], 0.5, "float32"))
+        hidden = nn.functional.tanh(nn.Linear(FEATURES, 8)(x)) * given
+    with device_guard("gpu:1"):
+        hidden = nn.functional.tanh(nn.Linear(8, 8)(hidden) * given) * assigned
+        return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(hidden), y)]
+
+
+def test_numbers_of_the_script_are_every_stages() -> None:
+    compare(numbered, momentum, strategy_of())
+
+
 def noisy() -> Any:
     """Numbers that are drawn from nothing, which backward must not draw anew."""
     with device_guard("gpu:0"):

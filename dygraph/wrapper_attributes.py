@@ -63,8 +63,7 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
 
     @accumulate_steps.setter
     def accumulate_steps(self, count: int) -> None:
-        if count != self._config.micro_batches:
-            self._change(micro_batches=count)
+        self._resize(count, self.micro_batch_size)
 
     @property
     def micro_batch_size(self) -> int:
@@ -73,10 +72,9 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
 
     @micro_batch_size.setter
     def micro_batch_size(self, rows: int) -> None:
-        if rows != self._config.micro_batch_size:
-            self._change(micro_batch_size=rows)
+        self._resize(self.accumulate_steps, rows)
 
-    def _change(self, **changes: Any) -> None:
+    def _resize(self, micro_batches: int, micro_batch_size: int) -> None:
         raise NotImplementedError
 
     @property
@@ -243,10 +241,8 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
         Raises:
             ConfigError: There is none, or none of that number.
         """
-        self.layers.loss_fn()
-        given = self.layers._loss_fn
-        functions = list(given) if isinstance(given, (list, tuple)) else [given]
-        if index not in range(len(functions)) or functions[index] is None:
+        functions = self.layers.loss_functions()
+        if index not in range(len(functions)):
             raise ConfigError(
                 f"there is no loss function {index}",
                 expected=f"loss_fn_idx from 0 to {len(functions) - 1}",

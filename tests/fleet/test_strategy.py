@@ -1,0 +1,99 @@
+"""What Fleet's strategy promises, and what of its setters is not so here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import pytest
+
+from fleetpipe import fleet
+from tests.pipelines import batch, job, pipeline, sgd
+
+
+def given() -> dict[str, Any]:
+    return {
+        "pp_degree": 2,
+        "mp_configs": {"sync_param": True},
+        "pp_configs": {"delay_scale_loss": True},
+        "order": ["pp", "dp", "sharding", "sep", "mp"],
+    }
+
+
+def test_the_mapping_that_is_given_stays_whole() -> None:
+    # Paddle's own setter takes pp_configs and mp_configs out of it.
+    configs = given()
+    for _ in range(2):
+        strategy = fleet.DistributedStrategy()
+        strategy.hybrid_configs = configs
+        assert configs == given()
+        assert strategy.hybrid_configs["pp_degree"] == 2
+        assert strategy.hybrid_configs["pp_configs"].delay_scale_loss
+        assert strategy.hybrid_configs["mp_configs"].sync_param
+        assert strategy.hybrid_parallel_order == given()["order"]
+
+
+def test_setting_merges_and_nested_options_are_alive() -> None:
+    strategy = fleet.DistributedStrategy()
+    assert strategy.hybrid_configs["dp_degree"] == -1
+    strategy.hybrid_configs = {"pp_degree": 2}
+    strategy.hybrid_configs["pp_configs"].delay_scale_loss = True
+    strategy.hybrid_configs = {"mp_degree": 4}
+    assert strategy.hybrid_configs["pp_configs"].delay_scale_loss
+    # But the mapping itself is new each time.
+    strategy.hybrid_configs["pp_degree"] = 9
+    found = strategy.hybrid_configs
+    assert [found[f"{axis}_degree"] for axis in ("dp", "pp", "sharding", "sep", "mp")] == [
+        -1, 2, 1, 1, 4,
+    ]  # fmt: skip
+    strategy.pipeline_configs = {"accumulate_steps": 8}
+    strategy.pipeline_configs = {"micro_batch_size": 3}
+    assert strategy.pipeline_configs == {
+        "accumulate_steps": 8,
+        "micro_batch_size": 3,
+        "schedule_mode": "1F1B",
+        "p2p_cache_shape": True,
+        "enable_partial_send_recv": True,
+    }
+
+
+def test_unknown_options_are_refused_as_paddle_does() -> None:
+    strategy = fleet.DistributedStrategy()
+    with pytest.raises(AssertionError, match="pp_dgree"):
+        strategy.hybrid_configs = {"pp_dgree": 2}
+    with pytest.raises(AssertionError, match="accumulate_step"):
+        strategy.pipeline_configs = {"accumulate_step": 2}
+    # Scripts still give an option that Paddle had once.
+    strategy.hybrid_configs = {"pp_configs": {"non_batch_p2p_comm": True, "enable_timer": True}}
+    assert strategy.hybrid_configs["pp_configs"].enable_timer
+
+
+def delayed() -> Any:
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 1, **given()}
+    strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2}
+    return strategy
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: fleet.init(is_collective=True, strategy=delayed()),
+        lambda: fleet.distributed_optimizer(
+            paddle.optimizer.SGD(parameters=paddle.nn.Linear(1, 1).parameters()), delayed()
+        ),
+    ],
+    ids=["init", "distributed_optimizer"],
+)
+def test_a_later_strategy_holds_for_the_models_that_follow(change: Any) -> None:
+    gradients = []
+    for changed in (False, True):
+        with job(2):
+            if changed:
+                change()
+            model = pipeline()
+            model.forward_backward_pipeline(batch())
+            gradients.append([parameter.grad.numpy() for parameter in model.parameters()])
+            assert float(model.train_batch(batch(), sgd(model))) > 0
+    # Not yet divided by accumulate_steps, under delay_scale_loss.
+    assert all((4 * one == other).all() for one, other in zip(*gradients))
