@@ -78,12 +78,24 @@ def build(entry: Any, index: int) -> Any:
     """Returns the callable of layer ``index``, built under the seed that Fleet gives it.
 
     The random state is left advanced.
+
+    Raises:
+        ConfigError: The constructor does not take the arguments of the description.
     """
     if not hasattr(entry, "build_layer"):
         return entry
     paddle.seed(FIRST_SEED + index)
-    with _specification_kept(entry):
-        return entry.build_layer()
+    try:
+        with _specification_kept(entry):
+            return entry.build_layer()
+    except TypeError as error:
+        raise ConfigError(
+            f"layer {index} ({class_name(entry)}) cannot be built from its description",
+            where=f"layer {index} of the list",
+            got=f"arguments {entry.inputs}, {entry.kwargs}",
+            cause=f"TypeError: {error}",
+            fix="give LayerDesc what the layer's constructor takes",
+        ) from error
 
 
 class Blueprints(Sequence[Any]):

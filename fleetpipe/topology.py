@@ -43,20 +43,22 @@ class Degrees:
             ranks_per_replica *= degree
         if world_size == 1 and others["pp"] == ranks_per_replica and given["dp"] in (-1, 0, 1):
             return cls(dp=1, **others)
+        needed = ranks_per_replica * max(int(given["dp"]), 1)
         if world_size % ranks_per_replica:
             raise ConfigError(
                 f"the degrees (={_text(others)}) do not divide the world size (={world_size})",
                 expected=f"a multiple of {ranks_per_replica} processes",
                 got=f"{world_size} processes",
-                fix=f"launch with --nproc_per_node {ranks_per_replica}, or lower pp_degree",
+                fix=f"launch with --nproc_per_node {needed}, or lower a degree",
             )
         inferred = world_size // ranks_per_replica
         dp = inferred if given["dp"] < 1 else int(given["dp"])
         if dp != inferred:
             raise ConfigError(
-                f"the degrees multiply to {dp * ranks_per_replica}, the job has {world_size} ranks",
+                f"the degrees multiply to {needed}, the job has {world_size} ranks",
                 expected=f"dp_degree={inferred}, or -1 to have it worked out",
                 got=f"dp_degree={dp} with {_text(others)}",
+                fix=f"launch with --nproc_per_node {needed}, or change a degree",
             )
         return cls(dp=dp, **others)
 

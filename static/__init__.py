@@ -7,7 +7,7 @@ from fleetpipe.static.attached import pipeline_of
 from fleetpipe.static.exporting import load, save, save_inference_model
 from fleetpipe.static.hooks import install, uninstall
 from fleetpipe.static.loader import DataLoader
-from fleetpipe.static.optimizer import StaticOptimizer
+from fleetpipe.static.optimizer import StaticOptimizer, refuse_stages
 from fleetpipe.static.pipeline import StaticPipeline
 from fleetpipe.static.recompute import name_of
 from fleetpipe.static.single import SingleProgram
@@ -25,6 +25,7 @@ __all__ = [
     "load_state_dict",
     "name_of",
     "pipeline_of",
+    "refuse_stages",
     "save",
     "save_inference_model",
     "stage_guard",

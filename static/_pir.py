@@ -134,15 +134,16 @@ class PirReader:
         own = {name_of(op): op.result(0) for op in _parameters(step)}
         pairs, sums = [], []
         with static.program_guard(step, startup):
-            factor = _factor() if clipped else None
+            factor: Any = _factor() if clipped else None
             for name in parameters:
                 parameter = own[name]
                 for attribute in ("optimize_attr", "regularizer"):  # clone() forgets them
                     setattr(parameter, attribute, getattr(originals[name], attribute))
                 grad = placeholder(accumulator_name(name), parameter)
                 sums.append(grad)
-                scaled = name in clipped and factor is not None
-                pairs.append((parameter, grad * factor.astype(grad.dtype) if scaled else grad))
+                if name in clipped:
+                    grad = grad * factor.astype(grad.dtype)
+                pairs.append((parameter, grad))
             optimizer._dtype = pairs[0][0].dtype if optimizer._dtype is None else optimizer._dtype
             optimizer.apply_gradients(pairs)
             for sum_ in sums:

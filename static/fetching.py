@@ -47,8 +47,9 @@ class Fetch(NamedTuple):
         stage = split.stage_of_value[number]
         if stage is None:
             raise ConfigError(
-                f"cannot fetch {label!r}: it is fed, constant or under 'gpu:all': no stage owns it",
-                fix="fetch a result of the network",
+                f"cannot fetch {label!r}: it is fed or constant, or every stage has its own",
+                cause="what stands under device_guard('gpu:all') belongs to no stage",
+                fix="fetch a result of the network, made under a guard with a number",
             )
         return cls(label, number, stage, None)
 

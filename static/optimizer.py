@@ -169,6 +169,22 @@ class StaticOptimizer:
         return getattr(self.wrapped, name)
 
 
+def refuse_stages(program: Any) -> None:
+    """Checks that a program that is to be trained whole was not built in stages.
+
+    Raises:
+        ConfigError: Its guards name several stages.
+    """
+    graph = readers.read(program).graph
+    tagged = {op.tag: op for op in graph.operations if op.tag is not None and op.tag >= 0}
+    if len(tagged) > 1:
+        raise ConfigError(
+            "the program is built in stages, and strategy.pipeline is False",
+            where=f"{tagged[max(tagged)]} is of stage {max(tagged)}",
+            fix="strategy.pipeline = True, and fleet.distributed_optimizer(optimizer, strategy)",
+        )
+
+
 def _refuse_split_backward(schedule: Schedule) -> None:
     kinds = {
         action.kind for row in schedule.actions for item in row for action in parts(item)

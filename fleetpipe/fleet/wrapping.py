@@ -16,7 +16,7 @@ from fleetpipe.dygraph.tensor_parallel import TensorParallel
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.lifecycle import begin_static
 from fleetpipe.job import current_job
-from fleetpipe.static import StaticOptimizer
+from fleetpipe.static import StaticOptimizer, refuse_stages
 from fleetpipe.topology import PIPELINE_AXES
 
 
@@ -99,13 +99,15 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
         :class:`~fleetpipe.static.StaticOptimizer`.
 
     Raises:
-        ConfigError: The optimizer cannot be right on several ranks.
+        ConfigError: The optimizer cannot be right on several ranks; or a static program has several
+            stages, and ``strategy.pipeline`` is False.
     """
     if not paddle.in_dynamic_mode():
         chosen = _paddle.user_strategy() if strategy is None else strategy
         if getattr(chosen, "pipeline", False):
             begin = functools.partial(begin_static, chosen)
             return StaticOptimizer(optimizer, chosen, begin, arrival.world_size())
+        refuse_stages(paddle.static.default_main_program())
         return paddle_fleet.distributed_optimizer(optimizer, strategy)
     job = current_job()
     if job is None or job.degrees.sep > 1:

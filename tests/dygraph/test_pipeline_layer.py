@@ -258,3 +258,11 @@ def test_weights_depend_on_the_place_in_the_list_alone() -> None:
     assert found[0] == found[1]
     paddle.seed(1234 + 2)
     assert nn.Linear(8, 8).weight.numpy().tobytes() == found[0]["2.weight"]
+
+
+def test_a_description_that_its_constructor_does_not_take_is_named() -> None:
+    layers = [LayerDesc(nn.Linear, 3, 4), LayerDesc(nn.Linear, 3)]
+    with pytest.raises(ConfigError, match=r"layer 1 \(Linear\) cannot be built") as raised:
+        PipelineLayer(layers, num_stages=1)
+    assert "arguments (3,), {}" in str(raised.value)
+    assert "TypeError" in str(raised.value)

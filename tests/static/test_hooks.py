@@ -86,6 +86,15 @@ def test_without_the_switch_the_optimizer_is_paddles() -> None:
             fleet.shutdown()
 
 
+def test_a_program_in_stages_needs_the_switch() -> None:
+    with static_mode():
+        fleet.init(is_collective=True)
+        mlp(2)()
+        strategy = fleet.DistributedStrategy()
+        with pytest.raises(ConfigError, match=r"strategy\.pipeline is False(?s:.*)of stage 1"):
+            fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy)
+
+
 def minimized(strategy: Any, build: Any = None) -> Any:
     fetches = (build or mlp(2))()
     fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy).minimize(fetches[0])
@@ -171,7 +180,8 @@ def test_parts_of_minimize_are_refused(name: str) -> None:
     with static_mode():
         fleet.init(is_collective=True)
         optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy_of())
-        with pytest.raises(ConfigError, match=rf"has no {name} of its own(?s:.*)\.minimize\(loss\)"):
+        words = rf"has no {name} of its own(?s:.*)\.minimize\(loss\)"
+        with pytest.raises(ConfigError, match=words):
             getattr(optimizer, name)
         assert optimizer.get_lr() == 0.1
 

@@ -111,7 +111,7 @@ def test_everywhere_takes_only_what_every_stage_has() -> None:
     ("build", "words", "named"),
     [
         (lambda value: paddle.bernoulli(value * 0.5), "random numbers", "paddle.bernoulli"),
-        (lambda value: nn.BatchNorm1D(6)(value), "by every stage", "nn.BatchNorm1D"),
+        (lambda value: nn.BatchNorm1D(FEATURES)(value * 1.0), "by every stage", "nn.BatchNorm1D"),
     ],
 )
 def test_everywhere_computes_the_same(build: Any, words: str, named: str) -> None:
