@@ -8,8 +8,11 @@ from typing import Any
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
 from fleetpipe.static import readers
+from fleetpipe.static._paddle import found_tensor
 
 _PIPELINE, _STARTUP = "_fleetpipe", "_fleetpipe_startup"
+#: What a program takes, noted on it.
+_TAKEN = "_fleetpipe_taken"
 _pipelines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -20,28 +23,45 @@ def attach(program: Any, startup: Any, pipeline: Any) -> None:
     setattr(startup, _STARTUP, (startup, pipeline))
 
 
-def refuse_foreign(program: Any) -> None:
-    """Explains why a program that is no pipeline's could not run, where that is known.
+def refuse_foreign(program: Any, scope: Any) -> None:
+    """Checks that what a program that is no pipeline's takes is not on other ranks.
+
+    Before it runs: the half of a clone that a rank has would change its running statistics.
+
+    Args:
+        program: A program of any kind.
+        scope: Where it is to run; None for the global scope.
 
     Raises:
-        ConfigError: It needs parameters that a pipeline has on other ranks.
+        ConfigError: It takes parameters that a pipeline has on other ranks.
     """
-    try:
-        graph = readers.read(program).graph
-    except Exception:
-        return  # another kind of program, which failed for reasons of its own
-    names = {graph.names[value] for value in graph.persistable}
     for pipeline in _pipelines:
-        elsewhere = pipeline.split.persistable - set(pipeline.persistable)
-        missing = sorted(names & elsewhere)
-        if missing:
-            raise ConfigError(
-                f"the program needs {missing[0]!r}, which another rank of the pipeline has",
-                cause="each rank has the parameters of its own stages only; this program, perhaps "
-                "a clone for evaluation, has those of several",
-                fix="call fleetpipe.static.save_inference_model on every rank, and evaluate what "
-                "load_inference_model gives in a scope of its own",
-            )
+        if pipeline.local:
+            continue
+        variables = paddle.static.global_scope() if scope is None else scope
+        for name in sorted(_taken(program) & pipeline.elsewhere):
+            if found_tensor(variables, name) is None:
+                raise ConfigError(
+                    f"the program needs {name!r}, which another rank of the pipeline has",
+                    cause="each rank has the parameters of its own stages only; this program, "
+                    "perhaps a clone for evaluation, has those of several",
+                    fix="call fleetpipe.static.save_inference_model on every rank, and evaluate "
+                    "what load_inference_model gives in a scope of its own",
+                )
+
+
+def _taken(program: Any) -> frozenset[str]:
+    """Returns the parameters and statistics that a program takes; it is read once."""
+    known: frozenset[str] | None = getattr(program, _TAKEN, None)
+    if known is None:
+        try:
+            graph = readers.read(program).graph
+        except Exception:
+            return frozenset()  # a compiled program, say, which Paddle itself explains
+        taken = {value for op in graph.operations for value in op.reads}
+        known = frozenset(graph.names[value] for value in taken & graph.persistable)
+        setattr(program, _TAKEN, known)
+    return known
 
 
 def is_attached(program: Any) -> bool:

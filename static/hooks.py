@@ -33,11 +33,8 @@ def install() -> None:
     def run(self: Any, program: Any = None, *more: Any, **named: Any) -> Any:
         chosen = paddle.static.default_main_program() if program is None else program
         if not is_attached(chosen):
-            try:
-                return original(self, program, *more, **named)
-            except Exception:
-                refuse_foreign(chosen)
-                raise
+            refuse_foreign(chosen, more[4] if len(more) > 4 else named.get("scope"))
+            return original(self, program, *more, **named)
         return _run(functools.partial(original, self), self, chosen, *more, **named)
 
     Executor.run = run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,11 @@ class StaticPipeline:
     def persistable(self) -> list[str]:
         """Names of the parameters and statistics of this process's stages, sorted."""
         return sorted({n for stage in self._own for n in self.split.persistable_of(stage)})
+
+    @cached_property
+    def elsewhere(self) -> frozenset[str]:
+        """Names of the parameters and statistics that only other ranks have."""
+        return frozenset(self.split.persistable.difference(self.persistable))
 
     @property
     def parameters(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -131,8 +132,9 @@ def test_two_ranks_end_an_epoch_save_load_and_export_as_one_process_does(
     assert (first["epochs"], first["stock"]) == ([nothing, nothing], nothing)
     assert last["after loading what one process saved"] == alone["after saving"]
     assert "fleetpipe.static.save_inference_model" in first["stock export"]
-    assert "the program needs 'linear_1.b_0', which another rank" in first["clone"]
-    assert "the program needs 'batch_norm1d_0.b_0', which another rank" in last["clone"]
+    for told in (first["clone"], last["clone"]):
+        assert re.match(r"the program needs 'batch_norm1d_\d\.b_0', which another rank", told)
+    assert first["clone"] != last["clone"]
     np.testing.assert_array_equal(exported(tmp_path / "net"), exported(tmp_path / "alone" / "net"))
     assert not list(tmp_path.glob("*.pd*.[0-9]*")), "drafts that were left"
 
