@@ -117,7 +117,7 @@ def meet(
 
 
 def let_others_go(store: Store, key: str, missing: list[int] | None = None) -> None:
-    """Has rank 0, which serves the store, stay a moment until those that fail with it have gone.
+    """Has rank 0, which serves the store, stay a moment until those that are here have gone on.
 
     Args:
         store: The job's store.

@@ -215,6 +215,9 @@ def _begin_together(
             gloo.separate_stores(store, timeout)
             arrival.await_paddles_store(store, timeout)
             hcg, fused = _make_groups(degrees, arguments)
+            # The first rank of a group serves its store: it must not leave while others make it.
+            arrival.meet(store, f"fleetpipe/{number}/groups", timeout)
+            arrival.let_others_go(store, f"fleetpipe/{number}/groups/going")
     except BaseException:
         gloo.share_store_again()
         watch.close()
