@@ -119,6 +119,8 @@ def _pieces(gradients: Sequence[Any]) -> list[list[Any]]:
 @paddle.no_grad()
 def _add_up(piece: Sequence[Any], group: Group, share: float) -> None:
     """Replaces the gradients of a piece by the sum over ``group`` of ``share`` of each."""
+    # Paddle's fused_allreduce_gradients_with_group works in its own groups alone, asserts where a
+    # gradient is sparse, and does not meet the others before it enters Gloo.
     flat = paddle.concat([gradient.reshape([-1]) for gradient in piece])
     flat.scale_(share)
     group.all_reduce([flat])

@@ -17,7 +17,7 @@ from typing import Any
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph._paddle import optimized_parameters, restricted
 from fleetpipe.dygraph.gradients import gradient_of
-from fleetpipe.transport import GlooGroup, Group
+from fleetpipe.transport import Group
 
 
 class Shards:
@@ -61,13 +61,7 @@ class Shards:
             for parameter in optimized_parameters(self._optimizer)
             if not parameter.stop_gradient and gradient_of(parameter) is not None
         ]
-        if isinstance(self._group, GlooGroup):
-            self._group.broadcast_each([(p, self._owners[id(p)]) for p in changed])
-            return
-        own = {str(i): p.detach() for i, p in enumerate(changed) if self.owns(p)}
-        for theirs in self._group.all_gather(own):
-            for index in theirs.keys() - own.keys():
-                changed[int(index)].set_value(theirs[index])
+        self._group.broadcast_each([(p, self._owners[id(p)]) for p in changed])
 
 
 def owners(parameters: Sequence[Any], ranks: int) -> dict[int, int]:

@@ -32,6 +32,10 @@ class ThreadGroup:
             first, *others = self.all_gather(tensor.clone())
             tensor.set_value(sum(others, start=first))
 
+    def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
+        for tensor, source in tensors:
+            tensor.set_value(self.broadcast(tensor.clone(), source))
+
 
 def members(ranks: int) -> list[ThreadGroup]:
     """Makes a group; each member is for one thread."""

@@ -32,6 +32,9 @@ class Group(Protocol):
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum of all members'. Collective."""
 
+    def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
+        """Gives each tensor the value that it has on the member named beside it. Collective."""
+
 
 class SoleGroup:
     """One process that stands for all members: what it has is what everyone has."""
@@ -48,6 +51,9 @@ class SoleGroup:
         return [value]
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
+        """Leaves the tensors as they are."""
+
+    def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
         """Leaves the tensors as they are."""
 
 
@@ -106,6 +112,19 @@ class DirectGroup:
             for other in others:
                 first = first + other
             tensor.set_value(first)
+
+    def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
+        """Gives each tensor the value that it has on the member named beside it. Collective.
+
+        Raises:
+            PipelineTimeout: Some member did not come within the limit.
+        """
+        for tensor, source in tensors:
+            # Sent as a copy: the tensor may change before it has left this process.
+            own = tensor.detach().clone() if source == self.rank else None
+            value = self.broadcast(own, source)
+            if source != self.rank:
+                tensor.set_value(value)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank != self.rank]

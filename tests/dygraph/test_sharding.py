@@ -127,18 +127,18 @@ def test_parameters_without_a_gradient_are_not_sent() -> None:
     layers.parameters()[2].clear_gradient(False)
     optimizer = momentum(layers.parameters())
 
-    sent: dict[str, Any] = {}
+    sent: list[tuple[list[int], int]] = []
 
     class Group:
         rank, ranks = 1, 2
 
-        def all_gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-            sent.update(own)
-            return [own]
+        def broadcast_each(self, tensors: list[tuple[Any, int]]) -> None:
+            sent.extend((list(tensor.shape), source) for tensor, source in tensors)
 
     group: Any = Group()
     shards = Shards(optimizer, group)
     shards.step(optimizer.step, lambda: None)
-    owned = [list(p.shape) for p in layers.parameters() if shards.owns(p)]
-    assert owned == [[6, 3], [3], [3, 3]]
-    assert [list(tensor.shape) for tensor in sent.values()] == [[3], [3, 3]]
+    owner = {id(p): int(shards.owns(p)) for p in layers.parameters()}
+    assert [list(p.shape) for p in layers.parameters() if owner[id(p)]] == [[6, 3], [3], [3, 3]]
+    with_gradients = [p for p in layers.parameters() if p is not layers.parameters()[2]]
+    assert sent == [(list(p.shape), owner[id(p)]) for p in with_gradients]
