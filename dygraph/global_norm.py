@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph._paddle import clip_places, squared_norm
 from fleetpipe.dygraph.tensor_parallel import SlicedNormClip
+from fleetpipe.errors import ConfigError
 from fleetpipe.job import Job, current_job
 from fleetpipe.transport import Group
 
@@ -203,8 +204,19 @@ def _with_slices(squares: Sequence[_Square], members: Group) -> list[_Square]:
     """Returns each square with those of the other slices. Collective over the members.
 
     What is no slice every member has computed for itself; all take the first one's.
+
+    Raises:
+        ConfigError: The members have not the same parameters with gradients.
     """
-    parts = [_unpacked(*part) for part in members.all_gather(_packed(squares))]
+    packed = members.all_gather(_packed(squares))
+    if any(told != packed[0][0] for told, _ in packed):
+        raise ConfigError(
+            "the tensor-parallel members do not clip the same gradients",
+            expected=f"as on the first: {packed[0][0]} (place:dtype:sliced)",
+            got="; ".join(told for told, _ in packed[1:]),
+            fix="freeze, use and give need_clip to the same parameters on every member",
+        )
+    parts = [_unpacked(*part) for part in packed]
     return [
         one._replace(value=paddle.add_n([o.value for o in others])) if one.sliced else one
         for one, *others in ((first, first, *rest) for first, *rest in zip(*parts))

@@ -17,6 +17,7 @@ from paddle import nn
 from fleetpipe import fleet
 from fleetpipe.dygraph import global_norm
 from fleetpipe.dygraph.global_norm import COPY, GlobalNormClip, replace_clips
+from fleetpipe.errors import ConfigError
 from fleetpipe.topology import Degrees
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS
@@ -228,3 +229,12 @@ def test_the_norm_of_a_pipeline_is_that_of_the_single_model(ranks: int, model: s
             theirs.step()
             theirs.clear_grad()
             assert optimizer.gradient_norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
+
+
+def test_members_with_other_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(stage: int, shard: int, part: int) -> None:
+        own = parameters()[: 3 - part]
+        GlobalNormClip(nn.ClipGradByGlobalNorm(1.0))(pairs(own))
+
+    with pytest.raises(ConfigError, match="do not clip the same gradients"):
+        Ranks(monkeypatch, mp=2).each(run)
