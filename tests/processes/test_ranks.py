@@ -117,6 +117,33 @@ with job(2, timeout=100):
     assert job.seconds < 90  # far below the limit of a wait
 
 
+SLOW_TO_MAKE_GROUPS = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from fleetpipe.fleet import lifecycle
+from tests.pipelines import job
+
+make = lifecycle._make_groups
+def make_slowly(*arguments):
+    made = make(*arguments)
+    time.sleep(3)
+    print("made at", time.time(), flush=True)
+    return made
+
+if os.environ["PADDLE_TRAINER_ID"] == "1":
+    lifecycle._make_groups = make_slowly
+with job(2):
+    print("began at", time.time(), flush=True)
+"""
+
+
+def test_nobody_leaves_the_start_while_others_make_groups(launch: Callable[..., Finished]) -> None:
+    ended = launch(SLOW_TO_MAKE_GROUPS, 2)
+    (began,) = re.findall(r"began at ([\d.]+)", ended.logs[0])
+    (made,) = re.findall(r"made at ([\d.]+)", ended.logs[1])
+    assert float(began) >= float(made)
+
+
 TRACED = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
