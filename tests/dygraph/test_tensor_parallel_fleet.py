@@ -97,7 +97,8 @@ def test_a_tied_head_computes_the_logits_of_its_own_rows(twins: Twins) -> None:
         return lambda x: tensor_parallel.parallel_matmul(x, table, gather, MEMBERS[0])
 
     own, own_grad = with_gradient(head(False), hidden)
-    assert np.array_equal(own, (hidden @ table.T).numpy())
+    # The very product: a transposed copy of the table has other bits on some CPUs.
+    assert np.array_equal(own, paddle.matmul(hidden, table, transpose_y=True).numpy())
     gathered, _ = with_gradient(head(True), hidden)
     assert np.array_equal(gathered, np.concatenate([own, own], axis=1))
     dense = table.detach()
