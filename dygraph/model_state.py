@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import descriptions
 from fleetpipe.dygraph.shared_layers import SharedLayer, is_shared
 from fleetpipe.dygraph.tensor_parallel import own_value, split_axis, whole_shape, whole_value
 from fleetpipe.dygraph.whole_model import Slot, names_in, slots_of, to_pipeline_names
+from fleetpipe.errors import CheckpointError
 from fleetpipe.transport import Group
 
 
@@ -75,9 +77,9 @@ class ModelState:
         Raises:
             CheckpointError: The source does not fit; nothing was changed.
         """
-        state = to_pipeline_names(self.slots(), source)
-        for name, tensor in self.own().items():
-            tensor.set_value(own_value(state[name], split_axis(tensor)))
+        state, own = to_pipeline_names(self.slots(), source), self.own()
+        values = {name: own_value(state[name], split_axis(own[name])) for name in own}
+        _assign(own, values)
 
     def gather(self, group: Group) -> dict[str, Any]:
         """Returns copies of all parameters and buffers, whole, the shared first.
@@ -103,9 +105,8 @@ class ModelState:
             CheckpointError: The model does not fit; nothing was changed.
         """
         names = self.names_in(model)
-        state = self.gather(group)
-        for name, tensor in model.state_dict().items():
-            tensor.set_value(state[names[name]])
+        state, theirs = self.gather(group), model.state_dict()
+        _assign(theirs, {name: state[names[name]] for name in theirs})
 
     def names_in(self, model: Any) -> dict[str, str]:
         """Returns the lasting name of each parameter and buffer of a single-device model.
@@ -122,3 +123,19 @@ class ModelState:
             return slots_of(layer, index)
         shapes = self._blueprints[shared.indices[0]].state_dict()
         return [Slot(name, whole_shape(shapes[path])) for path, name in shared.names.items()]
+
+
+def _assign(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Gives each tensor the value of its name, which has its shape, once all dtypes are right."""
+    for name, tensor in tensors.items():
+        value = values[name]
+        given = (value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)).dtype
+        if given != tensor.dtype:
+            raise CheckpointError(
+                f"{name!r} does not fit",
+                expected=str(tensor.dtype),
+                got=str(given),
+                fix="convert the values first: value.astype(dtype)",
+            )
+    for name, tensor in tensors.items():
+        tensor.set_value(values[name])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fleetpipe import saved
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph.shared_layers import SharedLayer, called_through
 from fleetpipe.errors import CheckpointError
@@ -119,7 +120,8 @@ def load(
         tensor_slices: The number of these.
 
     Raises:
-        CheckpointError: A file is missing, or does not fit its layer; nothing was changed.
+        CheckpointError: A file is missing, is none of Paddle's, or does not fit its layer; nothing
+            was changed.
     """
     folder = Path(folder)
     names = sorted(entry.name for entry in folder.iterdir())
@@ -127,7 +129,7 @@ def load(
     for place, layer in layers.items():
         files = _files_of(place, names, folder)
         file = files[tensor_slice * len(files) // tensor_slices]
-        states[place] = paddle.load(str(folder / file))
+        states[place] = saved.load(folder / file)
         _require_fit(place, layer, states[place], file)
     for place, layer in reversed(list(layers.items())):
         layer.set_state_dict(states[place])
@@ -159,12 +161,18 @@ def _files_of(place: Place, names: list[str], folder: Path) -> list[str]:
 
 def _require_fit(place: Place, layer: Any, state: Mapping[str, Any], file: str) -> None:
     for name, tensor in layer.state_dict().items():
-        saved = state.get(name)
-        if saved is None or list(saved.shape) != list(tensor.shape):
+        found = state.get(name)
+        if _described(found) != _described(tensor):
             raise CheckpointError(
                 f"the saved layer {place.number} does not fit the model's",
                 where=f"{name!r} in {file}",
-                expected=f"shape {list(tensor.shape)}",
-                got="nothing of that name" if saved is None else f"shape {list(saved.shape)}",
-                cause="it was saved with other layers, or another mp_degree",
+                expected=_described(tensor),
+                got="nothing of that name" if name not in state else _described(found),
+                cause="it was saved with other layers, in another dtype, or another mp_degree",
             )
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, paddle.Tensor):
+        return f"a {type(value).__name__}"
+    return f"shape {list(value.shape)} of {str(value.dtype).removeprefix('paddle.')}"

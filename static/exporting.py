@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from fleetpipe import saved
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import CheckpointError
-from fleetpipe.static._paddle import found_tensor, overwrite, static
+from fleetpipe.static._paddle import found_tensor, static
 from fleetpipe.static.attached import pipeline_of
-from fleetpipe.static.state import full_state_dict, load_state_dict, state_dict
+from fleetpipe.static.state import assign, fitting, full_state_dict, parameters, state_dict
 
 
 def save(prefix: str | os.PathLike[str], program: Any = None) -> Path:
@@ -50,19 +51,18 @@ def load(prefix: str | os.PathLike[str], program: Any = None) -> None:
         program: As for :func:`save`.
 
     Raises:
-        CheckpointError: There is no such file, or it is of other stages.
+        CheckpointError: There is no such file, it is damaged, or of other stages; nothing was
+            changed.
     """
     pipeline, scope = pipeline_of(program), static.global_scope()
     path = _file(prefix, pipeline)
     if not path.exists():
         raise CheckpointError(f"there is no {path}", fix="save on as many ranks as load")
-    with np.load(path) as found:
-        state = dict(found)
-    load_state_dict(state, program)
-    for name in pipeline.optimizer_variables:
-        tensor = found_tensor(scope, name)
-        if tensor is not None and name in state:
-            overwrite(tensor, state[name])
+    state = saved.archive(path)
+    pairs = parameters(state, program, source=str(path))
+    started = [n for n in pipeline.optimizer_variables if found_tensor(scope, n) is not None]
+    names = [name for name in started if name in state]
+    assign(pairs + fitting(state, names, scope, str(path)))
 
 
 def save_inference_model(

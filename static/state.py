@@ -6,7 +6,7 @@ too, as the ``name`` of its parameters and buffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from fleetpipe._paddle import paddle
 from fleetpipe.errors import CheckpointError
 from fleetpipe.static._paddle import dynamic_mode, found_tensor, overwrite
 from fleetpipe.static.attached import pipeline_of
+
+_STATE = "the state"
 
 
 def state_dict(program: Any = None, scope: Any = None) -> dict[str, np.ndarray]:
@@ -57,27 +59,67 @@ def load_state_dict(state: Mapping[str, Any], program: Any = None, scope: Any = 
         scope: As for :func:`state_dict`.
 
     Raises:
-        CheckpointError: A name is missing, or a value has another shape or dtype.
+        CheckpointError: A name is missing, or a value has another shape or dtype; nothing was
+            changed.
     """
-    pipeline = pipeline_of(program)
+    assign(parameters(state, program, scope))
+
+
+def parameters(
+    state: Mapping[str, Any], program: Any = None, scope: Any = None, source: str = _STATE
+) -> list[tuple[Any, np.ndarray]]:
+    """Returns what :func:`load_state_dict` assigns, checked; ``source`` says where it is from."""
+    names = pipeline_of(program).persistable
     scope = paddle.static.global_scope() if scope is None else scope
-    missing = [name for name in pipeline.persistable if name not in state]
+    return fitting(state, names, scope, source)
+
+
+def fitting(
+    state: Mapping[str, Any],
+    names: Sequence[str],
+    scope: Any,
+    source: str = _STATE,
+    fix: str = "name the values as the program does: {p.name: p for p in model.parameters()}",
+) -> list[tuple[Any, np.ndarray]]:
+    """Returns the tensor of each variable with the value that ``state`` has for it.
+
+    Args:
+        state: Arrays or tensors by name.
+        names: The variables.
+        scope: Where they are.
+        source: Where the state is from.
+        fix: What to do where a name is missing.
+
+    Raises:
+        CheckpointError: A name is missing, a value has another shape or dtype, or a variable has
+            none yet.
+    """
+    missing = [name for name in names if name not in state]
     if missing:
         raise CheckpointError(
-            f"the state has no {missing[0]!r}",
-            expected=f"{len(pipeline.persistable)} names, of which {len(missing)} are missing",
-            got=f"{len(state)} names, such as {', '.join(map(repr, list(state)[:3]))}",
-            fix="name the values as the program does: {p.name: p for p in model.parameters()}",
+            f"{source} has no {missing[0]!r}",
+            expected=f"{len(names)} names, of which {len(missing)} are missing",
+            got=f"{len(state)} names, such as {', '.join(map(repr, list(state)[:3])) or 'none'}",
+            fix=fix,
         )
-    for name in pipeline.persistable:
-        value, tensor = np.array(state[name]), _tensor(scope, name)
-        own = np.array(tensor)
-        if (value.shape, value.dtype) != (own.shape, own.dtype):
-            raise CheckpointError(
-                f"{name!r} does not fit",
-                expected=f"{own.dtype} of shape {list(own.shape)}",
-                got=f"{value.dtype} of shape {list(value.shape)}",
-            )
+    return [_fitting(name, state[name], _tensor(scope, name), source) for name in names]
+
+
+def _fitting(name: str, value: Any, tensor: Any, source: str) -> tuple[Any, np.ndarray]:
+    value, own = np.array(value), np.array(tensor)
+    if (value.shape, value.dtype) != (own.shape, own.dtype):
+        raise CheckpointError(
+            f"{name!r} does not fit",
+            where=source,
+            expected=f"{own.dtype} of shape {list(own.shape)}",
+            got=f"{value.dtype} of shape {list(value.shape)}",
+        )
+    return tensor, value
+
+
+def assign(pairs: Iterable[tuple[Any, np.ndarray]]) -> None:
+    """Gives each tensor its value, as :func:`fitting` has paired them."""
+    for tensor, value in pairs:
         overwrite(tensor, value)
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from fleetpipe import saved
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import CheckpointError, ConfigError
-from fleetpipe.static._paddle import found_tensor, overwrite, static
+from fleetpipe.static._paddle import found_tensor, static
 from fleetpipe.static.attached import of_main
-from fleetpipe.static.state import load_state_dict, state_dict
+from fleetpipe.static.state import assign, fitting, parameters, state_dict
 
 #: The stub knows tensors only.
 _write: Any = paddle.save
@@ -61,7 +62,8 @@ def load(
     """Loads what :func:`save` wrote, on as many ranks as then or from a process that had all.
 
     Raises:
-        CheckpointError: There is no such file, or it is of other stages.
+        CheckpointError: There is no such file, it is none of Paddle's, or of other stages; nothing
+            was changed.
     """
     pipeline, _ = of_main(program)
     if pipeline is None:
@@ -72,26 +74,21 @@ def load(
     base = _base(model_path, pipeline)
     if not os.path.exists(f"{base}.pdparams"):
         base = model_path
-    load_state_dict(_read(f"{base}.pdparams", model_path, pipeline), program)
+    path = f"{base}.pdparams"
+    pairs = parameters(_read(path, model_path, pipeline), program, source=path)
     names = pipeline.optimizer_variables
-    state = _read(f"{base}.pdopt", model_path, pipeline) if names else {}
-    missing = [name for name in names if name not in state]
-    if missing:
-        raise CheckpointError(
-            f"{base}.pdopt has no {missing[0]!r}",
-            expected=f"{len(names)} variables of the optimizer, {len(missing)} of them are missing",
-            got=f"{len(state)} names, such as {', '.join(map(repr, list(state)[:3])) or 'none'}",
+    if names:
+        path = f"{base}.pdopt"
+        state = _read(path, model_path, pipeline)
+        pairs += fitting(
+            state,
+            names,
+            static.global_scope(),
+            source=path,
             fix="load with the optimizer and the stages that it was saved with; "
             "fleetpipe.static.load_state_dict takes parameters alone",
         )
-    for name in names:
-        tensor = found_tensor(static.global_scope(), name)
-        if tensor is None:
-            raise CheckpointError(
-                f"{name!r} has no value yet",
-                fix="exe.run(paddle.static.default_startup_program()) first",
-            )
-        overwrite(tensor, np.asarray(state[name]))
+    assign(pairs)
 
 
 def save_inference_model(
@@ -122,7 +119,7 @@ def _base(model_path: str, pipeline: Any) -> str:
     return model_path if pipeline.local else f"{model_path}.rank{pipeline.rank}"
 
 
-def _read(path: str, model_path: str, pipeline: Any) -> Any:
+def _read(path: str, model_path: str, pipeline: Any) -> dict[str, Any]:
     if not os.path.exists(path):
         raise CheckpointError(
             f"there is no {path}",
@@ -130,4 +127,4 @@ def _read(path: str, model_path: str, pipeline: Any) -> Any:
             f"{model_path}.pdparams and .pdopt",
             fix="save and load on as many ranks, with the same path on each",
         )
-    return paddle.load(path, return_numpy=True)
+    return saved.arrays(path)

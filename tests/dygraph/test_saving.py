@@ -149,9 +149,19 @@ def test_what_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
         (None, r"layer 6 was not saved[\s\S]*layer_06-tensor_\*"),
         ({"weight": paddle.ones([8, 5]), "bias": paddle.ones([4])}, r"shape \[8, 4\]"),
         ({"weight": paddle.ones([8, 4])}, r"'bias' in layer_06[\s\S]*nothing of that name"),
+        (
+            {"weight": paddle.ones([8, 4], "float64"), "bias": paddle.ones([4])},
+            r"expected: shape \[8, 4\] of float32\s+got: shape \[8, 4\] of float64",
+        ),
+        ({"weight": [1], "bias": paddle.ones([4])}, r"got: a list"),
+        (b"", "it is empty"),
+        (kept[:-100], "layer_06-tensor_00-model_states.pdparams is not what paddle.save writes"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", r"the name 'os\.system'"),
     ]:
         last.unlink()
-        if contents is not None:
+        if isinstance(contents, bytes):
+            last.write_bytes(contents)
+        elif contents is not None:
             paddle.save(contents, str(last))
         with pytest.raises(CheckpointError, match=message):
             layers.set_state_dir(tmp_path)
@@ -163,6 +173,19 @@ def test_what_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     last.unlink()
     with pytest.raises(CheckpointError, match="layer 6 was saved here as part of several chunks"):
         layers.set_state_dir(tmp_path)
+
+
+def test_values_of_another_dtype_change_nothing() -> None:
+    layers = PipelineLayer(mlp_layers(), num_stages=1)
+    expected = moved(layers)
+    state = {name: value + 1 for name, value in layers.full_state_dict().items()}
+    last = list(state)[-1]
+    for wrong in (state[last].astype("float64"), state[last].numpy().astype("float64")):
+        with pytest.raises(CheckpointError, match=rf"'{last}' does not fit[\s\S]*float64"):
+            layers.load_from({**state, last: wrong})
+    assert bits(layers.full_state_dict()) == expected
+    layers.load_from(state)
+    assert bits(layers.full_state_dict()) != expected
 
 
 def test_slices_are_read_as_fleet_assigns_them(tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ from paddle.static import device_guard
 
 from fleetpipe import fleet, static
 from fleetpipe.errors import CheckpointError
-from tests.static.networks import CLASSES, FEATURES, batches, mlp, static_mode, strategy_of
+from tests.static.networks import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    batches,
+    mlp,
+    static_mode,
+    strategy_of,
+)
 
 
 def started(seed: int = 7) -> Any:
@@ -46,6 +54,26 @@ def test_what_is_saved_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
         assert train(exe, loss, feeds[2:]) == expected[2:]
         with pytest.raises(CheckpointError, match="there is no"):
             static.load(tmp_path / "other")
+
+
+def test_a_file_of_which_something_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    with static_mode():
+        exe, (loss, _) = started()
+        train(exe, loss, batches(2))
+        path = static.save(tmp_path / "half")
+        whole = dict(np.load(path))
+        train(exe, loss, batches(1))
+        expected = static.full_state_dict()
+        moment = next(name for name in whole if "moment" in name)
+        for name in (list(static.state_dict())[-1], moment):
+            np.savez(path, **{**whole, name: whole[name].astype("float64")})
+            with pytest.raises(CheckpointError, match=rf"'{name}' does not[\s\S]*rank0.npz"):
+                static.load(tmp_path / "half")
+        for contents in (b"", b"PK\x03\x04", path.read_bytes()[:-500]):
+            path.write_bytes(contents)
+            with pytest.raises(CheckpointError, match=r"half.rank0.npz is not what numpy.savez"):
+                static.load(tmp_path / "half")
+        assert_same(static.full_state_dict(), expected)
 
 
 def test_a_state_dict_that_does_not_fit() -> None:

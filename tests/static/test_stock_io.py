@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from paddle import nn
 from fleetpipe import fleet
 from fleetpipe.errors import CheckpointError
 from fleetpipe.static import state_dict
-from tests.static.networks import batches, static_mode
+from tests.static.networks import assert_same, batches, static_mode
 from tests.static.test_state import started, train
 
 
@@ -39,14 +41,23 @@ def test_a_pipeline_goes_on_from_what_paddle_saved(tmp_path: Path) -> None:
 def test_what_is_not_there_or_of_another_optimizer(tmp_path: Path) -> None:
     path = str(tmp_path / "half")
     with static_mode():
-        started()
+        exe, (loss, _) = started()
         main = paddle.static.default_main_program()
         with pytest.raises(CheckpointError, match="save and load on as many ranks"):
             paddle.static.load(main, path)
         paddle.static.save(main, path)
-        paddle.save({"nothing": np.zeros(1)}, f"{path}.pdopt")
-        with pytest.raises(CheckpointError, match="variables of the optimizer"):
-            paddle.static.load(main, path)
+        train(exe, loss, batches(1))
+        expected = state_dict()
+        state = Path(f"{path}.pdopt")
+        for contents, message in [
+            (pickle.dumps({"nothing": np.zeros(1)}), "half.pdopt has no"),
+            (state.read_bytes()[:-100], "half.pdopt is not what paddle.save writes"),
+            (pickle.dumps({"os": os.system}), "the name 'posix.system'"),
+        ]:
+            state.write_bytes(contents)
+            with pytest.raises(CheckpointError, match=message):
+                paddle.static.load(main, path)
+        assert_same(state_dict(), expected)
 
 
 def test_other_programs_are_saved_and_loaded_as_before(tmp_path: Path) -> None:
