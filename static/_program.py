@@ -21,6 +21,7 @@ from fleetpipe.static._program_stage import (
     line_of,
     reads_of,
     remove_operations,
+    temporary,
 )
 from fleetpipe.static.feeding import Declared
 from fleetpipe.static.graph import Graph, Operation
@@ -189,7 +190,7 @@ def _described(
 
 
 def _times(block: Any, gradient: Any, factor: Any) -> Any:
-    product = block.create_var(dtype=gradient.dtype, shape=gradient.shape)
+    product = temporary(block, gradient)
     block.append_op(
         type="elementwise_mul",
         inputs={"X": [gradient], "Y": [factor]},

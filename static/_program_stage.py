@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -247,7 +248,7 @@ class ProgramStage:
             value = self._block.var(self._names[number])
             if value.name in used:
                 # gradients() would forget the way through the stage's own use of it.
-                copy = self._block.create_var(dtype=value.dtype, shape=value.shape)
+                copy = temporary(self._block, value)
                 self._block.append_op(
                     type="assign", inputs={"X": [value]}, outputs={"Out": [copy]}
                 )
@@ -271,7 +272,7 @@ class ProgramStage:
             parts.append(create_variable(self._block, name, value.shape, value.dtype))
         if len(parts) == 1:
             return parts[0]
-        total = self._block.create_var(dtype=value.dtype, shape=value.shape)
+        total = temporary(self._block, value)
         self._block.append_op(type="sum", inputs={"X": parts}, outputs={"Out": [total]})
         return total
 
@@ -358,6 +359,17 @@ def create_variable(block: Any, name: str, shape: Sequence[int], dtype: Any) -> 
     return block.create_var(
         name=name, shape=list(shape), dtype=dtype, persistable=True, stop_gradient=True
     )
+
+
+def temporary(block: Any, like: Any) -> Any:
+    """Returns a new variable of the shape and dtype of another.
+
+    It has a name that is free: in a clone 2.6.2 counts unnamed variables from 0 again, and gives
+    one that the program has.
+    """
+    names = (f"fleetpipe_temporary_{number}" for number in itertools.count())
+    name = next(name for name in names if not block.has_var(name))
+    return block.create_var(name=name, dtype=like.dtype, shape=like.shape)
 
 
 def remove_operations(program: Any, indices: Iterable[int]) -> None:

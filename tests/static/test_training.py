@@ -10,6 +10,7 @@ import pytest
 from paddle import nn
 from paddle.static import device_guard
 
+from fleetpipe.static._paddle import is_pir
 from tests.static.networks import (
     CLASSES,
     FEATURES,
@@ -103,6 +104,31 @@ def skip3() -> Any:
 @pytest.mark.parametrize("schedule", ["F-then-B", "1F1B"])
 def test_skip_connections_are_bit_equal(schedule: str) -> None:
     compare(skip3, momentum, strategy_of(schedule))
+
+
+def unnamed() -> Any:
+    """A variable without a name, in a stage that adds gradients up, of another shape."""
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        block = paddle.static.default_main_program().current_block()
+        doubled = block.create_var(dtype="float32", shape=[-1, FEATURES])
+        options = {"scale": 2.0, "bias": 0.0, "bias_after_scale": True}
+        block.append_op(type="scale", inputs={"X": [x]}, outputs={"Out": [doubled]}, attrs=options)
+        hidden = nn.functional.tanh(nn.Linear(FEATURES, 8)(doubled))
+        first = hidden + nn.functional.relu(hidden)
+    with device_guard("gpu:1"):
+        second = nn.functional.tanh(nn.Linear(8, 8)(first)) * hidden
+    with device_guard("gpu:2"):
+        logits = nn.Linear(8, CLASSES)(second + first * hidden)
+        return [nn.functional.cross_entropy(logits, y)]
+
+
+@pytest.mark.skipif(
+    is_pir(paddle.static.Program()), reason="a program of Paddle's newer IR has no variables"
+)
+def test_a_variable_without_a_name_stays_itself() -> None:
+    compare(unnamed, momentum, strategy_of())
 
 
 def test_three_micro_batches_weigh_a_third_each() -> None:
