@@ -142,7 +142,7 @@ class PipelineLayer(FleetLayers):
     def _arranged(self, config: PipelineConfig) -> Schedule:
         if self._use_dualpipev:
             config = arrangement.dualpipev(config, self._chunks)
-        return arrangement.arranged(config, self._num_stages, self._chunks)
+        return config.schedule_for(self._num_stages, self._chunks)
 
     def _cut(self, method: str | Sequence[int]) -> Partition:
         layers = self._layer_infos() if method == "balanced" else [

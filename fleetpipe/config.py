@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.errors import ConfigError, nearest
-from fleetpipe.schedules import Costs, canonical_name
+from fleetpipe.errors import ConfigError, ScheduleError, nearest
+from fleetpipe.schedules import Costs, Edge, Schedule, build_verified, canonical_name
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -37,7 +38,8 @@ class PipelineConfig:
         micro_batch_size: Rows of one micro-batch.
         schedule: Canonical name of the schedule.
         loss_reduction: ``"mean"`` or ``"sum"`` over the micro-batches of a batch.
-        memory_cap: Most forwards whose activations a rank may hold, in chunk units; None: no cap.
+        memory_cap: Most forwards whose activations a rank may hold, in chunk units; bytes where
+            ``costs`` has the bytes of each stage; None: no cap.
         rng: What random operations of layers draw from: ``"keyed"``, a stream of each layer and
             micro-batch, or ``"fleet"``, Paddle's generator as it is.
         timeout: Seconds that any wait for another rank may last.
@@ -102,6 +104,51 @@ class PipelineConfig:
             micro_batches=_positive("accumulate_steps", micro_batches),
             micro_batch_size=_positive("micro_batch_size", micro_batch_size),
         )
+
+    def schedule_for(
+        self, ranks: int, chunks: int | None, edges: Iterable[Edge] | None = None
+    ) -> Schedule:
+        """Builds the schedule that these options ask for, verified against the memory cap.
+
+        Args:
+            ranks: Ranks of the pipeline, p.
+            chunks: Model parts of each rank, v; None for the schedule's own default.
+            edges: The edges of the model; None for a chain of stages.
+
+        Raises:
+            ConfigError: The schedule does not take that number of chunks or micro-batches.
+            ScheduleError: It needs more memory than the cap allows, or cannot run on these edges.
+        """
+        return _schedule_for(self, ranks, chunks, None if edges is None else tuple(edges))
+
+
+@functools.lru_cache(maxsize=4)
+def _schedule_for(
+    config: PipelineConfig, ranks: int, chunks: int | None, edges: tuple[Edge, ...] | None
+) -> Schedule:
+    try:
+        return build_verified(
+            config.schedule,
+            ranks=ranks,
+            micro_batches=config.micro_batches,
+            chunks=chunks,
+            groups=config.groups,
+            warmup_slack=config.warmup_slack,
+            memory_cap=config.memory_cap,
+            costs=config.costs,
+            edges=edges,
+        )
+    except ScheduleError:
+        raise
+    except ConfigError as error:
+        raise ConfigError(
+            f"schedule_mode={config.schedule!r} cannot be built for this model and batch",
+            got=f"pp_degree={ranks}, num_virtual_pipeline_stages={chunks}, "
+            f"accumulate_steps={config.micro_batches}",
+            cause="\n    ".join(str(error).splitlines()),
+            fix="leave num_virtual_pipeline_stages out for the schedule's own number of chunks, "
+            "or choose another schedule",
+        ) from error
 
 
 def merge_fleetpipe_configs(

@@ -9,7 +9,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import Job
-from fleetpipe.schedules import Schedule, build
+from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.registry import FAMILIES
 from fleetpipe.static import readers, recompute
@@ -108,8 +108,8 @@ class StaticOptimizer:
         if number is None or cut.stage_of_value[number] is None:
             raise ConfigError("the loss is not computed by any stage of its program")
         degrees, chunks = self._degrees(cut)
-        schedule = self._schedule(degrees.pp, chunks)
-        schedule.verify(cut.edges, memory_cap=self._config.memory_cap)
+        schedule = self._config.schedule_for(degrees.pp, chunks, cut.edges)
+        _refuse_split_backward(schedule)
         job = self._begin(degrees, self._config)
         share = self._config.micro_batches if self._config.loss_reduction == "mean" else 1
         weight = 1.0 / (share * self._averaged(degrees.dp))
@@ -131,19 +131,6 @@ class StaticOptimizer:
         degrees = Degrees.resolve(wanted, self._world_size)
         degrees.refuse_beyond(("pp", "dp"), "use dynamic graph, or dp_degree for these ranks")
         return degrees, chunks
-
-    def _schedule(self, ranks: int, chunks: int) -> Schedule:
-        config = self._config
-        asked: dict[str, object] = {"groups": config.groups, "warmup_slack": config.warmup_slack}
-        schedule = build(
-            config.schedule,
-            ranks=ranks,
-            micro_batches=config.micro_batches,
-            chunks=chunks,
-            **{name: value for name, value in asked.items() if value is not None},
-        )
-        _refuse_split_backward(schedule)
-        return schedule
 
     def _averaged(self, replicas: int) -> int:
         """Returns by what the gradients of the replicas are divided."""

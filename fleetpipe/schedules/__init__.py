@@ -13,6 +13,7 @@ from .registry import build, canonical_name, names
 from .render import render
 from .schedule import Schedule
 from .simulate import Timeline
+from .verified import build_verified
 
 __all__ = [
     "Action",
@@ -32,6 +33,7 @@ __all__ = [
     "Step",
     "Timeline",
     "build",
+    "build_verified",
     "canonical_name",
     "chain",
     "forward_only",

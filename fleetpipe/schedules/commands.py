@@ -18,11 +18,11 @@ from .events import events_of
 from .placement import PLACEMENTS
 from .plan import Plan
 from .plot import plot
-from .registry import build, canonical_name, names
+from .registry import names
 from .render import render, summary
 from .schedule import Schedule
-from .search import NAME as AUTO
 from .simulate import Timeline
+from .verified import build_verified
 
 _TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
 
@@ -98,14 +98,16 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def run_schedule(arguments: argparse.Namespace) -> int:
     """Builds, verifies, simulates and prints a schedule; returns the exit code."""
     costs = _costs(arguments)
-    schedule = build(
+    schedule = build_verified(
         arguments.name,
         ranks=arguments.ranks,
         micro_batches=arguments.micro_batches,
         chunks=arguments.chunks,
-        **_options(arguments, costs),
+        groups=arguments.groups,
+        warmup_slack=arguments.warmup_slack,
+        memory_cap=arguments.memory_cap,
+        costs=costs,
     )
-    schedule.verify(memory_cap=arguments.memory_cap, costs=costs)
     timeline = schedule.simulate(costs)
     if arguments.plot is not None:
         plot(timeline, arguments.plot)
@@ -118,15 +120,6 @@ def run_schedule(arguments: argparse.Namespace) -> int:
     else:
         _print(f"{render(timeline)}\n\n{summary(timeline)}")
     return 0
-
-
-def _options(arguments: argparse.Namespace, costs: Costs) -> dict[str, object]:
-    """Returns the options of the schedule: those given, and for a search what it must know."""
-    given = {"groups": arguments.groups, "warmup_slack": arguments.warmup_slack}
-    options: dict[str, object] = {key: value for key, value in given.items() if value is not None}
-    if canonical_name(arguments.name) == AUTO:
-        options.update(memory_cap=arguments.memory_cap, costs=costs)
-    return options
 
 
 def as_json(timeline: Timeline) -> dict[str, object]:

@@ -14,7 +14,7 @@ from paddle.base import framework
 from paddle.static import device_guard
 
 from fleetpipe import fleet
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.static import StaticOptimizer, install, pipeline_of, uninstall
 from fleetpipe.static._paddle import is_pir
 from tests.static.networks import batches, mlp, static_mode, strategy_of
@@ -160,6 +160,19 @@ def test_schedules_that_are_refused(change: dict[str, Any], words: str) -> None:
                 minimized(strategy, mlp(2))
         finally:
             fleet.shutdown()
+
+
+def test_a_memory_cap_in_bytes_is_compared_with_bytes() -> None:
+    costs = {"forward": [1, 1], "bytes": [100, 50]}
+    for cap, schedule in ((250, "1F1B"), (399, "FThenB"), (400, "FThenB")):
+        with static_mode():
+            strategy = strategy_of(schedule, memory_cap=cap, costs=costs)
+            fleet.init(is_collective=True, strategy=strategy)
+            if cap == 399:
+                with pytest.raises(ScheduleError, match=r"at most 399 bytes[\s\S]*400 at the peak"):
+                    minimized(strategy)
+            else:
+                minimized(strategy)
 
 
 @pytest.mark.parametrize("switch", ["amp", "gradient_merge", "sharding"])

@@ -1,0 +1,50 @@
+"""From the options of a strategy or of a command line to a schedule that keeps within its cap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .costs import Costs
+from .dependencies import Edge
+from .registry import build, canonical_name
+from .schedule import Schedule
+from .search import NAME as AUTO
+
+
+def build_verified(
+    name: str,
+    *,
+    ranks: int,
+    micro_batches: int,
+    chunks: int | None = None,
+    groups: Sequence[int] | None = None,
+    warmup_slack: int | None = None,
+    memory_cap: float | None = None,
+    costs: Costs | None = None,
+    edges: Iterable[Edge] | None = None,
+) -> Schedule:
+    """Builds a schedule of which every option may be left out, and verifies it.
+
+    Args:
+        name: As for :func:`build`, and so the next three.
+        ranks: Ranks of the pipeline, p.
+        micro_batches: Micro-batches of a batch, m.
+        chunks: Model parts of each rank, v; None for the schedule's own default.
+        groups: Sizes of the groups of micro-batches; None for those of the schedule.
+        warmup_slack: Forwards in advance for each later rank; None for those of the schedule.
+        memory_cap: Most that a rank may hold: forwards of one stage, or bytes where ``costs`` has
+            bytes. A search keeps within it, any other schedule is refused where it does not.
+        costs: What actions cost, for a search, and what the stages hold.
+        edges: The edges of the model; None for a chain of stages.
+
+    Raises:
+        ConfigError: An unknown name or option, or numbers that the schedule does not take.
+        ScheduleError: The schedule passes the cap, or cannot run on these edges.
+    """
+    asked: dict[str, object] = {"groups": groups, "warmup_slack": warmup_slack}
+    if canonical_name(name) == AUTO:
+        asked.update(memory_cap=memory_cap, costs=costs)
+    options = {option: value for option, value in asked.items() if value is not None}
+    schedule = build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks, **options)
+    schedule.verify(edges, memory_cap=memory_cap, costs=costs)
+    return schedule
