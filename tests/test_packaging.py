@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -15,24 +17,40 @@ from tests.launching import ROOT
 SOURCES = {"fleetpipe": "fleetpipe", "dygraph": "fleetpipe/dygraph", "static": "fleetpipe/static"}
 WITHOUT_PADDLE = "import sys; sys.modules.update(paddle=None, numpy=None); "
 
-# The wheel is built once, by the worker that runs all of these.
+# What is built is built once, by the worker that runs all of these.
 pytestmark = pytest.mark.xdist_group("packaging")
 
 
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
-    """The wheel, built from a copy so that the tree stays clean."""
+def copied(folder: Path) -> Path:
+    """Copies what a clone has to ``folder``, so that the tree stays clean."""
     pytest.importorskip("build.env", reason="only the environment of make test has build")
-    copy = tmp_path_factory.mktemp("tree")
+    ignored = shutil.ignore_patterns("__pycache__")
     for name in SOURCES:
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
-    done = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True)
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def done_in(folder: Path, *words: str) -> None:
+    """Runs this Python with ``words`` in ``folder``."""
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = (copy / "dist").glob("*.whl")
-    return zipfile.Path(built)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the source archive and the wheel, which is built from that archive."""
+    copy = copied(tmp_path_factory.mktemp("tree"))
+    done_in(copy, "-m", "build", "--no-isolation", "--outdir", "dist")
+    return copy / "dist"
+
+
+@pytest.fixture(scope="session")
+def wheel(built: Path) -> zipfile.Path:
+    (found,) = built.glob("*.whl")
+    return zipfile.Path(found)
 
 
 @pytest.fixture
@@ -49,14 +67,27 @@ def python(code: str, path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd="/", check=False, capture_output=True, text=True)
 
 
-def test_every_source_file_is_in_the_wheel(wheel: zipfile.Path) -> None:
-    expected = {
+def source_files() -> list[str]:
+    """Every source file, in the place where it is installed."""
+    return sorted(
         f"{target}/{path.relative_to(ROOT / folder)}"
         for folder, target in SOURCES.items()
         for path in (ROOT / folder).rglob("*.py")
-    }
-    missing = expected - set(wheel.root.namelist())
-    assert not missing, "name their folders under packages in setup.cfg, each with an __init__.py"
+    )
+
+
+def test_every_source_file_is_in_the_wheel_once(wheel: zipfile.Path) -> None:
+    found = sorted(name for name in wheel.root.namelist() if name.endswith(".py"))
+    assert found == source_files(), "does each of their folders have an __init__.py?"
+
+
+def test_the_source_archive_holds_files_where_the_tree_has_links(built: Path) -> None:
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as members:
+        files = [member for member in members if not member.isdir()]
+    assert all(member.isfile() for member in files)
+    found = sorted(member.name.partition("/")[2] for member in files)
+    assert [name for name in found if name.endswith(".py")] == source_files()
 
 
 def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.Path) -> None:
@@ -80,7 +111,31 @@ def test_imports_without_paddle_and_numpy(installed: Path, module: str) -> None:
 @pytest.mark.parametrize("module", ["fleetpipe.dygraph", "fleetpipe.static"])
 def test_the_folders_beside_fleetpipe_are_its_packages(installed: Path, module: str) -> None:
     find = f"from importlib.util import find_spec; print(find_spec({module!r}).origin)"
-    for root, folder in ((installed, module.replace(".", "/")), (ROOT, module.split(".")[1])):
+    for root in (installed, ROOT):
         done = python(find, root)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.strip() == str(root / folder / "__init__.py")
+        assert done.stdout.strip() == str(root / module.replace(".", "/") / "__init__.py")
+
+
+def test_an_editable_install_works_for_a_script_beside_the_clone(tmp_path: Path) -> None:
+    """There the clone's own folder is on the path of modules, by the package's name."""
+    clone, environment = copied(tmp_path / "fleetpipe"), tmp_path / "environment"
+    done_in(tmp_path, "-m", "venv", "--without-pip", str(environment))
+    (packages,) = environment.glob("lib/python*/site-packages")
+    hook = f"from setuptools import build_meta; build_meta.build_editable({os.fspath(tmp_path)!r})"
+    done_in(clone, "-c", hook)
+    (editable,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(editable).extractall(packages)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from importlib.util import find_spec\n"
+        "import fleetpipe.schedules\n"
+        "print(fleetpipe.schedules.__file__)\n"
+        "print(find_spec('fleetpipe.dygraph').origin)\n"
+    )
+    command = [str(environment / "bin" / "python"), str(script)]
+    done = subprocess.run(command, cwd="/", check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    package = clone / "fleetpipe"
+    found = [str(package / name / "__init__.py") for name in ("schedules", "dygraph")]
+    assert done.stdout.split() == found
