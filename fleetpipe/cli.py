@@ -7,25 +7,28 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fleetpipe.errors import FleetPipeError, ScheduleError
+from fleetpipe import __version__
+from fleetpipe.errors import FleetPipeError, ScheduleError, nearest
+from fleetpipe.running.quiet import DEFAULT_LEVEL, quiet
 
 
 class Command(NamedTuple):
-    """A subcommand.
+    """A subcommand. What it names as ``module:function`` is imported when it is needed.
 
     Args:
         name: What the user types.
         help: One line for ``fleetpipe --help``.
-        configure: ``module:function``, imported when the command is used. The function takes the
-            subcommand's parser, adds its arguments, and sets the default ``run`` to a function
-            that takes the parsed arguments and returns the exit code.
+        configure: A function that adds the subcommand's arguments to the parser that it takes.
+            Its module loads no Paddle: help and usage errors need none.
+        run: A function that takes the parsed arguments and returns the exit code.
     """
 
     name: str
     help: str
     configure: str
+    run: str
 
 
 COMMANDS = (
@@ -33,21 +36,25 @@ COMMANDS = (
         "schedule",
         "build, verify, simulate and draw a schedule",
         "fleetpipe.schedules.commands:configure_schedule",
+        "fleetpipe.schedules.commands:run_schedule",
     ),
     Command(
         "verify",
         "verify a schedule or a plan in text form",
         "fleetpipe.schedules.commands:configure_verify",
+        "fleetpipe.schedules.commands:run_verify",
     ),
     Command(
         "run",
         "run an unedited script that imports paddle.distributed.fleet",
-        "fleetpipe.running.command:configure",
+        "fleetpipe.running.script:configure_run",
+        "fleetpipe.running.command:run",
     ),
     Command(
         "parity",
         "run a training script beside its single-device model and compare every bit",
-        "fleetpipe.parity.command:configure",
+        "fleetpipe.running.script:configure_parity",
+        "fleetpipe.parity.command:run",
     ),
 )
 
@@ -62,11 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 done; 1 the schedule is invalid or parity fails; 2 usage, or a refused request.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    parser = _parser(words)
     try:
-        arguments = parser.parse_args(words)
-        run: Callable[[argparse.Namespace], int] = arguments.run
-        code = run(arguments)
+        arguments = _parser(words).parse_args(words)
+        # Paddle is loaded with the command that needs it, and is to find itself quiet.
+        with quiet(getattr(arguments, "log_level", DEFAULT_LEVEL)):
+            run: Callable[[argparse.Namespace], int] = _imported(arguments.run)
+            code = run(arguments)
         sys.stdout.flush()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
@@ -74,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, say `head`, has seen enough. Python flushes stdout once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (FleetPipeError, OSError, UnicodeDecodeError) as error:
+    except FleetPipeError as error:
         print(f"fleetpipe: {error}", file=sys.stderr)
         return 1 if isinstance(error, ScheduleError) else 2
     return code
@@ -84,10 +92,19 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fleetpipe", description="Pipeline parallelism for PaddlePaddle."
     )
+    parser.add_argument("--version", action="version", version=f"fleetpipe {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.help, description=command.help)
         if command.name in words[:1]:
-            module, _, function = command.configure.partition(":")
-            getattr(importlib.import_module(module), function)(sub)
+            _imported(command.configure)(sub)
+            sub.set_defaults(run=command.run)
+    known = [command.name for command in COMMANDS]
+    if words and not words[0].startswith("-") and words[0] not in known:
+        parser.error(f"there is no command {words[0]!r}: {nearest(words[0], known)}")
     return parser
+
+
+def _imported(path: str) -> Any:
+    module, _, function = path.partition(":")
+    return getattr(importlib.import_module(module), function)

@@ -81,9 +81,13 @@ class PaddleNotFound(FleetPipeError, ImportError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns a phrase that names the entries of ``known`` closest to ``name``, or all of them."""
+    """Returns a phrase that names the entries of ``known`` closest to ``name``, or all of them.
+
+    Upper and lower case do not count.
+    """
     options = sorted(known)
-    close = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
+    spellings = {option.lower(): option for option in options}
+    close = difflib.get_close_matches(name.lower(), spellings, n=3, cutoff=0.5)
     if close:
-        return "did you mean " + " or ".join(repr(option) for option in close) + "?"
+        return "did you mean " + " or ".join(repr(spellings[plain]) for plain in close) + "?"
     return "known: " + ", ".join(options)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fleetpipe.arguments import using
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.errors import ConfigError
 from fleetpipe.parity.reference import of_same_layers
@@ -18,28 +19,16 @@ from fleetpipe.running import script
 from fleetpipe.running.substitution import in_place_of_paddles
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command, and what runs it."""
-    parser.set_defaults(run=run)
-    parser.add_argument("--report", type=Path, help="write the result as JSON")
-    script.configure(parser, "a training script that uses fleetpipe.fleet, or Paddle's")
-
-
 def run(options: argparse.Namespace) -> int:
     """Runs the script with its reference beside it.
 
     Returns:
         0 where no bit differs, 1 where one does, 2 where nothing was compared.
-
-    Raises:
-        ConfigError: There is no such script.
     """
     if not script.to_be_launched(options):
         return shadow(options.script, options.arguments, options.report)
-    words = [str(options.script), *options.arguments]
-    if options.report:
-        words = ["--report", str(options.report), *words]
-    code = script.launch(options.nproc, ["parity", *words])
+    report = ["--report", str(options.report)] if options.report else []
+    code = script.launch(options, "parity", *report)
     return code if code in (0, 2) else 1
 
 
@@ -88,5 +77,6 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
         print("fleetpipe parity: the script never called train_batch", file=sys.stderr)
         return 2
     if report and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
-        report.write_text(json.dumps([finding.as_dict() for finding in reports], indent=1))
+        with using("--report", report, "a file that can be written"):
+            report.write_text(json.dumps([finding.as_dict() for finding in reports], indent=1))
     return 0 if all(finding.passed for finding in reports) else 1

@@ -14,52 +14,69 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from fleetpipe.errors import ConfigError
+from fleetpipe import arguments as kinds
+from fleetpipe.running import quiet
 
 LAUNCHED = Path(__file__).with_name("launched.py")
 
 
-def configure(parser: argparse.ArgumentParser, what: str) -> None:
-    """Declares ``--nproc``, the script and its arguments.
+def configure_run(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe run`` to its parser."""
+    _configure(parser, "a training script that uses paddle.distributed.fleet")
 
-    Args:
-        parser: The command's parser; its own options come first.
-        what: What the script is, for the help text.
-    """
-    parser.add_argument("--nproc", type=int, default=1, help="processes to launch (default: 1)")
-    parser.add_argument("script", type=Path, help=what)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+def configure_parity(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe parity`` to its parser."""
+    parser.add_argument(
+        "--report", type=kinds.new_file, metavar="FILE", help="write the result as JSON"
+    )
+    _configure(parser, "a training script that uses fleetpipe.fleet, or Paddle's")
+
+
+def _configure(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--nproc",
+        type=kinds.processes,
+        default=1,
+        metavar="N",
+        help="processes to launch (default: 1, which plays all ranks)",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=quiet.LEVELS,
+        default=quiet.DEFAULT_LEVEL,
+        help="least level of Paddle's own log lines to show (default: %(default)s)",
+    )
+    parser.add_argument("script", type=kinds.script, metavar="SCRIPT", help=what)
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of the script"
+    )
 
 
 def to_be_launched(options: argparse.Namespace) -> bool:
     """Returns whether this process is to start the ranks, and is not one of them.
 
     Args:
-        options: What the arguments of :func:`configure` were parsed to.
-
-    Raises:
-        ConfigError: There is no such script, or ``--nproc`` is below 1.
+        options: The parsed arguments of the command.
     """
-    if not options.script.is_file():
-        raise ConfigError(f"there is no file {options.script}")
-    if options.nproc < 1:
-        raise ConfigError("--nproc is a number of processes", got=str(options.nproc))
     return bool(options.nproc > 1 and "PADDLE_TRAINER_ID" not in os.environ)
 
 
-def launch(nproc: int, words: Sequence[str]) -> int:
-    """Runs a ``fleetpipe`` command on ``nproc`` ranks under Paddle's launcher.
+def launch(options: argparse.Namespace, *words: str) -> int:
+    """Runs a ``fleetpipe`` command on several ranks under Paddle's launcher.
 
     Args:
-        nproc: Number of processes.
-        words: The command, its options, the script and the script's arguments.
+        options: The parsed arguments of the command.
+        words: The command and its own options.
 
     Returns:
         The launcher's exit code: that of the first rank that failed, else 0.
     """
-    launcher = [sys.executable, "-m", "paddle.distributed.launch"]
-    command = [*launcher, "--nproc_per_node", str(nproc), str(LAUNCHED), *words]
-    return subprocess.run(command, check=False).returncode
+    level = options.log_level
+    launcher = [sys.executable, "-m", "paddle.distributed.launch", "--log_level", level]
+    command = [*launcher, "--nproc_per_node", str(options.nproc), str(LAUNCHED), *words]
+    command += ["--log-level", level, str(options.script), *options.arguments]
+    return subprocess.run(command, check=False, env=quiet.environment(level)).returncode
 
 
 def execute(script: Path, arguments: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+from fleetpipe.arguments import new_file, number, using
 from fleetpipe.errors import ConfigError
 
 from .chrome import write_trace
@@ -18,7 +19,7 @@ from .events import events_of
 from .placement import PLACEMENTS
 from .plan import Plan
 from .plot import plot
-from .registry import names
+from .registry import FAMILIES, canonical_name, names
 from .render import render, summary
 from .schedule import Schedule
 from .simulate import Timeline
@@ -26,13 +27,30 @@ from .verified import build_verified
 
 _TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
 
+#: Most that is built here: some seconds of work. ``build`` itself has no limit.
+MOST_RANKS = 1024
+MOST_FORWARDS = 200_000
+
 
 def configure_schedule(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe schedule`` to its parser."""
     parser.add_argument("name", metavar="NAME", help=", ".join(names()))
-    parser.add_argument("--ranks", type=int, required=True, metavar="P")
-    parser.add_argument("--micro-batches", type=int, required=True, metavar="M")
-    parser.add_argument("--chunks", type=int, metavar="V", help="model parts on each rank")
+    parser.add_argument(
+        "--ranks", type=int, required=True, metavar="P", help="ranks of the pipeline"
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        required=True,
+        metavar="M",
+        help="micro-batches of a batch (accumulate_steps)",
+    )
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        metavar="V",
+        help="model parts on each rank; 2 by default for Interleaved1F1B and on a vee, else 1",
+    )
     parser.add_argument(
         "--groups",
         type=_sizes,
@@ -47,14 +65,13 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--memory-cap",
-        type=_number,
+        type=number,
         metavar="N",
         help="most that a rank may hold: forwards of a chunk, or bytes where --costs has bytes;"
         " `auto` keeps within it, any other schedule fails where it does not",
     )
     _add_costs(parser)
     _add_output(parser)
-    parser.set_defaults(run=run_schedule)
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
@@ -62,19 +79,23 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         "costs", "of one action of one chunk; F = I = W = 1, B = I + W and no latency by default"
     )
     costs.add_argument("--costs", type=Path, metavar="FILE", help="JSON with costs per stage")
-    costs.add_argument("--forward", type=_number, metavar="F")
-    costs.add_argument("--input-grad", type=_number, metavar="I")
-    costs.add_argument("--weight-grad", type=_number, metavar="W")
+    costs.add_argument("--forward", type=number, metavar="F", help="a forward; 1 by default")
     costs.add_argument(
-        "--backward", type=_number, metavar="B", help="in place of I and W, which are half of it"
+        "--input-grad", type=number, metavar="I", help="the gradient of the input; 1 by default"
     )
-    costs.add_argument("--comm", type=_number, metavar="C", help="latency between ranks")
     costs.add_argument(
-        "--overlapped", type=_number, metavar="FB", help="a fused pair of F and B; F + B by default"
+        "--weight-grad", type=number, metavar="W", help="the gradient of the weights; 1 by default"
+    )
+    costs.add_argument(
+        "--backward", type=number, metavar="B", help="in place of I and W, which are half of it"
+    )
+    costs.add_argument("--comm", type=number, metavar="C", help="latency between ranks")
+    costs.add_argument(
+        "--overlapped", type=number, metavar="FB", help="a fused pair of F and B; F + B by default"
     )
     costs.add_argument(
         "--input-grad-frees",
-        type=_number,
+        type=number,
         metavar="X",
         help="share (0..1) of a forward's activations that I releases",
     )
@@ -88,16 +109,20 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="draw it; figures and actions; or the text form that `fleetpipe verify` reads",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw it to a .png or .svg (needs matplotlib)"
+        "--plot", type=new_file, metavar="FILE", help="draw it to a .png or .svg (needs matplotlib)"
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write Chrome trace events, for ui.perfetto.dev"
+        "--trace",
+        type=new_file,
+        metavar="FILE",
+        help="write Chrome trace events, for ui.perfetto.dev",
     )
 
 
 def run_schedule(arguments: argparse.Namespace) -> int:
     """Builds, verifies, simulates and prints a schedule; returns the exit code."""
     costs = _costs(arguments)
+    _check_size(arguments)
     schedule = build_verified(
         arguments.name,
         ranks=arguments.ranks,
@@ -110,9 +135,11 @@ def run_schedule(arguments: argparse.Namespace) -> int:
     )
     timeline = schedule.simulate(costs)
     if arguments.plot is not None:
-        plot(timeline, arguments.plot)
+        with using("--plot", arguments.plot, "a .png or .svg file that can be written"):
+            plot(timeline, arguments.plot)
     if arguments.trace is not None:
-        write_trace(arguments.trace, {"predicted": events_of(timeline)}, schedule.placement)
+        with using("--trace", arguments.trace, "a file that can be written"):
+            write_trace(arguments.trace, {"predicted": events_of(timeline)}, schedule.placement)
     if arguments.format == "actions":
         _print(str(schedule))
     elif arguments.format == "json":
@@ -120,6 +147,24 @@ def run_schedule(arguments: argparse.Namespace) -> int:
     else:
         _print(f"{render(timeline)}\n\n{summary(timeline)}")
     return 0
+
+
+def _check_size(arguments: argparse.Namespace) -> None:
+    """Refuses what would be computed for minutes.
+
+    Raises:
+        ConfigError: Too many ranks, or too many forwards in all.
+    """
+    chunks = arguments.chunks or FAMILIES[canonical_name(arguments.name)].chunks
+    forwards = arguments.ranks * chunks * arguments.micro_batches
+    if arguments.ranks > MOST_RANKS or forwards > MOST_FORWARDS:
+        raise ConfigError(
+            "this schedule is too large to be built on the command line",
+            expected=f"at most {MOST_RANKS} ranks and {MOST_FORWARDS} forwards"
+            " (ranks x chunks x micro-batches)",
+            got=f"{arguments.ranks} ranks, {forwards} forwards",
+            fix="look at fewer micro-batches: a schedule repeats itself once it is under way",
+        )
 
 
 def as_json(timeline: Timeline) -> dict[str, object]:
@@ -159,13 +204,13 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
         choices=PLACEMENTS,
         help="in place of what the header says; loop where there is none",
     )
-    parser.set_defaults(run=run_verify)
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Verifies a file and says what it is; returns the exit code."""
-    from_input = arguments.file == "-"
-    text = sys.stdin.read() if from_input else Path(arguments.file).read_text(encoding="utf-8")
+    with using("FILE", arguments.file, "a schedule or plan, or - for standard input"):
+        from_input = arguments.file == "-"
+        text = sys.stdin.read() if from_input else Path(arguments.file).read_text(encoding="utf-8")
     value = _read(text, arguments.micro_batches, arguments.placement)
     value.verify()
     kind, rows = ("plan", value.ops) if isinstance(value, Plan) else ("schedule", value.actions)
@@ -209,7 +254,9 @@ def _costs(arguments: argparse.Namespace) -> Costs:
     """Returns the costs of the file, where one is given, changed by the options."""
     costs = Costs()
     if arguments.costs is not None:
-        costs = Costs.from_json(arguments.costs.read_text(encoding="utf-8"))
+        with using("--costs", arguments.costs, "a JSON file with costs per stage"):
+            text = arguments.costs.read_text(encoding="utf-8")
+        costs = Costs.from_json(text)
     said = vars(arguments)
     fields = [field.name for field in dataclasses.fields(Costs)]
     given = {name: said[name] for name in fields if said.get(name) is not None}
@@ -225,15 +272,11 @@ def _costs(arguments: argparse.Namespace) -> Costs:
     return dataclasses.replace(costs, **given)
 
 
-def _number(text: str) -> float:
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
-
-
 def _sizes(text: str) -> list[int]:
-    return [int(size) for size in text.split(",")]
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid list of numbers: {text!r}; say 6,4") from None
 
 
 def _print(text: str) -> None:

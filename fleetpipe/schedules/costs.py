@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Union
@@ -17,6 +17,9 @@ PerStage = Union[float, tuple[float, ...]]
 
 _PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "bytes")
 _SCALAR = ("comm", "overlapped", "input_grad_frees")
+
+#: Largest figure: sums of such stay finite.
+_MOST = 1e100
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Costs:
         bytes: Activation bytes that a forward of a stage holds, for ``Timeline.peak_bytes``.
 
     Raises:
-        ConfigError: A figure that is no finite number of at least 0, or a share above 1.
+        ConfigError: A figure that is no number in 0..1e100, or a share above 1.
     """
 
     forward: PerStage = 1
@@ -77,6 +80,8 @@ class Costs:
             fields = json.loads(text)
         except ValueError as error:
             raise ConfigError("the costs are not JSON", cause=str(error)) from error
+        except RecursionError as error:
+            raise ConfigError("the costs are nested too deeply") from error
         if not isinstance(fields, Mapping):
             raise ConfigError("the costs are no JSON object", got=type(fields).__name__)
         for key in fields:
@@ -130,7 +135,9 @@ def _check(name: str, figure: object, *, optional: bool) -> None:
     if figure is None and optional:
         return
     number = isinstance(figure, (int, float)) and not isinstance(figure, bool)
-    if not number or not 0 <= figure < math.inf:  # type: ignore[operator]
+    if not number or not 0 <= figure <= _MOST:  # type: ignore[operator]
         raise ConfigError(
-            f"`{name}` must be a finite number of at least 0", got=f"{name}={figure!r}"
+            f"`{name}` must be a finite number of at least 0",
+            expected=f"0..{_MOST:g}",
+            got=f"{name}={reprlib.repr(figure)}",
         )

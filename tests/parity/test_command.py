@@ -56,11 +56,17 @@ def test_a_wrong_script_fails_and_names_the_layer(
     assert "first difference: step 0: gradient of 4.weight" in capsys.readouterr().out
 
 
+def test_an_error_of_the_script_keeps_its_traceback(script: Path) -> None:
+    script.write_text("open('none.txt')")
+    with pytest.raises(FileNotFoundError, match=r"none\.txt"):
+        main(["parity", str(script)])
+
+
 @pytest.mark.parametrize(("theirs", "code"), [(0, 0), (1, 1), (2, 2), (-9, 1)])
 def test_the_code_of_launched_ranks_is_passed_on(
     theirs: int, code: int, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetpipe.running.script.launch", lambda nproc, words: theirs)
+    monkeypatch.setattr("fleetpipe.running.script.launch", lambda options, *words: theirs)
     assert main(["parity", "--nproc", "2", str(script)]) == code
 
 

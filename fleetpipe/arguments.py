@@ -1,0 +1,64 @@
+"""What arguments of the command line may be: numbers and files, refused with what to give."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fleetpipe.errors import ConfigError
+
+
+def number(text: str) -> float:
+    """Reads a number; one without a point stays whole."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid number: {text!r}") from None
+
+
+def processes(text: str) -> int:
+    """Reads a number of processes to launch, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"invalid number of processes: {text!r}; give 1 or more")
+    return int(text)
+
+
+def script(text: str) -> Path:
+    """Reads the path of a script, which must be there."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}; give a training script")
+    return Path(text)
+
+
+def new_file(text: str) -> Path:
+    """Reads the path of a file to write, whose folder must be there before the work begins."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"there is no folder {path.parent}; make it, or give a file in a folder that is there"
+        )
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder; give the name of a file")
+    return path
+
+
+@contextmanager
+def using(name: str, path: Path | str, give: str) -> Iterator[None]:
+    """Within it, a file that cannot be read or written is a :class:`ConfigError`.
+
+    Args:
+        name: The argument, as the user types it.
+        path: The file.
+        give: What the argument takes.
+    """
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it holds no text in UTF-8"
+        raise ConfigError(f"{name}: cannot use {path}", cause=cause, fix=f"give {give}") from error

@@ -1,0 +1,57 @@
+"""Leaves out of what a command shows the lines of Paddle's own log that are below a level."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+#: The levels, with the number that Paddle's C++ parts know each by.
+LEVELS = {"DEBUG": 0, "INFO": 0, "WARNING": 1, "ERROR": 2}
+DEFAULT_LEVEL = "WARNING"
+
+#: Paddle warns of it at every import where there is no ccache; it matters to those who compile.
+_CCACHE = "No ccache found"
+_FLEETS_LOGGER = "paddle.distributed.fleet.utils.log_util"
+
+
+def environment(level: str) -> dict[str, str]:
+    """Returns the environment of a process that shows no lines of Paddle's below ``level``.
+
+    Fleet's own lines in Python are not among these: see :func:`quiet`.
+    """
+    if LEVELS[level] == 0:
+        return dict(os.environ)
+    asked = [os.environ.get("PYTHONWARNINGS"), f"ignore:{_CCACHE}"]
+    return {
+        "GLOG_minloglevel": str(LEVELS[level]),
+        **os.environ,  # what the user set goes first
+        "PYTHONWARNINGS": ",".join(filter(None, asked)),
+    }
+
+
+@contextmanager
+def quiet(level: str) -> Iterator[None]:
+    """Within it, Paddle's lines below ``level`` are left out. Paddle is imported within it."""
+    if LEVELS[level] == 0:
+        yield
+        return
+
+    def shown(record: logging.LogRecord) -> bool:
+        return record.levelno >= least
+
+    # A filter: `fleet.init` sets the level itself.
+    least: int = getattr(logging, level)
+    logger, before = logging.getLogger(_FLEETS_LOGGER), dict(os.environ)
+    logger.addFilter(shown)
+    os.environ.update(environment(level))
+    warnings.filterwarnings("ignore", _CCACHE)
+    try:
+        yield
+    finally:
+        logger.removeFilter(shown)
+        for name in ("GLOG_minloglevel", "PYTHONWARNINGS"):
+            os.environ.pop(name)
+            os.environ.update({name: before[name]} if name in before else {})

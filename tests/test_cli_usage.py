@@ -1,0 +1,164 @@
+"""What the command line says of itself, of wrong words, and of what it cannot do."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import fleetpipe
+from fleetpipe import cli
+from fleetpipe.cli import COMMANDS, main
+from fleetpipe.running.quiet import environment, quiet
+from tests.test_without_paddle import without_paddle
+
+SMALL = ("1F1B", "--ranks", "2", "--micro-batches", "2")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fleetpipe {fleetpipe.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_argument_has_a_help_text(command: cli.Command) -> None:
+    parser = argparse.ArgumentParser()
+    cli._imported(command.configure)(parser)
+    assert [action.dest for action in parser._actions if not action.help] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["shedule", "1F1B"], "did you mean 'schedule'?"),
+        (["Verify", "file"], "did you mean 'verify'"),
+        (["schedule", "1f2b", *SMALL[1:]], "did you mean '1F1B'"),
+        (["schedule", "INTERLEAVED", *SMALL[1:]], "did you mean 'Interleaved1F1B'"),
+        (["xyz"], "known: parity, run, schedule, verify"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_nearest(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    output = capsys.readouterr()
+    assert hint in output.err
+    assert output.out == ""
+
+
+def test_help_and_usage_errors_of_every_command_need_no_paddle(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = without_paddle(
+        f"""
+from fleetpipe.cli import main
+train = {str(tmp_path / "train.py")!r}
+for command in ("run", "parity"):
+    assert main([command, "--help"]) == 0
+    for words in ([], ["missing.py"], ["--nproc", "0", train], ["--nproc", "x", train]):
+        assert main([command, *words]) == 2, words
+    assert main([command, "--log-level", "LOUD", train]) == 2
+assert main(["parity", "--report", "/nowhere/report.json", train]) == 2
+assert "paddle" not in sys.modules
+assert main(["run", train]) == 2  # this one needs it
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert "argument SCRIPT: there is no file missing.py; give a training script" in done.stderr
+    assert "argument --nproc: invalid number of processes: '0'; give 1 or more" in done.stderr
+    assert "argument --report: there is no folder /nowhere" in done.stderr
+    assert "pip install paddlepaddle" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (
+            ["verify", "{}/none.txt"],
+            ("FILE: cannot use", "No such file", "give a schedule or plan"),
+        ),
+        (["verify", "{}"], ("FILE: cannot use", "Is a directory")),
+        (["verify", "{}/binary"], ("FILE: cannot use", "no text in UTF-8")),
+        (
+            ["schedule", *SMALL, "--costs", "{}/none.json"],
+            ("--costs", "No such", "give a JSON file"),
+        ),
+        (["schedule", *SMALL, "--costs", "{}/binary"], ("--costs", "no text in UTF-8")),
+        (["schedule", *SMALL, "--plot", "{}/none/a.png"], ("--plot: there is no folder",)),
+        (["schedule", *SMALL, "--trace", "{}/none/a.json"], ("--trace: there is no folder",)),
+        (["schedule", *SMALL, "--trace", "{}"], ("--trace: ", "is a folder")),
+        (["schedule", *SMALL, "--trace", "/proc/a.json"], ("--trace: cannot use /proc/a.json",)),
+    ],
+)
+def test_a_file_that_cannot_be_used_names_the_argument_and_what_to_give(
+    words: list[str], named: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert main([word.format(tmp_path) for word in words]) == 2
+    output = capsys.readouterr()
+    assert all(part in output.err for part in named), output.err
+    assert "Errno" not in output.err
+    assert output.out == ""
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("option", "number"),
+    [("--ranks", 10**9), ("--ranks", 1025), ("--micro-batches", 10**9), ("--chunks", 10**9)],
+)
+def test_what_would_be_computed_for_minutes_is_refused_with_the_limit(
+    option: str, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["VPP", "--ranks", "2", "--micro-batches", "2", option, str(number)]
+    assert main(["schedule", *words]) == 2
+    assert "at most 1024 ranks and 200000 forwards" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ("[" * 200_000, "the costs are nested too deeply"),
+        ('{"forward": ' + "[" * 200_000, "the costs are nested too deeply"),
+        ('{"forward": 1' + "0" * 400 + "}", "`forward` must be a finite number"),
+        ('{"forward": 1e300}', "0..1e+100"),
+        ('{"forward": [[1], [1]]}', "`forward` must be a finite number"),
+        ("1", "the costs are no JSON object"),
+    ],
+    ids=["deep", "deep in a key", "long", "large", "lists in a list", "no object"],
+)
+def test_strange_costs_are_refused_without_a_traceback(
+    costs: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "costs.json").write_text(costs)
+    assert main(["schedule", *SMALL, "--costs", str(tmp_path / "costs.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_paddles_own_lines_are_shown_from_a_level_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOG_minloglevel", raising=False)
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    logger = logging.getLogger("paddle.distributed.fleet.utils.log_util")
+    handler = logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    before, glog = dict(os.environ), "GLOG_minloglevel"
+    with warnings.catch_warnings():
+        for level in ("WARNING", "INFO"):
+            with quiet(level):
+                logger.setLevel("INFO")  # as fleet.init does
+                logger.info("an info under %s", level)
+                logger.warning("a warning under %s", level)
+                assert os.environ.get(glog) == {"WARNING": "1"}.get(level)
+            assert dict(os.environ) == before
+    told = capsys.readouterr().err.splitlines()
+    assert told == ["a warning under WARNING", "an info under INFO", "a warning under INFO"]
+    assert environment("ERROR")["GLOG_minloglevel"] == "2"
+    assert environment("ERROR")["PYTHONWARNINGS"] == "error,ignore:No ccache found"
+    assert environment("INFO") == before
+    monkeypatch.setenv("GLOG_minloglevel", "0")
+    assert environment("ERROR")["GLOG_minloglevel"] == "0"
