@@ -9,6 +9,8 @@ PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null &&
 # A crashed worker ends the run: xdist would wait for ever for the last tests of the one in its place.
 PYTEST := -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 PYTEST_ARGS ?=
+# Least level of Paddle's own log lines that the demo shows.
+LOG_LEVEL ?= WARNING
 
 # More threads would change the bits of a product, and the ranks share the cores.
 export OMP_NUM_THREADS := 1
@@ -27,21 +29,28 @@ help:
     'setuptools<80' --editable '.[examples,test]'
 
 .venv/.installed .venv-262/.installed: setup.cfg
-	@echo 'setting up $(@D): the first time this takes a minute or two'
+	@echo 'setting up $(@D): the first time this takes a minute or two, most of it for Paddle'
 	$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet $(REQUIREMENTS)
+	@echo '$(@D)/bin/python -m pip install $(subst ','\'',$(REQUIREMENTS))'
+	@$(@D)/bin/python -m pip install --progress-bar off $(REQUIREMENTS) \
+	    | sed -un '/^ *\(Downloading\|Using cached\|Installing\) /p'
 	@touch $@
 
 demo: .venv/.installed
 	@rm -rf build/demo demo && mkdir -p build/demo
 	@status=0; \
-	.venv/bin/python -m paddle.distributed.launch --nproc_per_node 2 --log_level WARNING \
-	    --log_dir build/demo/log \
-	    examples/dygraph_alexnet.py --report build/demo/report.json --trace demo || status=$$?; \
-	test $$status -ne 0 || echo 'pictures of the run: demo/predicted.png and demo/measured.png'; \
+	PADDLE_LOG_DIR=build/demo/log .venv/bin/python -m fleetpipe run --nproc 2 --log-level $(LOG_LEVEL) \
+	    examples/dygraph_alexnet.py --batch-size 16 --report build/demo/report.json --trace demo \
+	    || status=$$?; \
 	for log in build/demo/log/workerlog.*; do \
-	    echo "rank $${log##*.}: $$(grep -v '^[IWEF][0-9]\{4\} \|^fleetpipe: trace' "$$log" | tail -n 1)"; \
+	    echo "rank $${log##*.}: $$(grep '^parity:' "$$log" | tail -n 1)"; \
 	done; \
+	if test $$status -eq 0; then \
+	    echo 'pictures of the run: demo/predicted.png and demo/measured.png'; \
+	    echo 'demo: PASSED: AlexNet on two ranks has the bits of the single-device model'; \
+	else \
+	    echo "demo: FAILED (exit code $$status): see build/demo/log"; \
+	fi; \
 	exit $$status
 
 lint: .venv/.installed

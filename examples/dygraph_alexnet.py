@@ -3,7 +3,9 @@
     python -m paddle.distributed.launch --nproc_per_node 2 examples/dygraph_alexnet.py
     python examples/dygraph_alexnet.py --pp 3
 
-Every rank prints the loss of both; at the end all losses, gradients and parameters are compared.
+Every rank prints the pair that is compared: the loss of the single device, fed the pipeline's
+micro-batches, and that of the pipeline. At the end all losses, gradients and parameters have been.
+A second single device is trained on whole batches; its losses are in the report.
 """
 
 from __future__ import annotations
@@ -142,12 +144,12 @@ def main() -> int:
         loss_a.backward()
         optimizer_a.step()
         optimizer_a.clear_grad()
-        _, loss_b = session.step([img, label], scheduler_b)
+        loss_c, loss_b = session.step([img, label], scheduler_b)
         for scheduler in (scheduler_a, scheduler_c):
             if scheduler is not None:
                 scheduler.step()
         whole_batch_loss.append(float(loss_a))
-        print("single_loss: ", loss_a.numpy(), "pp_loss: ", loss_b.numpy())
+        print("single_loss: ", loss_c.numpy(), "pp_loss: ", loss_b.numpy())
 
     print(session.report.verdict(), flush=True)
     if model_b.is_pipeline_last_stage():

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from fleetpipe import fleet
-from fleetpipe.schedules import build
-from fleetpipe.schedules.events import Event
-from fleetpipe.trace import measured_costs
+from fleetpipe.schedules import Costs, build
+from fleetpipe.schedules.events import Event, events_of
+from fleetpipe.trace import Trace, measured_costs
+from fleetpipe.transport import SoleGroup
 from tests.pipelines import batch, job, pipeline, sgd
 
 
@@ -51,7 +52,20 @@ def test_the_actions_of_every_step_stand_in_the_order_of_the_schedule(
         assert (tmp_path / "new" / picture).read_bytes().startswith(b"\x89PNG")
     told = capfd.readouterr().err
     assert "trace of 2 of 2 steps" in told
+    assert "measured after the first step, " in told
     assert "clocks agree within 0 us" in told
+
+
+@pytest.mark.parametrize(("kept", "told"), [(3, "measured after the first step"), (2, "measured")])
+def test_the_first_step_of_a_job_counts_in_no_figure(tmp_path: Path, kept: int, told: str) -> None:
+    schedule = build("1F1B", ranks=2, micro_batches=2)
+    trace = Trace(tmp_path, schedule, range(2), SoleGroup(), most_steps=kept)
+    for forward in ((100, 1), (1, 1), (1, 1)):
+        trace.begin_step(0)
+        for event in events_of(schedule.simulate(Costs(forward))):
+            trace.recorders[event.rank].records.append((event.name, event.start, event.end))
+        trace.end_step()
+    assert f"bubble rate 0.3333 {told}, 0.3333 predicted" in str(trace.write())
 
 
 def test_nothing_is_recorded_without_being_asked() -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.launching import ROOT, Finished
 
 EXAMPLE = ROOT / "examples" / "dygraph_alexnet.py"
-LINE = re.compile(r"single_loss:\s+\S+ pp_loss:\s+\S+")
+LINE = re.compile(r"single_loss:\s+(\S+) pp_loss:\s+(\S+)")
 
 
 def reported(launch: Callable[..., Finished], folder: Path, nproc: int | None, *args: str) -> Any:
@@ -23,7 +23,9 @@ def reported(launch: Callable[..., Finished], folder: Path, nproc: int | None, *
     job = launch(EXAMPLE, nproc, args=["--report", str(report), *args])
     found = json.loads(report.read_text())
     for log in job.logs:
-        assert len(LINE.findall(log)) == found["steps"]
+        shown = LINE.findall(log)
+        assert len(shown) == found["steps"]
+        assert all(single == ours for single, ours in shown)
         assert "parity: bit-exact (losses, gradients and parameters)" in log
     assert found["bit_exact"]
     assert (found["max_abs_diff"], found["max_abs_param_diff"]) == (0.0, 0.0)
