@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -245,14 +246,29 @@ def _costs(value: Any) -> Costs | None:
 
 
 def _timeout(value: Any) -> float:
-    source = "fleetpipe_configs['timeout']"
     if value is None:
-        source = "FLEETPIPE_TIMEOUT"
-        value = os.environ.get(source, DEFAULT_TIMEOUT)
+        return _timeout_of_environment()
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise ConfigError(
+            "fleetpipe_configs['timeout'] must be a number of seconds above 0",
+            got=repr(value),
+            fix="set strategy.fleetpipe_configs = {'timeout': 600}",
+        )
+    return float(value)
+
+
+def _timeout_of_environment() -> float:
+    text = os.environ.get("FLEETPIPE_TIMEOUT", str(DEFAULT_TIMEOUT))
     try:
-        seconds = float(value)
-    except (TypeError, ValueError):
+        seconds = float(text)
+    except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise ConfigError(f"{source} must be a number of seconds above 0", got=f"{value!r}")
+        raise ConfigError(
+            "FLEETPIPE_TIMEOUT must be a number of seconds above 0",
+            where="the environment",
+            got=repr(text),
+            fix="set FLEETPIPE_TIMEOUT=600, or leave it out",
+        )
     return seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from fleetpipe.errors import ConfigError
@@ -34,16 +35,18 @@ class Degrees:
             world_size: Number of processes of the job.
 
         Raises:
-            ConfigError: The degrees do not multiply to ``world_size``.
+            ConfigError: The degrees do not multiply to ``world_size``, or one is below 1.
         """
         given = {axis: configs.get(f"{axis}_degree", 1) for axis in AXES}
-        others = {axis: max(int(given[axis]), 1) for axis in AXES if axis != "dp"}
+        others = {axis: n for axis, n in given.items() if axis != "dp"}
+        for axis, degree in others.items():
+            require_degree(f"{axis}_degree", degree)
         ranks_per_replica = 1
         for degree in others.values():
             ranks_per_replica *= degree
         if world_size == 1 and others["pp"] == ranks_per_replica and given["dp"] in (-1, 0, 1):
             return cls(dp=1, **others)
-        needed = ranks_per_replica * max(int(given["dp"]), 1)
+        needed = ranks_per_replica * max(given["dp"], 1)
         if world_size % ranks_per_replica:
             raise ConfigError(
                 f"the degrees (={_text(others)}) do not divide the world size (={world_size})",
@@ -52,7 +55,7 @@ class Degrees:
                 fix=f"launch with --nproc_per_node {needed}, or lower a degree",
             )
         inferred = world_size // ranks_per_replica
-        dp = inferred if given["dp"] < 1 else int(given["dp"])
+        dp = inferred if given["dp"] < 1 else given["dp"]
         if dp != inferred:
             raise ConfigError(
                 f"the degrees multiply to {needed}, the job has {world_size} ranks",
@@ -85,6 +88,26 @@ class Degrees:
                 expected=f"every degree 1 except {names}",
                 fix=fix,
             )
+
+
+def require_degree(name: str, degree: Any, least: int = 1) -> None:
+    """Refuses a degree that is no number of ranks.
+
+    Args:
+        name: Its name in ``hybrid_configs``.
+        degree: Its value there.
+        least: The smallest that is taken.
+
+    Raises:
+        ConfigError: It is no int, or below ``least``.
+    """
+    if isinstance(degree, bool) or not isinstance(degree, Integral) or degree < least:
+        raise ConfigError(
+            f"{name} must be a whole number of at least {least}",
+            where="strategy.hybrid_configs",
+            got=f"{name}={degree!r}",
+            fix=f"set strategy.hybrid_configs = {{{name!r}: 2}}, or leave it out",
+        )
 
 
 def runs_without_pipeline(configs: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ AXES = {"dp": "data", "pp": "pipe", "sharding": "sharding", "sep": "sep", "mp": 
         ({"dp": -1, "pp": 2, "mp": 2, "sharding": 2}, 16, Degrees(dp=2, pp=2, mp=2, sharding=2)),
         ({"dp": -1, "sharding": 4}, 8, Degrees(dp=2, sharding=4)),
         ({"dp": 2, "pp": 2, "sharding": 1, "mp": 2}, 8, Degrees(dp=2, pp=2, mp=2)),
-        ({"dp": 0, "pp": 0}, 3, Degrees(dp=3)),
+        ({"dp": 0}, 3, Degrees(dp=3)),
         ({"pp": 7}, 1, Degrees(pp=7)),
     ],
 )
@@ -33,6 +33,16 @@ def test_the_data_parallel_degree_is_what_all_others_leave(
     configs = {f"{axis}_degree": degree for axis, degree in given.items()}
     assert Degrees.resolve(configs, world) == expected
     assert expected.replicas == expected.dp * expected.sharding
+
+
+@pytest.mark.parametrize("axis", ["pp", "mp", "sharding", "sep"])
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, "2", True, None])
+def test_a_degree_that_is_no_number_of_ranks_is_refused(axis: str, wrong: Any) -> None:
+    message = rf"{axis}_degree must be a whole number of at least 1(.|\n)*={wrong!r}\n"
+    with pytest.raises(ConfigError, match=message):
+        Degrees.resolve({f"{axis}_degree": wrong}, 1)
+    with pytest.raises(ConfigError, match=message):
+        fleet.DistributedStrategy().hybrid_configs = {f"{axis}_degree": wrong}
 
 
 def test_degrees_that_a_graph_mode_does_not_run_are_refused_with_what_to_do() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 from paddle.distributed import fleet as paddle_fleet
 
 from fleetpipe.config import FLEETPIPE_DEFAULTS, merge_fleetpipe_configs
+from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.topology import AXES, require_degree
 
-_stock_hybrid_configs: Any = vars(paddle_fleet.DistributedStrategy)["hybrid_configs"]
+_stock: Mapping[str, Any] = vars(paddle_fleet.DistributedStrategy)
 
 
 class DistributedStrategy(paddle_fleet.DistributedStrategy):
@@ -21,14 +23,54 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
 
     @property
     def hybrid_configs(self) -> Any:
-        """Paddle's; setting some options leaves the others, and the mapping given, as they are."""
-        return _stock_hybrid_configs.fget(self)
+        """Paddle's; setting some options leaves the others, and the mapping given, as they are.
+
+        Raises:
+            ConfigError: An option is unknown, or has a value that cannot be used.
+        """
+        return _stock["hybrid_configs"].fget(self)
 
     @hybrid_configs.setter
     def hybrid_configs(self, configs: Mapping[str, Any]) -> None:
+        for name in [f"{axis}_degree" for axis in AXES]:
+            if name in configs:
+                require_degree(name, configs[name], least=-1 if name == "dp_degree" else 1)
         # Paddle's setter takes pp_configs and mp_configs out of the mapping that it is given: a
         # second strategy made from the same one would go without them.
-        _stock_hybrid_configs.fset(self, copy.deepcopy(dict(configs)))
+        self._set("hybrid_configs", copy.deepcopy(dict(configs)), also=("order",))
+
+    @property
+    def pipeline_configs(self) -> Any:
+        """Paddle's; an unknown option is refused with the nearest.
+
+        Raises:
+            ConfigError: An option is unknown, or has a value of another type.
+        """
+        return _stock["pipeline_configs"].fget(self)
+
+    @pipeline_configs.setter
+    def pipeline_configs(self, configs: Mapping[str, Any]) -> None:
+        self._set("pipeline_configs", configs)
+
+    def _set(self, group: str, configs: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
+        """Has Paddle set some options of a group, and says what it refuses in fleetpipe's words."""
+        known = {*_stock[group].fget(self), *also}
+        for key in configs:
+            if key not in known:
+                raise ConfigError(
+                    f"{group} has no option {key!r}",
+                    where=f"strategy.{group}",
+                    fix=nearest(key, known),
+                )
+        try:
+            _stock[group].fset(self, configs)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"an option of {group} has a value of another type",
+                where=f"strategy.{group}",
+                got=repr(dict(configs)),
+                cause=str(error),
+            ) from error
 
     @property
     def fleetpipe_configs(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import paddle
 import pytest
 
 from fleetpipe import fleet
+from fleetpipe.config import PipelineConfig
+from fleetpipe.errors import ConfigError
 from tests.pipelines import batch, job, pipeline, sgd
 
 
@@ -57,12 +59,16 @@ def test_setting_merges_and_nested_options_are_alive() -> None:
     }
 
 
-def test_unknown_options_are_refused_as_paddle_does() -> None:
+def test_unknown_options_are_refused_with_the_nearest() -> None:
     strategy = fleet.DistributedStrategy()
-    with pytest.raises(AssertionError, match="pp_dgree"):
+    with pytest.raises(ConfigError, match=r"'pp_dgree'(.|\n)*did you mean 'pp_degree'"):
         strategy.hybrid_configs = {"pp_dgree": 2}
-    with pytest.raises(AssertionError, match="accumulate_step"):
-        strategy.pipeline_configs = {"accumulate_step": 2}
+    with pytest.raises(ConfigError, match=r"'acumulate_step'(.|\n)*mean 'accumulate_steps'"):
+        strategy.pipeline_configs = {"acumulate_step": 2}
+    with pytest.raises(ConfigError, match=r"another type(.|\n)*'4'"):
+        strategy.pipeline_configs = {"accumulate_steps": "4"}
+    with pytest.raises(ConfigError, match=r"dp_degree must be .* at least -1"):
+        strategy.hybrid_configs = {"dp_degree": "2"}
     # Scripts still give an option that Paddle had once.
     strategy.hybrid_configs = {"pp_configs": {"non_batch_p2p_comm": True, "enable_timer": True}}
     assert strategy.hybrid_configs["pp_configs"].enable_timer
@@ -97,3 +103,22 @@ def test_a_later_strategy_holds_for_the_models_that_follow(change: Any) -> None:
             assert float(model.train_batch(batch(), sgd(model))) > 0
     # Not yet divided by accumulate_steps, under delay_scale_loss.
     assert all((4 * one == other).all() for one, other in zip(*gradients))
+
+
+@pytest.mark.parametrize("wrong", [True, False, 0, -1, float("nan"), float("inf"), "60", "soon"])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(wrong: Any) -> None:
+    strategy = fleet.DistributedStrategy()
+    strategy.fleetpipe_configs = {"timeout": wrong}
+    with pytest.raises(ConfigError, match=rf"number of seconds above 0\n  got: {wrong!r}\n"):
+        fleet.init(is_collective=True, strategy=strategy)
+
+
+@pytest.mark.parametrize("text", ["0", "nan", "soon", ""])
+def test_a_timeout_of_the_environment_is_a_number_too(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEETPIPE_TIMEOUT", "7.5")
+    assert PipelineConfig.from_strategy(None).timeout == 7.5
+    monkeypatch.setenv("FLEETPIPE_TIMEOUT", text)
+    with pytest.raises(ConfigError, match="FLEETPIPE_TIMEOUT must be a number of seconds above 0"):
+        PipelineConfig.from_strategy(None)
