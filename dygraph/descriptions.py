@@ -18,7 +18,7 @@ def checked(layers: Any) -> list[Any]:
     """Returns the entries of the list of layers that a user gave.
 
     Raises:
-        ConfigError: It is no list, or one of its entries cannot stand there.
+        ConfigError: It is no list, or an empty one, or one of its entries cannot stand there.
     """
     if not isinstance(layers, Iterable):
         raise ConfigError(
@@ -27,6 +27,14 @@ def checked(layers: Any) -> list[Any]:
             fix="pass [LayerDesc(..), LayerDesc(..), ..], in the order in which they run",
         )
     entries = list(layers)
+    if not entries:
+        raise ConfigError(
+            "the list of layers of a PipelineLayer is empty",
+            expected="at least one layer for each stage",
+            got=f"a {type(layers).__name__} without entries",
+            cause="a loop that built the list did not run, or an iterator was read before",
+            fix="pass [LayerDesc(..), LayerDesc(..), ..], in the order in which they run",
+        )
     for index, entry in enumerate(entries):
         _check(entry, index)
     return entries

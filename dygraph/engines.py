@@ -20,7 +20,7 @@ from fleetpipe.dygraph.switches import Switches
 from fleetpipe.dygraph.timers import TimedStage, TimedTransport, Timers
 from fleetpipe.dygraph.wrapper_attributes import PipelineAttributes
 from fleetpipe.engine import Engine, Stage
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import current_job
 from fleetpipe.schedules import Plan
 from fleetpipe.trace import Trace
@@ -115,6 +115,23 @@ class PipelineEngines(PipelineAttributes):
         facts.update({f"layer {i}": text for i, text in enumerate(layers.outlines())})
         facts["cut"] = str(layers.segment_parts)
         return facts
+
+    def _require_running(self) -> None:
+        """Refuses a batch after the job has ended; its connections are closed.
+
+        Raises:
+            StateError: The job in which the model was wrapped is not the one that runs.
+        """
+        now = current_job()
+        if now is not self._job:
+            raise StateError(
+                "this model's job has ended",
+                expected="a batch between fleet.distributed_model and fleet.shutdown",
+                got="no job that runs" if now is None else "another job, which began since",
+                cause="fleet.shutdown() was called after the model was wrapped",
+                fix="call fleet.shutdown() after the last batch; in another job, build and wrap "
+                "the model anew, and load what was saved",
+            )
 
     def _resize(self, micro_batches: int, micro_batch_size: int) -> None:
         """Takes another number and size of micro-batches from the next batch on."""

@@ -11,7 +11,13 @@ from fleetpipe.dygraph.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.descriptions import shared_attributes
 from fleetpipe.dygraph.layer_state import StatefulLayers
 from fleetpipe.dygraph.shared_layers import HOLDER
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, UsageError
+
+_OF_THE_WRAPPER = ("train_batch", "eval_batch", "predict_batch", "forward_backward_pipeline")
+
+
+class NotWrapped(UsageError, AttributeError):
+    """A ``PipelineLayer`` was asked to do what its wrapper does; ``hasattr`` is False for it."""
 
 
 class FleetLayers(StatefulLayers):
@@ -28,6 +34,22 @@ class FleetLayers(StatefulLayers):
     """
 
     _owned: Sequence[int]
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a parameter, a buffer or a sublayer, as ``nn.Layer`` does.
+
+        Raises:
+            NotWrapped: It is a method of what ``fleet.distributed_model`` returns.
+        """
+        if name in _OF_THE_WRAPPER:
+            raise NotWrapped(
+                f"a PipelineLayer has no {name} before it is wrapped",
+                got=f"{type(self).__name__}.{name}",
+                cause="the model did not go through fleet.distributed_model, or what that returned "
+                "was not kept",
+                fix="model = fleet.distributed_model(model), after fleet.init",
+            )
+        return super().__getattr__(name)
 
     def stage_layers(self, stage: int) -> dict[int, Callable[[Any], Any]]:
         """Returns the built layers and functions of a stage of this process, by their numbers."""

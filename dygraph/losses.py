@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.refusals import reason
 from fleetpipe.dygraph.values import outline
 from fleetpipe.errors import BoundaryError, FleetPipeError
 
@@ -102,7 +103,9 @@ def _loss(criterion: Criterion, output: Any, label: Any) -> Any:
             "the loss function cannot take the model's output and the label",
             where="last stage",
             got=f"output {outline(output)}; label {outline(label)}",
-            cause=f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}",
+            cause=reason(error),
+            fix="give labels of the shape and dtype that loss_fn(output, label) takes, or another "
+            "loss_fn",
         ) from error
     # Not loss.size: Paddle asks NumPy for that, which takes as long as the loss of a small model.
     if isinstance(loss, paddle.Tensor) and math.prod(loss.shape) == 1:

@@ -52,6 +52,7 @@ class PipelineParallel(PipelineEngines):
             Seconds of F, I and W of each stage, the latency of an edge, and the bytes that a
             forward of each stage holds: the form of ``fleetpipe.schedules.Costs.from_json``.
         """
+        self._require_running()
         batches = split(data, self._cut())
         with self._job.guarded(lambda: "profiling"):
             measured = profiling.measure(self.layers, self._job, batches, self.weights)
@@ -94,6 +95,7 @@ class PipelineParallel(PipelineEngines):
             BoundaryError: A value cannot cross between stages.
             PeerFailed: Another rank left.
             PipelineTimeout: A message did not come within the limit.
+            StateError: ``fleet.shutdown`` ended the job of this model.
         """
         _require_methods("lr_scheduler", lr_scheduler, "an LRScheduler", ("step", "get_lr"))
         _require_methods("scaler", scaler, "a GradScaler", ("scale", "step", "update"))
@@ -211,6 +213,7 @@ class PipelineParallel(PipelineEngines):
         by_micro_batch: bool,
         bind: Callable[[], None] | None = None,
     ) -> Any:
+        self._require_running()
         functions = self._loss_functions(loss_fn_idx)
         _require_gradients()
         # First, so that it does not matter which ranks' data draw random numbers too.
@@ -258,6 +261,7 @@ class PipelineParallel(PipelineEngines):
         self, batches: MicroBatches, functions: Any, labels: Any, finish: Callable[[Batch], Any]
     ) -> Any:
         """Runs forwards only and returns what ``finish`` makes of them, still guarded."""
+        self._require_running()
         self._require_data(batches, labelled=functions is not None)
         self._layers.eval()
         with self._job.guarded(lambda: "evaluating"):

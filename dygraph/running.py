@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
-from fleetpipe._paddle import paddle
-from fleetpipe.dygraph import randomness, recompute
+from fleetpipe.dygraph import randomness, recompute, refusals
 from fleetpipe.dygraph.randomness import Keys
 from fleetpipe.dygraph.recompute import Piece
-from fleetpipe.dygraph.values import outline
-from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Partition
 
 
 class _Step(NamedTuple):
-    """A layer, its number in the whole list and how it is called."""
+    """A layer and its number in the whole list."""
 
     number: int
     function: Callable[[Any], Any]
-    call: Callable[[Any], Any]
 
 
 class _Part(NamedTuple):
@@ -62,17 +57,17 @@ class StageRunner:
             micro_batch: The global micro-batch in a run of a plan; None in a direct call.
 
         Raises:
-            BoundaryError: The first layer cannot take what the stage before sent.
+            BoundaryError: A layer cannot take what the one before returned.
         """
         keys = None if micro_batch is None else randomness.current()
         for part in self._parts.get(stage) or self._parts_of(stage):
             if part.piece is not None:
                 value = _sole(value)
             if part.piece is not None and part.piece.needs_recompute(value):
-                run = functools.partial(_call, part.steps, keys, micro_batch)
+                run = functools.partial(self._call, part.steps, keys, micro_batch)
                 value = recompute.call(part.piece, run, value)
             else:
-                value = _call(part.steps, keys, micro_batch, value)
+                value = self._call(part.steps, keys, micro_batch, value)
         return value
 
     def _parts_of(self, stage: int) -> list[_Part]:
@@ -84,52 +79,35 @@ class StageRunner:
 
     def _part(self, stage: int, start: int, end: int) -> _Part:
         functions = {index: self._functions[index] for index in range(start, end)}
-        steps = [_Step(index, function, function) for index, function in functions.items()]
-        if start == self._partition.boundaries[stage] and start > 0:
-            steps[0] = steps[0]._replace(call=functools.partial(self._receive, start))
+        steps = tuple(_Step(index, function) for index, function in functions.items())
         if not self._interval:
-            return _Part(tuple(steps), None)
+            return _Part(steps, None)
         name = f"stage {stage}, layers {start} to {end - 1}"
-        return _Part(tuple(steps), Piece(name, functions.values()))
+        return _Part(steps, Piece(name, functions.values()))
 
-    def _receive(self, index: int, value: Any) -> Any:
-        """Calls the first layer of a stage with what the stage before sent."""
-        try:
-            return self._functions[index](value)
-        except Exception as error:
-            if not _refused(error):
-                raise
-            raise BoundaryError(
-                f"layer {index} ({self._partition.layers[index].name}) cannot take "
-                f"what layer {index - 1} returned",
-                where=f"first layer of stage {self._partition.stage_of(index)}",
-                got=f"{outline(value)}, from layer {index - 1} ("
-                f"{self._partition.layers[index - 1].name})",
-                cause=f"{type(error).__name__}: {_reason(error)}",
-                fix="a layer takes one argument, here a tuple: write forward(self, args)"
-                if isinstance(error, TypeError) and isinstance(value, tuple)
-                else "run the list of layers in one process (pp_degree=1) to see where shapes part",
-            ) from error
+    def _call(
+        self, steps: tuple[_Step, ...], keys: Keys | None, micro_batch: int | None, value: Any
+    ) -> Any:
+        """Calls layers one after another, in a run of a plan each under its own key."""
+        if micro_batch is None:
+            keys = None
+        elif keys is not None:
+            keys.micro_batch = micro_batch
+        for number, function in steps:
+            if keys is not None:
+                keys.enter(number, function)
+            try:
+                value = function(value)
+            except Exception as error:
+                if not refusals.is_refusal(error, value, __file__):
+                    raise
+                raise refusals.refusal(error, self._partition, number, function, value) from error
+        return value
 
 
 def _sole(value: Any) -> Any:
     """Returns the one entry of a tuple: so Fleet begins each piece, recomputed or not."""
     return value[0] if type(value) is tuple and len(value) == 1 else value
-
-
-def _call(
-    steps: tuple[_Step, ...], keys: Keys | None, micro_batch: int | None, value: Any
-) -> Any:
-    """Calls layers one after another, each under its own key."""
-    if keys is None or micro_batch is None:
-        for _, _, call in steps:
-            value = call(value)
-        return value
-    keys.micro_batch = micro_batch
-    for number, function, call in steps:
-        keys.enter(number, function)
-        value = call(value)
-    return value
 
 
 def checked_interval(recompute_interval: Any, recompute_ctx: Any) -> int:
@@ -158,18 +136,3 @@ def checked_interval(recompute_interval: Any, recompute_ctx: Any) -> int:
             '"offload": False, "partition": False}',
         )
     return recompute_interval
-
-
-def _reason(error: Exception) -> str:
-    """Returns the line of a message that says most: the last that does not only name the kernel."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    telling = [line for line in lines if line and not line.startswith("[operator <")]
-    return (telling or [""])[-1]
-
-
-def _refused(error: Exception) -> bool:
-    """Tells whether Paddle or the call itself refused a value, and not the layer's own code."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    raised_in = Path(frame.f_code.co_filename)
-    inside_paddle = Path(paddle.__file__).parent in raised_in.parents
-    return not isinstance(error, MemoryError) and (inside_paddle or raised_in == Path(__file__))

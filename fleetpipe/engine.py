@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Callable, NamedTuple, Protocol, Union
 
-from fleetpipe.errors import PeerFailed, PipelineTimeout, ScheduleError
+from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout, ScheduleError
 from fleetpipe.schedules import Action, Edge, Free, Fused, Op, Plan, Recv, Send
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.operations import ranks_of
@@ -333,6 +333,9 @@ def _located(error: Exception, walker: Walker) -> Exception:
     """Returns ``error``, now saying at which operation of the plan the rank was."""
     if isinstance(error, (PipelineTimeout, PeerFailed)):
         return type(error)(f"{walker.where()}: {error}").with_traceback(error.__traceback__)
+    if isinstance(error, BoundaryError):
+        error.add_place(walker.where())
+        return error
     note = f"fleetpipe: raised at {walker.where()}"
     if sys.version_info >= (3, 11):
         error.add_note(note)

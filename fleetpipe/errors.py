@@ -32,20 +32,37 @@ class FleetPipeError(Exception):
         cause: str | None = None,
         fix: str | None = None,
     ) -> None:
-        labelled = {
+        self._summary = summary
+        self._labelled = {
             "where": where,
             "expected": expected,
             "got": got,
             "likely cause": cause,
             "what to do": fix,
         }
-        lines = [summary]
-        lines += [f"  {label}: {text}" for label, text in labelled.items() if text]
-        super().__init__("\n".join(lines))
+        super().__init__(self._text())
+
+    def add_place(self, place: str) -> None:
+        """Puts what a caller further out knows in front of ``where``."""
+        where = self._labelled["where"]
+        self._labelled["where"] = f"{place}: {where}" if where else place
+        self.args = (self._text(),)
+
+    def _text(self) -> str:
+        lines = [f"  {label}: {text}" for label, text in self._labelled.items() if text]
+        return "\n".join([self._summary, *lines])
 
 
 class ConfigError(FleetPipeError, ValueError):
     """A strategy, an option or an argument that cannot be used as given."""
+
+
+class UsageError(FleetPipeError, TypeError):
+    """An object that was given to, or asked for, what is not made for it."""
+
+
+class StateError(FleetPipeError, RuntimeError):
+    """A call that came too early or too late: before ``fleet.init``, or after its job ended."""
 
 
 class ScheduleError(FleetPipeError, ValueError):

@@ -15,7 +15,7 @@ numerics.prepare()
 _delegation.install()
 static.install()
 
-from fleetpipe.fleet import layers, meta_parallel  # noqa: E402
+from fleetpipe.fleet import high_level, layers, meta_parallel  # noqa: E402
 from fleetpipe.fleet.lifecycle import (  # noqa: E402
     get_hybrid_communicate_group,
     init,
@@ -27,6 +27,8 @@ from fleetpipe.fleet.wrapping import (  # noqa: E402
     distributed_optimizer,
     distributed_scaler,
 )
+
+high_level.install()
 
 __all__ = [
     "DistributedStrategy",

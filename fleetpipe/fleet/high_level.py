@@ -1,0 +1,43 @@
+"""Has ``paddle.Model`` refuse a pipeline, whose batches it would run outside of the schedule."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph import PipelineLayer, PipelineParallel
+from fleetpipe.errors import UsageError
+
+
+def install() -> None:
+    """Changes the constructor of ``paddle.Model``, once; other models are built as ever."""
+    constructor: Any = paddle.Model.__init__
+    if hasattr(constructor, "__wrapped__"):
+        return
+
+    @functools.wraps(constructor)
+    def begin(self: Any, network: Any, *more: Any, **named: Any) -> None:
+        _refuse_pipelines(network)
+        constructor(self, network, *more, **named)
+
+    setattr(paddle.Model, "__init__", begin)  # noqa: B010  # mypy: a method is not assignable
+
+
+def _refuse_pipelines(network: Any) -> None:
+    """Refuses a model of several stages, wrapped or not.
+
+    Raises:
+        UsageError: ``network`` is one.
+    """
+    wrapped = isinstance(network, PipelineParallel)
+    if wrapped or (isinstance(network, PipelineLayer) and network.placement.stages > 1):
+        raise UsageError(
+            "paddle.Model does not run a pipeline",
+            expected="an nn.Layer that a process runs as a whole",
+            got=type(network).__name__,
+            cause="fit, evaluate and predict call the network itself, which on several ranks is "
+            "one stage of the model",
+            fix="model = fleet.distributed_model(pipeline_layer), then model.train_batch(data, "
+            "optimizer), model.eval_batch(data, compute_loss=True) and model.predict_batch(inputs)",
+        )

@@ -1,0 +1,198 @@
+"""What a layer, a model and a wrapper refuse, and that the message says where and what to do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Callable
+
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe import fleet
+from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
+from fleetpipe.fleet.meta_parallel import PipelineLayer
+from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+
+
+def linear(taken: int = 6, given: int = 6) -> nn.Layer:
+    return nn.Linear(taken, given)
+
+
+class Twice(nn.Layer):
+    """Returns a tuple."""
+
+    def forward(self, x: Any) -> Any:
+        return x, x
+
+
+class Sum(nn.Layer):
+    """Takes two arguments, which no layer of a pipeline does."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return x + y
+
+
+class SumOfThree(nn.Layer):
+    """Takes a tuple of three."""
+
+    def forward(self, args: Any) -> Any:
+        x, y, z = args
+        return x + y + z
+
+
+class Added(nn.Layer):
+    """Adds a parameter of another size, with an operator that has no Python frame of Paddle's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([5])
+
+    def forward(self, x: Any) -> Any:
+        return x + self.weight
+
+
+class Doubled(nn.Layer):
+    def forward(self, x: Any) -> Any:
+        return x.scale(2.0)
+
+
+def refusal(layers: list[Any], schedule: str = "1F1B", **options: Any) -> str:
+    """Returns what training two stages of three layers each is refused with."""
+    with job(2, schedule=schedule):
+        model = pipeline(layers, **options)
+        with pytest.raises(BoundaryError) as caught:
+            model.train_batch(batch(), sgd(model))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("1F1B", {}), ("ZBH1", {}), ("FThenB", {"recompute_interval": 2, "recompute_ctx": {}})],
+)
+def test_a_wrong_shape_within_a_stage_names_the_layer_and_the_place(
+    schedule: str, options: dict[str, Any]
+) -> None:
+    layers = [linear(), nn.functional.tanh, linear(), linear(), nn.Tanh(), linear(7)]
+    assert re.fullmatch(
+        r"layer 5 \(Linear\) cannot take what layer 4 returned\n"
+        r"  where: rank 1, operation F1\.0 \(stage 1, micro-batch 0\)\n"
+        r"  expected: what Linear\(in_features=7, out_features=6, dtype=\w+\) takes\n"
+        r"  got: Tensor of float32\[2, 6\], from layer 4 \(Tanh\)\n"
+        r"  likely cause: ValueError: .*\b7\b.*\n"
+        r"  what to do: change layer 4 or 5 so that they fit",
+        refusal(layers, schedule, **options),
+    )
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize(
+    ("giver", "taker", "advice"),
+    [
+        (Twice, linear, "have layer {} return one Tensor"),
+        (Twice, lambda: nn.functional.relu, "have layer {} return one Tensor"),
+        (Twice, Doubled, "have layer {} return one Tensor"),
+        (Twice, Sum, "here a tuple: write forward(self, args)"),
+        (linear, Sum, "have layer {} return a tuple"),
+        (linear, SumOfThree, "have layer {} return a tuple"),
+        (linear, Added, "change layer {}"),
+    ],
+)
+def test_a_value_of_another_form_names_the_layer_wherever_it_is(
+    giver: Callable[[], Any], taker: Callable[[], Any], advice: str, number: int
+) -> None:
+    if giver is Twice and taker not in (Doubled, Sum) and paddle.__version__ < "3":
+        pytest.skip("of a tuple Paddle 2.6.2's operations take the first and say nothing")
+    layers: list[Any] = [linear() for _ in range(6)]
+    layers[number - 1 : number + 1] = [giver(), taker()]
+    message = refusal(layers)
+    assert message.startswith(f"layer {number} (")
+    assert f") cannot take what layer {number - 1} returned\n" in message
+    stage = number // 3
+    assert f"where: rank {stage}, operation F{stage}.0 (stage {stage}, micro-batch 0)" in message
+    assert advice.format(number - 1) in message
+
+
+def test_inputs_that_the_first_layer_cannot_take() -> None:
+    message = refusal([linear(7), linear()])
+    assert "layer 0 (Linear) cannot take the inputs of the batch" in message
+    assert "where: rank 0, operation F0.0 (stage 0, micro-batch 0)" in message
+    assert "got: Tensor of float32[2, 6]\n" in message
+
+
+def test_the_loss_says_which_micro_batch_it_could_not_take() -> None:
+    def sometimes(output: Any, label: Any) -> Any:
+        sometimes.calls += 1  # type: ignore[attr-defined]
+        return nn.functional.cross_entropy(output, label[:1] if sometimes.calls == 3 else label)  # type: ignore[attr-defined]
+
+    sometimes.calls = 0  # type: ignore[attr-defined]
+    message = refusal([linear(), linear()], loss_fn=sometimes)
+    assert "rank 1, operation F1.2 (stage 1, micro-batch 2), last finished B1.1: last" in message
+
+
+def test_a_direct_call_names_the_layer_too() -> None:
+    with job(2):
+        model = PipelineLayer([linear(), linear(7)], num_stages=2)
+        with pytest.raises(BoundaryError, match=r"layer 1 \(Linear\) cannot take what layer 0"):
+            model(batch()[0])
+
+
+def test_an_error_of_the_layers_own_stays_what_it_is() -> None:
+    def own(_x: Any) -> Any:
+        raise ValueError("a number of my own")
+
+    with job(2):
+        model = pipeline([linear(), own])
+        with pytest.raises(ValueError, match="a number of my own") as caught:
+            model.train_batch(batch(), sgd(model))
+    assert not isinstance(caught.value, BoundaryError)
+
+
+def test_a_list_without_layers_is_refused() -> None:
+    for layers in ([], (), iter(())):
+        with pytest.raises(ConfigError, match=r"list of layers .* is empty"):
+            PipelineLayer(layers, num_stages=1)
+
+
+@pytest.mark.parametrize("method", ["train_batch", "eval_batch", "predict_batch"])
+def test_a_model_that_is_not_wrapped_says_how_to_wrap_it(method: str) -> None:
+    with job(2):
+        model = PipelineLayer(mlp_layers(), num_stages=2)
+        assert not hasattr(model, method)
+        with pytest.raises(UsageError, match=rf"{method}(.|\n)*= fleet\.distributed_model\(model"):
+            getattr(model, method)(batch())
+        with pytest.raises(AttributeError, match="no_such_name"):
+            model.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["no job", "another job"])
+def test_a_batch_after_the_job_ended_is_refused(again: bool) -> None:
+    with job(2):
+        model = pipeline()
+        optimizer = sgd(model)
+        model.train_batch(batch(), optimizer)
+    inputs, _ = data = batch()
+    if again:
+        fleet.init(is_collective=True, strategy=fleet.DistributedStrategy())
+    try:
+        for call in (
+            lambda: model.train_batch(data, optimizer),
+            lambda: model.forward_backward_pipeline(data),
+            lambda: model.eval_batch(data),
+            lambda: model.predict_batch(inputs),
+            lambda: model.profile(data),
+        ):
+            with pytest.raises(StateError, match=r"has ended(.|\n)*fleet\.shutdown\(\)"):
+                call()
+    finally:
+        fleet.shutdown()
+
+
+def test_paddles_model_refuses_a_pipeline_and_takes_all_else() -> None:
+    with job(2):
+        layers = PipelineLayer(mlp_layers(), num_stages=2, loss_fn=nn.CrossEntropyLoss())
+        for network in (layers, fleet.distributed_model(layers)):
+            with pytest.raises(UsageError, match=r"train_batch(.|\n)*predict_batch"):
+                paddle.Model(network)
+    paddle.Model(nn.Linear(2, 2))
+    paddle.Model(PipelineLayer(mlp_layers(), num_stages=1))
