@@ -18,7 +18,7 @@ from fleetpipe.schedules import Costs, Schedule
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.chrome import MICROSECONDS_PER_SECOND, write_trace
 from fleetpipe.schedules.events import Event, events_of, figures_of
-from fleetpipe.schedules.plot import Panel, draw, panel_of
+from fleetpipe.schedules.plot import NoMatplotlib, Panel, draw, panel_of
 from fleetpipe.transport import Group, MessageKey, Transport, Value
 from fleetpipe.transport.hosts import host_identity
 
@@ -250,10 +250,9 @@ class Trace:
         title = (
             f"measured: the last of {self._count} steps · bubble {figures_of(last).bubble_rate:.2%}"
         )
-        beside = panel_of(predicted, "s")
-        draw([beside], self._folder / "predicted.png")
+        beside = panel_of(predicted, "s", "predicted")
         shown = Panel(title, _moved(last, -last_begin), placement, "s")
-        draw([shown, beside], self._folder / "measured.png")
+        drawn = self._draw({"predicted.png": [beside], "measured.png": [shown, beside]})
         figures = [figures_of(step) for step in warm]
         rate = sum(each.bubble for each in figures) / sum(each.span for each in figures)
         return (
@@ -261,7 +260,17 @@ class Trace:
             f"{rate:.4f} measured{' after the first step' * cold}, {predicted.bubble_rate:.4f} "
             "predicted from the mean cost of each action; "
             f"clocks agree within {self.clock_error * 1e6:.0f} us"
+            + "; no pictures: they need matplotlib (pip install 'fleetpipe[examples]')" * (not drawn)
         )
+
+    def _draw(self, pictures: Mapping[str, list[Panel]]) -> bool:
+        """Draws pictures by their file names; returns whether there is matplotlib to do so."""
+        try:
+            for name, panels in pictures.items():
+                draw(panels, self._folder / name)
+        except NoMatplotlib:
+            return False
+        return True
 
 
 def _moved(events: list[Event], seconds: float) -> list[Event]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def test_the_first_step_of_a_job_counts_in_no_figure(tmp_path: Path, kept: int, 
             trace.recorders[event.rank].records.append((event.name, event.start, event.end))
         trace.end_step()
     assert f"bubble rate 0.3333 {told}, 0.3333 predicted" in str(trace.write())
+
+
+def test_without_matplotlib_a_trace_is_written_and_the_job_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for folder in ("first", "second"):
+        with job(2, trace=tmp_path / folder):
+            model = pipeline()
+            model.train_batch(batch(), sgd(model))
+        assert [file.name for file in (tmp_path / folder).iterdir()] == ["trace.json"]
+    told = capfd.readouterr().err
+    assert told.count("no pictures: they need matplotlib") == 2
+    assert told.count("trace of 1 of 1 steps") == 2
 
 
 def test_nothing_is_recorded_without_being_asked() -> None:

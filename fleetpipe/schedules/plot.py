@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,9 +39,10 @@ _LABELS = {
 }
 
 _HEIGHT = 0.86  # of a bar, in rows
+_LANE = 0.55  # height of a bar in shares of that, where more than two chunks stand in lanes
 _INCHES = (9.0, 16.0)  # least and most width of a picture
-_WIDEST = 24.0  # where that makes room for small numbers
-_POINTS = (4.5, 9.0)  # least and most size of a number
+_POINTS = (6.0, 9.0)  # least and most size of a number; none is smaller than can be read
+_HALF_POINTS = 7.0  # most size in half a box
 _MARGIN = 1.1  # inches beside the rows
 _DIGIT = 0.64  # width of a digit in shares of its size
 _MOST_NUMBERS = 8000
@@ -64,6 +66,11 @@ class Panel:
     events: Sequence[Event]
     placement: Placement
     unit: str = ""
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether chunks stand below each other: more than two cannot be told by shades alone."""
+        return self.placement.chunks > 2
 
     @cached_property
     def bars(self) -> list[_Bar]:
@@ -94,8 +101,18 @@ def plot(timeline: Timeline, path: str | Path) -> None:
     draw([panel_of(timeline)], path)
 
 
-def panel_of(timeline: Timeline, unit: str = "") -> Panel:
-    """Returns the panel of a simulated schedule, bubble rate and peak in its title."""
+class NoMatplotlib(ConfigError):
+    """A picture was asked for where matplotlib is not installed."""
+
+
+def panel_of(timeline: Timeline, unit: str = "", name: str = "") -> Panel:
+    """Returns the panel of a simulated schedule, bubble rate and peak in its title.
+
+    Args:
+        timeline: When each action runs.
+        unit: As of :class:`Panel`.
+        name: What the title begins with, where several panels stand in one picture.
+    """
     schedule = timeline.schedule
     placement = schedule.placement
     chunks = f", {placement.chunks} chunks ({placement.name})" if placement.chunks > 1 else ""
@@ -104,28 +121,32 @@ def panel_of(timeline: Timeline, unit: str = "") -> Panel:
         f" · bubble {timeline.bubble_rate:.2%}"
         f" · peak {max(timeline.peak_activations):g} forwards"
     )
+    title = f"{name}: {title}" if name else title
     return Panel(title, events_of(timeline), placement, unit)
 
 
 def draw(panels: Sequence[Panel], path: str | Path) -> None:
     """Draws timelines below each other to one scale, measured beside predicted for example.
 
-    Colours say the kind, and lighter ones a later stage of the same rank. Numbers are micro-batches
-    where they fit. A fused pair is one box with its parts above each other. No display is needed.
+    Colours say the kind, and lighter ones a later stage of the same rank; from three stages on each
+    also stands lower than the one before. Numbers are micro-batches where they fit. A fused pair is
+    one box with its parts above each other. Seconds are shown in the unit that suits the longest
+    timeline. No display is needed.
 
     Args:
         panels: One timeline or more, in one unit of time.
         path: File to write; its ending, .png or .svg, says the form.
 
     Raises:
-        ConfigError: Another ending, or matplotlib is not installed.
+        ConfigError: Another ending.
+        NoMatplotlib: matplotlib is not installed.
     """
     svg = _suffix(path) == ".svg"
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(
+        raise NoMatplotlib(
             "pictures are drawn with matplotlib, which is not installed",
             cause=str(error),
             fix="pip install 'fleetpipe[examples]'",
@@ -142,9 +163,8 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
         for panel, area in zip(panels, axes[:, 0]):
             area.set_xlim(0, _end(panels))
             _draw_panel(area, panel, 72 * (width - _MARGIN) / _end(panels))
-        unit = f"time ({panels[-1].unit})" if panels[-1].unit else "time"
-        axes[-1, 0].set_xlabel(unit, fontsize="small")
-        _draw_legend(figure, panels)
+        _draw_axis(axes[-1, 0], panels[-1].unit, _end(panels))
+        _draw_legend(figure, panels, letters)
         figure.savefig(path, metadata={"Date": None} if svg else {"Software": None})
 
 
@@ -164,18 +184,19 @@ def _bars(event: Event, placement: Placement) -> Iterator[_Bar]:
         if event.op is None or event.name in ("REDUCE", "STEP"):
             yield _Bar("other", 0, "", event.start, event.end, top, top + _HEIGHT)
         return
-    height = _HEIGHT / len(event.actions)
+    whole = _HEIGHT * (_LANE if placement.chunks > 2 else 1)
+    height = whole / len(event.actions)
     for index, action in enumerate(event.actions):
-        shade = _shade(action, event.rank, placement)
-        above = top + index * height
+        later = _lateness(action, event.rank, placement)
+        above = top + (_HEIGHT - whole) * later + index * height
         number = str(action.micro_batch)
-        yield _Bar(action.kind, shade, number, event.start, event.end, above, above + height)
+        yield _Bar(action.kind, 0.6 * later, number, event.start, event.end, above, above + height)
 
 
-def _shade(action: Action, rank: int, placement: Placement) -> float:
-    """Returns how much white is mixed in: none for a rank's first stage, more for later ones."""
+def _lateness(action: Action, rank: int, placement: Placement) -> float:
+    """Returns 0 for a rank's first stage and 1 for its last, which has most white mixed in."""
     chunk = placement.stages_of(rank).index(action.stage)
-    return 0.6 * chunk / max(1, placement.chunks - 1)
+    return chunk / max(1, placement.chunks - 1)
 
 
 def _end(panels: Sequence[Panel]) -> float:
@@ -197,16 +218,27 @@ def _size(panels: Sequence[Panel]) -> tuple[float, float]:
     width = max(_INCHES[0], *(_wanted_width(panel, _end(panels)) for panel in panels))
     ranks = [panel.placement.ranks for panel in panels]
     row = 0.36 if max(ranks) <= 16 else 0.24
-    return width, 0.7 + sum(row * count + 0.5 for count in ranks)
+    if any(panel.has_lanes for panel in panels):
+        row *= 1.5
+    return width, 0.9 + sum(row * count + 0.5 for count in ranks)
 
 
 def _wanted_width(panel: Panel, end: float) -> float:
     boxes = end / (_usual_width(panel) or end)
-    for points, limit in ((6.5, _INCHES[1]), (_POINTS[0], _WIDEST)):
-        width = _MARGIN + boxes * (_DIGIT * _digits(panel) * points + 1.2) / 72
-        if width <= limit:
-            return width
-    return _INCHES[1]
+    width = _MARGIN + boxes * (_DIGIT * _digits(panel) * _POINTS[0] + 1.2) / 72
+    return min(width, _INCHES[1])
+
+
+def _draw_axis(area: Axes, unit: str, end: float) -> None:
+    """Labels the axis of time."""
+    if unit == "s":
+        unit, factor = next(one for one in _UNITS if end * one[1] >= 2 or one is _UNITS[-1])
+        area.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * factor:g}")
+    area.set_xlabel(f"time ({unit})" if unit else "time", fontsize="small")
+
+
+#: Units of time, and how many there are in a second.
+_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 
 
 def _draw_panel(area: Axes, panel: Panel, scale: float) -> None:
@@ -244,8 +276,8 @@ def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
     if size < least or len(numbered) > _MOST_NUMBERS:
         return
     for bar in numbered:
-        fused = bar.bottom - bar.top < 0.9 * _HEIGHT
-        points = min(size, 5.5) if fused else size
+        halved = bar.bottom - bar.top < _LANE * _HEIGHT - 0.01
+        points = min(size, _HALF_POINTS) if halved else size
         if _DIGIT * len(bar.number) * points <= (bar.right - bar.left) * scale:
             area.text(
                 (bar.left + bar.right) / 2,
@@ -258,7 +290,8 @@ def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
             )
 
 
-def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
+def _draw_legend(figure: Figure, panels: Sequence[Panel], letters: float) -> None:
+    """Explains the colours, in as many lines as the width of the picture asks for."""
     from matplotlib.patches import Patch
 
     bars = [bar for panel in panels for bar in panel.bars]
@@ -269,9 +302,17 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
         if kind in present
     ]
     if any(bar.shade for bar in bars):
-        boxes.append(Patch(facecolor="#d9d9d9", label="lighter: a later stage of the rank"))
+        lower = " and lower" if any(panel.has_lanes for panel in panels) else ""
+        boxes.append(Patch(facecolor="#d9d9d9", label=f"lighter{lower}: a later stage of the rank"))
     if any(len(event.actions) > 1 for panel in panels for event in panel.events):
         boxes.append(Patch(facecolor="white", edgecolor="#808080", label="halves: fused"))
+    # An entry is a box, as wide as five letters, and its text; letters are some 0.5 of their size.
+    points = sum(5 + 0.52 * len(str(box.get_label())) for box in boxes) * 0.83 * letters
+    lines = max(1, math.ceil(points / (72 * figure.get_figwidth())))
     figure.legend(
-        handles=boxes, loc="outside lower center", ncols=len(boxes), fontsize="small", frameon=False
+        handles=boxes,
+        loc="outside lower center",
+        ncols=math.ceil(len(boxes) / lines) or 1,
+        fontsize="small",
+        frameon=False,
     )

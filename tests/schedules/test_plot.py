@@ -35,7 +35,7 @@ def test_the_same_timeline_gives_the_same_file(tmp_path: Path) -> None:
         assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize(("ranks", "m", "widest"), [(4, 8, 9), (16, 64, 24), (32, 512, 16)])
+@pytest.mark.parametrize(("ranks", "m", "widest"), [(4, 8, 9), (16, 64, 16), (32, 512, 16)])
 def test_pictures_stay_within_reason(ranks: int, m: int, widest: float, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "large.png"
@@ -52,6 +52,17 @@ def test_boxes_have_the_colour_of_their_kind_and_the_shade_of_their_chunk() -> N
     for kind in "FIW":
         light, dark = colours[kind, 0.6], colours[kind, 0]
         assert all(first > second for first, second in zip(light, dark))
+
+
+def test_more_than_two_chunks_stand_below_each_other() -> None:
+    bars = panel_of(build("Interleaved1F1B", ranks=1, micro_batches=1, chunks=4).simulate()).bars
+    lanes = sorted({(bar.top, bar.bottom, bar.shade) for bar in bars})
+    assert len(lanes) == 4
+    for (top, bottom, shade), (next_top, next_bottom, next_shade) in zip(lanes, lanes[1:]):
+        assert (top, bottom, shade) < (next_top, next_bottom, next_shade)
+        assert next_bottom - bottom > 0.1
+    # Within the row.
+    assert -0.5 < lanes[0][0] < lanes[-1][1] < 0.5
 
 
 def test_a_fused_pair_is_two_halves_of_one_box() -> None:
@@ -74,6 +85,51 @@ def test_measured_beside_predicted(tmp_path: Path) -> None:
     text = re.findall(r"<text[^>]*>([^<]*)<", file.read_text(encoding="utf-8"))
     assert {"measured", "time (s)", "other"} <= set(text)
     assert text.count("rank 1") == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit"), [(60.0, "s"), (0.5, "s"), (0.02, "ms"), (0.0003, "ms"), (2e-6, "µs")]
+)
+def test_the_axis_has_the_unit_that_suits_it(seconds: float, unit: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    timeline = build("1F1B", ranks=2, micro_batches=2).simulate(
+        Costs(forward=seconds, input_grad=seconds, weight_grad=seconds)
+    )
+    draw([panel_of(timeline, "s", "predicted")], tmp_path / "a.svg")
+    text = texts(tmp_path / "a.svg")
+    assert f"time ({unit})" in text
+    assert any(title.startswith("predicted: 1F1B: 2 ranks") for title in text)
+    ticks = [float(one) for one in text if re.fullmatch(r"[\d.]+", one)]
+    assert 1 <= max(ticks) < 3000
+
+
+def texts(svg: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)<", svg.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("schedule", ["DualPipeV", "ZBV", "Interleaved1F1B"])
+def test_nothing_of_the_legend_is_cut(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    kept: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: kept.append(figure))
+    plot(build(schedule, ranks=4, micro_batches=12).simulate(), "a.png")
+    (figure,) = kept
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert figure.bbox.containsx(legend.get_window_extent().x0)
+    assert figure.bbox.containsx(legend.get_window_extent().x1)
+
+
+def test_numbers_too_small_to_read_are_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for micro_batches, numbered in ((8, True), (64, False)):
+        file = tmp_path / "a.svg"
+        plot(build("ZBH1", ranks=16, micro_batches=micro_batches).simulate(), file)
+        assert (texts(file).count("7") >= 3 * 16) == numbered
+        sizes = re.findall(r"font(?:-size)?: ([\d.]+)px", file.read_text(encoding="utf-8"))
+        assert min(map(float, sizes)) >= 6
 
 
 def test_other_forms_of_file_are_refused(tmp_path: Path) -> None:
