@@ -1,10 +1,13 @@
-"""Gives each of Paddle's Gloo groups a key-value store of its own.
+"""Gives each of Paddle's Gloo groups a key-value store of its own, and all of them an interface.
 
 All Gloo groups of a job write their addresses under the same keys of the job's store (2.6.2 and
 3.3.1). A rank that makes its second group a moment before another does reads the address of that
 one's first group, which no longer listens: "Connection refused", about once in five starts of
 three ranks. With a store of its own no group sees the addresses of another. The ranks also meet
 there, so that none enters Gloo, which gives up after 30 s, before the others have come.
+
+Gloo listens at the address that the host's name has, which on many hosts is a loopback one, unless
+it is told an interface.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from typing import Any
 
 from fleetpipe import _paddle
 from fleetpipe.errors import PipelineTimeout, TransportError
-from fleetpipe.transport import Store
+from fleetpipe.notice import tell_once
+from fleetpipe.transport import Store, hosts
 
 #: Below the ports that the system gives to outgoing connections: none of those is in the way.
 _PORTS = range(20000, 32000)
@@ -29,10 +33,13 @@ _POLL_SECONDS = 0.01
 def separate_stores(store: Store, timeout: float) -> None:
     """Makes every Gloo group in a store of its own, until :func:`share_store_again`.
 
+    Where the user chose no interface for Gloo, it is the one that leads to the other ranks.
+
     Args:
         store: The job's store, where a group's ranks find its own.
         timeout: Seconds that the ranks of a group may take to arrive.
     """
+    _choose_interface()
 
     def own_store(rank: int, ranks: int, group: int) -> Any:
         own = _meet(store, rank, f"fleetpipe/gloo/{group}", timeout)
@@ -51,7 +58,7 @@ def share_store_again() -> None:
 def _meet(store: Store, rank: int, key: str, timeout: float) -> Any:
     """Opens a group's store: its first rank serves it, the others find it in the job's store."""
     if rank == 0:
-        host = os.environ["PADDLE_CURRENT_ENDPOINT"].rpartition(":")[0]
+        host = hosts.own_address()
         port = _free_port(host)
         own = _paddle.open_store(host, port, True, timeout)
         store.set(f"{key}/address", f"{host}:{port}")
@@ -60,6 +67,22 @@ def _meet(store: Store, rank: int, key: str, timeout: float) -> Any:
     _wait(lambda: store.add(f"{key}/published", 0) > 0, f"no first rank for {key}", timeout)
     host, _, text = store.get(f"{key}/address").decode().rpartition(":")
     return _paddle.open_store(host, int(text), False, timeout)
+
+
+def _choose_interface() -> None:
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    name, address = hosts.gloo_interface()
+    if not name:
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    named = hosts.named_address()
+    if address not in ("127.0.0.1", named):
+        tell_once(
+            f"Gloo uses the interface {name} ({address}), which leads to the other hosts; "
+            f"this host's name leads to {named or 'no address'}",
+            any_rank=True,
+        )
 
 
 def _wait(arrived: Callable[[], bool], summary: str, timeout: float) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
+import ipaddress
 import os
 import secrets
 import socket
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +17,12 @@ from fleetpipe.errors import TransportError
 
 _BUFFER_BYTES = 4 << 20
 _PROC = Path("/proc")
+# Linux's way to list the addresses of all interfaces: a length and a place for the table, each
+# entry of which is a name and a socket's address of a family, a port and four bytes.
+_SIOCGIFCONF = 0x8912
+_IFCONF = struct.Struct("iP")
+_IFREQ = struct.Struct("16s4x4s16x")
+_MOST_INTERFACES = 512
 
 
 class Listener(NamedTuple):
@@ -44,22 +54,97 @@ def force_tcp_by_default() -> bool:
 def own_address() -> str:
     """Returns the address of this host under which other hosts are told to reach it.
 
+    It is ``FLEETPIPE_ADDRESS``, else the one that the launcher gave to this rank, else (where that
+    is a loopback one, and other ranks are elsewhere) the one from which this host reaches theirs,
+    else that of the host's name.
+
     Raises:
-        TransportError: Neither the environment nor the host's name tells it.
+        TransportError: None of them tells it.
     """
     given = os.environ.get("FLEETPIPE_ADDRESS")
-    endpoint = os.environ.get("PADDLE_CURRENT_ENDPOINT", "").rpartition(":")[0].strip("[]")
-    if given or endpoint:
-        return given or endpoint
-    with contextlib.suppress(OSError):
-        found = socket.gethostbyname(socket.gethostname())
-        if not found.startswith("127."):
+    launched = _host(os.environ.get("PADDLE_CURRENT_ENDPOINT", ""))
+    others = _launched_hosts()
+    if given or (launched and len(others) == 1):
+        return given or launched
+    for found in (launched, *map(route_to, others), named_address()):
+        if found and not _is_loopback(found):
             return found
     raise TransportError(
         "cannot tell at which address the other hosts reach this one",
         got=f"{socket.gethostname()!r}, which is not a name that leads to this host from outside",
         fix="set FLEETPIPE_ADDRESS on each host, or pass address= to connect()",
     )
+
+
+def gloo_interface() -> tuple[str, str]:
+    """Returns the network interface that leads to the other ranks of the job, and its address.
+
+    Within one host it is the loopback; between hosts the one with this rank's own address, or where
+    that is none of IPv4, the one from which this host reaches the others. Empty where none can be
+    told.
+    """
+    launched = _launched_hosts()
+    if len(launched) == 1:
+        found = ["127.0.0.1"]
+    else:
+        found = [address for address in map(route_to, launched) if not _is_loopback(address)]
+        with contextlib.suppress(TransportError):
+            found.insert(0, own_address())
+    names = {address: name for name, address in _interfaces()}
+    for address in map(_address_of, found):
+        if address in names:
+            return names[address], address
+    return "", ""
+
+
+def route_to(host: str) -> str:
+    """Returns the address from which this host would reach ``host``; "" where there is no way."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # chooses the way; a datagram socket sends nothing by it
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def named_address() -> str:
+    """Returns the address that this host's own name leads to here; "" where it leads nowhere."""
+    return _address_of(socket.gethostname())
+
+
+def _launched_hosts() -> list[str]:
+    """The hosts of all ranks as the launcher names them, each once, that of rank 0 first."""
+    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
+    return list(dict.fromkeys(filter(None, map(_host, endpoints))))
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0].strip("[]")
+
+
+def _address_of(name: str) -> str:
+    with contextlib.suppress(OSError):
+        return str(socket.getaddrinfo(name, None)[0][4][0])
+    return ""
+
+
+def _is_loopback(name: str) -> bool:
+    address = _address_of(name)
+    return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    """The interfaces of this host that are up, by name and IPv4 address."""
+    table = array.array("B", bytes(_MOST_INTERFACES * _IFREQ.size))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = _IFCONF.pack(len(table), table.buffer_info()[0])
+        length, _ = _IFCONF.unpack(fcntl.ioctl(probe, _SIOCGIFCONF, request))
+    found = _IFREQ.iter_unpack(table.tobytes()[:length])
+    # An address that was added to an interface later may have a label such as eth0:1.
+    return [
+        (name.split(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(address))
+        for name, address in found
+    ]
 
 
 def listen_unix() -> Listener:

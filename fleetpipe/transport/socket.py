@@ -51,8 +51,8 @@ def connect(
         store: Where they find each other; Paddle's ``TCPStore`` fits.
         namespace: Prefix of this connection's keys in the store. It must be new in that store.
         timeout: Seconds for all ranks to arrive, and for ``send`` to wait for a slow peer.
-        address: This host's address as other hosts reach it. Default: ``FLEETPIPE_ADDRESS``, else
-            that of ``PADDLE_CURRENT_ENDPOINT``, else that of the host's name.
+        address: This host's address as other hosts reach it; by default that of
+            :func:`hosts.own_address`.
         force_tcp: Use TCP within a host too. Default: whether ``FLEETPIPE_FORCE_TCP`` is 1.
         backlog: Bytes that may wait for one peer before ``send`` waits.
 

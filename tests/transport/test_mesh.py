@@ -135,23 +135,6 @@ def test_host_identity_is_the_kernel_and_its_network() -> None:
     assert identity == hosts.host_identity()
 
 
-def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PADDLE_CURRENT_ENDPOINT", "10.1.2.3:6170")
-    assert hosts.own_address() == "10.1.2.3"
-    monkeypatch.setenv("PADDLE_CURRENT_ENDPOINT", "[fd00::1]:6170")
-    assert hosts.own_address() == "fd00::1"
-    monkeypatch.setenv("FLEETPIPE_ADDRESS", "node7")
-    assert hosts.own_address() == "node7"
-
-
-def test_a_name_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PADDLE_CURRENT_ENDPOINT", raising=False)
-    monkeypatch.delenv("FLEETPIPE_ADDRESS", raising=False)
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    with pytest.raises(TransportError, match="set FLEETPIPE_ADDRESS"):
-        hosts.own_address()
-
-
 def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.1"):
         hosts.listen_tcp("192.0.2.1")

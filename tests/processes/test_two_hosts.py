@@ -1,0 +1,38 @@
+"""A job on two hosts whose own names lead to a loopback address, as Debian's installer has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT
+from tests.namespaces import Host, launch, two_hosts, why_not
+
+pytestmark = pytest.mark.processes
+
+WORKER = ROOT / "tests" / "processes" / "two_hosts_worker.py"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with two_hosts(tmp_path) as pair:
+        yield pair
+
+
+def test_two_hosts_whose_names_lead_to_themselves(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    logs = launch(hosts, WORKER, tmp_path, {})
+    reports = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(2)]
+    for host, report, log in zip(hosts, reports, logs):
+        assert report["named"] == "127.0.1.1"
+        assert report["interface"] == host.interface
+        assert report["total"] == [2, 2, 2]
+        assert f"Gloo uses the interface {host.interface} ({host.address})" in log
+    assert reports[0]["losses"] == reports[1]["losses"]
+    assert reports[0]["losses"][0] > reports[0]["losses"][2]
