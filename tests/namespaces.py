@@ -50,7 +50,8 @@ def why_not() -> str:
     if missing:
         return f"{', '.join(missing)} is not installed"
     name = f"fleetpipe-{os.getpid()}-try"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    add = ["ip", "netns", "add", name]
+    tried = subprocess.run(add, capture_output=True, text=True, check=False)
     if tried.returncode:
         return f"network namespaces are not allowed: {tried.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", name], check=True)

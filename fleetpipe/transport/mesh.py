@@ -169,10 +169,10 @@ class _Mesh:
             for attempt in [a for a in self._attempts if not a.address and a.expires < now]:
                 self._drop(attempt)
             for key, _ in self._selector.select(min(_RETRY_SECONDS, meeting.deadline - now)):
-                if isinstance(key.data, _Attempt):
-                    self._advance(key.data)
-                else:
+                if not isinstance(key.data, _Attempt):
                     self._accept(key.data)
+                elif key.data in self._attempts:  # else it went for somebody who came this turn
+                    self._advance(key.data)
         peers, self._peers = self._peers, {}
         return peers
 

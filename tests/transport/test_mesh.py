@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -42,13 +44,17 @@ def finish(*joining: Future[SocketTransport]) -> None:
         transport.close()
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def address_of(store: ThreadStore, rank: int = 0) -> str:
     """Returns where a rank listens, once it does."""
     key = f"test/{rank}/addresses"
-    deadline = time.monotonic() + LIMIT
-    while key not in store.values:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: key in store.values)
     return str(json.loads(store.values[key])["addresses"][0])
 
 
@@ -242,6 +248,70 @@ def test_a_crowd_of_strangers_keeps_nobody_out(threads: ThreadPoolExecutor) -> N
     finish(rank_0, join_rank_1(threads, store))
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, free = threading.Event(), threading.Event()
+    accepted: list[mesh._Attempt] = []
+
+    class Attempt(mesh._Attempt):
+        def __init__(self, *options: Any) -> None:
+            super().__init__(*options)
+            accepted.append(self)
+
+        def advance(self) -> bool:
+            if self is accepted[1]:
+                busy.set()
+                free.wait(LIMIT)
+            return super().advance()
+
+    monkeypatch.setattr(mesh, "_Attempt", Attempt)
+    store = ThreadStore()
+    rank_0 = waiting_rank(threads, store)
+    strangers = [knock(address_of(store)) for _ in range(mesh.MOST_STRANGERS)]
+    wait_until(lambda: len(accepted) == mesh.MOST_STRANGERS)
+    strangers[1].sendall(b"GET")
+    assert busy.wait(LIMIT)
+    strangers.append(knock(address_of(store)))
+    strangers[0].sendall(b"GET")
+    free.set()
+    finish(rank_0, join_rank_1(threads, store))
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_ten_thousand_strangers_keep_nobody_out(threads: ThreadPoolExecutor) -> None:
+    """Rank 1 comes after the first 10,000, in the midst of more."""
+    store = ThreadStore()
+    rank_0 = waiting_rank(threads, store)
+    name = "\0" + address_of(store).removeprefix("unix ")
+    many, done = threading.Event(), threading.Event()
+
+    def flood() -> int:
+        crowd: deque[socket.socket] = deque()
+        count = 0
+        with contextlib.suppress(OSError):  # nobody listens any more, at the end
+            while not done.is_set():
+                crowd.append(socket.socket(socket.AF_UNIX))
+                crowd[-1].connect(name)
+                count += 1
+                with contextlib.suppress(OSError):
+                    crowd[-1].send(b"FLEETPIP" * (count % 20))
+                if len(crowd) > 2 * mesh.MOST_STRANGERS:
+                    crowd.popleft().close()
+                if count == 10_000:
+                    many.set()
+        for sock in crowd:
+            sock.close()
+        return count
+
+    flooding = threads.submit(flood)
+    assert many.wait(60), rank_0.exception(0)
+    finish(rank_0, join_rank_1(threads, store))
+    done.set()
+    assert flooding.result() >= 10_000
 
 
 def test_nobody_listens_any_more_once_all_are_connected(threads: ThreadPoolExecutor) -> None:
