@@ -4,12 +4,13 @@ from __future__ import annotations
 
 # First, because it says which package to install where there is no Paddle.
 from fleetpipe import _paddle as _paddle
-from fleetpipe.dygraph._paddle import twin_optimizer
+from fleetpipe.dygraph._paddle import learning_rate_of, state_slots, twin_optimizer
 from fleetpipe.dygraph.fake_micro_dataset import FakeMicroDataset
 from fleetpipe.dygraph.losses import weighted
 from fleetpipe.dygraph.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.pipeline_parallel import PipelineParallel
+from fleetpipe.dygraph.single_model import SingleModel
 from fleetpipe.dygraph.values import tensors_of
 from fleetpipe.dygraph.wrappers import (
     DualPipeVParallel,
@@ -30,6 +31,9 @@ __all__ = [
     "PipelineLayer",
     "PipelineOptimizer",
     "PipelineParallel",
+    "SingleModel",
+    "learning_rate_of",
+    "state_slots",
     "tensors_of",
     "twin_optimizer",
     "weighted",

@@ -168,10 +168,10 @@ def squared_norm(gradient: Any) -> Any:
 
 
 def twin_optimizer(optimizer: Any, parameters: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
-    """Returns an optimizer like ``optimizer`` over other parameters, with the same learning rate.
+    """Returns an optimizer like ``optimizer`` over other parameters, with a scheduler of its own.
 
     Groups, decay and clipping carry over, accumulated state does not belong to it yet: the twin is
-    to be made before the first step. Where the learning rate is a scheduler both share it.
+    to be made before the first step.
 
     Args:
         optimizer: A Paddle optimizer over ``parameters``.
@@ -179,10 +179,12 @@ def twin_optimizer(optimizer: Any, parameters: Mapping[str, Any], others: Mappin
         others: The parameters to put in their place, by the same names.
     """
     memo = {id(parameter): others[name] for name, parameter in parameters.items()}
-    rate = optimizer._learning_rate
-    if isinstance(rate, paddle.optimizer.lr.LRScheduler):
-        memo[id(rate)] = rate
     return copy.deepcopy(optimizer, memo)
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """Returns the learning rate of an optimizer: a number, or the scheduler that gives it."""
+    return base_optimizer(optimizer)._learning_rate
 
 
 def allocated_bytes() -> int:

@@ -63,6 +63,7 @@ class PipelineEngines(PipelineAttributes):
         self._scale = data_parallel.scale_strategy(strategy)
         self.timers = Timers() if self._switches.enable_timer else None
         self._check_finite = finite.asked_for()
+        self._watches: list[Callable[[Stage], Stage]] = []
         self._arrange(PipelineConfig.from_strategy(strategy))
         job.pipelines.append(weakref.ref(layers))
         with job.guarded(lambda: "wrapping the model"):
@@ -82,6 +83,15 @@ class PipelineEngines(PipelineAttributes):
     def peak_held(self) -> dict[int, int]:
         """Most forwards held unreleased in the last training run, by rank played here."""
         return self._training.peak_held
+
+    def watch_stages(self, watch: Callable[[Stage], Stage]) -> None:
+        """Has all actions of later batches run by what ``watch`` makes of the stage.
+
+        Args:
+            watch: Takes what runs the actions, and returns what is to run them in its place.
+        """
+        self._watches.append(watch)
+        self._connect()
 
     def deferral_report(self) -> DeferralReport:
         """Returns which parameters' gradients wait for W, and the bytes kept between I and W.
@@ -175,6 +185,8 @@ class PipelineEngines(PipelineAttributes):
         transports: dict[int, Transport] = self._job.connect()
         if self._check_finite:
             transports = {r: finite.CheckedTransport(t) for r, t in transports.items()}
+        for watch in self._watches:
+            stage = watch(stage)
         if self.timers is not None:
             stage = TimedStage(stage, self.timers)
             transports = {r: TimedTransport(t, self.timers) for r, t in transports.items()}

@@ -10,6 +10,7 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import saving, shared_layers, tensor_parallel
+from fleetpipe.dygraph.hidden_buffers import hidden_buffers
 from fleetpipe.dygraph.model_state import ModelState
 from fleetpipe.dygraph.shared_weights import SharedWeights, SharingGroup
 from fleetpipe.dygraph.single_model import SingleModel
@@ -60,6 +61,14 @@ class StatefulLayers(paddle.nn.Layer):
     def own_parameters(self) -> dict[str, Any]:
         """Returns the parameters among :meth:`own_state`, the shared first."""
         return {self._state.own_name(name): p for name, p in self.named_parameters()}
+
+    def hidden_buffers(self) -> dict[str, Any]:
+        """Returns the buffers of this process's layers that no state dict has.
+
+        They go by the number of their layer in the whole list, ``3.mask``.
+        """
+        places = hidden_buffers(self._functions)
+        return {name: holder[key] for name, (holder, key) in places.items()}
 
     def load_from(self, source: Any) -> None:
         """Takes this process's parameters and buffers from a single-device model.

@@ -218,7 +218,7 @@ class PipelineParallel(PipelineEngines):
         _require_gradients()
         # First, so that it does not matter which ranks' data draw random numbers too.
         keys = randomness.draw(self._config.rng)
-        batches = split(data, self._cut())
+        batches = self.micro_batches(data)
         self._require_data(batches, labelled=True)
         if bind is not None:
             # Last, for it may wait: what this rank can refuse by itself is refused by now.
@@ -287,6 +287,22 @@ class PipelineParallel(PipelineEngines):
         share = Fraction(1, replicas if self._scale == "avg" else 1)
         return [weight * share for weight in self.weights] * replicas
 
+    @property
+    def weights_in_backward(self) -> list[Fraction]:
+        """The weight of each of this replica's micro-batches in the loss that backward starts from.
+
+        These are :attr:`weights`, and 1 where ``delay_scale_loss`` divides the gradients later.
+        """
+        delayed = self._switches.delay_scale_loss
+        return [Fraction(1)] * self.accumulate_steps if delayed else self.weights
+
+    def micro_batches(self, data: Any) -> MicroBatches:
+        """Returns the micro-batches that :meth:`train_batch` makes of ``data``; raises as it does.
+
+        An iterator loses the items that are taken of it.
+        """
+        return split(data, self._cut())
+
     def shared_micro_batches(self, data: Any) -> tuple[MicroBatches, MicroBatches]:
         """Gives every rank the inputs of the first stage and the labels of the last. Collective.
 
@@ -297,7 +313,10 @@ class PipelineParallel(PipelineEngines):
             The micro-batches of this replica, which are ``data`` for any of these methods, and
             those of all replicas, one replica after another.
         """
-        batches = split(data, self._cut())
+        return self.share(self.micro_batches(data))
+
+    def share(self, batches: MicroBatches) -> tuple[MicroBatches, MicroBatches]:
+        """As :meth:`shared_micro_batches`, for a batch that is cut already. Collective."""
         group = self._job.group()
         inputs = group.broadcast(batches.inputs, self.schedule.placement.rank_of(0))
         labels = group.broadcast(batches.labels, self._last_owner)

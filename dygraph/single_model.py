@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import randomness
+from fleetpipe.dygraph.hidden_buffers import Place, hidden_buffers
 from fleetpipe.dygraph.shared_layers import Built
 
 
@@ -18,6 +22,23 @@ class SingleModel(paddle.nn.Layer):
         self._functions = list(built.functions.values())
         built.register(self)
 
+    @contextmanager
+    def changed_before(
+        self, layers: Collection[int], change: Callable[[int, Any], Any]
+    ) -> Iterator[None]:
+        """Within it each of ``layers`` takes ``change(layer, value)`` in the place of ``value``."""
+        functions = list(self._functions)
+        for index in layers:
+            self._functions[index] = _after(functools.partial(change, index), functions[index])
+        try:
+            yield
+        finally:
+            self._functions = functions
+
+    def hidden_buffers(self) -> dict[str, Place]:
+        """Returns where the buffers are that no state dict has, by layer and path."""
+        return hidden_buffers(dict(enumerate(self._functions)))
+
     def forward(self, value: Any) -> Any:
         """Calls each function with what the one before returned."""
         keys = randomness.current()
@@ -26,3 +47,7 @@ class SingleModel(paddle.nn.Layer):
                 keys.enter(index, function)
             value = function(value)
         return value
+
+
+def _after(change: Callable[[Any], Any], function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: function(change(value))

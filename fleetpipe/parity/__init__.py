@@ -53,7 +53,9 @@ def begin(
         >>> print(session.report.verdict())                    # doctest: +SKIP
     """
     if model is None:
-        reference = of_same_layers(pipeline.layers, optimizer)
+        reference = of_same_layers(pipeline.layers)
     else:
         reference = of_model(pipeline.layers, model, loss_of, model_optimizer)
-    return Session(pipeline, optimizer, reference, tolerance=tolerance)
+    session = Session(pipeline, reference, tolerance=tolerance)
+    session.train_with(optimizer)
+    return session

@@ -1,4 +1,4 @@
-"""``fleetpipe parity``: shadows every ``train_batch`` of a training script with its reference."""
+"""``fleetpipe parity``: shadows every batch of a training script with its reference."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.arguments import using
-from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import ConfigError
 from fleetpipe.parity.reference import of_same_layers
-from fleetpipe.parity.session import Session
+from fleetpipe.parity.session import Calls, Session
 from fleetpipe.running import script
 from fleetpipe.running.substitution import in_place_of_paddles
 
@@ -33,9 +33,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
-    """Runs ``file`` in this process, each ``train_batch`` beside its reference."""
+    """Runs ``file`` in this process, each batch of a pipeline beside its reference."""
     sessions: dict[int, Session] = {}
-    original = PipelineParallel.train_batch
+    originals = Calls(*(getattr(PipelineParallel, name) for name in Calls._fields))
+
+    def session_of(pipeline: Any) -> Session:
+        if id(pipeline) not in sessions:
+            calls = Calls(*(functools.partial(call, pipeline) for call in originals))
+            sessions[id(pipeline)] = Session(pipeline, of_same_layers(pipeline.layers), calls)
+        return sessions[id(pipeline)]
 
     def train_batch(
         pipeline: Any,
@@ -53,15 +59,20 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
                 f"return_micro_batch_loss={return_micro_batch_loss})",
                 fix="leave these out while you compare",
             )
-        if id(pipeline) not in sessions:
-            reference = of_same_layers(pipeline.layers, optimizer)
-            alone = functools.partial(original, pipeline)
-            sessions[id(pipeline)] = Session(pipeline, optimizer, reference, alone)
-        _, loss = sessions[id(pipeline)].step(data, lr_scheduler, scaler)
+        if not isinstance(optimizer, PipelineOptimizer):
+            return originals.train_batch(pipeline, data, optimizer)  # which refuses it
+        session = session_of(pipeline)
+        session.train_with(optimizer)
+        _, loss = session.step(data, lr_scheduler, scaler)
         return loss
 
-    wrapper: Any = PipelineParallel
-    wrapper.train_batch = train_batch
+    def eval_batch(pipeline: Any, *arguments: Any, **named: Any) -> Any:
+        return session_of(pipeline).eval_batch(*arguments, **named)
+
+    def predict_batch(pipeline: Any, *arguments: Any, **named: Any) -> Any:
+        return session_of(pipeline).predict_batch(*arguments, **named)
+
+    _put(Calls(train_batch, eval_batch, predict_batch))
     try:
         with in_place_of_paddles():
             script.execute(file, arguments)
@@ -69,14 +80,21 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
         if stop.code:
             raise
     finally:
-        wrapper.train_batch = original
+        _put(originals)
     reports = [session.report for session in sessions.values()]
     for finding in reports:
         print(finding.verdict(), flush=True)
     if not reports:
-        print("fleetpipe parity: the script never called train_batch", file=sys.stderr)
+        words = "the script never called train_batch, nor eval_batch or predict_batch"
+        print(f"fleetpipe parity: {words}", file=sys.stderr)
         return 2
     if report and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
         with using("--report", report, "a file that can be written"):
             report.write_text(json.dumps([finding.as_dict() for finding in reports], indent=1))
     return 0 if all(finding.passed for finding in reports) else 1
+
+
+def _put(methods: Calls) -> None:
+    """Gives the wrapper of pipelines these methods."""
+    for name, method in methods._asdict().items():
+        setattr(PipelineParallel, name, method)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from fleetpipe._paddle import paddle
+
+#: What is compared, in the order in which a step computes it.
+QUANTITIES = (
+    "micro-batch", "output", "loss", "gradient", "gradient norm", "learning rate", "parameter",
+    "buffer", "last_epoch",
+)
 
 #: Unsigned integers with the bits of a float, by size in bytes.
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -16,9 +26,10 @@ class Difference:
     """Two values that should have the same bits and do not.
 
     Attributes:
-        quantity: "loss", "output", "gradient", "gradient norm" or "parameter".
-        name: The parameter or layer by its lasting name; "" for a quantity of the whole model.
-        step: The training step, from 0.
+        quantity: One of ``QUANTITIES``.
+        name: The parameter, buffer or layer by its lasting name, an edge as "edge 0 -> 1", a call
+            as "eval_batch"; "" for a quantity of the whole model.
+        step: The training step, from 0; of an evaluation, the number of steps before it.
         absolute: Largest absolute difference.
         relative: The absolute difference over the largest absolute value of the reference.
         ulps: Units in the last place where the difference is largest; None where shapes differ.
@@ -67,6 +78,65 @@ def compare(
     relative = absolute / scale if scale else float("inf")
     ulps = abs(_ordered(ours[worst]) - _ordered(theirs[worst])) >> _unused_bits(reference)
     return Difference(quantity, name, step, absolute, relative, ulps)
+
+
+def compare_values(
+    quantity: str,
+    name: str,
+    step: int,
+    pipeline: Any,
+    reference: Any,
+    same: Callable[[Any, Any], Any] = lambda whole, ours: whole,
+) -> list[Difference]:
+    """Compares all tensors in nested tuples, lists and dicts; what is no tensor by its value.
+
+    Args:
+        quantity: What is compared.
+        name: Whose it is; the place in the containers is added.
+        step: The training step.
+        pipeline: The pipeline's value.
+        reference: The single-device model's.
+        same: ``same(whole, ours)`` returns the part of the reference's tensor that a rank has.
+    """
+    ours, theirs = leaves(pipeline), leaves(reference)
+    found = []
+    for path in {**theirs, **ours}:
+        one, other = ours.get(path), theirs.get(path)
+        if isinstance(one, paddle.Tensor) or isinstance(other, paddle.Tensor):
+            both = all(isinstance(value, paddle.Tensor) for value in (one, other))
+            part = same(other, one) if both else None
+            difference = compare(quantity, name + path, step, one, part)
+            found += [difference] if difference else []
+        elif type(one) is not type(other) or one != other:
+            found.append(Difference(quantity, name + path, step, math.inf, math.inf, None))
+    return found
+
+
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """Returns what stands in nested containers, by its place: ``{"[0]['mask']": tensor}``.
+
+    Empty containers stand for themselves.
+    """
+    if isinstance(value, (tuple, list)) and value:
+        parts = [leaves(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    elif isinstance(value, dict) and value:
+        parts = [leaves(item, f"{path}[{key!r}]") for key, item in value.items()]
+    else:
+        return {path: value}
+    return {place: leaf for part in parts for place, leaf in part.items()}
+
+
+def compare_numbers(
+    quantity: str, name: str, step: int, pipeline: float, reference: float
+) -> list[Difference]:
+    """Compares two numbers bit by bit; returns the difference, if there is one."""
+    if pipeline == reference or (math.isnan(pipeline) and math.isnan(reference)):
+        return []
+    gap = abs(pipeline - reference)
+    relative = gap / abs(reference) if reference else math.inf
+    units = gap / math.ulp(reference)
+    ulps = round(units) if math.isfinite(units) else None
+    return [Difference(quantity, name, step, gap, relative, ulps)]
 
 
 def _array(tensor: Any) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fleetpipe.dygraph import recompute, tensors_of
+from fleetpipe.dygraph import recompute, tensor_parallel, tensors_of
+from fleetpipe.parity.differences import Difference, compare
 
 #: By layer, the tensors that its calls returned, in the order of the calls.
 Outputs = dict[str, list[Any]]
@@ -44,3 +45,36 @@ def _keeper(kept: list[Any]) -> Any:
             kept.extend(tensor.detach() for tensor in tensors_of(output))
 
     return keep
+
+
+def compare_outputs(
+    outputs: Outputs, expected: Outputs, step: int, replica: int = 0, call_of: str = ""
+) -> list[Difference]:
+    """Compares the outputs of this replica with those that the reference had for its data.
+
+    Args:
+        outputs: Those of the pipeline's layers.
+        expected: Those of the reference's, for the data of all replicas or of this one.
+        step: The training step.
+        replica: The place of this replica's data in the reference's.
+        call_of: Says of what they are the outputs, unless it is of a training step.
+    """
+    found = []
+    for layer, kept in outputs.items():
+        theirs_of_all = expected[layer][replica * len(kept) :]
+        for call, (ours, theirs) in enumerate(zip(kept, theirs_of_all)):
+            name = f"{layer}, call {call}{call_of}"
+            difference = compare("output", name, step, ours, part_of(theirs, ours))
+            if difference:
+                found.append(difference)
+                break
+    return found
+
+
+def part_of(whole: Any, ours: Any) -> Any:
+    """Returns of an output of the reference what this rank has of it, where it has a slice."""
+    group = tensor_parallel.model_parallel_group()
+    for axis, (all_of_it, own) in enumerate(zip(whole.shape, ours.shape)):
+        if all_of_it != own and all_of_it == own * group.nranks:
+            return tensor_parallel.slice_of(whole, axis, group.rank, group.nranks)
+    return whole

@@ -6,11 +6,21 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Callable
 
-from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, randomness, twin_optimizer, weighted
+from fleetpipe.dygraph import (
+    PipelineLayer,
+    PipelineOptimizer,
+    SingleModel,
+    learning_rate_of,
+    randomness,
+    state_slots,
+    twin_optimizer,
+    weighted,
+)
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import pipeline_group
 
 LossOf = Callable[[Any, Any], Any]
+LossesOf = Callable[[Any, Any], Sequence[Any]]
 
 
 class Reference:
@@ -22,59 +32,107 @@ class Reference:
     def __init__(
         self,
         model: Any,
-        loss_of: LossOf,
+        losses_of: LossesOf,
         optimizer: Any,
         names: Mapping[str, str],
-        stepped_here: frozenset[str] | None = None,
     ) -> None:
         """Describes the single-device side of a comparison.
 
         Args:
             model: The Layer.
-            loss_of: ``loss_of(inputs, label)`` runs the model and gives the loss of a micro-batch.
-            optimizer: Over the model's parameters.
+            losses_of: ``losses_of(inputs, label)`` runs the model and gives the losses of a
+                micro-batch; backward starts from the first.
+            optimizer: Over the model's parameters; None: a twin of the pipeline's.
             names: The pipeline's name of each of the model's parameters and buffers.
-            stepped_here: The names that this rank's optimizer covers; the others come from the
-                other ranks after each step. None: it covers all.
         """
         self.model = model
         self.names = names
-        self._loss_of = loss_of
-        self._optimizer = optimizer
-        self._stepped_here = stepped_here
+        self.optimizer = optimizer
+        self.losses_of = losses_of
+        self._twins: dict[int, Any] = {}
+        self._has_own_optimizer = optimizer is not None
+        self._stepped_here: frozenset[str] | None = None
+
+    def train_like(self, optimizer: PipelineOptimizer, pipe: PipelineLayer) -> None:
+        """Takes a twin of the pipeline's optimizer, where it has no optimizer of its own.
+
+        Collective over the pipeline the first time; to be called before the optimizer's first step.
+        """
+        if self._has_own_optimizer:
+            return
+        ours = pipe.own_parameters()
+        theirs = {self.names[name]: p for name, p in self.model.named_parameters()}
+        # A global norm of the twin's is summed in the order of the model, as the pipeline's is.
+        optimizer.bind(pipe)
+        known = self._twins.get(id(optimizer.wrapped))
+        self.optimizer = known or twin_optimizer(optimizer.wrapped, ours, theirs)
+        self._twins[id(optimizer.wrapped)] = self.optimizer
+        # The others come from the other ranks after each step.
+        self._stepped_here = None if ours.keys() == theirs.keys() else frozenset(pipe.own_state())
+
+    def takes_rate_of(self, optimizer: PipelineOptimizer) -> bool:
+        """Whether the pipeline's learning rate is the reference's too."""
+        rate = learning_rate_of(optimizer.wrapped)
+        return not self._has_own_optimizer or rate is learning_rate_of(self.optimizer)
 
     def tensors(self) -> dict[str, Any]:
         """Returns the parameters and buffers of the model."""
         return {self.names[name]: tensor for name, tensor in self.model.state_dict().items()}
 
+    def hidden_places(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """Returns where the buffers are that no state dict has.
+
+        Of a user's own model those in layers that own parameters: others have no name in common
+        with the pipeline's.
+        """
+        if isinstance(self.model, SingleModel):
+            return self.model.hidden_buffers()
+        owners = {own.rpartition(".")[0]: n.rpartition(".")[0] for own, n in self.names.items()}
+        return {
+            f"{owners[path]}.{name}": (holder, name)
+            for path, layer in self.model.named_sublayers(include_self=True)
+            for holder, name in state_slots(layer)
+            if path in owners and f"{owners[path]}.{name}" not in self.names.values()
+        }
+
+    def take_hidden_buffers(self, pipe: PipelineLayer) -> None:
+        """Takes the pipeline's buffers that no state dict has. Collective over the pipeline."""
+        places = self.hidden_places()
+        for part in pipeline_group().all_gather(pipe.hidden_buffers()):
+            for name in part.keys() & places.keys():
+                holder, key = places[name]
+                holder[key] = part[name].detach().clone()
+
     def accumulate(
-        self, inputs: Sequence[Any], labels: Sequence[Any], weights: Sequence[Fraction]
-    ) -> Any:
+        self,
+        inputs: Sequence[Any],
+        labels: Sequence[Any],
+        weights: Sequence[Fraction],
+        first: int = 0,
+    ) -> list[Any]:
         """Runs all micro-batches forward and backward, one after another.
 
-        Under the keys of a batch (``randomness.keyed``) the micro-batches have theirs in order.
+        Under the keys of a batch (``randomness.keyed``) the micro-batches have theirs in order,
+        from that of micro-batch ``first`` on.
 
         Returns:
-            The loss of the batch, detached; the gradients stand on the parameters.
+            The losses of the batch, detached; the gradients stand on the parameters.
         """
         self.model.train()
-        losses = []
+        shares = []
         keys = randomness.current()
-        for number, (value, label, weight) in enumerate(zip(inputs, labels, weights)):
+        for number, (value, label, weight) in enumerate(zip(inputs, labels, weights), first):
             if keys is not None:
                 keys.micro_batch = number
-            loss = weighted(self._loss_of(value, label), weight)
-            loss.backward()
-            losses.append(loss.detach())
-        total = losses[0]
-        for loss in losses[1:]:
-            total = total + loss
-        return total
+            losses = [weighted(loss, weight) for loss in self.losses_of(value, label)]
+            losses[0].backward()
+            shares.append([loss.detach() for loss in losses])
+        return [sum_in_order(by_function) for by_function in zip(*shares)]
 
     def step(self) -> None:
         """Updates the parameters and clears the gradients. Collective for a twin's optimizer."""
-        self._optimizer.step()
-        self._optimizer.clear_grad()
+        self.optimizer.step()
+        self.optimizer.clear_grad()
         if self._stepped_here is None:
             return
         tensors = self.tensors()
@@ -82,6 +140,14 @@ class Reference:
         for part in pipeline_group().all_gather(own):
             for name in part.keys() - self._stepped_here:
                 tensors[name].set_value(part[name])
+
+
+def sum_in_order(losses: Sequence[Any]) -> Any:
+    """Returns the sum of losses, added one after another."""
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total
 
 
 def of_model(pipe: PipelineLayer, model: Any, loss_of: LossOf | None, optimizer: Any) -> Reference:
@@ -93,16 +159,26 @@ def of_model(pipe: PipelineLayer, model: Any, loss_of: LossOf | None, optimizer:
         pipe: The pipeline's layers.
         model: A Layer with the same parameters in the same order.
         loss_of: ``loss_of(inputs, label)``; None: the pipeline's loss of ``model(inputs)``.
-        optimizer: Over the model's parameters.
+        optimizer: Over the model's parameters; None: a twin of the pipeline's.
     """
     pipe.copy_to(model)
-    return Reference(model, loss_of or _default_loss(pipe, model), optimizer, pipe.names_in(model))
+
+    def losses_of(inputs: Any, label: Any) -> Sequence[Any]:
+        if loss_of is not None:
+            return [loss_of(inputs, label)]
+        output = model(inputs)
+        randomness.enter_loss()
+        return [function(output, label) for function in pipe.loss_functions()]
+
+    reference = Reference(model, losses_of, optimizer, pipe.names_in(model))
+    reference.take_hidden_buffers(pipe)
+    return reference
 
 
-def of_same_layers(pipe: PipelineLayer, optimizer: PipelineOptimizer) -> Reference:
-    """Makes a reference of the pipeline's own list of layers, and a twin of its optimizer.
+def of_same_layers(pipe: PipelineLayer) -> Reference:
+    """Makes a reference of the pipeline's own list of layers, with a twin of its optimizer.
 
-    Collective over the pipeline; to be called before the first step.
+    Collective over the pipeline.
 
     Raises:
         ConfigError: The loss is trained too: both sides would add to its gradients.
@@ -112,29 +188,4 @@ def of_same_layers(pipe: PipelineLayer, optimizer: PipelineOptimizer) -> Referen
             "parity with the pipeline's own layers needs a loss without trained parameters",
             fix="put what is trained into the last layer, or pass a model and a loss_of of its own",
         )
-    model = pipe.single_model()
-    pipe.copy_to(model)
-    ours = pipe.own_parameters()
-    theirs = dict(model.named_parameters())
-    # A global norm of the twin's is summed in the order of the model, as the pipeline's is.
-    optimizer.bind(pipe)
-    twin = twin_optimizer(optimizer.wrapped, ours, theirs)
-    covers_all = ours.keys() == theirs.keys()
-    return Reference(
-        model,
-        _default_loss(pipe, model),
-        twin,
-        pipe.names_in(model),
-        None if covers_all else frozenset(pipe.own_state()),
-    )
-
-
-def _default_loss(pipe: PipelineLayer, model: Any) -> LossOf:
-    criterion = pipe.loss_fn()
-
-    def loss_of(inputs: Any, label: Any) -> Any:
-        output = model(inputs)
-        randomness.enter_loss()
-        return criterion(output, label)
-
-    return loss_of
+    return of_model(pipe, pipe.single_model(), None, None)

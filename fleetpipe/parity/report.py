@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetpipe.parity.differences import Difference
+from fleetpipe.parity.differences import QUANTITIES, Difference
 
 
 @dataclass
@@ -19,6 +19,7 @@ class Report:
         pipeline_loss: The pipeline's loss of each step.
         differences: Everything that differs, the first in the order of computation first.
         tolerance: Largest relative difference that passes; 0 asks for the same bits.
+        evaluations: Number of compared calls of ``eval_batch`` and ``predict_batch``.
     """
 
     holds_for: dict[str, str]
@@ -26,6 +27,7 @@ class Report:
     pipeline_loss: list[float] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     tolerance: float = 0.0
+    evaluations: int = 0
 
     @property
     def steps(self) -> int:
@@ -34,7 +36,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether no loss, output, gradient, norm or parameter differs by more than allowed."""
+        """Whether nothing that was compared differs by more than allowed."""
         return not self.failures
 
     @property
@@ -43,9 +45,14 @@ class Report:
         return [found for found in self.differences if not found.relative <= self.tolerance]
 
     @property
+    def first_of_a_layer(self) -> Difference | None:
+        """The first of the failures that is not of an edge between two stages."""
+        return next((d for d in self.failures if not d.name.startswith("edge ")), None)
+
+    @property
     def bit_exact(self) -> bool:
-        """Whether all losses and parameters have the same bits."""
-        return not self._of("loss") and not self._of("parameter")
+        """Whether all losses, parameters and buffers have the same bits."""
+        return not self._of("loss", "parameter", "buffer")
 
     @property
     def max_abs_diff(self) -> float:
@@ -54,13 +61,14 @@ class Report:
 
     @property
     def max_abs_param_diff(self) -> float:
-        """Largest absolute difference of a parameter or running statistic."""
-        return max((d.absolute for d in self._of("parameter")), default=0.0)
+        """Largest absolute difference of a parameter or buffer, running statistics say."""
+        return max((d.absolute for d in self._of("parameter", "buffer")), default=0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, ready for JSON."""
         return {
             "steps": self.steps,
+            "evaluations": self.evaluations,
             "single_loss": self.single_loss,
             "pipeline_loss": self.pipeline_loss,
             "max_abs_diff": self.max_abs_diff,
@@ -69,13 +77,15 @@ class Report:
             "passed": self.passed,
             "tolerance": self.tolerance,
             "first_difference": str(self.failures[0]) if self.failures else None,
+            "first_layer": str(self.first_of_a_layer) if self.first_of_a_layer else None,
             "holds_for": self.holds_for,
         }
 
     def verdict(self) -> str:
         """Returns the result in words; the last line says whether parity holds."""
         settings = ", ".join(f"{name}={value or 'unset'}" for name, value in self.holds_for.items())
-        lines = [f"parity: compared {self.steps} steps under {settings}"]
+        calls = f" and {self.evaluations} evaluations" if self.evaluations else ""
+        lines = [f"parity: compared {self.steps} steps{calls} under {settings}"]
         if not self.differences:
             return "\n".join([*lines, "parity: bit-exact (losses, gradients and parameters)"])
         if self.passed:
@@ -83,6 +93,8 @@ class Report:
             within = f"parity: equal within {self.tolerance:g} (relative; largest {worst:.2g})"
             return "\n".join([*lines, within])
         lines.append(f"parity: first difference: {self.failures[0]}")
+        if self.first_of_a_layer not in (None, self.failures[0]):
+            lines.append(f"parity: first layer: {self.first_of_a_layer}")
         return "\n".join(
             [
                 *lines,
@@ -91,8 +103,8 @@ class Report:
             ]
         )
 
-    def _of(self, quantity: str) -> list[Difference]:
-        return [found for found in self.differences if found.quantity == quantity]
+    def _of(self, *quantities: str) -> list[Difference]:
+        return [found for found in self.differences if found.quantity in quantities]
 
 
 def in_order(found: Sequence[Difference], layers: Sequence[str]) -> list[Difference]:
@@ -100,18 +112,16 @@ def in_order(found: Sequence[Difference], layers: Sequence[str]) -> list[Differe
 
     Args:
         found: The differences of all ranks.
-        layers: The lasting names of layers and their parameters, in the order of the model.
+        layers: The lasting names of layers and their parameters, and edges, in the order of the
+            model.
     """
     position = {name: index for index, name in enumerate(layers)}
 
     def key(difference: Difference) -> tuple[int, int]:
-        place = position.get(difference.name.partition(",")[0], 0)
+        place = position.get(difference.name.partition(",")[0], len(layers))
         # Gradients are computed from the loss backwards.
-        return _QUANTITIES.index(difference.quantity), (
+        return QUANTITIES.index(difference.quantity), (
             -place if difference.quantity == "gradient" else place
         )
 
     return sorted(found, key=key)
-
-
-_QUANTITIES = ("output", "loss", "gradient", "gradient norm", "parameter")

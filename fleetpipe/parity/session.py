@@ -2,206 +2,233 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple
 from fractions import Fraction
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 from fleetpipe import numerics
+from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import (
+    PipelineLayer,
     PipelineOptimizer,
     PipelineParallel,
+    SingleModel,
     randomness,
     tensor_parallel,
     weighted,
 )
+from fleetpipe.dygraph.micro_batches import MicroBatches
 from fleetpipe.dygraph.shared_layers import is_shared
 from fleetpipe.job import all_ranks
-from fleetpipe.parity.differences import Difference, compare
-from fleetpipe.parity.outputs import Outputs, recorded
+from fleetpipe.parity import edges
+from fleetpipe.parity.cutting import Given
+from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
+from fleetpipe.parity.evaluation import Evaluations
+from fleetpipe.parity.outputs import compare_outputs, recorded
+from fleetpipe.parity.rates import Rates
 from fleetpipe.parity.reference import Reference
 from fleetpipe.parity.report import Report, in_order
+from fleetpipe.parity.stepping import ComparingOptimizer, Squares, compare_state
 from fleetpipe.transport import SoleGroup
 
 
-class Session:
-    """A pipeline and its reference, fed the same micro-batches.
+class Calls(NamedTuple):
+    """What runs the pipeline: its own methods, also while others stand in their place."""
 
-    Making one and every step are collective over the job. Each rank runs the whole reference
+    train_batch: Callable[..., Any]
+    eval_batch: Callable[..., Any]
+    predict_batch: Callable[..., Any]
+
+
+class Session:
+    """A pipeline and its reference, given the same batches.
+
+    Making one and every call are collective over the job. Each rank runs the whole reference
     and compares the stages it owns; the findings of all ranks are put together on each.
     """
 
     def __init__(
         self,
         pipeline: PipelineParallel,
-        optimizer: PipelineOptimizer,
         reference: Reference,
-        train_batch: Callable[..., Any] | None = None,
+        calls: Calls | None = None,
         tolerance: float | None = None,
     ) -> None:
-        """Begins a comparison.
+        """Begins a comparison; :meth:`train_with` is to follow before the first step.
 
         Args:
             pipeline: The wrapped model.
-            optimizer: The pipeline's optimizer.
             reference: The single-device side, with the same weights.
-            train_batch: What trains the pipeline; its own method where it is left out.
+            calls: What runs the pipeline; its own methods where it is left out.
             tolerance: Largest relative difference that passes. Default: none where bits can be
                 equal. 1e-6 where several replicas add up their gradients in another order than one
                 device does, 1e-5 where ranks that hold slices of a layer do so in every layer, and
                 where several stages use one weight.
         """
         self._pipeline = pipeline
-        self._optimizer = optimizer
         self._reference = reference
-        self._train_batch = train_batch or pipeline.train_batch
+        own = (pipeline.train_batch, pipeline.eval_batch, pipeline.predict_batch)
+        self._calls = calls or Calls(*own)
         self._replicas = pipeline.replicas
         if tolerance is None:
             tolerance = 0.0 if self._replicas.ranks == 1 else 1e-6
             slices = tensor_parallel.model_parallel_group().nranks
             if slices > 1 or pipeline.layers.adds_up_uses:
                 tolerance = 1e-5
-        slots = [slot.name for slot in pipeline.layers.slots()]
-        self._names = [part for name in slots for part in (name.rpartition(".")[0], name)]
+        self._names = _places(pipeline.layers)
+        self._watch = edges.Watch()
+        pipeline.watch_stages(self._watch)
         self.report = Report(numerics.settings(), tolerance=tolerance)
+        self._evaluations = Evaluations(pipeline, reference)
+
+    def train_with(self, optimizer: PipelineOptimizer) -> None:
+        """Takes the optimizer of the steps that follow. Collective the first time it is given."""
+        self._reference.train_like(optimizer, self._pipeline.layers)
+        self._optimizer = optimizer
+        self._takes_rate = self._reference.takes_rate_of(optimizer)
 
     def step(self, data: Any, lr_scheduler: Any = None, scaler: Any = None) -> tuple[Any, Any]:
         """Trains both for one batch and compares them. Collective.
 
         Args:
             data: As for ``train_batch``.
-            lr_scheduler: The pipeline's; the reference's optimizer has its own or shares this one.
+            lr_scheduler: The pipeline's; the reference's optimizer has its own.
             scaler: As for ``train_batch``.
 
         Returns:
-            The losses of the reference and of the pipeline.
+            The losses of the reference and of the pipeline; lists where there are several.
         """
-        step = self.report.steps
-        own, everyone = self._pipeline.shared_micro_batches(data)
-        layers = self._pipeline.layers
+        step, layers = self.report.steps, self._pipeline.layers
+        given = Given(data, self._pipeline.accumulate_steps)
+        batches, found = self._cut(given)
+        own, everyone = self._pipeline.share(batches)
+        rates = Rates(self._optimizer, self._reference.optimizer, lr_scheduler, self._takes_rate)
+        keys = self._pipeline.next_keys()
         model, names = self._reference.model, self._reference.names
-        with self._as_the_next_batch(), recorded(model, names) as expected:
-            weights = self._pipeline.weights_of_all_replicas
-            single = self._reference.accumulate(everyone.inputs, everyone.labels, weights)
-            # Summed gradients are those of a summed loss; what is told is a mean all the same.
-            single = weighted(single, Fraction(sum(self._pipeline.weights)) / sum(weights))
-        watched = _ComparingOptimizer(self._optimizer, self._reference, layers, step)
+        with self._as_the_next_batch(keys), recorded(model, names) as expected:
+            single = self._train_reference(everyone)
         # Not those of shared layers: each rank makes some of their calls, in an order of its own.
         own_names = {name: name for name in layers.own_state() if not is_shared(name)}
-        with recorded(layers, own_names) as outputs:
-            loss = self._train_batch([*own], watched, lr_scheduler, scaler)
-        found = watched.found + _compare_outputs(outputs, expected, step, self._replicas.rank)
-        found += _compare_parameters(layers, self._reference, step, self._replicas.ranks == 1)
-        found += [d for d in [compare("loss", "", step, loss, single)] if d]
-        self._gather(step, found, watched.squares)
-        self.report.single_loss.append(float(single))
-        self.report.pipeline_loss.append(float(loss))
+        with self._watch.watching() as arrived, recorded(layers, own_names) as outputs:
+            diagnose = functools.partial(self._before_the_update, rates, arrived, own, keys)
+            watched = ComparingOptimizer(self._optimizer, self._reference, layers, step, diagnose)
+            loss = self._calls.train_batch(given.again(), watched, lr_scheduler, scaler)
+        found += given.differences(step) + watched.found
+        found += compare_outputs(outputs, expected, step, self._replicas.rank)
+        found += compare_state(layers, self._reference, step, self._replicas.ranks == 1)
+        found += compare_values("loss", "", step, loss, single) + rates.stepped(step)
+        self._gather(found, watched.squares)
+        self.report.single_loss.append(float(_first(single)))
+        self.report.pipeline_loss.append(float(_first(loss)))
         return single, loss
 
+    def eval_batch(
+        self,
+        data: Any,
+        compute_loss: bool = False,
+        loss_fn_idx: int = 0,
+        return_host_tensor: bool = False,
+    ) -> Any:
+        """Calls ``eval_batch`` and compares what it returns. Collective; arguments as there."""
+        arguments = (compute_loss, loss_fn_idx, return_host_tensor)
+        result, found = self._evaluations.eval_batch(
+            self._calls.eval_batch, self.report.steps, data, *arguments
+        )
+        self._gather(found, {})
+        self.report.evaluations += 1
+        return result
+
+    def predict_batch(self, inputs: Any, broadcast: bool = True) -> Any:
+        """Calls ``predict_batch`` and compares what it returns. Collective; arguments as there."""
+        result, found = self._evaluations.predict_batch(
+            self._calls.predict_batch, self.report.steps, inputs, broadcast
+        )
+        self._gather(found, {})
+        self.report.evaluations += 1
+        return result
+
+    def _cut(self, given: Given) -> tuple[MicroBatches, list[Difference]]:
+        """Cuts a batch without the pipeline's help, and compares with what the pipeline makes."""
+        # First, because it refuses what does not fit.
+        theirs = self._pipeline.micro_batches(given.again())
+        own = given.cut(self._pipeline.micro_batch_size)
+        found = []
+        for name, ours, expected in zip(own._fields, theirs, own):
+            found += compare_values("micro-batch", name, self.report.steps, ours, expected)
+        return own, found
+
+    def _train_reference(self, batches: MicroBatches) -> Any:
+        """Returns the reference's loss of the batches of all replicas, or a list of several."""
+        weights = self._pipeline.weights_of_all_replicas
+        losses = self._reference.accumulate(batches.inputs, batches.labels, weights)
+        # Summed gradients are those of a summed loss; what is told is a mean all the same.
+        share = Fraction(sum(self._pipeline.weights)) / sum(weights)
+        losses = [weighted(loss, share) for loss in losses]
+        return losses if len(losses) > 1 else losses[0]
+
+    def _before_the_update(
+        self,
+        rates: Rates,
+        arrived: edges.Gradients,
+        own: MicroBatches,
+        keys: randomness.Keys | None,
+        gradients: list[Difference],
+    ) -> list[Difference]:
+        """Compares learning rates and, where gradients differ, what the edges brought."""
+        step, model = self.report.steps, self._reference.model
+        found = rates.used(step)
+        wrong = any(not d.relative <= self.report.tolerance for d in gradients)
+        # Only under keys do layers draw the same once more.
+        if not (wrong and keys is not None and isinstance(model, SingleModel)):
+            return found
+        first = self._replicas.rank * self._pipeline.accumulate_steps
+        weights = self._pipeline.weights_in_backward
+        copies = edges.copies_at_borders(model, self._pipeline.layers)
+        with self._as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
+            self._reference.accumulate(own.inputs, own.labels, weights, first)
+        return found + edges.differences(arrived, expected, first, step)
+
     @contextmanager
-    def _as_the_next_batch(self) -> Iterator[None]:
+    def _as_the_next_batch(self, keys: randomness.Keys | None) -> Iterator[None]:
         """Has the reference draw what the pipeline will; the random state is as before then."""
         alone = SoleGroup()  # the keys are agreed on already
-        keyed = randomness.keyed(self._pipeline.next_keys(), alone)
+        keyed = randomness.keyed(keys, alone)
         with randomness.random_states_kept(), keyed, tensor_parallel.alone():
             yield
 
-    def _gather(self, step: int, found: list[Difference], squares: Squares) -> None:
+    def _gather(self, found: list[Difference], squares: Squares) -> None:
         """Puts the findings of all ranks together, and compares the norm of all gradients."""
         parts = all_ranks().all_gather((list(map(astuple, found)), squares))
-        everything = {Difference(*fields) for differences, _ in parts for fields in differences}
+        # Each once, in the order in which a rank has found them.
+        everything = [Difference(*fields) for differences, _ in parts for fields in differences]
         # By name: replicas, slices and copies of a tied weight have the same whole gradients.
         whole = {name: pair for _, pairs in parts for name, pair in pairs.items()}
-        ours, theirs = (
-            math.sqrt(math.fsum(pair[side] for pair in whole.values())) for side in (0, 1)
-        )
-        if ours != theirs:
-            gap = abs(ours - theirs)
-            relative = gap / theirs if theirs else math.inf
-            ulps = round(gap / math.ulp(theirs)) if math.isfinite(gap) else None
-            everything.add(Difference("gradient norm", "", step, gap, relative, ulps))
-        self.report.differences += in_order(list(everything), self._names)
+        everything += _compare_norms(whole, self.report.steps)
+        self.report.differences += in_order(list(dict.fromkeys(everything)), self._names)
 
 
-#: By parameter, the squared norms of its gradient in the pipeline and in the reference.
-Squares = dict[str, tuple[float, float]]
+def _compare_norms(squares: Mapping[str, tuple[float, float]], step: int) -> list[Difference]:
+    norms = [math.sqrt(math.fsum(pair[side] for pair in squares.values())) for side in (0, 1)]
+    return compare_numbers("gradient norm", "", step, *norms)
 
 
-class _ComparingOptimizer(PipelineOptimizer):
-    """Compares the gradients of both models when they are complete, then steps both."""
-
-    def __init__(
-        self, optimizer: PipelineOptimizer, reference: Reference, layers: Any, step: int
-    ) -> None:
-        super().__init__(optimizer.wrapped)
-        self._pipelines = optimizer
-        self.found: list[Difference] = []
-        self.squares: Squares = {}
-        self._reference = reference
-        self._parameters = layers.own_parameters()
-        self._step = step
-
-    def bind(self, layers: Any) -> None:
-        self._pipelines.bind(layers)
-
-    def step(self) -> None:
-        theirs = self._reference.tensors()
-        for name, parameter in self._parameters.items():
-            grad, expected = _whole(parameter.grad, parameter), theirs[name].grad
-            difference = compare("gradient", name, self._step, grad, expected)
-            if difference:
-                self.found.append(difference)
-            self.squares[name] = (_square(grad), _square(expected))
-        self._pipelines.step()
-        # Now, not later: both optimizers may share a learning rate that changes after this step.
-        self._reference.step()
+def _first(loss: Any) -> Any:
+    return loss[0] if isinstance(loss, list) else loss
 
 
-def _whole(value: Any, parameter: Any) -> Any:
-    """Returns a parameter or its gradient whole. Collective where the parameter is a slice."""
-    axis = tensor_parallel.split_axis(parameter)
-    return value if axis is None or value is None else tensor_parallel.whole_value(value, axis)
-
-
-def _same_part(whole: Any, ours: Any) -> Any:
-    """Returns of an output of the reference what this rank has of it, where it has a slice."""
-    group = tensor_parallel.model_parallel_group()
-    for axis, (all_of_it, own) in enumerate(zip(whole.shape, ours.shape)):
-        if all_of_it != own and all_of_it == own * group.nranks:
-            return tensor_parallel.slice_of(whole, axis, group.rank, group.nranks)
-    return whole
-
-
-def _square(grad: Any) -> float:
-    return 0.0 if grad is None else float((grad.astype("float64") ** 2).sum())
-
-
-def _compare_outputs(
-    outputs: Outputs, expected: Outputs, step: int, replica: int
-) -> list[Difference]:
-    """Compares the outputs of this replica with those that the reference had for its data."""
-    found = []
-    for layer, kept in outputs.items():
-        theirs_of_all = expected[layer][replica * len(kept) :]
-        for call, (ours, theirs) in enumerate(zip(kept, theirs_of_all)):
-            same = _same_part(theirs, ours)
-            difference = compare("output", f"{layer}, call {call}", step, ours, same)
-            if difference:
-                found.append(difference)
-                break
-    return found
-
-
-def _compare_parameters(
-    layers: Any, reference: Reference, step: int, buffers_too: bool
-) -> list[Difference]:
-    """Compares parameters, and buffers where one replica saw all the data that made them."""
-    theirs = reference.tensors()
-    ours = layers.own_state() if buffers_too else layers.own_parameters()
-    compared = (
-        compare("parameter", name, step, _whole(tensor, tensor), theirs[name])
-        for name, tensor in ours.items()
-    )
-    return [difference for difference in compared if difference]
+def _places(layers: PipelineLayer) -> list[str]:
+    """Returns the lasting names of layers, parameters and edges, in the order of the model."""
+    found: list[str] = []
+    stages = layers.placement.stages
+    passed = 0
+    for slot in layers.slots():
+        if not is_shared(slot.name):
+            stage = layers.partition.stage_of(int(slot.name.partition(".")[0]))
+            found += map(edges.name_of, range(passed, stage))
+            passed = stage
+        found += [slot.name.rpartition(".")[0], slot.name]
+    return [*found, *map(edges.name_of, range(passed, stages - 1))]

@@ -1,0 +1,251 @@
+"""The gradients that travel back over the edges between stages, to name where one was lost.
+
+Looked at in two places: what arrived at the producer of a value, and what the value's gradient was
+there. The single device has no edges; where gradients differ it runs once more with a copy of each
+value at the borders, whose gradient is what had to arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph import PipelineLayer, SingleModel, state_slots
+from fleetpipe.engine import Stage, Values
+from fleetpipe.parity.differences import Difference, compare, leaves
+from fleetpipe.parity.outputs import part_of
+
+#: A gradient differs by more than another order of sums where it is off by more than this many
+#: of the largest value's last place.
+_ROUNDING = 16
+
+
+class At(NamedTuple):
+    """A value on an edge: the stage that produces it, its micro-batch, its place in containers."""
+
+    stage: int
+    micro_batch: int
+    path: str
+
+
+class Gradients:
+    """The gradients of one batch on the edges.
+
+    Attributes:
+        arrived: What the consumer sent back, None where it sent nothing.
+        used: The gradient of the value on the side of its producer, which may use it itself too.
+    """
+
+    def __init__(self) -> None:
+        """Begins without any."""
+        self.arrived: dict[At, Any] = {}
+        self.used: dict[At, Any] = {}
+
+    def keep(self, which: dict[At, Any], at: At) -> Callable[[Any], None]:
+        """Returns a hook that keeps a copy of a gradient."""
+        which[at] = None
+
+        def hook(gradient: Any) -> None:
+            which[at] = gradient.detach().clone()
+
+        return hook
+
+
+class Watch:
+    """Keeps the gradients on the edges of the stages of this process."""
+
+    def __init__(self) -> None:
+        """Begins without a batch."""
+        self.gradients: Gradients | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[Gradients]:
+        """Within it the gradients are kept."""
+        self.gradients = Gradients()
+        try:
+            yield self.gradients
+        finally:
+            self.gradients = None
+
+    def __call__(self, stage: Stage) -> Stage:
+        """Returns a stage that does what ``stage`` does, watched."""
+        return _WatchedStage(stage, self)
+
+
+class _WatchedStage:
+    """A stage whose edges are watched; all it does is the wrapped stage's."""
+
+    def __init__(self, stage: Stage, watch: Watch) -> None:
+        self._stage = stage
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
+        outputs = self._stage.forward(stage, micro_batch, inputs)
+        kept = self._watch.gradients
+        if kept is not None:
+            for value in outputs.values():
+                for path, tensor in _differentiable(value).items():
+                    at = At(stage, micro_batch, path)
+                    kept.arrived[at] = None
+                    tensor.register_hook(kept.keep(kept.used, at))
+        return outputs
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+        self._arrived(stage, micro_batch, output_grads)
+        return self._stage.backward(stage, micro_batch, output_grads)
+
+    def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+        self._arrived(stage, micro_batch, output_grads)
+        return self._stage.input_grad(stage, micro_batch, output_grads)
+
+    def weight_grad(self, stage: int, micro_batch: int) -> None:
+        self._stage.weight_grad(stage, micro_batch)
+
+    def release(self, stage: int, micro_batch: int) -> None:
+        self._stage.release(stage, micro_batch)
+
+    def _arrived(self, stage: int, micro_batch: int, output_grads: Values) -> None:
+        kept = self._watch.gradients
+        if kept is None:
+            return
+        places = [at for at in kept.arrived if at[:2] == (stage, micro_batch)]
+        for grads in output_grads.values():
+            for at, grad in zip(places, grads):
+                kept.arrived[at] = None if grad is None else grad.detach().clone()
+
+
+@contextmanager
+def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[Gradients]:
+    """Within it a model works on copies of the values that cross between stages.
+
+    Parameters keep their gradients, and buffers their values, in the end.
+
+    Yields:
+        The gradients of the micro-batches that run within, numbered from 0.
+    """
+    kept = Gradients()
+    borders = {first: stage for stage, first in enumerate(pipe.partition.boundaries[1:-1])}
+    calls = dict.fromkeys(borders, 0)
+
+    def copied(layer: int, value: Any) -> Any:
+        stage, micro_batch = borders[layer], calls[layer]
+        calls[layer] += 1
+        copies = {}
+        for path, tensor in _differentiable(value).items():
+            at = At(stage, micro_batch, path)
+            tensor.register_hook(kept.keep(kept.used, at))
+            copies[path] = tensor.clone()
+            copies[path].register_hook(kept.keep(kept.arrived, at))
+        return _with(value, copies)
+
+    with _state_kept(model), model.changed_before(list(borders), copied):
+        yield kept
+
+
+def name_of(stage: int) -> str:
+    """Returns the name of the edge from ``stage`` to the next."""
+    return f"edge {stage} -> {stage + 1}"
+
+
+def differences(
+    pipeline: Gradients, reference: Gradients, first: int, step: int
+) -> list[Difference]:
+    """Compares the gradients on the edges of this process.
+
+    Args:
+        pipeline: What was kept of the batch.
+        reference: What had to arrive.
+        first: The pipeline's number of the reference's micro-batch 0.
+        step: The training step.
+
+    Returns:
+        One difference for each edge and value: in the first micro-batch in which it differs.
+    """
+    found: dict[tuple[int, str], Difference] = {}
+    for which in ("arrived", "used"):
+        ours_at, theirs_at = getattr(pipeline, which), getattr(reference, which)
+        known = {stage for stage, _ in found}
+        stages = {at.stage for at in ours_at}
+        for at, theirs in theirs_at.items():
+            place = (at.stage, at.path)
+            if at.stage not in stages or at.stage in known or place in found:
+                continue
+            ours = ours_at.get(at._replace(micro_batch=first + at.micro_batch))
+            name = f"{name_of(at.stage)}, value{at.path}"
+            difference = _compare(name, at.micro_batch, step, ours, theirs)
+            if difference:
+                found[place] = difference
+    return list(found.values())
+
+
+def _compare(
+    name: str, micro_batch: int, step: int, ours: Any, theirs: Any
+) -> Difference | None:
+    """Compares one gradient; where there is none, zeros stand for it."""
+    if ours is None and theirs is None:
+        return None
+    lost = ours is None
+    if lost or theirs is None:
+        zeros = paddle.zeros_like(theirs if lost else ours)
+        ours, theirs = (zeros, theirs) if lost else (ours, zeros)
+    else:
+        theirs = part_of(theirs, ours)
+    name += f"{' (lost)' if lost else ''}, micro-batch {micro_batch}"
+    difference = compare("gradient", name, step, ours, theirs)
+    if difference is None or difference.absolute == 0:
+        return None
+    return difference if difference.relative > _ROUNDING * _unit(theirs) else None
+
+
+def _unit(tensor: Any) -> float:
+    """Returns the last place of a tensor's dtype, of 1."""
+    name = str(tensor.dtype).rpartition(".")[2]
+    return 2.0**-7 if name == "bfloat16" else float(np.finfo(name).eps)
+
+
+def _differentiable(value: Any) -> dict[str, Any]:
+    return {
+        path: leaf
+        for path, leaf in leaves(value).items()
+        if isinstance(leaf, paddle.Tensor) and not leaf.stop_gradient
+    }
+
+
+def _with(value: Any, others: dict[str, Any], path: str = "") -> Any:
+    """Returns a value with other tensors at some places."""
+    if path in others:
+        return others[path]
+    if isinstance(value, (tuple, list)):
+        parts = [_with(item, others, f"{path}[{index}]") for index, item in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return {key: _with(item, others, f"{path}[{key!r}]") for key, item in value.items()}
+    return value
+
+
+@contextmanager
+def _state_kept(model: Any) -> Iterator[None]:
+    """Gives the parameters back their gradients, and the layers their buffers, in the end."""
+    grads = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    buffers = [
+        (holder, name, holder[name], holder[name].clone())
+        for layer in model.sublayers(include_self=True)
+        for holder, name in state_slots(layer)
+    ]
+    try:
+        yield
+    finally:
+        for parameter, grad in grads:
+            parameter.clear_gradient(False)
+            if grad is not None:
+                parameter.grad = grad
+        for holder, name, tensor, value in buffers:
+            tensor.set_value(value)
+            holder[name] = tensor

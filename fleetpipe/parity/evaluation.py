@@ -1,0 +1,166 @@
+"""Compares what ``eval_batch`` and ``predict_batch`` return with what the single model gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any, Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph import PipelineParallel, randomness, tensor_parallel, weighted
+from fleetpipe.dygraph.shared_layers import is_shared
+from fleetpipe.job import pipeline_group
+from fleetpipe.parity.cutting import Given, cut, shares_of_rows
+from fleetpipe.parity.differences import Difference, compare_values
+from fleetpipe.parity.outputs import Outputs, compare_outputs, part_of, recorded
+from fleetpipe.parity.reference import Reference, sum_in_order
+
+
+class Evaluations:
+    """The evaluations of a pipeline, each compared with its reference's."""
+
+    def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
+        """Takes both sides.
+
+        Args:
+            pipeline: The wrapped model.
+            reference: The single-device side.
+        """
+        self._pipeline = pipeline
+        self._reference = reference
+
+    def eval_batch(
+        self, call: Callable[..., Any], step: int, data: Any, compute_loss: bool, *more: Any
+    ) -> tuple[Any, list[Difference]]:
+        """Evaluates a batch on both sides. Collective.
+
+        Args:
+            call: The pipeline's ``eval_batch``.
+            step: The number of steps trained before.
+            data: As for ``eval_batch``.
+            compute_loss: As for ``eval_batch``.
+            more: The further arguments of ``eval_batch``.
+
+        Returns:
+            What the pipeline's call returns, and what this rank found.
+        """
+        given = Given(data, self._pipeline.accumulate_steps)
+        with self._recorded() as outputs:
+            result = call(given.again(), compute_loss, *more)
+        inputs, labels, weights = self._shared(*given.parts())
+        with self._evaluating(inputs) as expected:
+            if compute_loss:
+                theirs = self._losses(inputs, labels, weights)
+            else:
+                theirs = [self._reference.model(value) for value in inputs]
+        found = compare_outputs(outputs, expected, step, call_of=" of eval_batch")
+        if compute_loss:
+            theirs = self._mean_over_replicas(theirs)
+            theirs = theirs if len(theirs) > 1 else theirs[0]
+            found += compare_values("loss", "eval_batch", step, result, theirs, part_of)
+        else:
+            theirs = theirs if self._owns_last_stage else []
+            name = "eval_batch, micro-batch "
+            found += compare_values("output", name, step, result, theirs, part_of)
+        return result, found
+
+    def predict_batch(
+        self, call: Callable[..., Any], step: int, inputs: Any, broadcast: bool
+    ) -> tuple[Any, list[Difference]]:
+        """Predicts on both sides. Collective.
+
+        Args:
+            call: The pipeline's ``predict_batch``.
+            step: The number of steps trained before.
+            inputs: As for ``predict_batch``.
+            broadcast: As for ``predict_batch``.
+
+        Returns:
+            What the pipeline's call returns, and what this rank found.
+        """
+        with self._recorded() as outputs:
+            result = call(inputs, broadcast)
+        values, _, _ = self._shared(inputs, None)
+        with self._evaluating(values) as expected:
+            theirs = joined([self._reference.model(value) for value in values])
+        found = compare_outputs(outputs, expected, step, call_of=" of predict_batch")
+        theirs = theirs if broadcast or self._owns_last_stage else None
+        found += compare_values("output", "predict_batch", step, result, theirs, part_of)
+        return result, found
+
+    @property
+    def _owns_last_stage(self) -> bool:
+        return self._pipeline.is_pipeline_last_stage(ignore_virtual=True)
+
+    def _owner(self, stage: int) -> int:
+        placement = self._pipeline.schedule.placement
+        return placement.rank_of(stage % placement.stages)
+
+    def _shared(self, inputs: Any, labels: Any) -> tuple[list[Any], list[Any], list[Fraction]]:
+        """Gives every rank the micro-batches and their weights in the loss. Collective."""
+        pipeline, group = self._pipeline, pipeline_group()
+        size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
+        own = cut(inputs, size, count), cut(labels, size, count)
+        values = group.broadcast(own[0], self._owner(0))
+        shares = [Fraction(1, len(values))] * len(values)
+        if sum(pipeline.weights) != 1:
+            weights = [Fraction(1)] * len(values)
+        else:
+            weights = shares_of_rows(labels, size) or shares
+        return (values, *group.broadcast((own[1], weights), self._owner(-1)))
+
+    def _losses(
+        self, inputs: Sequence[Any], labels: Sequence[Any], weights: Sequence[Fraction]
+    ) -> list[Any]:
+        shares = [
+            [weighted(loss, weight) for loss in self._reference.losses_of(value, label)]
+            for value, label, weight in zip(inputs, labels, weights)
+        ]
+        return [sum_in_order(by_function) for by_function in zip(*shares)]
+
+    def _mean_over_replicas(self, losses: list[Any]) -> list[Any]:
+        replicas = self._pipeline.replicas
+        if replicas.ranks == 1:
+            return losses
+        return [sum_in_order(each) / replicas.ranks for each in zip(*replicas.all_gather(losses))]
+
+    @contextmanager
+    def _recorded(self) -> Iterator[Outputs]:
+        layers = self._pipeline.layers
+        with recorded(layers, {n: n for n in layers.own_state() if not is_shared(n)}) as outputs:
+            yield outputs
+
+    @contextmanager
+    def _evaluating(self, inputs: Sequence[Any]) -> Iterator[Outputs]:
+        """Within it the reference evaluates, with the running statistics of this replica."""
+        reference = self._reference
+        state = self._pipeline.layers.full_state_dict() if self._pipeline.replicas.ranks > 1 else {}
+        buffers = [name for name, tensor in reference.tensors().items() if tensor.stop_gradient]
+        before = {name: reference.tensors()[name].clone() for name in buffers if state}
+        _put({name: state[name] for name in before}, reference)
+        reference.model.eval()
+        kept, alone = randomness.random_states_kept(), tensor_parallel.alone()
+        with paddle.no_grad(), kept, alone, recorded(reference.model, reference.names) as expected:
+            yield expected
+        _put(before, reference)
+
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """Returns the outputs of micro-batches as one: rows one after another, numbers stacked."""
+    first = values[0]
+    if isinstance(first, paddle.Tensor):
+        return paddle.concat([*values]) if first.ndim else paddle.stack([*values])
+    if isinstance(first, dict):
+        return {key: joined([value[key] for value in values]) for key in first}
+    if isinstance(first, (tuple, list)):
+        parts = [joined(part) for part in zip(*values)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return first
+
+
+def _put(state: dict[str, Any], reference: Reference) -> None:
+    tensors = reference.tensors()
+    for name, value in state.items():
+        tensors[name].set_value(value)
