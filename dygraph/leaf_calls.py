@@ -16,7 +16,7 @@ from typing import Any, Callable, NamedTuple
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import recompute
 from fleetpipe.dygraph._paddle import allocated_bytes
-from fleetpipe.dygraph.leaves import CannotWait, Leaf, examine, tensors_in
+from fleetpipe.dygraph.leaves import CannotWait, Leaf, Nature, examine, tensors_in
 from fleetpipe.dygraph.values import leaves_like, replace
 from fleetpipe.errors import ConfigError
 
@@ -49,6 +49,8 @@ class Call:
         self._graph: Graph | None = graph
         self._grads: list[tuple[Any, Any]] = []
         self._found: list[tuple[Any, Any]] = []
+        #: The gradients of the outputs, on their way from one side of the border to the other.
+        self.arrived: Sequence[Any] = ()
         #: Bytes by address: what the layer took and gave, and the gradients of that.
         self.storages: dict[int, int] = {}
         self.hidden_bytes = 0
@@ -119,7 +121,7 @@ def _gradients(
 
 
 class _Border(paddle.autograd.PyLayer):
-    """Stands for a call in the graph around it."""
+    """Stands for a call of at most one operation in the graph around it."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, tape: list[Call], *_inputs: Any) -> Any:
@@ -129,9 +131,61 @@ class _Border(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = ctx.call.input_grads(grads) or [_ANCHOR_GRAD]
-        ctx.tape.append(ctx.call)
-        return tuple(found) if len(found) > 1 else found[0]
+        return _entered(ctx.call, ctx.tape, grads)
+
+
+class _Entry(paddle.autograd.PyLayer):
+    """The border of a longer call on the side of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, tape: list[Call], *_inputs: Any) -> Any:
+        ctx.call, ctx.tape = call, tape
+        return _TOKEN.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _token: Any) -> Any:
+        grads, ctx.call.arrived = ctx.call.arrived, ()
+        return _entered(ctx.call, ctx.tape, grads)
+
+
+class _Exit(paddle.autograd.PyLayer):
+    """The border of a longer call on the side of its outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, _token: Any) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return call.leave()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.call.arrived = grads
+        return _TOKEN
+
+
+def _entered(call: Call, tape: list[Call], grads: Sequence[Any]) -> Any:
+    """Returns the gradients of a call's inputs, and notes that the rest can be asked for."""
+    found = call.input_grads(grads) or [_TOKEN]
+    tape.append(call)
+    return tuple(found) if len(found) > 1 else found[0]
+
+
+def _bordered(call: Call, tape: list[Call], depth: int, entries: Sequence[Any]) -> Any:
+    """Puts a call into the graph around it, as far from its outputs to its inputs as ``depth``.
+
+    Autograd runs the operations that are ready in the order in which they became so, and adds up
+    gradients as they arrive. With as many nodes in its place as a call has operations, what others
+    add to the gradients of its inputs comes before or after its own as it would without a border.
+    """
+    apply: Any = _Border.apply
+    if depth < 2:
+        return apply(call, tape, *(entries or [_ANCHOR]))
+    enter: Any = _Entry.apply
+    token = enter(call, tape, *entries)
+    for _ in range(depth - 2):
+        token = paddle.scale(token)
+    leave: Any = _Exit.apply
+    return leave(call, token)
 
 
 def _one_zero(stop_gradient: bool) -> Any:
@@ -140,8 +194,9 @@ def _one_zero(stop_gradient: bool) -> Any:
     return tensor
 
 
-#: What makes the output of a layer without differentiable inputs, such as Embedding, need one.
-_ANCHOR, _ANCHOR_GRAD = _one_zero(False), _one_zero(True)
+#: What makes the output of a layer without differentiable inputs, such as Embedding, need one, and
+#: what crosses the border where no value does.
+_ANCHOR, _TOKEN = _one_zero(False), _one_zero(True)
 
 
 def run(
@@ -164,63 +219,71 @@ def run(
         What ``forward`` returned, connected to the graph around it.
 
     Raises:
-        ConfigError: The layer's first calls took and gave tensors that could be seen; this one has
-            an object of another class among them.
+        ConfigError: The layer's earlier calls gave tensors that could be seen; this one has an
+            object of another class among them.
     """
-    parameters = [p for p in leaf.parameters if not p.stop_gradient]
-    if not parameters or not paddle.is_grad_enabled():
+    trained = any(not parameter.stop_gradient for parameter in leaf.parameters)
+    if not trained or not paddle.is_grad_enabled():
         return forward(*args, **named)
     if recompute.in_piece():
         # What is cut out would keep the layer's inputs and outputs, which recompute lets go.
-        leaf.examined, leaf.reason = True, leaf.reason or "its layer is recomputed"
-    if not leaf.examined:
-        examine(leaf, forward, args, named)
-        if leaf.reason:
-            # An error of the user's own comes again here, and says nothing of the layer.
-            output = forward(*args, **named)
-            leaf.examined = True
-            return output
-        leaf.examined = True
-    if leaf.reason:
+        leaf.uncut = "its layer is recomputed"
         return forward(*args, **named)
     try:
-        return _cut_out(leaf, parameters, forward, tape, args, named)
+        taken = tensors_in((args, named), "was called with")
     except CannotWait as cause:
-        raise ConfigError(
-            f"the gradients of layer {leaf.name!r} could wait for W, and now cannot",
-            cause=str(cause),
-            fix="call the layer the same way each time, or choose a schedule without W",
-        ) from None
+        leaf.uncut = str(cause)
+        return forward(*args, **named)
+    situation = leaf.situation(taken)
+    nature = leaf.natures.get(situation) or examine(leaf, forward, args, named)
+    if nature.reason:
+        output = forward(*args, **named)
+    else:
+        output = _cut_out(leaf, nature, forward, tape, taken, args, named)
+    # An error of the user's own comes again above, and says nothing of the layer.
+    leaf.natures[situation] = nature
+    return output
 
 
 def _cut_out(
     leaf: Leaf,
-    parameters: Sequence[Any],
+    nature: Nature,
     forward: Callable[..., Any],
     tape: list[Call],
+    taken: Sequence[Any],
     args: tuple[Any, ...],
     named: dict[str, Any],
 ) -> Any:
     """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
-    taken = tensors_in((args, named), "was called with")
     tensors = [tensor for tensor in taken if not tensor.stop_gradient]
     others = leaves_like(tensors)
     before = allocated_bytes()
     output = forward(*replace(args, others), **replace(named, others))
     allocated = allocated_bytes() - before
     own = {id(others[id(tensor)]): tensor for tensor in tensors}
-    given = [t for t in tensors_in(output, "returned") if not t.stop_gradient]
+    given = [t for t in _returned(leaf, output) if not t.stop_gradient]
     outputs = [tensor for tensor in given if id(tensor) not in own]
     if outputs:
-        entries = [t for t, reached in zip(tensors, leaf.depends_on(tensors)) if reached]
-        graph = Graph([others[id(tensor)] for tensor in entries], outputs, leaf.divisible)
-        call = Call(parameters, graph)
+        entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]
+        inputs = [others[id(tensor)] for tensor in entries]
+        parameters = [p for p in leaf.parameters if not p.stop_gradient]
+        call = Call(parameters, Graph(inputs, outputs, nature.divisible))
         call.measure(taken, outputs, allocated)
-        apply: Any = _Border.apply
-        borders = apply(call, tape, *(entries or [_ANCHOR]))
+        borders = _bordered(call, tape, nature.depth, entries)
         borders = borders if isinstance(borders, (tuple, list)) else (borders,)
         own.update((id(output), border) for output, border in zip(outputs, borders))
     return replace(output, own)
+
+
+def _returned(leaf: Leaf, output: Any) -> list[Any]:
+    try:
+        return tensors_in(output, "returned")
+    except CannotWait as cause:
+        raise ConfigError(
+            f"the gradients of layer {leaf.name!r} could wait for W, and now cannot",
+            cause=str(cause),
+            fix="call the layer the same way each time, or choose a schedule without W",
+        ) from None
 
 
 def _bytes(tensor: Any) -> int:
