@@ -260,7 +260,8 @@ class Trace:
             f"{rate:.4f} measured{' after the first step' * cold}, {predicted.bubble_rate:.4f} "
             "predicted from the mean cost of each action; "
             f"clocks agree within {self.clock_error * 1e6:.0f} us"
-            + "; no pictures: they need matplotlib (pip install 'fleetpipe[examples]')" * (not drawn)
+            + "; no pictures: they need matplotlib (pip install 'fleetpipe[examples]')"
+            * (not drawn)
         )
 
     def _draw(self, pictures: Mapping[str, list[Panel]]) -> bool:

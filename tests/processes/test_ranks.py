@@ -162,5 +162,6 @@ def test_the_trace_of_two_ranks(launch: Callable[..., Finished], tmp_path: Path)
     document = json.loads((tmp_path / "trace.json").read_text())
     rows = build("1F1B", ranks=2, micro_batches=4).actions
     assert actions(document, 2) == [[str(action) for action in row] * 3 for row in rows]
-    assert re.search(r"bubble rate 0\.\d+ measured after the first step, 0\.\d+ predicted", done.logs[0])
+    told = r"bubble rate 0\.\d+ measured after the first step, 0\.\d+ predicted"
+    assert re.search(told, done.logs[0])
     assert "bubble rate" not in done.logs[1]
