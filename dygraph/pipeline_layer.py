@@ -128,7 +128,7 @@ class PipelineLayer(FleetLayers):
                 got=f"{self._num_stages}: the whole model is in this process",
                 fix="pass topology=fleet.get_hybrid_communicate_group().topology()",
             )
-        schedule = self._arranged(config)
+        schedule = self._arranged(config, self.placement.name)
         if schedule.placement != self.placement:
             raise ConfigError(
                 f"the schedule {schedule.name} does not run on layers placed like these",
@@ -139,10 +139,10 @@ class PipelineLayer(FleetLayers):
             )
         return schedule
 
-    def _arranged(self, config: PipelineConfig) -> Schedule:
+    def _arranged(self, config: PipelineConfig, placed: str | None = None) -> Schedule:
         if self._use_dualpipev:
             config = arrangement.dualpipev(config, self._chunks)
-        return config.schedule_for(self._num_stages, self._chunks)
+        return config.schedule_for(self._num_stages, self._chunks, placed=placed)
 
     def _cut(self, method: str | Sequence[int]) -> Partition:
         layers = self._layer_infos() if method == "balanced" else [

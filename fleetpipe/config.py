@@ -107,7 +107,11 @@ class PipelineConfig:
         )
 
     def schedule_for(
-        self, ranks: int, chunks: int | None, edges: Iterable[Edge] | None = None
+        self,
+        ranks: int,
+        chunks: int | None,
+        edges: Iterable[Edge] | None = None,
+        placed: str | None = None,
     ) -> Schedule:
         """Builds the schedule that these options ask for, verified against the memory cap.
 
@@ -115,17 +119,22 @@ class PipelineConfig:
             ranks: Ranks of the pipeline, p.
             chunks: Model parts of each rank, v; None for the schedule's own default.
             edges: The edges of the model; None for a chain of stages.
+            placed: The placement of a model that stands, which ``auto`` keeps.
 
         Raises:
             ConfigError: The schedule does not take that number of chunks or micro-batches.
             ScheduleError: It needs more memory than the cap allows, or cannot run on these edges.
         """
-        return _schedule_for(self, ranks, chunks, None if edges is None else tuple(edges))
+        return _schedule_for(self, ranks, chunks, None if edges is None else tuple(edges), placed)
 
 
 @functools.lru_cache(maxsize=4)
 def _schedule_for(
-    config: PipelineConfig, ranks: int, chunks: int | None, edges: tuple[Edge, ...] | None
+    config: PipelineConfig,
+    ranks: int,
+    chunks: int | None,
+    edges: tuple[Edge, ...] | None,
+    placed: str | None,
 ) -> Schedule:
     try:
         return build_verified(
@@ -138,6 +147,7 @@ def _schedule_for(
             memory_cap=config.memory_cap,
             costs=config.costs,
             edges=edges,
+            placed=placed,
         )
     except ScheduleError:
         raise

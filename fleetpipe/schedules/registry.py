@@ -101,7 +101,7 @@ def build(
         chunks: Model parts that each rank owns, v; None means the schedule's own default: 2 for
             Interleaved1F1B and on a vee, else 1.
         **options: Options of that schedule: ``groups`` and ``warmup_slack`` of Interleaved1F1B;
-            ``memory_cap`` and ``costs`` of auto.
+            ``memory_cap``, ``costs`` and ``placed`` of auto.
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.

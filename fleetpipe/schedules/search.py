@@ -59,16 +59,19 @@ def auto(
     micro_batches: int,
     memory_cap: float | None = None,
     costs: Costs | None = None,
+    placed: str | None = None,
 ) -> Schedule:
     """Returns the schedule with the shortest span that is found; among equals, makespan.
 
     Args:
-        placement: Ranks and chunks. With two chunks a loop and a vee are both tried.
+        placement: Ranks and chunks.
         micro_batches: Micro-batches of a batch, m.
         memory_cap: Most that any rank may hold: forwards of one stage, or bytes where ``costs``
             gives bytes, in the sense of ``Timeline.peak_activations`` and ``.peak_bytes``. None
             means no limit.
         costs: What actions cost, latency included, and what I releases. Default ``Costs()``.
+        placed: "loop" or "vee", for stages that stand already. With two chunks both are tried where
+            it is left out.
 
     Raises:
         ConfigError: The cap does not let a single micro-batch pass (the message says what would),
@@ -78,7 +81,14 @@ def auto(
     costs.check_stages(placement.stages)
     cap = math.inf if memory_cap is None else memory_cap
     search = _Search()
-    for name in PLACEMENTS if placement.chunks == 2 else ("loop",):
+    possible = PLACEMENTS if placement.chunks == 2 else ("loop",)
+    if placed is not None and placed not in possible:
+        raise ConfigError(
+            f"{placement.chunks} chunks on each rank cannot be placed like that",
+            expected=" or ".join(possible),
+            got=f"placed={placed!r}",
+        )
+    for name in possible if placed is None else (placed,):
         placed = Placement(name, placement.ranks, placement.chunks)
         problem = Problem(placed, micro_batches, costs, cap)
         problem.check_cap()

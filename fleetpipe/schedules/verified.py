@@ -22,6 +22,7 @@ def build_verified(
     memory_cap: float | None = None,
     costs: Costs | None = None,
     edges: Iterable[Edge] | None = None,
+    placed: str | None = None,
 ) -> Schedule:
     """Builds a schedule of which every option may be left out, and verifies it.
 
@@ -36,6 +37,7 @@ def build_verified(
             bytes. A search keeps within it, any other schedule is refused where it does not.
         costs: What actions cost, for a search, and what the stages hold.
         edges: The edges of the model; None for a chain of stages.
+        placed: The placement of a model that stands, which a search keeps.
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.
@@ -43,7 +45,7 @@ def build_verified(
     """
     asked: dict[str, object] = {"groups": groups, "warmup_slack": warmup_slack}
     if canonical_name(name) == AUTO:
-        asked.update(memory_cap=memory_cap, costs=costs)
+        asked.update(memory_cap=memory_cap, costs=costs, placed=placed)
     options = {option: value for option, value in asked.items() if value is not None}
     schedule = build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks, **options)
     schedule.verify(edges, memory_cap=memory_cap, costs=costs)

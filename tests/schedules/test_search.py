@@ -161,8 +161,16 @@ def test_a_cap_that_cannot_be_kept_is_refused_with_the_least_that_can(
         ({"costs": {"forward": 1}}, "from_json"),
         ({"costs": Costs(forward=(1, 2, 3))}, "2 figures"),
         ({"memorycap": 4}, "did you mean 'memory_cap'"),
+        ({"placed": "vee"}, "expected: loop"),
     ],
 )
 def test_what_it_does_not_take_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build("auto", ranks=2, micro_batches=2, **options)
+
+
+@pytest.mark.parametrize("placed", ["loop", "vee"])
+def test_stages_that_stand_stay_where_they_are(placed: str) -> None:
+    for micro_batches in (2, 4):
+        schedule = build("auto", ranks=3, micro_batches=micro_batches, chunks=2, placed=placed)
+        assert schedule.placement.name == placed
