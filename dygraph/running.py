@@ -9,6 +9,7 @@ from typing import Any, Callable, NamedTuple
 from fleetpipe.dygraph import randomness, recompute, refusals
 from fleetpipe.dygraph.randomness import Keys
 from fleetpipe.dygraph.recompute import Piece
+from fleetpipe.dygraph.values import replace, tensors_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Partition
 
@@ -47,6 +48,8 @@ class StageRunner:
         self._partition = partition
         self._interval = recompute_interval
         self._parts: dict[int, list[_Part]] = {}
+        #: Whether a stage writes into what it is given; unknown before its first run.
+        self._writes: dict[int, bool] = {}
 
     def run(self, stage: int, value: Any, micro_batch: int | None = None) -> Any:
         """Runs the layers of ``stage``.
@@ -59,6 +62,17 @@ class StageRunner:
         Raises:
             BoundaryError: A layer cannot take what the one before returned.
         """
+        if self._writes.get(stage) is False:
+            return self._run(stage, value, micro_batch)
+        # Paddle lets nobody write into a leaf, and others may hold the memory.
+        copies = {id(tensor): tensor.clone() for tensor in tensors_of(value)}
+        versions = [copy.inplace_version for copy in copies.values()]
+        output = self._run(stage, replace(value, copies), micro_batch)
+        written = versions != [copy.inplace_version for copy in copies.values()]
+        self._writes[stage] = written or self._writes.get(stage, False)
+        return output
+
+    def _run(self, stage: int, value: Any, micro_batch: int | None) -> Any:
         keys = None if micro_batch is None else randomness.current()
         for part in self._parts.get(stage) or self._parts_of(stage):
             if part.piece is not None:

@@ -1,0 +1,79 @@
+"""Layers that write into what a stage was given, in training as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.pipelines import batch, bits, job, pipeline, sgd
+
+WRITERS: dict[str, Callable[[Any], Any]] = {
+    "relu_": nn.functional.relu_,
+    "softmax_": nn.functional.softmax_,
+    "add_": lambda x: x.add_(paddle.ones_like(x)),
+    "scale_": lambda x: x.scale_(2.0),
+}
+
+
+class Writer(nn.Layer):
+    """Writes into its input after a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1D(8)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(nn.functional.relu_(x)) * 2
+
+
+def trained(
+    writer: Any, ranks: int, schedule: str, data: list[Any], **options: Any
+) -> dict[str, bytes]:
+    """The bits of a model after two steps, whose last stage begins with ``writer``."""
+    layers = [LayerDesc(nn.Linear, 6, 8), writer, LayerDesc(nn.Linear, 8, 4)]
+    with job(ranks, 4, schedule):
+        model = pipeline(layers, seg_method=[0, 1][:ranks], **options)
+        optimizer = sgd(model)
+        for _ in range(2):
+            model.train_batch(data, optimizer)
+        return bits(model.layers.state_dict())
+
+
+@pytest.mark.parametrize("kind", [*WRITERS, "layer"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+@pytest.mark.parametrize("interval", [0, 1])
+def test_a_stage_may_begin_with_a_layer_that_writes(
+    kind: str, schedule: str, interval: int
+) -> None:
+    writer = WRITERS.get(kind) or LayerDesc(Writer)
+    options = {"recompute_interval": interval, "recompute_ctx": {}} if interval else {}
+    alone = trained(writer, 1, "1F1B", batch())
+    assert trained(writer, 2, schedule, batch(), **options) == alone
+
+
+def test_the_users_data_stay_as_they_are() -> None:
+    layers = [nn.functional.relu_, LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.Linear, 8, 4)]
+    data = batch()
+    before = [tensor.clone() for tensor in data]
+    with job(2, 4, "ZBH1"):
+        model = pipeline(layers)
+        model.train_batch(data, sgd(model))
+    for tensor, same in zip(data, before):
+        assert tensor.numpy().tobytes() == same.numpy().tobytes()
+
+
+def test_what_nobody_writes_into_is_handed_on_as_it_is() -> None:
+    seen = []
+
+    def look(x: Any) -> Any:
+        seen.append(x.is_leaf)
+        return x * 1
+
+    trained(look, 2, "1F1B", batch())
+    # Of eight runs the first finds out.
+    assert seen == [False] + [True] * 7
