@@ -13,6 +13,7 @@ from paddle.base import framework as _framework
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
     hybrid_parallel_optimizer as _hybrid,
 )
+from paddle.jit.dy2static.program_translator import StaticFunction
 from paddle.nn import clip as _stock_clip
 
 from fleetpipe._paddle import paddle, paddle_fleet
@@ -242,7 +243,8 @@ def state_slots(layer: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """
     own = vars(layer)
     for name, tensor in own["_buffers"].items():
-        if tensor is not None:
+        # The one that LSTM and its kin have for GPUs is nowhere on a CPU.
+        if tensor is not None and tensor._is_initialized():
             yield own["_buffers"], name
     for name, tensor in own["_parameters"].items():
         if tensor is not None and tensor.stop_gradient and tensor.ndim <= 1:
@@ -260,6 +262,11 @@ def same_memory(tensor: Any) -> Any:
         tensor._share_buffer_to(other)
     other.stop_gradient = tensor.stop_gradient
     return other
+
+
+def is_static(layer: Any) -> bool:
+    """Whether ``paddle.jit.to_static`` makes a static graph of a layer's forward."""
+    return isinstance(layer.forward, StaticFunction)
 
 
 def is_parameter(tensor: Any) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph._paddle import is_static
 from fleetpipe.dygraph.randomness import random_states_kept
 from fleetpipe.dygraph.values import leaves_like, replace
 
@@ -76,6 +77,7 @@ class Leaf:
         parameters: Its parameters.
         natures: What was found out about its calls, by their :meth:`situation`.
         uncut: Why some of its calls could not wait, where that was plain without looking.
+        static: Whether its forward becomes a part of a static graph, as all around it would.
     """
 
     def __init__(self, layer: Any, name: str) -> None:
@@ -85,6 +87,7 @@ class Leaf:
         self.parameters = tuple(layer.parameters(include_sublayers=False))
         self.natures: dict[Situation, Nature] = {}
         self.uncut = ""
+        self.static = False
 
     def situation(self, taken: Sequence[Any]) -> Situation:
         """Returns what decides which operations Paddle runs backward.
@@ -111,10 +114,16 @@ def leaves_of(index: int, layer: Any) -> Iterator[Leaf]:
     """Yields the leaf layers within layer ``index`` of the whole list."""
     if not isinstance(layer, paddle.nn.Layer):
         return
+    static: set[int] = set()
     for path, part in layer.named_sublayers(prefix=str(index), include_self=True):
         own = part.parameters(include_sublayers=False)
         if own and all(not sub.parameters() for sub in part.sublayers()):
-            yield Leaf(part, path)
+            leaf = Leaf(part, path)
+            if id(part) in static:
+                leaf.static, leaf.uncut = True, "its layer is within paddle.jit.to_static"
+            yield leaf
+        if is_static(part):
+            static.update(map(id, part.sublayers()))
 
 
 def examine(

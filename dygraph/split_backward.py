@@ -77,7 +77,7 @@ class SplitBackward:
     @contextmanager
     def _recording(self, stage: int, micro_batch: int) -> Iterator[None]:
         tape = self._tapes.setdefault((stage, micro_batch), [])
-        leaves = self._leaves_of(stage)
+        leaves = [leaf for leaf in self._leaves_of(stage) if not leaf.static]
         before = [leaf.layer.__dict__.get("forward", _MISSING) for leaf in leaves]
         try:
             for leaf in leaves:

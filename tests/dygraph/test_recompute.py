@@ -95,6 +95,25 @@ def test_bits_of_models_that_people_train(name: str, run: tuple[int, int, str]) 
     assert trained(model.layers(), 2, run, model.batch, loss_fn=model.loss) == plain
 
 
+class Recurrent(nn.Layer):
+    """Its own layer has a buffer that is nowhere on a CPU."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.inner = kind(8, 8, num_layers=2, dropout=0.3)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x.unsqueeze(1))[0].squeeze(1)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.SimpleRNN])
+def test_bits_of_recurrent_layers(kind: Any) -> None:
+    layers = [LayerDesc(nn.Linear, FEATURES, 8), *[LayerDesc(Recurrent, kind) for _ in range(2)]]
+    layers.append(LayerDesc(nn.Linear, 8, CLASSES))
+    for run in ((2, 1, "1F1B"), (2, 1, "ZBH1")):
+        assert trained(layers, 1, run) == trained(layers, 0, run)
+
+
 class Mapping(nn.Layer):
     """Takes and gives a dict; one entry needs no gradient, one passes through unchanged."""
 

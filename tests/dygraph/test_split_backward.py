@@ -491,7 +491,19 @@ class Position(Shifted):
         return self.shift
 
 
+class Compiled(nn.Layer):
+    """A static graph around a leaf layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = paddle.jit.to_static(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * 2
+
+
 IMMEDIATE = {
+    "in a static graph": (Compiled, "0.inner.0.weight", "within paddle.jit.to_static"),
     "used around its layer": (Direct, "0.linear.weight", "outside of its layer's own forward"),
     "beside a sublayer's": (Parent, "0.shift", "sublayers with parameters of their own"),
     "borrowed parameter": (Borrows, "0.head.bias", "neither its argument nor its own"),
