@@ -89,8 +89,8 @@ def auto(
             got=f"placed={placed!r}",
         )
     for name in possible if placed is None else (placed,):
-        placed = Placement(name, placement.ranks, placement.chunks)
-        problem = Problem(placed, micro_batches, costs, cap)
+        standing = Placement(name, placement.ranks, placement.chunks)
+        problem = Problem(standing, micro_batches, costs, cap)
         problem.check_cap()
         search.run(problem)
     return search.result()
