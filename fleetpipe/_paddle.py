@@ -6,7 +6,8 @@ Importing this module is also the one check that Paddle is there at all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fleetpipe.errors import PaddleNotFound
@@ -76,9 +77,9 @@ def replace_gloo_stores(own_store: Callable[[int, int, int], Any]) -> None:
     def new_group(
         backend: str, store: Any, rank: int, ranks: int, *more: Any, **named: Any
     ) -> Any:
-        # The default group gives no group_id, and comes first.
-        if backend == "gloo" and "group_id" in named:
-            store = own_store(rank, ranks, named["group_id"])
+        if backend == "gloo":
+            # The default group, which is number 0, gives no group_id.
+            store = own_store(rank, ranks, named.get("group_id", 0))
             _kept_stores.append(store)
         return original(backend, store, rank, ranks, *more, **named)
 
@@ -93,6 +94,25 @@ def restore_gloo_stores() -> None:
 
 #: A group's store must live as long as the group.
 _kept_stores: list[Any] = []
+
+
+@contextmanager
+def beginning(open_store: Callable[[], Any], new_group: Callable[..., Any]) -> Iterator[None]:
+    """Within it, Paddle's start opens its store and makes its groups through these functions.
+
+    Args:
+        open_store: Returns the store to use as Paddle's own. Opening that one waits for all ranks
+            without a limit, with the interpreter's lock in its hand: no thread could end the wait.
+        new_group: Takes Paddle's ``new_group`` and the arguments of one call of it.
+    """
+    stock_store, stock_group = core.create_or_get_global_tcp_store, paddle.distributed.new_group
+    core.create_or_get_global_tcp_store = open_store
+    paddle.distributed.new_group = functools.partial(new_group, stock_group)
+    try:
+        yield
+    finally:
+        core.create_or_get_global_tcp_store = stock_store
+        paddle.distributed.new_group = stock_group
 
 
 def install_topology(hcg: Any, strategy: Any) -> None:
@@ -120,6 +140,7 @@ def forget_topology() -> None:
 
 __all__ = [
     "LocalTopology",
+    "beginning",
     "forget_topology",
     "install_topology",
     "open_store",

@@ -46,13 +46,23 @@ def open_store(timeout: float) -> JobStore:
         PipelineTimeout: Rank 0 did not come.
         TransportError: The port that the launcher gave to rank 0 is taken.
     """
-    host, _, port = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")
+    host, port = _address()
     if own_rank() == 0:
-        _refuse_taken(host, int(port))
-        _servers.append(_paddle.open_store(host, int(port), True, timeout))
+        _refuse_taken(host, port)
+        _servers.append(_paddle.open_store(host, port, True, timeout))
     # The port may by now serve another job.
     sign = hashlib.sha256(os.environ["PADDLE_TRAINER_ENDPOINTS"].encode()).hexdigest()
-    return _reach(host, int(port), timeout, f"fleetpipe/job/{sign}")
+    return _reach(host, port, timeout, f"fleetpipe/job/{sign}")
+
+
+def paddles_client(timeout: float) -> Any:
+    """Returns the job's store, which must be open, as Paddle's own functions take it."""
+    return _servers[0] if _servers else _paddle.open_store(*_address(), False, timeout)
+
+
+def _address() -> tuple[str, int]:
+    host, _, port = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")
+    return host, int(port)
 
 
 #: The server ends with its object.
@@ -79,8 +89,9 @@ def meet(
     timeout: float,
     place: str = "",
     gone: Callable[[], Collection[int]] = tuple,
+    ranks: Collection[int] | None = None,
 ) -> None:
-    """Waits until every rank has come to ``key``. Collective over the job.
+    """Waits until every rank has come to ``key``. Collective over ``ranks``.
 
     Args:
         store: The job's store.
@@ -89,6 +100,7 @@ def meet(
         place: What the meeting is for, for messages; by default the start of the job.
         gone: Says which ranks have ended. What is known of a failure is raised by the store, and
             only while somebody is missing: who came may have failed since, at what comes next.
+        ranks: Those that meet; by default all ranks of the job.
 
     Raises:
         PeerFailed: A rank ended, and had not come before.
@@ -96,7 +108,9 @@ def meet(
     """
     store.add(f"{key}/{own_rank()}", 1)
     deadline = time.monotonic() + timeout
-    missing = list(range(world_size()))
+    everyone = range(world_size())
+    missing = sorted(everyone if ranks is None else ranks)
+    others = set(everyone).difference(missing)
     while True:
         # Asked before the store: whoever has ended by now either stands there or never will.
         ended = set(gone())
@@ -110,7 +124,7 @@ def meet(
         # The others' time began at other moments; the first that gives up does it for all.
         if time.monotonic() > deadline or store.add(f"{key}/late", 0):
             store.add(f"{key}/late", 1)
-            let_others_go(store, f"{key}/going", missing)
+            let_others_go(store, f"{key}/going", [*missing, *others])
             who = f"ranks {missing}" if missing[1:] else f"rank {missing[0]}"
             raise _not_here(who, timeout, place=place)
         time.sleep(_POLL_SECONDS)
@@ -132,25 +146,18 @@ def let_others_go(store: Store, key: str, missing: list[int] | None = None) -> N
         gone = store.add(key, 0)
 
 
-def await_paddles_store(store: Store, timeout: float) -> None:
-    """Waits until the store that Paddle opens itself can be reached. Collective over the job.
+def give_paddle_an_address(store: Store, timeout: float) -> None:
+    """Has Paddle know an address for a store of its own. Collective over the job.
 
-    Paddle sleeps for 3 s where it comes too early, and where its launcher did not give the store an
-    address, it would take the one that the job's store has.
+    A job does not need that store, but other functions of Paddle's open it. Where the launcher did
+    not give it an address, they would take the one that the job's store has.
 
     Args:
         store: The job's store.
-        timeout: Seconds that rank 0 may take to open it.
+        timeout: Seconds that rank 0 may take.
     """
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
-        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    else:
-        host, _, port = _paddles_address(store, timeout).rpartition(":")
-    if own_rank():
-        _reach(host, int(port), timeout, None).close()
-
-
-def _paddles_address(store: Store, timeout: float) -> str:
+        return
     if "PADDLE_MASTER" not in os.environ:
         if own_rank() == 0:
             host = os.environ["PADDLE_CURRENT_ENDPOINT"].rpartition(":")[0]
@@ -159,7 +166,6 @@ def _paddles_address(store: Store, timeout: float) -> str:
                 store.set("fleetpipe/master", f"{host}:{probe.getsockname()[1]}")
         meet(store, "fleetpipe/master/known", timeout)
         os.environ["PADDLE_MASTER"] = store.get("fleetpipe/master").decode()
-    return os.environ["PADDLE_MASTER"]
 
 
 def _refuse_taken(host: str, port: int) -> None:
@@ -178,14 +184,14 @@ def _refuse_taken(host: str, port: int) -> None:
             ) from error
 
 
-def _reach(host: str, port: int, timeout: float, sign: str | None) -> JobStore:
-    """Waits until a store listens: Paddle's own client would wait for it without a limit.
+def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
+    """Waits until the job's store listens: Paddle's own client would wait without a limit.
 
     Args:
         host: Where.
         port: Its port.
         timeout: Seconds to wait.
-        sign: A key that rank 0 puts into the store, and that is in no other; None: any store.
+        sign: A key that rank 0 puts into the store, and that is in no other.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -195,7 +201,7 @@ def _reach(host: str, port: int, timeout: float, sign: str | None) -> JobStore:
             found = f"nothing listens at {host}:{port} ({error.strerror or error})"
         else:
             try:
-                if store.add(sign or "fleetpipe/job", int(own_rank() == 0)) or sign is None:
+                if store.add(sign, int(own_rank() == 0)):
                     store.timeout = timeout
                     return store
             except (PeerFailed, PipelineTimeout):

@@ -21,9 +21,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 from fleetpipe.errors import PeerFailed, PipelineTimeout
 from fleetpipe.failure import Failure
@@ -39,6 +39,7 @@ GRACE_SECONDS = 1.0
 CAUSE_SECONDS = 0.5
 #: Seconds that the last words of a process may take.
 LAST_WORDS_SECONDS = 0.5
+#: Status of a process that is ended because another rank failed.
 EXIT_CODE = 70
 _LENGTH = struct.Struct("<I")
 _LARGEST_FRAME = 1 << 20
@@ -84,6 +85,15 @@ class _Peer:
             yield json.loads(text)
 
 
+class _Limit(NamedTuple):
+    """What the main thread does where no exception reaches it, and until when it may."""
+
+    seconds: float
+    what: str
+    ranks: tuple[int, ...]
+    deadline: float
+
+
 class Watch:
     """One rank's end of the connections between all ranks of a job.
 
@@ -102,6 +112,7 @@ class Watch:
         self.rank = rank
         self.failure: Failure | None = None
         self._where: Callable[[], str] = lambda: "outside of the pipeline"
+        self._limit: _Limit | None = None
         self._interrupts: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._noticed = False
@@ -126,6 +137,11 @@ class Watch:
             failed = self.failure is not None
         if failed:
             interrupt()
+
+    @property
+    def noticed(self) -> bool:
+        """Whether the main thread knows of a failure, this rank's own or another's."""
+        return self._noticed
 
     def check(self) -> None:
         """Raises what is known of a failure.
@@ -161,6 +177,28 @@ class Watch:
             if instead is None:
                 raise
             raise instead from None
+
+    @contextlib.contextmanager
+    def limit(self, seconds: float, what: str, ranks: Collection[int]) -> Iterator[None]:
+        """Within it the thread gives up for a main thread that waits where nothing interrupts it.
+
+        The other ranks are told, and this process is ended a moment later. A limit around this one
+        begins anew at its end.
+
+        Args:
+            seconds: How long this may take.
+            what: What the main thread does, for the messages of all.
+            ranks: The ranks that it may be waiting for.
+        """
+        around = self._limit
+        others = tuple(rank for rank in ranks if rank != self.rank)
+        self._limit = _Limit(seconds, what, others, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            if around is not None:
+                around = around._replace(deadline=time.monotonic() + around.seconds)
+            self._limit = around
 
     def give_up(self, error: BaseException) -> None:
         """Tells all other ranks that this one fails, with the error and its traceback."""
@@ -237,7 +275,8 @@ class Watch:
 
     def _status(self) -> str:
         try:
-            return self._where()
+            limit = self._limit
+            return self._where() + ("" if limit is None else f": {limit.what}")
         except Exception as error:
             return f"unknown ({error!r})"
 
@@ -254,6 +293,18 @@ class Watch:
                 )
             lines.append(line)
         return lines
+
+    def _give_up_if_late(self) -> None:
+        limit = self._limit
+        if limit is None or self.failure is not None or time.monotonic() < limit.deadline:
+            return
+        now = time.monotonic()
+        silent = [r for r in limit.ranks if now - self._peers[r].heard > SILENT_SECONDS]
+        ranks = silent or list(limit.ranks)
+        who = f"ranks {ranks}" if ranks[1:] else f"rank {ranks[0]}"
+        text = f"rank {self.rank} waited {limit.seconds:g} s for {who}: {limit.what}"
+        late = PipelineTimeout("\n".join([text, *self._whereabouts()]))
+        self._fail(Failure.of(self.rank, late))
 
     def _tell(self, message: dict[str, Any]) -> None:
         """Sends a message to every rank, without waiting for one that does not read."""
@@ -286,6 +337,7 @@ class Watch:
                 for peer in self._peers.values():
                     if peer.unsent:
                         peer.send()
+        self._give_up_if_late()
         self._end_if_unnoticed()
         for key, _ in self._selector.select(max(0.0, min(self._status_at, self._end_at) - now)):
             if key.data is not None and not self._closed:

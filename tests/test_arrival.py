@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fleetpipe import _paddle, arrival
+from fleetpipe import arrival
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
 
 
@@ -195,7 +196,7 @@ def test_the_store_of_another_job_is_not_taken_for_ones_own(
         arrival.open_store(0.3)
 
 
-def test_paddles_own_store_gets_an_address_where_it_has_none(
+def test_paddle_gets_an_address_for_a_store_of_its_own_where_it_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = MemoryStore()
@@ -204,14 +205,8 @@ def test_paddles_own_store_gets_an_address_where_it_has_none(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PADDLE_MASTER", "gone")
     monkeypatch.delenv("PADDLE_MASTER")
-    servers = []
-
-    def act(rank: int) -> None:
-        arrival.await_paddles_store(store, 5)
-        if rank == 0:
-            time.sleep(0.2)
-            host, _, port = store.get("fleetpipe/master").decode().rpartition(":")
-            servers.append(_paddle.open_store(host, int(port), True, 5))
-
-    assert play(monkeypatch, 2, act) == {0: None, 1: None}
-    assert len(servers) == 1
+    came = play(monkeypatch, 2, lambda _: arrival.give_paddle_an_address(store, 5))
+    assert came == {0: None, 1: None}
+    host, _, port = os.environ["PADDLE_MASTER"].rpartition(":")
+    assert (host, f"{host}:{port}") == ("127.0.0.1", store.values["fleetpipe/master"])
+    assert int(port) != 1

@@ -179,6 +179,38 @@ def test_a_silent_rank_is_called_so(begin: Begin, monkeypatch: pytest.MonkeyPatc
     assert "rank 1 is silent for 7." in first._whereabouts()[0]
 
 
+def test_the_thread_gives_up_for_a_main_thread_that_hangs_beyond_its_limit(
+    begin: Begin, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.6)
+    first, second, third = begin(3)
+    second._where = lambda: "elsewhere"
+    third._status_at = time.monotonic() + 3600  # stopped
+    with first.limit(1.0, "making a group", range(3)):
+        assert soon(lambda: "outside of the pipeline: making a group" in second._peers[0].status)
+        assert soon(lambda: module.EXIT_CODE in exits)
+    assert soon(lambda: second.failure)
+    for watch in (first, second):
+        with pytest.raises(PipelineTimeout) as raised:
+            watch.check()
+        text = str(raised.value)
+        assert "rank 0 timed out: rank 0 waited 1 s for rank 2: making a group\n" in text
+        assert "rank 1 is at: elsewhere" in text
+        assert "rank 2 is silent" in text
+
+
+def test_a_limit_begins_anew_where_one_within_it_ends(begin: Begin) -> None:
+    first, second = begin(2)
+    with first.limit(0.7, "all", [1]):
+        for _ in range(3):
+            with first.limit(0.7, "a part", [1]):
+                time.sleep(0.3)
+        time.sleep(0.2)
+    time.sleep(0.7)
+    assert first.failure is second.failure is None
+
+
 def test_a_process_that_does_not_notice_is_ended_with_one_line(
     begin: Begin,
     exits: list[int],

@@ -11,12 +11,22 @@ import warnings
 from dataclasses import asdict
 from typing import Any
 
-from fleetpipe import __version__, _paddle, arrival, departure, gloo, job, numerics, static
+from fleetpipe import (
+    __version__,
+    _paddle,
+    arrival,
+    departure,
+    gloo,
+    job,
+    numerics,
+    paddle_groups,
+    static,
+)
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.agreement import require_agreement
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import Job, current_job
 from fleetpipe.notice import tell_once
@@ -132,7 +142,12 @@ def shutdown() -> None:
 
     Every rank calls it for itself; what was sent before is still delivered. Called while an error
     passes through (in a ``finally``, say), it tells the other ranks of it. What the import changed
-    in Paddle for static graph is taken back; the next ``init`` puts it in again.
+    in Paddle for static graph is taken back; the next ``init`` puts it in again. Whatever is
+    raised, the job has ended and another can begin.
+
+    Raises:
+        PeerFailed: Another rank has failed, and this one was not told of it before.
+        PipelineTimeout: Another rank did not take what was sent to it within the limit.
     """
     global _static_arguments
     try:
@@ -211,10 +226,13 @@ def _begin_together(
     try:
         with watch.guarding(lambda: "beginning the job"):
             facts = _facts(degrees, arguments[2], config)
-            require_agreement(store, f"fleetpipe/{number}/strategy", facts, timeout)
-            gloo.separate_stores(store, timeout)
-            arrival.await_paddles_store(store, timeout)
-            hcg, fused = _make_groups(degrees, arguments)
+            agree = functools.partial(
+                require_agreement, store, f"fleetpipe/{number}/strategy", facts, timeout, watch.gone
+            )
+            paddle_groups.forget_where_in_doubt(number, store, agree)
+            arrival.give_paddle_an_address(store, timeout)
+            with paddle_groups.made_for(number, store, watch, timeout):
+                hcg, fused = _make_groups(degrees, arguments)
             # The first rank of a group serves its store: it must not leave while others make it.
             arrival.meet(store, f"fleetpipe/{number}/groups", timeout)
             arrival.let_others_go(store, f"fleetpipe/{number}/groups/going")
@@ -223,7 +241,10 @@ def _begin_together(
         watch.close()
         raise
     begun = Job(degrees, hcg, timeout, number, store, watch, fused)
-    begun.endings.append(gloo.share_store_again)
+    begun.endings += [
+        gloo.share_store_again,
+        lambda: paddle_groups.trust(watch.failure is None),
+    ]
     return begun
 
 
@@ -299,7 +320,11 @@ def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> N
 
 def _end_with_process() -> None:
     """Ends the job with the process; an error that nobody caught reaches the other ranks."""
-    job.end(departure.error())
+    try:
+        job.end(departure.error())
+    except FleetPipeError as error:
+        # From here Python would print it and end with status 0.
+        departure.end_with(error)
 
 
 departure.note_exits()
