@@ -39,7 +39,7 @@ help:
 demo: .venv/.installed
 	@rm -rf build/demo demo && mkdir -p build/demo
 	@status=0; \
-	PADDLE_LOG_DIR=build/demo/log .venv/bin/python -m fleetpipe run --nproc 2 --log-level $(LOG_LEVEL) \
+	.venv/bin/python -m fleetpipe run --nproc 2 --log-dir build/demo/log --log-level $(LOG_LEVEL) \
 	    examples/dygraph_alexnet.py --batch-size 16 --report build/demo/report.json --trace demo \
 	    || status=$$?; \
 	for log in build/demo/log/workerlog.*; do \

@@ -42,6 +42,12 @@ def _configure(parser: argparse.ArgumentParser, what: str) -> None:
         help="processes to launch (default: 1, which plays all ranks)",
     )
     parser.add_argument(
+        "--log-dir",
+        default="log",
+        metavar="FOLDER",
+        help="where each of several processes leaves its log (default: %(default)s)",
+    )
+    parser.add_argument(
         "--log-level",
         choices=quiet.LEVELS,
         default=quiet.DEFAULT_LEVEL,
@@ -73,9 +79,11 @@ def launch(options: argparse.Namespace, *words: str) -> int:
         The launcher's exit code: that of the first rank that failed, else 0.
     """
     level = options.log_level
-    launcher = [sys.executable, "-m", "paddle.distributed.launch", "--log_level", level]
-    command = [*launcher, "--nproc_per_node", str(options.nproc), str(LAUNCHED), *words]
-    command += ["--log-level", level, str(options.script), *options.arguments]
+    command = [sys.executable, "-m", "paddle.distributed.launch"]
+    command += ["--nproc_per_node", str(options.nproc)]
+    command += ["--log_dir", options.log_dir, "--log_level", level]
+    command += [str(LAUNCHED), *words, "--log-level", level, str(options.script)]
+    command += options.arguments
     return subprocess.run(command, check=False, env=quiet.environment(level)).returncode
 
 
