@@ -38,7 +38,7 @@ WORKS, ACCEPTED, PADDLES_OWN, REFUSED = STATUSES
 ALLOWED = {
     "name in": {WORKS, PADDLES_OWN, REFUSED},
     "member of": {WORKS, PADDLES_OWN, REFUSED},
-    "argument of": {WORKS, ACCEPTED, PADDLES_OWN},
+    "argument of": {WORKS, ACCEPTED, PADDLES_OWN, REFUSED},
     "attribute of": {WORKS, PADDLES_OWN},
     "option of": {WORKS, ACCEPTED, REFUSED},
     "value of": {WORKS, REFUSED},
@@ -146,12 +146,22 @@ def test_an_argument_is_taken_and_used_as_the_page_says(row: Row) -> None:
     assert row.name in inspect.signature(function).parameters
     if row.status in (WORKS, ACCEPTED):
         assert _uses(function, row.name) == (row.status == WORKS)
+    if row.status == REFUSED:
+        assert find(row.subject) is StaticOptimizer.minimize
+        minimize = functools.partial(_static_optimizer().minimize, None)
+        assert_refused(row, lambda: minimize(**{row.name: []}))
 
 
 def _uses(function: Any, argument: str) -> bool:
-    """Whether a function does more with an argument than to keep it under its own name."""
+    """Whether a function does more with an argument than to refuse it or to keep it as it is."""
     (definition,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(function))).body
     kept = {
+        id(name)
+        for node in ast.walk(definition)
+        if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise)
+        for name in ast.walk(node.test)
+    }
+    kept |= {
         id(node.value)
         for node in ast.walk(definition)
         if isinstance(node, ast.Assign)
@@ -315,14 +325,19 @@ def test_a_variable_is_read_where_it_works_and_nowhere_else(row: Row) -> None:
     assert (row.name in words_of_the_sources()) == (row.status == WORKS)
 
 
+def _static_optimizer(strategy: Any = None) -> StaticOptimizer:
+    optimizer = paddle.optimizer.SGD(0.1, parameters=paddle.nn.Linear(1, 1).parameters())
+    begin: Any = None
+    return StaticOptimizer(optimizer, strategy or fleet.DistributedStrategy(), begin, 1)
+
+
 @of("switch of")
 def test_a_switch_of_the_strategy_in_static_graph(row: Row) -> None:
     strategy = fleet.DistributedStrategy()
     setattr(strategy, row.name, True)
     if row.name == "recompute":
         strategy.recompute_configs = {"checkpoints": ["hidden"]}
-    optimizer = paddle.optimizer.SGD(0.1, parameters=paddle.nn.Linear(1, 1).parameters())
-    wrap = functools.partial(StaticOptimizer, optimizer, strategy, None, 1)
+    wrap = functools.partial(_static_optimizer, strategy)
     if row.status == REFUSED:
         assert_refused(row, wrap)
     else:

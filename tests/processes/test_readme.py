@@ -1,4 +1,4 @@
-"""The README's script, run in the three ways that the README names."""
+"""The README's script, run in the three ways that the README names: its loss falls in each."""
 
 from __future__ import annotations
 
@@ -23,11 +23,17 @@ def script(tmp_path: Path) -> Path:
 def test_the_first_script_runs_on_two_ranks_and_in_one_process(
     launch: Callable[..., Finished], script: Path
 ) -> None:
+    told = set()
     for nproc in (2, None):
         job = launch(script, nproc)
         for log in job.logs:
-            losses = re.findall(r"^(\d) (\d\.\d+)$", log, flags=re.MULTILINE)
-            assert [int(step) for step, _ in losses] == list(range(10))
+            steps = re.findall(r"^(\d) (\d\.\d+)$", log, flags=re.MULTILINE)
+            assert [int(step) for step, _ in steps] == list(range(10))
+            losses = [float(loss) for _, loss in steps]
+            assert sum(losses[-3:]) < 0.6 * sum(losses[:3])
+            told.add(tuple(losses))
+    # Every rank of the two, and the one process: the same numbers.
+    assert len(told) == 1
 
 
 def test_the_first_script_passes_parity(launch: Callable[..., Finished], script: Path) -> None:

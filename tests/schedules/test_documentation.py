@@ -35,13 +35,3 @@ def test_the_commands_print_what_the_page_shows(
         main(words[3:])
         output = capsys.readouterr()
         assert output.out + output.err == shown
-
-
-@pytest.mark.parametrize("code", blocks("python"))
-def test_the_python_of_the_pages_runs(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "plot" in code:
-        pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    exec(code, {})

@@ -1,0 +1,73 @@
+"""Every Python block of the README and of docs/ runs as it is printed, page by page.
+
+The blocks of a page follow each other in one process. What a block takes for granted, such as a
+model of the reader's, stands before it in a comment that no reader sees: ``<!-- given: .. -->``.
+A block that is followed by the text of an error of fleetpipe's raises that error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import paddle
+import pytest
+
+from fleetpipe.errors import FleetPipeError
+from fleetpipe.fleet.meta_parallel.pipeline_parallel import pipeline_parallel_callbacks_
+from tests.launching import ROOT
+from tests.static.networks import static_mode
+
+BLOCK = re.compile(
+    r"(?:<!-- given:\n(?P<given>.*?)-->\n)?"
+    r"^```python\n(?P<code>.*?)^```$"
+    r"(?:\n\n```text\nfleetpipe\.errors\.(?P<error>.*?)\n```$)?",
+    re.DOTALL | re.MULTILINE,
+)
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if BLOCK.search(page.read_text(encoding="utf-8"))
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Takes back what a page leaves behind in Paddle: hooks, a job, programs, static mode."""
+    generator = paddle.get_rng_state()
+    with static_mode():
+        paddle.disable_static()
+        yield
+    for hooks in pipeline_parallel_callbacks_.hooks.values():
+        hooks.clear()
+    paddle.set_rng_state(generator)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_python_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = page.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    for match in BLOCK.finditer(text):
+        if "schedules.plot" in match["code"]:
+            pytest.importorskip("matplotlib")
+        exec(match["given"] or "", names)
+        # Empty lines before it, so that an error has the line of the page.
+        above = "\n" * text.count("\n", 0, match.start("code"))
+        code = compile(above + match["code"], page, "exec")
+        if match["error"] is None:
+            exec(code, names)
+            continue
+        with pytest.raises(FleetPipeError) as caught:
+            exec(code, names)
+        assert f"{type(caught.value).__name__}: {caught.value}" == match["error"]
+
+
+def test_every_comment_stands_before_a_block() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        used = [match["given"] for match in BLOCK.finditer(text) if match["given"]]
+        assert text.count("<!-- given:") == len(used), page
