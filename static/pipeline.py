@@ -13,7 +13,7 @@ import numpy as np
 from fleetpipe import __version__, numerics
 from fleetpipe._paddle import paddle
 from fleetpipe.config import PipelineConfig
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import Job, current_job
 from fleetpipe.schedules import Schedule
 from fleetpipe.static import reductions
@@ -143,6 +143,7 @@ class StaticPipeline:
 
         Raises:
             ConfigError: The feed or a fetch does not fit.
+            StateError: The job of the program has ended.
             EOFException: On every rank: the iterator of some rank has too few items left.
             PeerFailed: Another rank left.
             PipelineTimeout: A message did not come within the limit.
@@ -283,7 +284,7 @@ class StaticPipeline:
 
     def _require_current(self) -> None:
         if current_job() is not self._job:
-            raise ConfigError(
+            raise StateError(
                 "the job that this pipeline belongs to has ended",
                 fix="build and minimize the program again after fleet.init",
             )

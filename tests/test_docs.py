@@ -1,4 +1,4 @@
-"""Every Python block of the README and of docs/ runs as it is printed, page by page.
+"""The README and docs/: every Python block runs as it is printed, links lead somewhere.
 
 The blocks of a page follow each other in one process. What a block takes for granted, such as a
 model of the reader's, stands before it in a comment that no reader sees: ``<!-- given: .. -->``.
@@ -14,6 +14,8 @@ from pathlib import Path
 import paddle
 import pytest
 
+from fleetpipe import fleet
+from fleetpipe.config import FLEETPIPE_DEFAULTS
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import pipeline_parallel_callbacks_
 from tests.launching import ROOT
@@ -25,11 +27,9 @@ BLOCK = re.compile(
     r"(?:\n\n```text\nfleetpipe\.errors\.(?P<error>.*?)\n```$)?",
     re.DOTALL | re.MULTILINE,
 )
-PAGES = [
-    page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if BLOCK.search(page.read_text(encoding="utf-8"))
-]
+DOCS = ROOT / "docs"
+ALL = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [page for page in ALL if BLOCK.search(page.read_text(encoding="utf-8"))]
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +71,33 @@ def test_every_comment_stands_before_a_block() -> None:
         text = page.read_text(encoding="utf-8")
         used = [match["given"] for match in BLOCK.finditer(text) if match["given"]]
         assert text.count("<!-- given:") == len(used), page
+
+
+def test_no_link_is_broken() -> None:
+    for page in ALL:
+        for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
+            file, _, heading = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not heading or heading in headings(target), f"{page.name}: {link}"
+
+
+def headings(page: Path) -> set[str]:
+    """The names by which links find the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_index_names_every_page() -> None:
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    pages = [page.name for page in DOCS.glob("*.md") if page.name != "index.md"]
+    assert [name for name in pages if f"({name})" not in index] == []
+
+
+def test_every_option_of_fleetpipes_is_explained() -> None:
+    page = (DOCS / "dygraph.md").read_text(encoding="utf-8")
+    section = page.split("## Options of fleetpipe's own")[1].split("## ")[0]
+    documented = fleet.DistributedStrategy.fleetpipe_configs.__doc__ or ""
+    for option in FLEETPIPE_DEFAULTS:
+        assert f"`{option}`" in section
+        assert f"``{option}``" in documented

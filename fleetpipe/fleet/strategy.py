@@ -82,10 +82,11 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         ``memory_cap``: most forwards that a rank may hold unreleased; a schedule that needs more is
         refused before it runs. ``trace``: a folder, in which the trace and the pictures of what
         really ran are written at the end of the job. ``costs``: what actions cost, a mapping or a
-        JSON file from ``model.profile``, for the schedule ``auto``. ``groups`` and
-        ``warmup_slack``: of Interleaved1F1B. ``fetch``: in static graph what ``exe.run`` returns of
-        a value that each micro-batch has, the ``"mean"`` (default), the ``"last"`` or ``"all"``;
-        ``fetch_broadcast``: whether every rank gets it (default False).
+        JSON file from ``model.profile``, for the schedule ``auto``. ``rng``: what layers draw
+        random numbers from, ``"keyed"`` (default) or ``"fleet"``, Paddle's generator as it is.
+        ``groups`` and ``warmup_slack``: of Interleaved1F1B. ``fetch``: in static graph what
+        ``exe.run`` returns of a value that each micro-batch has, the ``"mean"`` (default), the
+        ``"last"`` or ``"all"``; ``fetch_broadcast``: whether every rank gets it (default False).
 
         Raises:
             ConfigError: An option is unknown; the message names the nearest.

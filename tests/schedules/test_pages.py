@@ -34,9 +34,3 @@ def test_every_schedule_has_its_grid() -> None:
 def test_the_table_is_what_the_simulator_says() -> None:
     table = runpy.run_path(str(ROOT / "benchmarks" / "compare_schedules.py"))["table"]
     assert table(4, 16) in (PAGES / "choosing.md").read_text(encoding="utf-8")
-
-
-def test_no_link_is_broken() -> None:
-    for page in PAGES.glob("*.md"):
-        for link in page.read_text(encoding="utf-8").split("](")[1:]:
-            assert (PAGES / link.split(")")[0]).is_file(), f"{page.name}: {link.split(')')[0]}"

@@ -14,7 +14,7 @@ from paddle.base import framework
 from paddle.static import device_guard
 
 from fleetpipe import fleet
-from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.errors import ConfigError, ScheduleError, StateError
 from fleetpipe.static import StaticOptimizer, install, pipeline_of, uninstall
 from fleetpipe.static._paddle import is_pir
 from tests.static.networks import batches, mlp, static_mode, strategy_of
@@ -137,7 +137,7 @@ def test_a_pipeline_ends_with_its_job() -> None:
         fleet.shutdown()
         install()
         exe = paddle.static.Executor(paddle.CPUPlace())
-        with pytest.raises(ConfigError, match="job that this pipeline belongs to has ended"):
+        with pytest.raises(StateError, match="job that this pipeline belongs to has ended"):
             exe.run(feed=batches(1)[0])
 
 
