@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,17 +25,32 @@ def is_refusal(error: Exception, value: Any, caller: str) -> bool:
         value: What it was called with.
         caller: The file that called it.
     """
-    if isinstance(error, (FleetPipeError, MemoryError)):
-        return False
     text = str(error)
+    # Of all else that Paddle raises, a kernel that is not there for the value's dtype.
+    if isinstance(error, FleetPipeError) or not (
+        isinstance(error, _OF_VALUES) or "(NotFound)" in text
+    ):
+        return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     raised_in = Path(frame.f_code.co_filename)
     inside_paddle = Path(paddle.__file__).parent in raised_in.parents
     # An operator such as + has no Python frame of Paddle's.
     if inside_paddle or raised_in == Path(caller) or "(InvalidArgument)" in text:
         return True
-    another_kind = isinstance(error, (TypeError, AttributeError)) and type(value).__name__ in text
-    return another_kind or (isinstance(error, (TypeError, ValueError)) and "unpack" in text)
+    kind = rf"\b{type(value).__name__}\b"
+    another_kind = isinstance(error, (TypeError, AttributeError)) and re.search(kind, text)
+    return bool(another_kind) or (isinstance(error, (TypeError, ValueError)) and "unpack" in text)
+
+
+#: What an operation raises that refuses a value; Gloo and the system raise others.
+_OF_VALUES = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    AssertionError,
+    NotImplementedError,
+)
 
 
 def refusal(

@@ -11,10 +11,8 @@ from fleetpipe.errors import UsageError
 
 
 def install() -> None:
-    """Changes the constructor of ``paddle.Model``, once; other models are built as ever."""
+    """Changes the constructor of ``paddle.Model``; other models are built as ever."""
     constructor: Any = paddle.Model.__init__
-    if hasattr(constructor, "__wrapped__"):
-        return
 
     @functools.wraps(constructor)
     def begin(self: Any, network: Any, *more: Any, **named: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, Callable
 
 import paddle
@@ -146,6 +147,26 @@ def test_an_error_of_the_layers_own_stays_what_it_is() -> None:
         with pytest.raises(ValueError, match="a number of my own") as caught:
             model.train_batch(batch(), sgd(model))
     assert not isinstance(caught.value, BoundaryError)
+
+
+def test_what_fails_within_paddle_for_another_reason_is_no_refusal() -> None:
+    # As a collective of Paddle's raises what Gloo says: in a file of Paddle's.
+    file = Path(paddle.__file__).with_name("collective.py")
+    late = compile("raise RuntimeError('[gloo/transport/tcp] Timed out')", file, "exec")
+
+    def waits(_x: Any) -> Any:
+        exec(late)
+
+    with job(2):
+        model = pipeline([linear(), waits])
+        with pytest.raises(RuntimeError, match="Timed out"):
+            model.train_batch(batch(), sgd(model))
+
+
+def test_a_dtype_that_an_operation_lacks_is_a_refusal() -> None:
+    message = refusal([linear(), lambda x: x.astype("int32"), nn.functional.gelu, linear()])
+    assert re.match(r"layer 2 \(_?gelu\) cannot take what layer 1 returned", message)
+    assert "got: Tensor of int32[2, 6], from layer 1" in message
 
 
 def test_a_list_without_layers_is_refused() -> None:
