@@ -162,6 +162,10 @@ class Watch:
             for name in sorted(self._seen, key=lambda name: int(name.partition(".")[0]))
         )
 
+    def halves(self) -> set[int]:
+        """Returns the ids of the parameters that got a part of their gradient in I and one in W."""
+        return {id(self._parameters[name]) for name, seen in self._seen.items() if len(seen) > 1}
+
     def _watch(self, name: str, parameter: Any) -> None:
         if parameter.stop_gradient:
             return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, Callable
 
@@ -11,6 +12,7 @@ from fleetpipe import __version__, numerics
 from fleetpipe._paddle import user_strategy
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import data_parallel, finite, hooks, tensor_parallel
+from fleetpipe.dygraph.crossings import Crossing
 from fleetpipe.dygraph.deferral import DeferralReport
 from fleetpipe.dygraph.evaluation import Evaluation
 from fleetpipe.dygraph.pipeline_layer import PipelineLayer
@@ -99,6 +101,27 @@ class PipelineEngines(PipelineAttributes):
         For the stages of this process, of a schedule that splits backward, after a first batch.
         """
         return self._split.report()
+
+    @contextmanager
+    def crossings(self) -> Iterator[dict[int, Crossing]]:
+        """Within it training notes how the graphs of this process's stages hang together.
+
+        Yields:
+            By stage, its crossing in the last micro-batch.
+        """
+        found: dict[int, Crossing] = {}
+        self._stage.crossings = found
+        try:
+            yield found
+        finally:
+            self._stage.crossings = None
+
+    def reordered_leaves(self) -> list[str]:
+        """Returns the layers here whose split backward may add up in another order than a full one.
+
+        Known after a first batch, as :meth:`deferral_report` is.
+        """
+        return self._split.reordered()
 
     def _timing(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.timers is None else self.timers.timing(name)

@@ -160,21 +160,21 @@ def _follow(leaf: Leaf, inputs: list[Any], output: Any) -> Nature:
     own = [tensor.grad_fn for tensor in inputs]
     ends = {*own, *(p.grad_fn for p in leaf.parameters if _needs_grad(p))}
     roots = [tensor.grad_fn for tensor in given]
-    nodes = _nodes_of(roots, ends)
-    operands = {node: _operands(node) for node in nodes - ends}
-    if not all(operands.values()):
+    nodes = nodes_of(roots, ends)
+    below = {node: operands(node) for node in nodes - ends}
+    if not all(below.values()):
         raise CannotWait(
             "its layer uses a tensor or parameter that is neither its argument nor its own"
         )
-    uses = Counter(operand for others in operands.values() for operand in others)
+    uses = Counter(operand for others in below.values() for operand in others)
     if max((uses[node] for node in own), default=0) > 1 and _are_vectors(leaf.parameters):
         # Autograd would add each of these uses to those of other layers as it comes.
         raise CannotWait("its layer uses an input several times, and has vectors alone to wait for")
     reached = tuple(node in nodes for node in own)
     divisible = not any(reached) or all(
-        len(others) == 1 or node.name() in DIVISIBLE for node, others in operands.items()
+        len(others) == 1 or node.name() in DIVISIBLE for node, others in below.items()
     )
-    ways = [_ways_to(set(own), operands)[root] for root in roots]
+    ways = [_ways_to(set(own), below)[root] for root in roots]
     depth = max((length for length, _ in ways), default=0)
     straight = not any(reached) or sum(number for _, number in ways) == 1
     return Nature("", divisible, reached, depth, straight)
@@ -185,19 +185,19 @@ def _are_vectors(parameters: Iterable[Any]) -> bool:
 
 
 def _ways_to(
-    ends: set[Any], operands: Mapping[Any, Sequence[Any]]
+    ends: set[Any], below: Mapping[Any, Sequence[Any]]
 ) -> dict[Any, tuple[int, int]]:
     """Returns, for each node that leads to ``ends``, the longest way there and how many there are.
 
     Args:
         ends: Nodes.
-        operands: What each of the other nodes leads to.
+        below: What each of the other nodes leads to.
     """
     ways = dict.fromkeys(ends, (0, 1))
-    waiting = list(operands)
+    waiting = list(below)
     while waiting:
         node = waiting[-1]
-        others = operands.get(node, ())
+        others = below.get(node, ())
         ahead = [other for other in others if other not in ways]
         if ahead:
             waiting += ahead
@@ -210,7 +210,7 @@ def _ways_to(
     return ways
 
 
-def _nodes_of(roots: Iterable[Any], ends: set[Any]) -> set[Any]:
+def nodes_of(roots: Iterable[Any], ends: set[Any]) -> set[Any]:
     """Returns the nodes of a graph from ``roots`` to ``ends``, or to where it begins."""
     seen: set[Any] = set()
     stack = list(roots)
@@ -219,11 +219,12 @@ def _nodes_of(roots: Iterable[Any], ends: set[Any]) -> set[Any]:
         if node not in seen:
             seen.add(node)
             if node not in ends:
-                stack += _operands(node)
+                stack += operands(node)
     return seen
 
 
-def _operands(node: Any) -> list[Any]:
+def operands(node: Any) -> list[Any]:
+    """Returns the nodes to which a node of a graph hands gradients on."""
     # None stands for an operand that needs no gradient.
     return [other for other in node.next_functions if other is not None]
 

@@ -129,6 +129,21 @@ class SplitBackward:
         peaks = {stage: waiting.peak for stage, waiting in sorted(self._waiting.items())}
         return DeferralReport(self._name, deferrals, peaks)
 
+    def reordered(self) -> list[str]:
+        """Returns the leaf layers whose gradients may be added up in another order than in B.
+
+        These are the ones whose inputs and outputs are connected in more than one way, and those
+        whose parameters are also used around them.
+        """
+        both = set() if self._watch is None else self._watch.halves()
+        return [
+            leaf.name
+            for leaves in self._leaves.values()
+            for leaf in leaves
+            if not all(nature.straight for nature in leaf.natures.values())
+            or not both.isdisjoint(map(id, leaf.parameters))
+        ]
+
     def _leaves_of(self, stage: int) -> list[Leaf]:
         if stage not in self._leaves:
             # Once each, however many entries of the stage share a layer.

@@ -6,6 +6,7 @@ from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import randomness, recompute
+from fleetpipe.dygraph.crossings import Crossing, crossing_of
 from fleetpipe.dygraph.losses import Losses
 from fleetpipe.dygraph.micro_batches import MicroBatches
 from fleetpipe.dygraph.split_backward import SplitBackward
@@ -71,6 +72,8 @@ class DygraphStage:
         self._kept: dict[tuple[int, int], tuple[Value, Any]] = {}
         self._batch = _NO_BATCH
         self._first_micro_batch = 0
+        #: Takes how the graphs of the stages hang together; None where nobody asks for it.
+        self.crossings: dict[int, Crossing] | None = None
         #: The number within the batch of the micro-batch whose forward runs, or else the next.
         self.micro_batch_id = 0
 
@@ -115,6 +118,9 @@ class DygraphStage:
             )
         else:
             _backward([output])
+        if self.crossings is not None:
+            outputs = differentiable(output)
+            self.crossings[stage] = crossing_of(differentiable(value), outputs)
         if stage not in self._into:
             return {}
         return {self._into[stage]: tuple(leaf.grad for leaf in differentiable(value))}

@@ -37,8 +37,9 @@ def begin(
             pipeline's loss function of ``model(inputs)``.
         tolerance: Largest relative difference that passes. Default: none where bits can be equal.
             1e-6 where several replicas add up their gradients in another order than one device
-            does, 1e-5 where ranks that hold slices of a layer do so in every layer, and where
-            several stages use one weight.
+            does, 1e-5 where ranks that hold slices of a layer do so in every layer, where several
+            stages use one weight, and where the model's graph makes the pipeline add up in another
+            order, as the report then says.
 
     Returns:
         The session; call its ``step(data)`` in the place of ``train_batch``, then read ``report``.

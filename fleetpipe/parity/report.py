@@ -20,6 +20,7 @@ class Report:
         differences: Everything that differs, the first in the order of computation first.
         tolerance: Largest relative difference that passes; 0 asks for the same bits.
         evaluations: Number of compared calls of ``eval_batch`` and ``predict_batch``.
+        orders: Why the pipeline may add gradients up in another order than one graph does.
     """
 
     holds_for: dict[str, str]
@@ -28,6 +29,7 @@ class Report:
     differences: list[Difference] = field(default_factory=list)
     tolerance: float = 0.0
     evaluations: int = 0
+    orders: list[str] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -76,6 +78,7 @@ class Report:
             "bit_exact": self.bit_exact,
             "passed": self.passed,
             "tolerance": self.tolerance,
+            "orders": self.orders,
             "first_difference": str(self.failures[0]) if self.failures else None,
             "first_layer": str(self.first_of_a_layer) if self.first_of_a_layer else None,
             "holds_for": self.holds_for,
@@ -88,6 +91,7 @@ class Report:
         lines = [f"parity: compared {self.steps} steps{calls} under {settings}"]
         if not self.differences:
             return "\n".join([*lines, "parity: bit-exact (losses, gradients and parameters)"])
+        lines += [f"parity: sums have another order: {order}" for order in self.orders]
         if self.passed:
             worst = max(found.relative for found in self.differences)
             within = f"parity: equal within {self.tolerance:g} (relative; largest {worst:.2g})"

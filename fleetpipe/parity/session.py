@@ -24,7 +24,7 @@ from fleetpipe.dygraph import (
 from fleetpipe.dygraph.micro_batches import MicroBatches
 from fleetpipe.dygraph.shared_layers import is_shared
 from fleetpipe.job import all_ranks
-from fleetpipe.parity import edges
+from fleetpipe.parity import edges, orders
 from fleetpipe.parity.cutting import Given
 from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
 from fleetpipe.parity.evaluation import Evaluations
@@ -66,14 +66,16 @@ class Session:
             calls: What runs the pipeline; its own methods where it is left out.
             tolerance: Largest relative difference that passes. Default: none where bits can be
                 equal. 1e-6 where several replicas add up their gradients in another order than one
-                device does, 1e-5 where ranks that hold slices of a layer do so in every layer, and
-                where several stages use one weight.
+                device does, 1e-5 where ranks that hold slices of a layer do so in every layer,
+                where several stages use one weight, and where the model's graph makes the pipeline
+                add up in another order, as the report then says.
         """
         self._pipeline = pipeline
         self._reference = reference
         own = (pipeline.train_batch, pipeline.eval_batch, pipeline.predict_batch)
         self._calls = calls or Calls(*own)
         self._replicas = pipeline.replicas
+        self._tolerance_given = tolerance is not None
         if tolerance is None:
             tolerance = 0.0 if self._replicas.ranks == 1 else 1e-6
             slices = tensor_parallel.model_parallel_group().nranks
@@ -113,7 +115,9 @@ class Session:
             single = self._train_reference(everyone)
         # Not those of shared layers: each rank makes some of their calls, in an order of its own.
         own_names = {name: name for name in layers.own_state() if not is_shared(name)}
-        with self._watch.watching() as arrived, recorded(layers, own_names) as outputs:
+        with self._watch.watching() as arrived, recorded(
+            layers, own_names
+        ) as outputs, orders.crossings(self._pipeline, self.report) as crossings:
             diagnose = functools.partial(self._before_the_update, rates, arrived, own, keys)
             watched = ComparingOptimizer(self._optimizer, self._reference, layers, step, diagnose)
             loss = self._calls.train_batch(given.again(), watched, lr_scheduler, scaler)
@@ -122,6 +126,8 @@ class Session:
         found += compare_state(layers, self._reference, step, self._replicas.ranks == 1)
         found += compare_values("loss", "", step, loss, single) + rates.stepped(step)
         self._gather(found, watched.squares)
+        if not self._tolerance_given:
+            orders.note(self._pipeline, self.report, crossings)
         self.report.single_loss.append(float(_first(single)))
         self.report.pipeline_loss.append(float(_first(loss)))
         return single, loss

@@ -1,0 +1,45 @@
+"""Where a right pipeline adds gradients up in another order than one graph does, and so rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from fleetpipe.dygraph import PipelineParallel, reordered
+from fleetpipe.job import all_ranks
+from fleetpipe.parity.report import Report
+
+#: Largest relative difference that passes where sums have another order.
+ROUNDING = 1e-5
+
+
+def crossings(
+    pipeline: PipelineParallel, report: Report
+) -> AbstractContextManager[dict[int, Any]]:
+    """Within it the graphs of the pipeline's stages are followed, in its first two steps."""
+    # In its first run a stage has a graph of its own: it finds out what it has to copy.
+    return pipeline.crossings() if report.steps < 2 else nullcontext({})
+
+
+def note(pipeline: PipelineParallel, report: Report, own: Mapping[int, Any]) -> None:
+    """Lets rounding pass where the pipeline adds up in another order. Collective.
+
+    Args:
+        pipeline: The wrapped model.
+        report: Gets the reasons, and the tolerance where there are any.
+        own: What :func:`crossings` found on the stages of this process.
+    """
+    if report.steps > 1:
+        return
+    parts = all_ranks().all_gather((dict(own), pipeline.reordered_leaves()))
+    everything = {stage: crossing for part, _ in parts for stage, crossing in part.items()}
+    reasons = [
+        f"stage {stage} hands on several tensors, whose gradients meet others'"
+        for stage in reordered(everything)
+    ]
+    leaves = sorted({name for _, names in parts for name in names})
+    reasons += [f"the backward of layer {name} is split" for name in leaves]
+    report.orders += [reason for reason in reasons if reason not in report.orders]
+    if report.orders:
+        report.tolerance = max(report.tolerance, ROUNDING)
