@@ -5,7 +5,7 @@ from __future__ import annotations
 # First, because it says which package to install where there is no Paddle.
 from fleetpipe import _paddle as _paddle
 from fleetpipe.dygraph._paddle import learning_rate_of, state_slots, twin_optimizer
-from fleetpipe.dygraph.crossings import reordered
+from fleetpipe.dygraph.crossings import Crossing, reordered
 from fleetpipe.dygraph.fake_micro_dataset import FakeMicroDataset
 from fleetpipe.dygraph.losses import weighted
 from fleetpipe.dygraph.optimizer import PipelineOptimizer
@@ -23,6 +23,7 @@ from fleetpipe.dygraph.wrappers import (
 )
 
 __all__ = [
+    "Crossing",
     "DualPipeVParallel",
     "FakeMicroDataset",
     "NoPipelineParallel",

@@ -34,11 +34,21 @@ class Crossing(NamedTuple):
 
     Attributes:
         received: The tensors that it received and that need a gradient.
-        joined: The other tensors and parameters to which several outputs lead.
+        joined: The tensors and parameters to which several outputs lead and in which three
+            gradients may meet; of several alike one.
     """
 
     received: tuple[Meeting, ...]
     joined: tuple[Meeting, ...]
+
+    def plain(self) -> list[list[tuple[Any, ...]]]:
+        """Returns it in a form that crosses between ranks."""
+        return [[tuple(part) for part in parts] for parts in self]
+
+    @classmethod
+    def from_plain(cls, parts: list[list[tuple[Any, ...]]]) -> Crossing:
+        """Reads what :meth:`plain` returned."""
+        return cls(*(tuple(Meeting(*part) for part in some) for some in parts))
 
 
 def crossing_of(received: Sequence[Any], outputs: Sequence[Any]) -> Crossing:
@@ -57,19 +67,20 @@ def crossing_of(received: Sequence[Any], outputs: Sequence[Any]) -> Crossing:
         ways = tuple(index for index, nodes in enumerate(reach) if node in nodes)
         return Meeting(edges[node], tuple(itself), ways)
 
-    found = []
+    found: set[Meeting] = set()
     for node in edges.keys() | set(roots):
         # Several outputs of one operation are different tensors.
         parts: dict[int, list[int]] = {}
         for index, tensor in enumerate(outputs):
             if tensor.grad_fn == node:
                 parts.setdefault(id(tensor), []).append(index)
-        found += [meeting(node, itself) for itself in parts.values() or [[]]]
+        found.update(meeting(node, itself) for itself in parts.values() or [[]])
     own = [
         meeting(leaf.grad_fn, [i for i, root in enumerate(roots) if root == leaf.grad_fn])
         for leaf in received
     ]
-    return Crossing(tuple(own), tuple(sorted(part for part in found if len(part.ways) > 1)))
+    joined = (part for part in found if len(part.ways) > 1 and (part.outputs or part.edges > 2))
+    return Crossing(tuple(own), tuple(sorted(joined)))
 
 
 def reordered(crossings: Mapping[int, Crossing]) -> list[int]:

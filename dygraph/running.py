@@ -48,8 +48,8 @@ class StageRunner:
         self._partition = partition
         self._interval = recompute_interval
         self._parts: dict[int, list[_Part]] = {}
-        #: Whether a stage writes into what it is given; unknown before its first run.
-        self._writes: dict[int, bool] = {}
+        #: Whether a stage, run with gradients or without, writes into what it is given.
+        self._writes: dict[tuple[int, bool], bool] = {}
 
     def run(self, stage: int, value: Any, micro_batch: int | None = None) -> Any:
         """Runs the layers of ``stage``.
@@ -62,14 +62,15 @@ class StageRunner:
         Raises:
             BoundaryError: A layer cannot take what the one before returned.
         """
-        if self._writes.get(stage) is False:
+        kind = stage, paddle.is_grad_enabled()
+        if self._writes.get(kind) is False:
             return self._run(stage, value, micro_batch)
         # Paddle lets nobody write into a leaf, and others may hold the memory.
         copies = {id(tensor): tensor.clone() for tensor in tensors_of(value)}
         versions = [copy.inplace_version for copy in copies.values()]
         output = self._run(stage, replace(value, copies), micro_batch)
         written = versions != [copy.inplace_version for copy in copies.values()]
-        self._writes[stage] = written or self._writes.get(stage, False)
+        self._writes[kind] = written or self._writes.get(kind, False)
         return output
 
     def _run(self, stage: int, value: Any, micro_batch: int | None) -> Any:

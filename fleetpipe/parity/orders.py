@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
-from fleetpipe.dygraph import PipelineParallel, reordered
+from fleetpipe.dygraph import Crossing, PipelineParallel, reordered
 from fleetpipe.job import all_ranks
 from fleetpipe.parity.report import Report
 
@@ -16,13 +15,13 @@ ROUNDING = 1e-5
 
 def crossings(
     pipeline: PipelineParallel, report: Report
-) -> AbstractContextManager[dict[int, Any]]:
+) -> AbstractContextManager[dict[int, Crossing]]:
     """Within it the graphs of the pipeline's stages are followed, in its first two steps."""
     # In its first run a stage has a graph of its own: it finds out what it has to copy.
     return pipeline.crossings() if report.steps < 2 else nullcontext({})
 
 
-def note(pipeline: PipelineParallel, report: Report, own: Mapping[int, Any]) -> None:
+def note(pipeline: PipelineParallel, report: Report, own: Mapping[int, Crossing]) -> None:
     """Lets rounding pass where the pipeline adds up in another order. Collective.
 
     Args:
@@ -32,8 +31,9 @@ def note(pipeline: PipelineParallel, report: Report, own: Mapping[int, Any]) -> 
     """
     if report.steps > 1:
         return
-    parts = all_ranks().all_gather((dict(own), pipeline.reordered_leaves()))
-    everything = {stage: crossing for part, _ in parts for stage, crossing in part.items()}
+    plain = [(stage, crossing.plain()) for stage, crossing in own.items()]
+    parts = all_ranks().all_gather((plain, pipeline.reordered_leaves()))
+    everything = {stage: Crossing.from_plain(c) for part, _ in parts for stage, c in part}
     reasons = [
         f"stage {stage} hands on several tensors, whose gradients meet others'"
         for stage in reordered(everything)
