@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Callable
 
 import numpy as np
@@ -28,8 +27,8 @@ class Branch(nn.Layer):
         self.named = named
 
     def forward(self, value: Any) -> Any:
-        new = self.linear(value)
-        return {"new": new, "old": value} if self.named else (new, value)
+        new, old = self.linear(value), value * 1
+        return {"new": new, "old": old} if self.named else (new, old)
 
 
 class Merge(nn.Layer):
@@ -44,6 +43,11 @@ class Merge(nn.Layer):
 
 def passed_on(value: Any) -> Any:
     return value
+
+
+def through(value: Any) -> Any:
+    new, old = value
+    return new + nn.functional.tanh(old), old
 
 
 def branching_layers(named: bool = False) -> list[Any]:
@@ -70,7 +74,7 @@ def edge_of(report: parity.Report) -> str:
 
 
 @pytest.fixture
-def changed(monkeypatch: Patch) -> Iterator[Callable[..., None]]:
+def changed(monkeypatch: Patch) -> Callable[..., None]:
     """Has the gradients that a stage sends back over its edge changed."""
 
     def change(consumer: int, wrong: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
@@ -82,7 +86,7 @@ def changed(monkeypatch: Patch) -> Iterator[Callable[..., None]]:
 
         monkeypatch.setattr(stage.DygraphStage, "backward", backward_wrong)
 
-    yield change
+    return change
 
 
 @pytest.mark.parametrize("schedule_mode", ["1F1B", "ZBH1"])
@@ -110,7 +114,7 @@ def test_a_gradient_lost_on_an_edge_is_found_by_its_value(named: bool, changed: 
     report = trained(branching_layers(named))
     assert edge_of(report) == f"edge 1 -> 2, value{path} (lost), micro-batch 0"
     assert report.failures[0].relative == 1
-    # The value comes from the stage before, and goes on to the next as it is.
+    # What is lost on one edge is missing on those before.
     edges = [name for _, name, _ in differences(report) if name.startswith("edge ")]
     assert edges == [edge_of(report), "edge 0 -> 1, value, micro-batch 0"]
 
@@ -123,7 +127,22 @@ def test_a_gradient_that_arrives_and_is_not_used_is_found(monkeypatch: Patch) ->
         return found[:1], theirs[:1]
 
     monkeypatch.setattr(stage, "_roots", forgetful)
-    assert edge_of(trained(branching_layers())) == "edge 1 -> 2, value[1], micro-batch 0"
+    assert edge_of(trained(branching_layers())) == "edge 1 -> 2, value[1] (lost), micro-batch 0"
+
+
+def test_a_value_that_passes_through_a_stage_is_found_at_its_edge(changed: Any) -> None:
+    layers = branching_layers()
+    layers[3] = through
+    changed(2, lambda grads: (grads[0], None))
+    with job(4):
+        model = pipeline(layers, seg_method=[0, 3, 4, 6])
+        session = parity.begin(model, sgd(model))
+        session.step(batch())
+    edges = [name for _, name, _ in differences(session.report) if name.startswith("edge ")]
+    assert edges == [
+        "edge 1 -> 2, value[1] (lost), micro-batch 0",
+        "edge 0 -> 1, value[1], micro-batch 0",
+    ]
 
 
 def test_a_gradient_wrong_within_a_stage_is_no_edges_fault(monkeypatch: Patch) -> None:
