@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # First, because it says which package to install where there is no Paddle.
 from fleetpipe import _paddle as _paddle
-from fleetpipe.dygraph._paddle import learning_rate_of, state_slots, twin_optimizer
+from fleetpipe.dygraph._paddle import has_memory, learning_rate_of, state_slots, twin_optimizer
 from fleetpipe.dygraph.crossings import Crossing, reordered
 from fleetpipe.dygraph.fake_micro_dataset import FakeMicroDataset
 from fleetpipe.dygraph.losses import weighted
@@ -34,6 +34,7 @@ __all__ = [
     "PipelineOptimizer",
     "PipelineParallel",
     "SingleModel",
+    "has_memory",
     "learning_rate_of",
     "reordered",
     "state_slots",

@@ -180,6 +180,10 @@ def twin_optimizer(optimizer: Any, parameters: Mapping[str, Any], others: Mappin
         others: The parameters to put in their place, by the same names.
     """
     memo = {id(parameter): others[name] for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        # Where a parameter group has its learning rate and its decay.
+        others[name].optimize_attr = dict(parameter.optimize_attr)
+        others[name].regularizer = parameter.regularizer
     return copy.deepcopy(optimizer, memo)
 
 
@@ -249,6 +253,11 @@ def state_slots(layer: Any) -> Iterator[tuple[dict[str, Any], str]]:
     for name, tensor in own["_parameters"].items():
         if tensor is not None and tensor.stop_gradient and tensor.ndim <= 1:
             yield own["_parameters"], name
+
+
+def has_memory(tensor: Any) -> bool:
+    """Whether a tensor has a value: an LSTM keeps a buffer that never gets one on CPU."""
+    return bool(tensor._is_initialized())
 
 
 def same_memory(tensor: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fleetpipe._paddle import paddle
-from fleetpipe.dygraph._paddle import state_slots
+from fleetpipe.dygraph._paddle import has_memory, state_slots
 from fleetpipe.dygraph.shared_layers import called_through
 
 #: Where a buffer is: the dict that holds it, and its name in there.
@@ -37,5 +37,5 @@ def _of_layer(layer: Any) -> Iterator[tuple[str, Place]]:
     for prefix, part in layer.named_sublayers(include_self=True):
         for holder, name in state_slots(part):
             path = f"{prefix}.{name}" if prefix else name
-            if path not in known:
+            if path not in known and has_memory(holder[name]):
                 yield path, (holder, name)

@@ -282,10 +282,10 @@ class PipelineParallel(PipelineEngines):
 
     @property
     def weights_of_all_replicas(self) -> list[Fraction]:
-        """The weight of each micro-batch of all replicas in the gradients of the step."""
+        """As :attr:`weights_in_backward`, for the micro-batches of all replicas."""
         replicas = self._job.replicas().ranks
         share = Fraction(1, replicas if self._scale == "avg" else 1)
-        return [weight * share for weight in self.weights] * replicas
+        return [weight * share for weight in self.weights_in_backward] * replicas
 
     @property
     def weights_in_backward(self) -> list[Fraction]:

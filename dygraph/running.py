@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Callable, NamedTuple
 
+from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import randomness, recompute, refusals
 from fleetpipe.dygraph.randomness import Keys
 from fleetpipe.dygraph.recompute import Piece

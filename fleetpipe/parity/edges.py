@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from fleetpipe._paddle import paddle
-from fleetpipe.dygraph import PipelineLayer, SingleModel, state_slots
+from fleetpipe.dygraph import PipelineLayer, SingleModel, has_memory, state_slots
 from fleetpipe.engine import Stage, Values
 from fleetpipe.parity.differences import Difference, compare, leaves
 from fleetpipe.parity.outputs import part_of
@@ -238,6 +238,7 @@ def _state_kept(model: Any) -> Iterator[None]:
         (holder, name, holder[name], holder[name].clone())
         for layer in model.sublayers(include_self=True)
         for holder, name in state_slots(layer)
+        if has_memory(holder[name])
     ]
     try:
         yield

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Callable
 
+from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import (
     PipelineLayer,
     PipelineOptimizer,
@@ -128,6 +129,27 @@ class Reference:
             losses[0].backward()
             shares.append([loss.detach() for loss in losses])
         return [sum_in_order(by_function) for by_function in zip(*shares)]
+
+    def take_switches(self, pipe: PipelineLayer) -> None:
+        """Trains and clips what the pipeline does. Collective over the pipeline.
+
+        A script may freeze parameters after the layers are built. Not of a user's own model.
+        """
+        own = {name: (p.stop_gradient, p.need_clip) for name, p in pipe.own_parameters().items()}
+        parts = pipeline_group().all_gather(own)
+        if isinstance(self.model, SingleModel):
+            tensors = self.tensors()
+            for part in parts:
+                for name, (stop_gradient, need_clip) in part.items():
+                    tensors[name].stop_gradient = stop_gradient
+                    tensors[name].need_clip = need_clip
+
+    @paddle.no_grad()
+    def divide_gradients(self, divisor: Fraction) -> None:
+        """Divides all gradients, where ``delay_scale_loss`` has that done after backward."""
+        for parameter in self.model.parameters() if divisor != 1 else ():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / int(divisor)
 
     def step(self) -> None:
         """Updates the parameters and clears the gradients. Collective for a twin's optimizer."""

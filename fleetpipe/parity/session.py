@@ -108,6 +108,7 @@ class Session:
         given = Given(data, self._pipeline.accumulate_steps)
         batches, found = self._cut(given)
         own, everyone = self._pipeline.share(batches)
+        self._reference.take_switches(layers)
         rates = Rates(self._optimizer, self._reference.optimizer, lr_scheduler, self._takes_rate)
         keys = self._pipeline.next_keys()
         model, names = self._reference.model, self._reference.names
@@ -171,6 +172,8 @@ class Session:
         """Returns the reference's loss of the batches of all replicas, or a list of several."""
         weights = self._pipeline.weights_of_all_replicas
         losses = self._reference.accumulate(batches.inputs, batches.labels, weights)
+        delayed, told = self._pipeline.weights_in_backward[0], self._pipeline.weights[0]
+        self._reference.divide_gradients(delayed / told)
         # Summed gradients are those of a summed loss; what is told is a mean all the same.
         share = Fraction(sum(self._pipeline.weights)) / sum(weights)
         losses = [weighted(loss, share) for loss in losses]

@@ -69,6 +69,76 @@ def test_running_statistics_are_compared() -> None:
     assert any(found.name == "1._mean" for found in session.report.differences)
 
 
+class LastOf(nn.Layer):
+    """An LSTM keeps a buffer without any memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8)
+
+    def forward(self, value: Any) -> Any:
+        return self.lstm(value.unsqueeze(1))[0][:, -1]
+
+
+def test_a_model_with_an_lstm_is_compared() -> None:
+    with job(3):
+        model = pipeline([LayerDesc(LastOf), *mlp_layers()[1:]])
+        assert compared(model, sgd(model)).passed
+
+
+def test_groups_with_learning_rates_of_their_own_are_compared() -> None:
+    with job(2):
+        model = pipeline()
+        first, *others = model.parameters()
+        groups = [{"params": [first], "learning_rate": 0.5}, {"params": others}]
+        adam = paddle.optimizer.AdamW(0.1, parameters=groups)
+        report = compared(model, fleet.distributed_optimizer(adam))
+    assert report.passed, report.verdict()
+
+
+def test_parameters_that_are_frozen_later_are_compared() -> None:
+    with job(3):
+        model = pipeline()
+        session = parity.begin(model, sgd(model))
+        for frozen in (True, True, False):
+            model.layers.state_dict()["2.weight"].stop_gradient = frozen
+            session.step(batch())
+    assert session.report.passed, session.report.verdict()
+
+
+def test_a_loss_that_is_scaled_late_is_compared() -> None:
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {
+        "dp_degree": 1, "mp_degree": 1, "pp_degree": 2, "pp_configs": {"delay_scale_loss": True}
+    }
+    strategy.pipeline_configs = {"accumulate_steps": 3, "micro_batch_size": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    try:
+        model = pipeline()
+        session = parity.begin(model, sgd(model))
+        for seed in range(3):
+            session.step(batch(3, seed))
+    finally:
+        fleet.shutdown()
+    assert session.report.passed, session.report.verdict()
+
+
+def test_several_losses_and_optimizers_by_turns_are_compared() -> None:
+    def size(output: Any, _label: Any) -> Any:
+        return (output**2).mean()
+
+    with job(2):
+        model = pipeline(loss_fn=[nn.CrossEntropyLoss(), size])
+        adam = paddle.optimizer.Adam(0.1, parameters=model.parameters())
+        optimizers = [sgd(model), fleet.distributed_optimizer(adam)]
+        session = parity.begin(model, optimizers[0])
+        for step in range(4):
+            session.train_with(optimizers[step % 2])
+            single, losses = session.step(batch(seed=step))
+            assert list(map(float, single)) == list(map(float, losses))
+    assert session.report.passed, session.report.verdict()
+
+
 class PlainMLP(nn.Layer):
     """The model of the tests as a user would write it for one device."""
 
