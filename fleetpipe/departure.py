@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
+
+from fleetpipe.watch import EXIT_CODE
 
 _exit: SystemExit | None = None
 
@@ -35,3 +38,11 @@ def error() -> BaseException | None:
     """Returns the error that ends this process: one that nobody caught, or a failing sys.exit."""
     uncaught: BaseException | None = getattr(sys, "last_value", None)
     return uncaught if uncaught is not None else _exit
+
+
+def end_with(error: BaseException) -> NoReturn:
+    """Ends the process at once, where no exception would, with ``error`` in its log."""
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(EXIT_CODE)

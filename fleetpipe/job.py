@@ -236,7 +236,20 @@ class Job:
 
         Args:
             error: Why the process ends, if it ends before its work is done.
+
+        Raises:
+            PeerFailed: Another rank has failed, and this one was not told of it before.
+            PipelineTimeout: Another rank did not take what was sent to it within the limit.
         """
+        try:
+            if error is None and self._watch is not None and not self._watch.noticed:
+                with self.guarded(lambda: "ending the job"):
+                    for connection, _ in self._sockets:
+                        connection.flush(self.timeout)
+        finally:
+            self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
         watch, self._watch = self._watch, None
         if watch is not None and error is not None:
             watch.give_up(error)

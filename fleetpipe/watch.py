@@ -39,6 +39,7 @@ GRACE_SECONDS = 1.0
 CAUSE_SECONDS = 0.5
 #: Seconds that the last words of a process may take.
 LAST_WORDS_SECONDS = 0.5
+#: Status of a process that is ended because another rank failed.
 EXIT_CODE = 70
 _LENGTH = struct.Struct("<I")
 _LARGEST_FRAME = 1 << 20
@@ -136,6 +137,11 @@ class Watch:
             failed = self.failure is not None
         if failed:
             interrupt()
+
+    @property
+    def noticed(self) -> bool:
+        """Whether the main thread knows of a failure, this rank's own or another's."""
+        return self._noticed
 
     def check(self) -> None:
         """Raises what is known of a failure.

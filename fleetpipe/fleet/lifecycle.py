@@ -26,7 +26,7 @@ from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.agreement import require_agreement
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import Job, current_job
 from fleetpipe.notice import tell_once
@@ -142,7 +142,12 @@ def shutdown() -> None:
 
     Every rank calls it for itself; what was sent before is still delivered. Called while an error
     passes through (in a ``finally``, say), it tells the other ranks of it. What the import changed
-    in Paddle for static graph is taken back; the next ``init`` puts it in again.
+    in Paddle for static graph is taken back; the next ``init`` puts it in again. Whatever is
+    raised, the job has ended and another can begin.
+
+    Raises:
+        PeerFailed: Another rank has failed, and this one was not told of it before.
+        PipelineTimeout: Another rank did not take what was sent to it within the limit.
     """
     global _static_arguments
     try:
@@ -315,7 +320,11 @@ def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> N
 
 def _end_with_process() -> None:
     """Ends the job with the process; an error that nobody caught reaches the other ranks."""
-    job.end(departure.error())
+    try:
+        job.end(departure.error())
+    except FleetPipeError as error:
+        # From here Python would print it and end with status 0.
+        departure.end_with(error)
 
 
 departure.note_exits()

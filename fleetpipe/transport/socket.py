@@ -181,8 +181,10 @@ class SocketTransport:
             if any(self._connections[p].outbox.backlog for p in behind) and not self._wait(
                 deadline
             ):
+                who = f"ranks {behind}" if behind[1:] else f"rank {behind[0]}"
                 raise PipelineTimeout(
-                    f"rank {self.rank} could not hand over all its messages in {timeout:g} s",
+                    f"rank {self.rank} could not hand over all its messages to {who} "
+                    f"in {timeout:g} s",
                     got="; ".join(f"{waiting[p]} bytes wait for rank {p}" for p in behind),
                     cause="these ranks do not receive: they are computing, stuck or stopped",
                 )

@@ -12,8 +12,8 @@ from paddle import nn
 from paddle.distributed import collective as _collective
 from paddle.distributed import fleet as paddle_fleet
 
-from fleetpipe import fleet, gloo
-from fleetpipe.errors import ConfigError, PartitionError
+from fleetpipe import departure, fleet, gloo
+from fleetpipe.errors import ConfigError, PartitionError, PeerFailed
 from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.job import current_job
@@ -91,6 +91,21 @@ def test_a_later_job_waits_by_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> 
     # The port of rank 0 is taken: by the store that it serves itself.
     assert lifecycle._job_store(5.0) is first
     assert (first.timeout, len(opened)) == (5.0, 1)
+
+
+def test_a_process_whose_job_ends_in_an_error_ends_in_one_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(departure.os, "_exit", codes.append)
+
+    def end(error: BaseException | None) -> None:
+        raise PeerFailed("rank 1 died")
+
+    monkeypatch.setattr(lifecycle.job, "end", end)
+    lifecycle._end_with_process()
+    assert codes == [departure.EXIT_CODE]
+    assert capfd.readouterr().err == "PeerFailed: rank 1 died\n"
 
 
 def test_gloo_groups_have_stores_of_their_own_as_long_as_asked_for() -> None:

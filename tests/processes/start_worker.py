@@ -19,6 +19,7 @@ import paddle
 
 from fleetpipe import _paddle, arrival
 from fleetpipe import job as jobs
+from fleetpipe.transport.group import DirectGroup
 from tests.pipelines import batch, job, pipeline, sgd
 
 RANK = int(os.environ["PADDLE_TRAINER_ID"])
@@ -30,6 +31,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "opening Paddle's store": (arrival, "paddles_client"),
     "within a group": (_paddle._paddle_collective, "_new_process_group_impl"),
     "within the first sum": (paddle.distributed, "all_reduce"),
+    "ending": (DirectGroup, "broadcast"),
 }
 
 
@@ -80,4 +82,6 @@ if __name__ == "__main__":
         if int(sys.argv[3]) == RANK:
             at(sys.argv[1], getattr(signal, sys.argv[2]))
         with job(RANKS, timeout=TIMEOUT):
-            pass
+            if sys.argv[1] == "ending":
+                # Half of it fits into no kernel's buffer; nobody receives it.
+                jobs.all_ranks().broadcast(paddle.zeros([1 << 23]), 1 - int(sys.argv[3]))

@@ -50,7 +50,7 @@ def trouble(folder: Path, number: str, *cases: tuple[str, int]) -> list[tuple[En
     "cases",
     [
         [("connecting", 1), ("opening Paddle's store", 0), ("opening Paddle's store", 1)],
-        [("within a group", 0), ("within the first sum", 1)],
+        [("within a group", 0), ("within the first sum", 1), ("ending", 0)],
     ],
 )
 def test_a_stopped_rank_is_named_within_the_limit(
