@@ -6,6 +6,7 @@ watch over them; a process that plays all ranks itself has a ``LocalTopology`` a
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -183,9 +184,18 @@ class Job:
                 self._groups[name] = (
                     DirectGroup(connection, self.timeout)
                     if paddle_group is None
-                    else GlooGroup(connection, self.timeout, paddle_group())
+                    else GlooGroup(
+                        connection, self.timeout, paddle_group(), self._limit_for(members)
+                    )
                 )
         return self._groups[name]
+
+    def _limit_for(self, ranks: list[int]) -> Callable[[], AbstractContextManager[None]]:
+        """Returns what ends this process where some of ``ranks`` stops within Paddle's C++."""
+        if self._watch is None:
+            return nullcontext
+        what = f"within a collective operation of ranks {ranks}"
+        return functools.partial(self._watch.limit, self.timeout, what, ranks)
 
     def _replicas_in_paddle(self) -> Any:
         if self._fused_replicas is not None:

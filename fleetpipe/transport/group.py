@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from fleetpipe.errors import PeerFailed
@@ -137,16 +137,24 @@ class GlooGroup(DirectGroup):
     after 30 s, and the group is broken afterwards.
     """
 
-    def __init__(self, transport: Transport, timeout: float, paddle_group: Any) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        timeout: float,
+        paddle_group: Any,
+        limit: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Uses a group of Paddle's with the same members in the same order.
 
         Args:
             transport: This rank's connections to the other members.
             timeout: Seconds that the wait for a member may last.
             paddle_group: What ``paddle.distributed.new_group`` returned.
+            limit: Each operation of that group runs within what this returns.
         """
         super().__init__(transport, timeout)
         self.paddle_group = paddle_group
+        self._limit = limit
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum of all members'. Collective.
@@ -182,7 +190,8 @@ class GlooGroup(DirectGroup):
             PeerFailed: The collective broke, because a member died or stopped within it.
         """
         try:
-            yield
+            with self._limit():
+                yield
         except RuntimeError as error:
             raise PeerFailed(
                 "a collective operation of Paddle's broke",

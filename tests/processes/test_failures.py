@@ -132,6 +132,19 @@ def test_a_stopped_rank_makes_the_others_time_out(tmp_path: Path) -> None:
     assert "PipelineTimeout" in ranks[1].log
 
 
+def test_a_rank_that_is_stopped_inside_gloo_is_waited_for_as_long_as_the_limit_says(
+    tmp_path: Path,
+) -> None:
+    with begin("stopped_inside_gloo", 2, tmp_path, timeout=4) as job:
+        since = job.wait_for("stopped.1")
+        (left,) = job.wait([0]).values()
+        job.signal(1, signal.SIGKILL)
+    assert left.code > 0
+    assert 3 < left.at - since < 8
+    line = the_line("PipelineTimeout", left.log)
+    assert "rank 0 waited 4 s for rank 1: within a collective operation of ranks [0, 1]" in line
+
+
 def test_a_layer_in_a_deadlock_ends_with_its_stacks(tmp_path: Path) -> None:
     ranks, moment = run("deadlocked", 2, tmp_path, timeout=3)
     assert ranks[0].code > 0

@@ -177,11 +177,19 @@ def later(trouble: Trouble) -> None:
 
 def killed_inside_gloo() -> None:
     """The replicas have met; rank 0 waits inside Gloo for rank 1, which dies there."""
+    inside_gloo(die)
+
+
+def stopped_inside_gloo() -> None:
+    inside_gloo(stop)
+
+
+def inside_gloo(trouble: Trouble) -> None:
     model, optimizer = begin(degrees={"dp_degree": 2, "pp_degree": 1})
     if RANK == 1:
         real = paddle.distributed.all_reduce
         paddle.distributed.all_reduce = lambda *a, **k: (
-            die() if Plan.step == 2 else real(*a, **k)
+            trouble() if Plan.step == 2 else real(*a, **k)
         )
     train(model, optimizer)
 
