@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
@@ -36,6 +36,10 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
         timers: Those of ``pp_configs.enable_timer``; None where it is off.
         callbacks: The registry of hooks by location, one for all wrappers of the process.
     """
+
+    if TYPE_CHECKING:
+        # By that of Layer a type checker takes every name for an attribute, a misspelt one too.
+        __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
 
     schedule: Schedule
     timers: Timers | None

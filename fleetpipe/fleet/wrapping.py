@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from typing import Any, overload
 
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
@@ -18,6 +18,14 @@ from fleetpipe.fleet.lifecycle import begin_static
 from fleetpipe.job import current_job
 from fleetpipe.static import StaticOptimizer, refuse_stages
 from fleetpipe.topology import PIPELINE_AXES
+
+
+@overload
+def distributed_model(model: PipelineLayer) -> PipelineParallel: ...
+
+
+@overload
+def distributed_model(model: Any) -> Any: ...
 
 
 def distributed_model(model: Any) -> Any:
@@ -84,7 +92,7 @@ def _decorated(model: Any) -> Any:
     return model
 
 
-def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
+def distributed_optimizer(optimizer: Any, strategy: Any = None) -> PipelineOptimizer:
     """Wraps an optimizer for ``train_batch``, or in static graph for ``minimize``.
 
     Without a pipeline (a job in dynamic graph, ``strategy.pipeline`` in static graph), and with
@@ -96,12 +104,17 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
 
     Returns:
         A :class:`~fleetpipe.dygraph.PipelineOptimizer`, in static graph a
-        :class:`~fleetpipe.static.StaticOptimizer`.
+        :class:`~fleetpipe.static.StaticOptimizer` (which to a type checker is the former).
 
     Raises:
         ConfigError: The optimizer cannot be right on several ranks; or a static program has several
             stages, and ``strategy.pipeline`` is False.
     """
+    wrapped: PipelineOptimizer = _wrapped(optimizer, strategy)
+    return wrapped
+
+
+def _wrapped(optimizer: Any, strategy: Any) -> Any:
     if not paddle.in_dynamic_mode():
         chosen = _paddle.user_strategy() if strategy is None else strategy
         if getattr(chosen, "pipeline", False):

@@ -19,6 +19,7 @@ from fleetpipe.fleet.meta_parallel import (
     pipeline_parallel,
     tensor_parallel,
 )
+from fleetpipe.fleet.meta_parallel._descriptions import LayerDesc, SharedLayerDesc
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import (
     DualPipeVParallel,
     NoPipelineParallel,
@@ -35,6 +36,7 @@ from fleetpipe.fleet.meta_parallel.tensor_parallel import TensorParallel
 __all__ = [
     "ColumnParallelLinear",
     "DualPipeVParallel",
+    "LayerDesc",
     "NoPipelineParallel",
     "ParallelCrossEntropy",
     "PipelineDatasetPreprocessor",
@@ -44,6 +46,7 @@ __all__ = [
     "PipelineParallelWithInterleave",
     "PipelineParallelWithInterleaveFthenB",
     "RowParallelLinear",
+    "SharedLayerDesc",
     "TensorParallel",
     "VPPFhenBInBalancedMemory",
     "VocabParallelEmbedding",

@@ -1,0 +1,39 @@
+"""Paddle's own descriptions of layers, for type checkers with the types that Paddle leaves out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paddle.distributed.fleet.meta_parallel.parallel_layers.spec_utils import LayerSpec
+    from paddle.nn import Layer
+
+    class LayerDesc:
+        """A layer that the rank that owns it builds: its class and the arguments of that."""
+
+        def __init__(
+            self, layer_func: type[Layer] | LayerSpec, *inputs: Any, **kwargs: Any
+        ) -> None: ...
+
+        def build_layer(self, **extra_kwargs: Any) -> Layer:
+            """Returns the layer."""
+
+    class SharedLayerDesc(LayerDesc):
+        """A layer that shares weights with all others of the same key."""
+
+        def __init__(
+            self,
+            key: str,
+            layer_func: type[Layer] | LayerSpec,
+            forward_func: Callable[..., Any] | None = None,
+            shared_weight_attr: str | list[str] = "weight",
+            *inputs: Any,
+            **kwargs: Any,
+        ) -> None: ...
+
+else:
+    from paddle.distributed.fleet.meta_parallel import LayerDesc, SharedLayerDesc
+
+__all__ = ["LayerDesc", "SharedLayerDesc"]
