@@ -8,6 +8,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
@@ -18,6 +19,9 @@ from fleetpipe import arguments as kinds
 from fleetpipe.running import quiet
 
 LAUNCHED = Path(__file__).with_name("launched.py")
+#: Names the folder in which each launched rank writes its exit code under its number.
+EXIT_CODES = "FLEETPIPE_EXIT_CODES"
+_LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
 def configure_run(parser: argparse.ArgumentParser) -> None:
@@ -76,15 +80,22 @@ def launch(options: argparse.Namespace, *words: str) -> int:
         words: The command and its own options.
 
     Returns:
-        The launcher's exit code: that of the first rank that failed, else 0.
+        The exit code of the first rank that failed, 128 + n where signal n ended it; else 0.
     """
     level = options.log_level
-    command = [sys.executable, "-m", "paddle.distributed.launch"]
-    command += ["--nproc_per_node", str(options.nproc)]
+    command = [sys.executable, str(_LAUNCHER), "--nproc_per_node", str(options.nproc)]
     command += ["--log_dir", options.log_dir, "--log_level", level]
     command += [str(LAUNCHED), *words, "--log-level", level, str(options.script)]
     command += options.arguments
-    return subprocess.run(command, check=False, env=quiet.environment(level)).returncode
+    with tempfile.TemporaryDirectory(prefix="fleetpipe-") as folder:
+        environment = {**quiet.environment(level), EXIT_CODES: folder}
+        done = subprocess.run(command, env=environment, check=False)
+    return in_a_shell(done.returncode)
+
+
+def in_a_shell(code: int) -> int:
+    """Returns the exit code of a process as a shell has it: 128 + n where signal n ended it."""
+    return code if code >= 0 else 128 - code
 
 
 def execute(script: Path, arguments: Sequence[str]) -> None:

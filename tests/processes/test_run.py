@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,32 @@ def test_the_command_launches_the_ranks_itself_and_ends_as_they_do(launch: Launc
     told = launch(command, None, args=[script, "two"]).logs[0]
     assert "ValueError: invalid literal for int() with base 10: 'two'" in told
     assert "ended with 1" in told
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(
+    launch: Launch, tmp_path: Path, end: str, code: int
+) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from paddle.distributed import fleet\n"
+        "strategy = fleet.DistributedStrategy()\n"
+        "strategy.hybrid_configs = {'pp_degree': 2}\n"
+        "fleet.init(is_collective=True, strategy=strategy)\n"
+        "if fleet.worker_index() == 1:\n"
+        f"    {end}\n"
+        "time.sleep(60)\n"
+    )
+    command = """
+        import subprocess, sys
+        words = ["run", "--nproc", "2", sys.argv[1]]
+        done = subprocess.run([sys.executable, "-m", "fleetpipe", *words], check=False)
+        print("ended with", done.returncode)
+        """
+    # Paddle's own launcher looks for a second device here, and raises IndexError.
+    finished = launch(command, None, args=[str(script)], env={"CUDA_VISIBLE_DEVICES": ""})
+    assert f"ended with {code}" in finished.logs[0]
 
 
 def test_parity_takes_such_a_script_too(launch: Launch) -> None:
