@@ -90,7 +90,7 @@ class PipelineTimeout(FleetPipeError, TimeoutError):
 
 
 class CheckpointError(FleetPipeError, ValueError):
-    """Saved parameters that do not fit the model they are loaded into."""
+    """Saved parameters that cannot be read, or do not fit the model they are loaded into."""
 
 
 class PaddleNotFound(FleetPipeError, ImportError):

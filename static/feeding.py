@@ -97,7 +97,7 @@ def _array(name: str, value: Any, declared: Declared) -> Any:
     elif isinstance(value, np.ndarray):
         array = value
     else:
-        array = np.asarray(value, None if declared.dtype == "bfloat16" else declared.dtype)
+        array = _converted(name, value, declared)
     stored = "uint16" if declared.dtype == "bfloat16" else declared.dtype
     if array.dtype.name != stored:
         raise ConfigError(
@@ -107,6 +107,18 @@ def _array(name: str, value: Any, declared: Declared) -> Any:
             fix=f"feed {name!r} as array.astype({stored!r})",
         )
     return array
+
+
+def _converted(name: str, value: Any, declared: Declared) -> Any:
+    try:
+        return np.asarray(value, None if declared.dtype == "bfloat16" else declared.dtype)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the feed {name!r} is no array of numbers",
+            expected=f"an array or a tensor of {declared.dtype}",
+            got=type(value).__name__,
+            cause=str(error),
+        ) from error
 
 
 def _cut(

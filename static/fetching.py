@@ -32,8 +32,13 @@ class Fetch(NamedTuple):
         """Finds the value that a user fetches by itself or by its name.
 
         Raises:
-            ConfigError: No stage makes it.
+            ConfigError: It is no value, or no stage makes it.
         """
+        if not isinstance(target, str) and not hasattr(type(target), "name"):
+            raise ConfigError(
+                "only values of the program can be fetched",
+                got=f"{type(target).__name__}, where fetch_list has a value or its name",
+            )
         label = _label(target)
         number = reader.number(target)
         if number is None:

@@ -25,7 +25,7 @@ _SUFFIXES = (".pdparams", ".pdopt", ".pdmodel", ".json")
 
 
 def save(
-    original: Callable[..., Any], program: Any, model_path: str, protocol: int = 4, **configs: Any
+    original: Callable[..., Any], program: Any, model_path: Any, protocol: int = 4, **configs: Any
 ) -> None:
     """Saves what this process has of a pipeline, the optimizer's state included.
 
@@ -36,6 +36,7 @@ def save(
     if pipeline is None:
         original(program, model_path, protocol, **configs)
         return
+    model_path = os.fspath(model_path)
     if pipeline.local:
         original(program, model_path, protocol, **configs)
     base = _base(model_path, pipeline)
@@ -55,7 +56,7 @@ def save(
 def load(
     original: Callable[..., Any],
     program: Any,
-    model_path: str,
+    model_path: Any,
     executor: Any = None,
     var_list: Any = None,
 ) -> None:
@@ -69,6 +70,7 @@ def load(
     if pipeline is None:
         original(program, model_path, executor, var_list)
         return
+    model_path = os.fspath(model_path)
     for suffix in _SUFFIXES:
         model_path = model_path.removesuffix(suffix)
     base = _base(model_path, pipeline)

@@ -130,6 +130,8 @@ def test_constants_and_fixed_rows_are_fed() -> None:
         (lambda feed: {**feed, "x": feed["x"][:, :3]}, "accumulate_steps x micro_batch_size"),
         (lambda feed: [feed, feed], "must be a dict"),
         (lambda feed: None, "a feed of nothing"),
+        (lambda feed: {**feed, "y": "seven"}, "'y' is no array of numbers(?s:.*)got: str"),
+        (lambda feed: {**feed, "x": [[1.0], [1.0, 2.0]]}, "'x' is no array of numbers"),
     ],
 )
 def test_a_feed_that_does_not_fit(change: Any, words: str) -> None:
@@ -143,6 +145,9 @@ def test_what_cannot_be_fetched() -> None:
             exe.run(feed=batches(1)[0], fetch_list=["nothing"])
         with pytest.raises(ConfigError, match="fed or constant"):
             exe.run(feed=batches(1)[0], fetch_list=["x"])
+        for foreign in (3, np.zeros(2)):
+            with pytest.raises(ConfigError, match="only values of the program can be fetched"):
+                exe.run(feed=batches(1)[0], fetch_list=[foreign])
 
 
 def test_the_startup_program_comes_first() -> None:

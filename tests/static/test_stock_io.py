@@ -25,11 +25,11 @@ def test_a_pipeline_goes_on_from_what_paddle_saved(tmp_path: Path) -> None:
         exe, (loss, _) = started()
         train(exe, loss, feeds[:2])
         saved = state_dict()
-        paddle.static.save(paddle.static.default_main_program(), path)
+        paddle.static.save(paddle.static.default_main_program(), Path(path))
         expected = train(exe, loss, feeds[2:])
     with static_mode():
         exe, (loss, _) = started(seed=8)
-        paddle.static.load(paddle.static.default_main_program(), f"{path}.pdparams", exe)
+        paddle.static.load(paddle.static.default_main_program(), Path(f"{path}.pdparams"), exe)
         assert train(exe, loss, feeds[2:]) == expected
     parameters = paddle.load(f"{path}.pdparams", return_numpy=True)
     assert sorted(parameters) == sorted(saved)
