@@ -54,9 +54,9 @@ def _exit_code(pod: Any) -> int:
 
 
 def _code_of(container: Any) -> int:
-    """Returns the code that a rank has told, or that of its process."""
+    """Returns the failure that a rank has told, or the code with which its process ended."""
     told = Path(os.environ[EXIT_CODES], str(container.rank))
-    return int(told.read_text()) if told.exists() else int(container.exit_code or 0)
+    return (int(told.read_text()) if told.exists() else 0) or int(container.exit_code or 0)
 
 
 _ended: list[Any] = []
