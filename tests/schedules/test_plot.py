@@ -114,7 +114,7 @@ def test_nothing_of_the_legend_is_cut(schedule: str, monkeypatch: pytest.MonkeyP
 
     kept: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: kept.append(figure))
-    plot(build(schedule, ranks=4, micro_batches=12).simulate(), "a.png")
+    plot(build(schedule, ranks=2, micro_batches=4).simulate(), "a.png")
     (figure,) = kept
     figure.canvas.draw()
     (legend,) = figure.legends
