@@ -22,10 +22,16 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"invalid number: {text!r}") from None
 
 
+#: Most processes that are started on one machine.
+MOST_PROCESSES = 1024
+
+
 def processes(text: str) -> int:
-    """Reads a number of processes to launch, at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"invalid number of processes: {text!r}; give 1 or more")
+    """Reads a number of processes to launch, 1 to 1024."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_PROCESSES:
+        raise argparse.ArgumentTypeError(
+            f"invalid number of processes: {text!r}; give 1 to {MOST_PROCESSES}"
+        )
     return int(text)
 
 

@@ -175,5 +175,5 @@ def test_a_script_that_is_not_there_and_a_wrong_number_are_refused(
     script = tmp_path / "train.py"
     script.write_text("")
     assert main(["run", "--nproc", "0", str(script)]) == 2
-    assert "invalid number of processes: '0'; give 1 or more" in capsys.readouterr().err
+    assert "invalid number of processes: '0'; give 1 to 1024" in capsys.readouterr().err
     assert main(["run", str(script)]) == 0
