@@ -45,7 +45,8 @@ class Difference:
     def __str__(self) -> str:
         what = f"{self.quantity} of {self.name}" if self.name else self.quantity
         size = f"{self.absolute:.3g} absolute, {self.relative:.3g} relative"
-        units = "shape or dtype differ" if self.ulps is None else f"{self.ulps} ulp"
+        unlike = "one is missing, or shape or dtype differ"
+        units = unlike if self.ulps is None else f"{self.ulps} ulp"
         return f"step {self.step}: {what} differs by {size}, {units}"
 
 
@@ -76,7 +77,7 @@ def compare(
     absolute = float(gaps[worst])
     scale = float(np.max(np.abs(theirs)))
     relative = absolute / scale if scale else float("inf")
-    ulps = abs(_ordered(ours[worst]) - _ordered(theirs[worst])) >> _unused_bits(reference)
+    ulps = _units_between(ours[worst], theirs[worst]) >> _unused_bits(reference)
     return Difference(quantity, name, step, absolute, relative, ulps)
 
 
@@ -134,9 +135,8 @@ def compare_numbers(
         return []
     gap = abs(pipeline - reference)
     relative = gap / abs(reference) if reference else math.inf
-    units = gap / math.ulp(reference)
-    ulps = round(units) if math.isfinite(units) else None
-    return [Difference(quantity, name, step, gap, relative, ulps)]
+    numbers = np.array([pipeline, reference])
+    return [Difference(quantity, name, step, gap, relative, _units_between(*numbers))]
 
 
 def _array(tensor: Any) -> Any:
@@ -148,6 +148,10 @@ def _array(tensor: Any) -> Any:
 
 def _unused_bits(tensor: Any) -> int:
     return 16 if str(tensor.dtype).endswith("bfloat16") else 0
+
+
+def _units_between(one: Any, other: Any) -> int:
+    return abs(_ordered(one) - _ordered(other))
 
 
 def _ordered(value: Any) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.dygraph import PipelineParallel, pipeline_parallel
 from tests.launching import ROOT
 
 SCRIPT = """
@@ -60,6 +61,34 @@ def test_an_error_of_the_script_keeps_its_traceback(script: Path) -> None:
     script.write_text("open('none.txt')")
     with pytest.raises(FileNotFoundError, match=r"none\.txt"):
         main(["parity", str(script)])
+
+
+def test_evaluations_of_a_script_are_compared_where_it_calls_them(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = "model.predict_batch(batch()[0][:3])\n    for seed"
+    lines = script.read_text().replace("for seed", before)
+    script.write_text(lines + "    print(float(model.eval_batch(batch(), compute_loss=True)))\n")
+    assert main(["parity", str(script)]) == 0
+    assert "compared 3 steps and 2 evaluations under" in capsys.readouterr().out
+    monkeypatch.setattr(pipeline_parallel, "joined", lambda outputs: outputs[0])
+    assert main(["parity", str(script)]) == 1
+    assert "first difference: step 0: output of predict_batch" in capsys.readouterr().out
+
+
+def test_a_scheduler_that_the_pipeline_steps_twice_fails(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_batch = PipelineParallel.train_batch
+
+    def twice(self: Any, data: Any, optimizer: Any, lr_scheduler: Any, *more: Any) -> Any:
+        loss = train_batch(self, data, optimizer, lr_scheduler, *more)
+        lr_scheduler.step()
+        return loss
+
+    monkeypatch.setattr(PipelineParallel, "train_batch", twice)
+    assert main(["parity", str(script)]) == 1
+    assert "first difference: step 0: learning rate differs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("theirs", "code"), [(0, 0), (1, 1), (2, 2), (-9, 1)])

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.parity.differences import compare
+from fleetpipe.parity.differences import compare, compare_numbers, compare_values
 
 
 def test_equal_bits_are_no_difference() -> None:
@@ -57,3 +57,27 @@ def test_integers_are_compared_too() -> None:
     found = compare("parameter", "1.count", 0, paddle.to_tensor([5]), paddle.to_tensor([3]))
     assert found is not None
     assert (found.absolute, found.ulps) == (2.0, 2)
+
+
+def test_numbers_are_counted_as_tensors_are() -> None:
+    assert compare_numbers("learning rate", "", 0, 0.1, 0.1) == []
+    assert compare_numbers("learning rate", "", 0, math.nan, math.nan) == []
+    (rate,) = compare_numbers("learning rate", "", 0, math.nextafter(0.1, 1), 0.1)
+    (from_nothing,) = compare_numbers("learning rate", "", 0, 0.1, 0.0)
+    (epoch,) = compare_numbers("last_epoch", "StepDecay", 0, 2, 1)
+    assert (rate.ulps, epoch.ulps, epoch.relative) == (1, 1, 1.0)
+    assert (from_nothing.absolute, from_nothing.relative) == (0.1, math.inf)
+    assert "shape" not in str(from_nothing)
+
+
+def test_values_are_compared_by_their_place() -> None:
+    ones = paddle.ones([2])
+    value = (ones, {"mask": None, "more": [ones, 3]})
+    assert compare_values("output", "x", 0, value, value) == []
+    for other, place in (
+        ((ones, {"mask": ones, "more": [ones, 3]}), "x[1]['mask']"),
+        ((ones, {"mask": None, "more": [ones, 4]}), "x[1]['more'][1]"),
+        ((ones, {"mask": None, "more": [ones * 2, 3]}), "x[1]['more'][0]"),
+        ((ones, {"mask": None, "more": [ones]}), "x[1]['more'][1]"),
+    ):
+        assert [found.name for found in compare_values("output", "x", 0, other, value)] == [place]
