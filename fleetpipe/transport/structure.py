@@ -9,16 +9,28 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from fleetpipe.errors import BoundaryError, TransportError
 
 from .message import LARGEST_ANNOUNCEMENT, LARGEST_PAYLOAD, Route
+from .parsing import parse
 
 Tree = tuple[Any, ...]
 
 DEEPEST = 64
+MOST_PARTS = 1 << 16
+# Of a tensor, in any version of Paddle's.
+MOST_DIMENSIONS = 9
+_LARGEST_SIZE = 2**63 - 1
+# A part is a list; a tensor has one of its sizes besides, and an entry of a dict is one.
+_MOST_LISTS = 2 + 3 * MOST_PARTS
+_MOST_STRINGS = 2 * _MOST_LISTS
+_DEEPEST_LIST = 2 + 2 * (DEEPEST + 1)
+_MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+_LONGEST_FLOAT = 32
 # Bytes of one element of each dtype that Paddle has in one version or another.
 SIZES = {
     "float16": 2,
@@ -117,17 +129,21 @@ def decode(text: bytes) -> tuple[str, Structure]:
         TransportError: The bytes are no announcement, or of a structure that is too large.
     """
     try:
-        name, tree = json.loads(text)
+        name, tree = parse(text, _DEEPEST_LIST, _MOST_LISTS, _MOST_STRINGS)
+        if type(name) is not str:
+            raise ValueError("the name is no text")
         structure = Structure(_checked(tree, DEEPEST))
-        if structure.nbytes > LARGEST_PAYLOAD:
-            raise ValueError(f"{structure.nbytes} bytes of tensors")
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        if structure.nbytes > min(LARGEST_PAYLOAD, _MEMORY_BYTES):
+            raise ValueError(
+                f"{structure.nbytes} bytes of tensors, where this host has {_MEMORY_BYTES}"
+            )
+    except (ValueError, TypeError, LookupError) as error:
         raise TransportError(
             "an announcement is damaged",
             expected="the name of a channel and the structure of its values, in JSON",
-            got=f"{text[:200]!r} ({error!r})",
+            got=f"{text[:200]!r} ({str(error)[:200]})",
         ) from None
-    return str(name), structure
+    return name, structure
 
 
 def _tensor_leaves(tree: Tree) -> Iterator[Tree]:
@@ -160,29 +176,37 @@ def _checked(node: Any, room: int) -> Tree:
     kind, rest = node[0], node[1:]
     if kind == "tensor":
         dtype, shape, stop_gradient = rest
-        if not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"shape {shape}")
+        fits = len(shape) <= MOST_DIMENSIONS
+        if not fits or not all(type(n) is int and 0 <= n <= _LARGEST_SIZE for n in shape):
+            raise ValueError(f"a shape that no tensor has, {str(shape[:MOST_DIMENSIONS])[:200]}")
         return (kind, _known(dtype), tuple(shape), bool(stop_gradient))
     if kind == "none" and not rest:
         return ("none",)
     if kind in _SCALARS:
         (content,) = rest
+        if type(content) is not (bool if kind == "bool" else str):
+            raise ValueError(f"{kind} of another type")
+        if kind == "float" and len(str(content)) > _LONGEST_FLOAT:
+            raise ValueError("a float of too many characters")
         _SCALARS[kind](content)
         return (kind, content)
     if not room or kind not in ("tuple", "list", "dict"):
         raise ValueError(f"unknown or too deep: {str(kind)[:40]!r}")
     if kind == "dict":
-        return (kind, *((str(key), _checked(child, room - 1)) for key, child in rest))
+        return (kind, *(_entry(key, child, room) for key, child in rest))
     return (kind, *(_checked(child, room - 1) for child in rest))
+
+
+def _entry(key: Any, child: Any, room: int) -> tuple[str, Tree]:
+    if type(key) is not str:
+        raise ValueError("a key that is no text")
+    return key, _checked(child, room - 1)
 
 
 def _known(dtype: str) -> str:
     if dtype not in SIZES:
-        raise ValueError(f"dtype {dtype[:40]!r}")
+        raise ValueError(f"dtype {str(dtype)[:40]!r}")
     return dtype
-
-
-NOTHING = Structure(("none",))
 
 
 # The structure of None, and a place to begin where none is known yet.

@@ -9,13 +9,12 @@ from fleetpipe.errors import BoundaryError
 from . import bridge
 from .bridge import Tensor
 from .message import Route
-from .structure import DEEPEST, Tree
+from .structure import DEEPEST, MOST_PARTS, Tree
 
 ALLOWED = (
     "a dense Tensor of any dtype, None, bool, int, float, str, or a tuple, list or dict with "
     "str keys of these"
 )
-MOST_PARTS = 1 << 16
 
 _Path = tuple[object, ...]
 

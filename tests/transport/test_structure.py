@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetpipe.errors import BoundaryError, TransportError
-from fleetpipe.transport import MessageKey
+from fleetpipe.transport import MessageKey, structure
 from fleetpipe.transport.message import LARGEST_ANNOUNCEMENT, Route
 from fleetpipe.transport.structure import DEEPEST, SIZES, Structure, decode, encode
 
@@ -85,6 +86,14 @@ def test_sizes_of_tensors() -> None:
         ["float"],
         ["dict", ["key"]],
         ["none", 1],
+        ["bool", "yes"],
+        ["str", 7],
+        ["float", "1" * 9_000_000],
+        ["dict", [["key"], ["none"]]],
+        ["tensor", "float32", 7, True],
+        ["tensor", "float32", [1] * 10, True],
+        ["tensor", "float32", [2**63, 0], True],
+        ["tensor", {}, [1], True],
         7,
     ],
 )
@@ -97,6 +106,32 @@ def test_what_no_sender_makes_is_refused(tree: Any) -> None:
 def test_what_is_no_announcement_is_refused(text: bytes) -> None:
     with pytest.raises(TransportError, match="announcement is damaged"):
         decode(text)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        ["tensor", "uint8", [10**18] * 450_000 + [0], True],
+        ["list", *[["none"]] * 1_000_000],
+        ["dict", *[["k", ["none"]]] * 600_000],
+        ["tensor", "uint8", [0.1] * 2_000_000, True],
+    ],
+    ids=["sizes", "parts", "entries", "fractions"],
+)
+def test_nine_megabytes_are_refused_at_once(tree: Any) -> None:
+    """The first of these was not done after five minutes, for the product of its sizes."""
+    text = json.dumps(["", tree], separators=(",", ":")).encode()
+    begun = time.process_time()
+    with pytest.raises(TransportError, match="announcement is damaged"):
+        decode(text)
+    assert time.process_time() - begun < 2
+
+
+def test_more_tensors_than_this_host_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structure, "_MEMORY_BYTES", 1 << 34)
+    tree = ["tensor", "uint8", [(1 << 34) + 1], True]
+    with pytest.raises(TransportError, match="bytes of tensors, where this host has"):
+        decode(json.dumps(["", tree]).encode())
 
 
 def test_a_structure_nested_too_deep_is_refused() -> None:
