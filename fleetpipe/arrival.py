@@ -16,6 +16,7 @@ from typing import Any, Callable
 
 from fleetpipe import _paddle
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.limit import Limit
 from fleetpipe.store import JobStore
 from fleetpipe.transport import Store
 
@@ -107,7 +108,7 @@ def meet(
         PipelineTimeout: Names the ranks that did not come; all that did raise it.
     """
     store.add(f"{key}/{own_rank()}", 1)
-    deadline = time.monotonic() + timeout
+    limit = Limit(timeout)
     everyone = range(world_size())
     missing = sorted(everyone if ranks is None else ranks)
     others = set(everyone).difference(missing)
@@ -122,7 +123,7 @@ def meet(
                 f"rank {min(ended.intersection(missing))} ended and did not come to {place}"
             )
         # The others' time began at other moments; the first that gives up does it for all.
-        if time.monotonic() > deadline or store.add(f"{key}/late", 0):
+        if limit.reached() or store.add(f"{key}/late", 0):
             store.add(f"{key}/late", 1)
             let_others_go(store, f"{key}/going", [*missing, *others])
             who = f"ranks {missing}" if missing[1:] else f"rank {missing[0]}"
@@ -193,7 +194,7 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
         timeout: Seconds to wait.
         sign: A key that rank 0 puts into the store, and that is in no other.
     """
-    deadline = time.monotonic() + timeout
+    limit = Limit(timeout)
     while True:
         try:
             store = JobStore(host, port, min(timeout, _ANSWER_SECONDS))
@@ -208,7 +209,7 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
                 pass
             found = f"what listens at {host}:{port} does not answer as the job's store"
             store.close()
-        if time.monotonic() > deadline:
+        if limit.reached():
             raise _not_here("rank 0", timeout, found)
         time.sleep(_POLL_SECONDS)
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from fleetpipe import _paddle
 from fleetpipe.errors import PipelineTimeout, TransportError
+from fleetpipe.limit import Limit
 from fleetpipe.notice import tell_once
 from fleetpipe.transport import Store, hosts
 
@@ -58,7 +59,7 @@ def share_store_again() -> None:
 def _meet(store: Store, rank: int, key: str, timeout: float) -> Any:
     """Opens a group's store: its first rank serves it, the others find it in the job's store."""
     if rank == 0:
-        host = hosts.own_address()
+        host = hosts.gloo_interface()[1] or hosts.own_address()
         port = _free_port(host)
         own = _paddle.open_store(host, port, True, timeout)
         store.set(f"{key}/address", f"{host}:{port}")
@@ -86,9 +87,9 @@ def _choose_interface() -> None:
 
 
 def _wait(arrived: Callable[[], bool], summary: str, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
+    limit = Limit(timeout)
     while not arrived():
-        if time.monotonic() > deadline:
+        if limit.reached():
             raise PipelineTimeout(
                 f"{summary} within {timeout:g} s",
                 fix="see their logs; raise fleetpipe_configs['timeout'] if they are only slow",

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import socket
 import struct
-import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from fleetpipe.errors import PeerFailed, PipelineTimeout
+from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.limit import Limit
 
 _ADD, _GET, _SET = 0, 1, 3
 _COMMAND = struct.Struct("<i")
 _NUMBER = struct.Struct("<q")
 #: Seconds between two looks at whether a rank has failed.
 _CHECK_SECONDS = 0.2
+_LARGEST_VALUE = 1 << 26
 
 
 def _string(data: bytes) -> bytes:
@@ -59,7 +60,16 @@ class JobStore:
     def get(self, key: str) -> bytes:
         """Returns the value of ``key``, which must be there."""
         self._send(_GET, key)
-        return self._receive(_NUMBER.unpack(self._receive(_NUMBER.size))[0])
+        (size,) = _NUMBER.unpack(self._receive(_NUMBER.size))
+        if not 0 <= size <= _LARGEST_VALUE:
+            raise TransportError(
+                "the job's store answers with a value of an absurd size",
+                where=f"key {key!r}",
+                expected=f"at most {_LARGEST_VALUE} bytes",
+                got=str(size),
+                cause="another program has the port of rank 0, or wrote into the store",
+            )
+        return self._receive(size)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter that begins at 0 and returns its new value."""
@@ -82,12 +92,12 @@ class JobStore:
 
     def _receive(self, size: int) -> bytes:
         data = bytearray()
-        deadline = time.monotonic() + self.timeout
+        limit = Limit(self.timeout)
         while len(data) < size:
             try:
                 more = self._sock.recv(size - len(data))
             except socket.timeout:
-                self._wait_on(deadline)
+                self._wait_on(limit)
                 continue
             except OSError as error:
                 self._gone(error.strerror or str(error))
@@ -96,9 +106,9 @@ class JobStore:
             data += more
         return bytes(data)
 
-    def _wait_on(self, deadline: float) -> None:
+    def _wait_on(self, limit: Limit) -> None:
         self.check()
-        if time.monotonic() > deadline:
+        if limit.reached():
             raise PipelineTimeout(
                 f"the job's store, which rank 0 serves, did not answer for {self.timeout:g} s",
                 cause="rank 0 is stopped, or its host or network is gone; or another program has "
