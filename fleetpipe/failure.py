@@ -6,10 +6,18 @@ import textwrap
 import traceback
 from dataclasses import dataclass
 
-from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout
+from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
 
 #: Longest traceback that is passed on, in characters.
 LONGEST_TEXT = 20000
+#: What a failed rank did, and the error that the others raise for it.
+KINDS: dict[str, type[FleetPipeError]] = {
+    "died": PeerFailed,
+    "left": PeerFailed,
+    "raised": PeerFailed,
+    "timed out": PipelineTimeout,
+    "sent bytes that are no message": TransportError,
+}
 _LONGEST_LINE = 200
 
 
@@ -19,7 +27,7 @@ class Failure:
 
     Attributes:
         rank: Its number in the job.
-        what: "died", "left", "raised" or "timed out".
+        what: What it did, one of ``KINDS``.
         text: The error in one line.
         details: Its traceback, or where all ranks were; empty where there is none.
     """
@@ -38,12 +46,11 @@ class Failure:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         return cls(rank, "raised", _in_one_line(error), "".join(lines)[-LONGEST_TEXT:])
 
-    def error(self, where: str | None = None) -> PeerFailed | PipelineTimeout:
+    def error(self, where: str | None = None) -> FleetPipeError:
         """Returns the error that the other ranks raise: a timeout for a timeout."""
         late = self.what == "timed out"
-        kind = PipelineTimeout if late else PeerFailed
         quoted = textwrap.indent(self.details.rstrip(), "    | ", lambda line: True)
-        return kind(
+        return KINDS[self.what](
             f"rank {self.rank} {self.what}: {self.text}",
             where=where,
             got=f"from rank {self.rank}:\n{quoted}" if self.details else None,

@@ -314,14 +314,14 @@ def begin_to_watch(store: JobStore, number: int, timeout: float) -> Watch:
     store.check = lambda: None
     arrival.wait_for_all(store, number, timeout)
     rank = arrival.own_rank()
-    sockets = join(
+    sockets, seals = join(
         rank=rank,
         ranks=arrival.world_size(),
         store=store,
         namespace=f"fleetpipe/{number}/watch",
         timeout=timeout,
     )
-    watch = Watch(rank, sockets)
+    watch = Watch(rank, sockets, seals)
     store.check = watch.check
     return watch
 

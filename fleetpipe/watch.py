@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import selectors
 import socket
-import struct
 import sys
 import threading
 import time
@@ -25,8 +23,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Callable, NamedTuple
 
-from fleetpipe.errors import PeerFailed, PipelineTimeout
+from fleetpipe import news
+from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.failure import Failure
+from fleetpipe.limit import STOPPED_SECONDS
+from fleetpipe.transport.seal import Seals
 
 #: Seconds between two lines about what a rank is doing.
 STATUS_SECONDS = 0.2
@@ -41,8 +42,6 @@ CAUSE_SECONDS = 0.5
 LAST_WORDS_SECONDS = 0.5
 #: Status of a process that is ended because another rank failed.
 EXIT_CODE = 70
-_LENGTH = struct.Struct("<I")
-_LARGEST_FRAME = 1 << 20
 _STDERR = 2
 
 _open: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -51,38 +50,27 @@ _open: weakref.WeakSet[Watch] = weakref.WeakSet()
 class _Peer:
     """What is known of another rank, and the bytes on their way from it and to it."""
 
-    def __init__(self, rank: int, sock: socket.socket) -> None:
+    def __init__(self, rank: int, sock: socket.socket, seals: Seals | None) -> None:
         self.rank = rank
         self.sock = sock
+        self.outgoing = None if seals is None else seals.outgoing
+        self.incoming = None if seals is None else seals.incoming
         self.status = "nothing heard yet"
         self.heard = time.monotonic()
         self.left = False
         self.received = bytearray()
         self.unsent = bytearray()
 
-    def send(self, frame: bytes = b"") -> None:
-        """Sends as much as the kernel takes; the rest stays for the next call."""
-        self.unsent += frame
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends a message; what the kernel does not take stays for :meth:`send`."""
+        self.unsent += news.pack(message, self.outgoing)
+        self.send()
+
+    def send(self) -> None:
+        """Sends as much as the kernel takes."""
         with contextlib.suppress(OSError):
             sent = self.sock.send(self.unsent, socket.MSG_NOSIGNAL)
             del self.unsent[:sent]
-
-    def frames(self) -> Iterator[dict[str, Any]]:
-        """Takes the messages that have arrived whole.
-
-        Raises:
-            ValueError: The bytes are no message.
-        """
-        while len(self.received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self.received)
-            if length > _LARGEST_FRAME:
-                raise ValueError(f"a frame of {length} bytes")
-            end = _LENGTH.size + length
-            if len(self.received) < end:
-                return
-            text = bytes(self.received[_LENGTH.size : end])
-            del self.received[:end]
-            yield json.loads(text)
 
 
 class _Limit(NamedTuple):
@@ -102,12 +90,18 @@ class Watch:
         failure: What ended the job before its time, once that is known.
     """
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        sockets: Mapping[int, socket.socket],
+        seals: Mapping[int, Seals] | None = None,
+    ) -> None:
         """Takes over one connected socket for each other rank, and starts the thread.
 
         Args:
             rank: This process's rank in the job.
             sockets: Authenticated stream sockets, by rank.
+            seals: What proves who sent each message, by rank; None where nothing does.
         """
         self.rank = rank
         self.failure: Failure | None = None
@@ -119,7 +113,8 @@ class Watch:
         self._closed = False
         self._end_at = float("inf")
         self._status_at = 0.0
-        self._peers = {peer: _Peer(peer, sock) for peer, sock in sockets.items()}
+        self._turned = time.monotonic()
+        self._peers = {r: _Peer(r, sock, (seals or {}).get(r)) for r, sock in sockets.items()}
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = os.pipe()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
@@ -149,6 +144,7 @@ class Watch:
         Raises:
             PeerFailed: A rank of the job has failed.
             PipelineTimeout: A wait of some rank has reached its limit.
+            TransportError: Some rank sent bytes that are no message.
         """
         if self.failure is not None:
             raise self._told(self.failure)
@@ -259,7 +255,7 @@ class Watch:
         self.give_up(error)
         return None
 
-    def _told(self, failure: Failure) -> PeerFailed | PipelineTimeout:
+    def _told(self, failure: Failure) -> FleetPipeError:
         self._notice()
         if self._is_late():
             faulthandler.dump_traceback(_STDERR, all_threads=True)
@@ -308,13 +304,11 @@ class Watch:
 
     def _tell(self, message: dict[str, Any]) -> None:
         """Sends a message to every rank, without waiting for one that does not read."""
-        text = json.dumps(message).encode()
-        frame = _LENGTH.pack(len(text)) + text
         with self._lock:
             for peer in self._peers.values():
                 silent = time.monotonic() - peer.heard > SILENT_SECONDS
                 if message["kind"] != "status" or not (silent or peer.unsent):
-                    peer.send(frame)
+                    peer.tell(message)
 
     def _run(self) -> None:
         try:
@@ -330,6 +324,9 @@ class Watch:
     def _turn(self) -> None:
         """Waits for what comes next: news of a rank, the time of a status, or the end."""
         now = time.monotonic()
+        if now - self._turned > STOPPED_SECONDS:
+            self._wake_up(now)
+        self._turned = now
         if now >= self._status_at:
             self._status_at = now + STATUS_SECONDS
             self._tell({"kind": "status", "text": self._status()})
@@ -343,6 +340,13 @@ class Watch:
             if key.data is not None and not self._closed:
                 self._read(key.data)
 
+    def _wake_up(self, now: float) -> None:
+        """After a time in which this process did not run: it did not hear, and did not notice."""
+        for peer in self._peers.values():
+            peer.heard = now
+        if self._end_at < float("inf"):
+            self._end_at = now + GRACE_SECONDS
+
     def _read(self, peer: _Peer) -> None:
         try:
             data = peer.sock.recv(1 << 16)
@@ -351,18 +355,20 @@ class Watch:
         except OSError:
             data = b""
         peer.received += data
-        ends = "" if data else "it ended without a goodbye"
+        damage = ""
         try:
-            for message in peer.frames():
+            for message in news.unpack(peer.received, peer.incoming):
                 self._take(peer, message)
-        except (ValueError, TypeError, KeyError) as error:
-            ends = f"it sent what is no message: {error!r}"
-        if ends:
+        except (ValueError, TransportError) as error:
+            damage = f"to the watch of rank {self.rank}: {error}"
+        if damage or not data:
             self._selector.unregister(peer.sock)
-            if not peer.left:
-                age = time.monotonic() - peer.heard
-                last = f"last heard {age:.1f} s before, at: {peer.status}"
-                self._fail(Failure(peer.rank, "died", f"{ends}; {last}"))
+        if damage:
+            self._fail(Failure(peer.rank, "sent bytes that are no message", damage))
+        elif not data and not peer.left:
+            age = time.monotonic() - peer.heard
+            last = f"last heard {age:.1f} s before, at: {peer.status}"
+            self._fail(Failure(peer.rank, "died", f"it ended without a goodbye; {last}"))
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         peer.heard = time.monotonic()

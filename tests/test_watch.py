@@ -13,8 +13,9 @@ from itertools import combinations
 import pytest
 
 from fleetpipe import watch as module
-from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout
+from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.failure import Failure
+from fleetpipe.transport.seal import Seal, Seals
 from fleetpipe.watch import Watch
 
 Begin = Callable[[int], "list[Watch]"]
@@ -56,6 +57,10 @@ def soon(condition: Callable[[], object], seconds: float = 5.0) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def framed(text: bytes) -> bytes:
+    return struct.pack("<I", len(text)) + text
 
 
 def vanish(watch: Watch) -> None:
@@ -246,20 +251,54 @@ def test_a_peer_that_does_not_read_holds_up_nobody(begin: Begin) -> None:
     peer = first._peers[1]
     with first._lock:
         while not peer.unsent:
-            peer.send(struct.pack("<I", 2) + b"{}" * 1)
-            peer.send(struct.pack("<I", 40) + b'{"kind":"status","text":"xxxxxxxxxxxxx"}')
+            peer.tell({"kind": "status", "text": "x" * 100})
     fail(first, ValueError("boom"))
     assert soon(lambda: third.failure)
 
 
-def test_bytes_that_are_no_message_end_the_sender(begin: Begin) -> None:
-    for words in (b"\xff" * 8, struct.pack("<I", 3) + b"abc", struct.pack("<I", 2) + b"{}"):
-        first, second = begin(2)[-2:]
-        second._peers[0].sock.send(words)
-        assert soon(lambda first=first: first.failure)  # type: ignore[misc]
-        assert first.failure is not None
-        assert "it sent what is no message" in first.failure.text
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"\xff" * 8,
+        framed(b"abc"),
+        framed(b"{}"),
+        framed(b"[]"),
+        framed(b"7"),
+        framed(b'"goodbye"'),
+        framed(b"[" * 1000 + b"]" * 1000),
+        framed(b'{"kind":"status","text":' + b"[" * 1000 + b"]" * 1000 + b"}"),
+        framed(b'{"kind": "status", "text": 7}'),
+        framed(b'{"kind": ["status"], "text": ""}'),
+        framed(b'{"kind": "failure", "rank": 1, "what": "?", "text": "", "details": ""}'),
+        framed(b'{"kind": "failure", "rank": "1", "what": "died", "text": "", "details": ""}'),
+        framed(b'{"kind": "failure", "what": "died"}'),
+    ],
+)
+def test_bytes_that_are_no_message_end_all_by_name(begin: Begin, words: bytes) -> None:
+    first, second, third = begin(3)
+    second._peers[0].sock.send(words)
+    assert soon(lambda: first.failure and third.failure)
+    for watch in (first, third):
+        with pytest.raises(TransportError) as raised:
+            watch.check()
+        told = "rank 1 sent bytes that are no message: to the watch of rank 0: "
+        assert str(raised.value).startswith(told)
 
+
+def test_a_process_that_was_stopped_does_not_hold_the_time_against_others(
+    begin: Begin, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Suspended for 100 s, with a failure that its main thread had no time to notice."""
+    monkeypatch.setattr(module, "GRACE_SECONDS", 60.0)
+    first, second, third = begin(3)
+    vanish(third)
+    assert soon(lambda: first.failure)
+    clock = time.monotonic
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock() + 100)
+    assert soon(lambda: first._turned > clock() + 50)
+    assert exits == []
+    assert "silent" not in first._whereabouts()[0]
+    assert second.failure is not None
 
 def test_an_error_in_the_description_does_not_stop_the_watch(begin: Begin) -> None:
     first, second = begin(2)
@@ -333,3 +372,17 @@ def test_a_job_that_ends_and_begins_again_leaves_no_thread(begin: Begin) -> None
 def test_a_failure_says_what_to_do() -> None:
     assert "read the log of rank 3" in str(Failure(3, "died", "it ended").error())
     assert "waits for no other" in str(Failure(3, "timed out", "late").error())
+
+
+def test_sealed_news_pass_and_forged_ones_end_all() -> None:
+    ends = sockets_of(2)
+    keys = Seals(Seal(b"a"), Seal(b"b")), Seals(Seal(b"b"), Seal(b"a"))
+    first, second = (Watch(r, ends[r], {1 - r: keys[r]}) for r in range(2))
+    second._where = lambda: "operation F1.2"
+    assert soon(lambda: first._peers[1].status == "operation F1.2")
+    second._peers[0].sock.send(framed(b'{"kind": "goodbye"}') + b"s" * 16)
+    assert soon(lambda: first.failure)
+    with pytest.raises(TransportError, match="does not have the seal"):
+        first.check()
+    for watch in (first, second):
+        watch.close()

@@ -16,8 +16,9 @@ from fleetpipe.errors import PeerFailed, TransportError
 from . import bridge
 from .base import Value
 from .inbox import Inbox
-from .message import GOODBYE, MESSAGE, MessageKey, Route, check_key, pack_header
-from .outbox import Outbox
+from .message import GOODBYE, HEADER_BYTES, MESSAGE, MessageKey, Route, check_key, pack_header
+from .outbox import Buffer, Outbox
+from .seal import Seals
 from .structure import Structure, encode
 from .value import Unfit, take_apart
 
@@ -57,14 +58,30 @@ class Connection:
         fd: The socket's file descriptor.
     """
 
-    def __init__(self, sock: socket.socket, rank: int, peer: int, wake: Callable[[], None]) -> None:
-        """Takes over a connected and authenticated socket in blocking mode."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        rank: int,
+        peer: int,
+        wake: Callable[[], None],
+        seals: Seals | None = None,
+    ) -> None:
+        """Takes over a connected and authenticated socket in blocking mode.
+
+        Args:
+            sock: The socket.
+            rank: This rank.
+            peer: The peer's rank.
+            wake: Called from the writer thread when a waiter asked to be told of progress.
+            seals: What proves who sent each part of the stream, where the job has a secret.
+        """
         self.peer = peer
-        self.inbox = Inbox(sock, peer)
+        self.inbox = Inbox(sock, peer, None if seals is None else seals.incoming)
         self.outbox = Outbox(sock, wake)
         self.fd = sock.fileno()
         self._rank = rank
         self._sock = sock
+        self._seal = None if seals is None else seals.outgoing
         self._channels: dict[tuple[Any, ...], _Channel] = {}
 
     def send(self, key: MessageKey, value: Value) -> tuple[int, bool]:
@@ -93,7 +110,7 @@ class Connection:
         kept, memories = bridge.readable(tensors, structure.leaves)
         head = channel.header(key, structure, announcement)
         try:
-            self.outbox.put([head, *memories], len(head) + structure.nbytes, kept)
+            self._put(head, memories, len(head) + structure.nbytes, kept)
         except OSError as error:
             raise self.failure(Route(key, self._rank, self.peer), error) from error
         return structure.nbytes, bool(announcement)
@@ -124,7 +141,7 @@ class Connection:
         text = reason.encode("utf-8", "replace")[:LONGEST_REASON]
         header = pack_header((GOODBYE, ord("C"), 0, 0, 0, 0, 0, len(text), 0))
         with contextlib.suppress(OSError):
-            self.outbox.put([header + text], len(header) + len(text), None)
+            self._put(header + text, [], len(header) + len(text), None)
 
     def close(self, limit: float) -> None:
         """Closes the socket and ends the writer thread; what is still queued is dropped.
@@ -146,6 +163,18 @@ class Connection:
     def abandon(self) -> None:
         """Closes this process's copy of the socket without a word to the peer."""
         self._sock.close()
+
+    def _put(self, head: bytes, memories: list[memoryview], nbytes: int, kept: object) -> None:
+        """Sends a header, what is announced or said behind it, and the bytes of tensors."""
+        pieces: list[Buffer] = [head, *memories]
+        if self._seal is not None:
+            header, rest = head[:HEADER_BYTES], head[HEADER_BYTES:]
+            pieces = []
+            for part in ([header], [rest] if rest else [], memories):
+                if part:
+                    pieces += [*part, self._seal.of(part)]
+            nbytes = sum(map(len, pieces))
+        self.outbox.put(pieces, nbytes, kept)
 
     def _unacknowledged(self) -> bool:
         """Tells whether TCP still holds bytes; a unix-domain socket has handed them over."""

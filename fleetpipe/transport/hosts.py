@@ -23,6 +23,8 @@ _SIOCGIFCONF = 0x8912
 _IFCONF = struct.Struct("iP")
 _IFREQ = struct.Struct("16s4x4s16x")
 _MOST_INTERFACES = 512
+# Process, user and group of the other end.
+_PEERCRED = struct.Struct("iII")
 
 
 class Listener(NamedTuple):
@@ -37,11 +39,13 @@ def host_identity() -> str:
 
     It is the running kernel and its network namespace: names of the abstract kind, which leave no
     file behind, are seen within one. Containers of one host therefore use TCP unless they share
-    their network. Empty where the system has no such names.
+    their network. It is the user too, since :func:`is_other_user` refuses others. Empty where the
+    system has no such names.
     """
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink(_PROC / 'self/ns/net')}"
+        spaces = [os.readlink(_PROC / "self/ns" / name) for name in ("net", "user")]
+        return " ".join([boot, *spaces, f"user:{os.geteuid()}"])
     except OSError:
         return ""
 
@@ -191,7 +195,7 @@ def dial(address: str) -> socket.socket:
     """Begins a connection to a listener's ``address`` without waiting for it.
 
     Raises:
-        OSError: Nobody listens there.
+        OSError: Nobody listens there, or another user does.
     """
     kind, _, rest = address.partition(" ")
     if kind == "unix":
@@ -205,13 +209,23 @@ def dial(address: str) -> socket.socket:
     sock.setblocking(False)
     enlarge(sock)
     try:
-        sock.connect(target)
-    except BlockingIOError:
-        pass
+        with contextlib.suppress(BlockingIOError):
+            sock.connect(target)
+        if is_other_user(sock):
+            raise PermissionError("it belongs to another user, or does not answer yet")
     except OSError:
         sock.close()
         raise
     return sock
+
+
+def is_other_user(sock: socket.socket) -> bool:
+    """Tells whether the other end of a connected unix-domain socket belongs to another user."""
+    if sock.family != socket.AF_UNIX:
+        return False
+    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+    _, user, _ = _PEERCRED.unpack(told)
+    return bool(user != os.geteuid())
 
 
 def enlarge(sock: socket.socket) -> None:

@@ -22,6 +22,7 @@ from .message import (
     describe,
     unpack_header,
 )
+from .seal import SEAL_BYTES, Seal
 from .structure import NOTHING, Structure, decode
 
 STAGE_BYTES = 1 << 14
@@ -38,9 +39,11 @@ class _Frame:
         structure: The structure of the value, ``NOTHING`` until it is known.
         tensors: The tensors being filled.
         targets: The memory still to be filled, in reverse order.
+        sealed: The memory of the part that is being filled and, last, that of its seal; empty where
+            parts have none.
     """
 
-    __slots__ = ("announcement", "header", "key", "structure", "targets", "tensors")
+    __slots__ = ("announcement", "header", "key", "sealed", "structure", "targets", "tensors")
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -48,7 +51,8 @@ class _Frame:
         self.structure = NOTHING
         self.tensors: list[Any] = []
         self.announcement = bytearray(header.announcement)
-        self.targets = [memoryview(self.announcement)] if header.announcement else []
+        self.targets: list[memoryview] = []
+        self.sealed: list[memoryview] = []
 
     def words(self) -> str:
         """Returns the message in words, as far as the header tells them."""
@@ -91,8 +95,14 @@ class Inbox:
         nbytes: Bytes of the messages that are kept for later.
     """
 
-    def __init__(self, sock: socket.socket, peer: int) -> None:
-        """Reads what rank ``peer`` sends on ``sock``, a connected stream socket."""
+    def __init__(self, sock: socket.socket, peer: int, seal: Seal | None = None) -> None:
+        """Reads what rank ``peer`` sends on ``sock``, a connected stream socket.
+
+        Args:
+            sock: The socket.
+            peer: The peer.
+            seal: What the peer's parts are sealed with, where they are.
+        """
         self.damage: TransportError | None = None
         self.ended = ""
         self.orderly = False
@@ -100,6 +110,8 @@ class Inbox:
         self.nbytes = 0
         self._peer = peer
         self._sock = sock
+        self._seal = seal
+        self._header_bytes = HEADER_BYTES if seal is None else HEADER_BYTES + SEAL_BYTES
         self._stage = memoryview(bytearray(STAGE_BYTES))
         self._begin = 0
         self._end = 0
@@ -187,7 +199,11 @@ class Inbox:
             if frame.targets:
                 if not self._read(frame):
                     return None
-            elif frame.header.frame == GOODBYE:
+                continue
+            if frame.sealed and self._seal is not None:
+                self._seal.check(frame.sealed[:-1], frame.sealed[-1])
+                frame.sealed = []
+            if frame.header.frame == GOODBYE:
                 self.orderly = True
                 self.reason = frame.announcement.decode("utf-8", "replace")
                 self._frame = None
@@ -198,14 +214,27 @@ class Inbox:
                 return frame
 
     def _begin_frame(self) -> _Frame | None:
-        while self._end - self._begin < HEADER_BYTES:
+        while self._end - self._begin < self._header_bytes:
             if not self._read(None):
                 return None
+        end = self._begin + HEADER_BYTES
+        if self._seal is not None:
+            seal = self._stage[end : end + SEAL_BYTES]
+            self._seal.check([self._stage[self._begin : end]], seal)
         frame = self._frame = _Frame(unpack_header(self._stage, self._begin))
-        self._begin += HEADER_BYTES
-        if not frame.header.announcement and frame.header.frame != GOODBYE:
+        self._begin += self._header_bytes
+        if frame.header.announcement:
+            self._expect(frame, [memoryview(frame.announcement)])
+        elif frame.header.frame != GOODBYE:
             self._open(frame)
         return frame
+
+    def _expect(self, frame: _Frame, memories: list[memoryview]) -> None:
+        """Has the next part of the stream, and its seal, read into ``memories``."""
+        frame.targets = memories[::-1]
+        if self._seal is not None and memories:
+            frame.sealed = [*memories, memoryview(bytearray(SEAL_BYTES))]
+            frame.targets.insert(0, frame.sealed[-1])
 
     def _learn(self, frame: _Frame) -> None:
         """Takes note of the structure that a channel will have from this message on."""
@@ -228,8 +257,14 @@ class Inbox:
             )
         frame.key = MessageKey(*channel.key, header.micro_batch)
         frame.structure = channel.structure
-        frame.tensors, frame.targets = channel.tensors()
-        frame.targets.reverse()
+        try:
+            frame.tensors, memories = channel.tensors()
+        except Exception as error:  # Paddle raises all kinds
+            raise TransportError(
+                "there is no memory for the tensors that were announced, or no such dtype",
+                got=f"{header.payload} bytes: {str(error)[:200]}",
+            ) from error
+        self._expect(frame, memories)
 
     def _pour(self, frame: _Frame) -> None:
         """Moves what is in the stage to where it belongs."""

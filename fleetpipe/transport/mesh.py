@@ -9,11 +9,16 @@ import secrets
 import selectors
 import socket
 import time
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from . import hosts
+from fleetpipe.errors import TransportError
+
+from . import handshake, hosts
 from .base import Store
-from .handshake import SECRET_BYTES, Exchange, Stranger, accepts, connects
+from .handshake import Exchange, Stranger, accepts, connects
 from .rendezvous import Rendezvous
+from .seal import Seals
 
 DEFAULT_TIMEOUT = 600.0
 # Seconds in which somebody who knocks must prove to be a peer; a peer that is dropped tries again.
@@ -21,6 +26,18 @@ STRANGER_SECONDS = 5.0
 # Strangers that may knock at a time; the oldest goes when there are more.
 MOST_STRANGERS = 64
 _RETRY_SECONDS = 0.1
+
+
+class Joined(NamedTuple):
+    """One rank's connections.
+
+    Attributes:
+        sockets: A connected and authenticated stream socket in blocking mode for each peer.
+        seals: The seals of what each peer is sent and sends; none where the user gave no secret.
+    """
+
+    sockets: dict[int, socket.socket]
+    seals: dict[int, Seals]
 
 
 def join(
@@ -32,33 +49,52 @@ def join(
     timeout: float,
     address: str | None = None,
     force_tcp: bool | None = None,
-) -> dict[int, socket.socket]:
+) -> Joined:
     """Connects this rank to all others. Collective; see :func:`socket.connect`.
 
-    Returns:
-        A connected and authenticated stream socket in blocking mode for each peer.
-
     Raises:
+        ConfigError: The user's secret cannot be used.
         PipelineTimeout: Some ranks did not arrive in time.
-        TransportError: The namespace was used before, or no address can be bound.
+        TransportError: The namespace was used before, no address can be bound, or the ranks were
+            given different secrets.
     """
+    given = handshake.user_secret()
     meeting = Rendezvous(store, namespace, rank, ranks, timeout)
-    card = {"host": hosts.host_identity()}
-    if rank == 0:
-        card["secret"] = secrets.token_hex(SECRET_BYTES)
+    card = {
+        "host": hosts.host_identity(),
+        "secret": handshake.fingerprint(given, namespace),
+        "token": secrets.token_hex(handshake.TOKEN_BYTES) if rank == 0 else "",
+    }
     meeting.publish("host", card)
-    cards = meeting.gather("host", range(ranks))
+    cards = meeting.gather("host", range(ranks), card.keys())
+    _refuse_other_secrets(cards, rank)
+    secret = handshake.secret_of_run(given, namespace, cards[0]["token"])
     use_tcp = hosts.force_tcp_by_default() if force_tcp is None else force_tcp
     listeners = _listen([cards[r]["host"] for r in range(ranks)], rank, use_tcp, address)
-    mesh = _Mesh(meeting, bytes.fromhex(cards[0]["secret"]), [x.sock for x in listeners])
+    mesh = _Mesh(meeting, secret, [x.sock for x in listeners])
     try:
-        meeting.publish("addresses", {"addresses": [x.address for x in listeners]})
-        for peer, found in meeting.gather("addresses", range(rank)).items():
+        meeting.publish("addresses", {"addresses": ",".join(x.address for x in listeners)})
+        for peer, found in meeting.gather("addresses", range(rank), ["addresses"]).items():
             same = cards[peer]["host"] == card["host"]
-            mesh.dial(peer, _best(found["addresses"], same and not use_tcp))
-        return mesh.run()
+            mesh.dial(peer, _best(found["addresses"].split(","), same and not use_tcp))
+        joined = mesh.run()
+        return joined if given else joined._replace(seals={})
     finally:
         mesh.close()
+
+
+def _refuse_other_secrets(cards: Mapping[int, Mapping[str, str]], rank: int) -> None:
+    own = cards[rank]["secret"]
+    others = [peer for peer in cards if cards[peer]["secret"] != own]
+    if others:
+        peer = others[0]
+        raise TransportError(
+            f"rank {rank} and rank {peer} were not given the same secret",
+            expected="FLEETPIPE_SECRET, or the file of FLEETPIPE_SECRET_FILE, alike for all ranks",
+            got=", ".join(
+                f"{'a' if cards[r]['secret'] else 'no'} secret on rank {r}" for r in (rank, peer)
+            ),
+        )
 
 
 def _listen(
@@ -101,13 +137,15 @@ class _Attempt:
         self.dialled = dialled
         self.address = address
         self.expires = time.monotonic() + STRANGER_SECONDS
-        self.peer = -1
         self._exchange = exchange
         self._received = b""
         self._step: bytes | int = next(exchange)
 
-    def advance(self) -> bool:
-        """Goes on as far as the socket lets it; True when the other end is known to be ``peer``.
+    def advance(self) -> tuple[int, Seals] | None:
+        """Goes on as far as the socket lets it.
+
+        Returns:
+            The rank of the other end and the connection's seals, once that is known; else None.
 
         Raises:
             OSError: The connection failed.
@@ -128,10 +166,10 @@ class _Attempt:
                         received, self._received = self._received, b""
                         self._step = self._exchange.send(received)
         except BlockingIOError:
-            return False
+            return None
         except StopIteration as end:
-            self.peer = end.value
-            return True
+            known: tuple[int, Seals] = end.value
+            return known
 
 
 class _Mesh:
@@ -145,6 +183,7 @@ class _Mesh:
         self._attempts: list[_Attempt] = []
         self._again: list[tuple[float, int, str]] = []
         self._peers: dict[int, socket.socket] = {}
+        self._seals: dict[int, Seals] = {}
         for listener in listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, listener)
@@ -153,8 +192,8 @@ class _Mesh:
         """Begins to connect to a lower rank."""
         self._again.append((0.0, peer, address))
 
-    def run(self) -> dict[int, socket.socket]:
-        """Returns a socket for each peer when all are connected.
+    def run(self) -> Joined:
+        """Returns a socket and the seals for each peer when all are connected.
 
         Raises:
             PipelineTimeout: Some are not at the deadline.
@@ -162,19 +201,19 @@ class _Mesh:
         meeting = self._meeting
         everyone = set(range(meeting.ranks)) - {meeting.rank}
         while everyone - self._peers.keys():
-            now = time.monotonic()
-            if now > meeting.deadline:
+            if meeting.limit.reached():
                 raise meeting.late(everyone - self._peers.keys())
+            now = time.monotonic()
             self._dial_again(now)
             for attempt in [a for a in self._attempts if not a.address and a.expires < now]:
                 self._drop(attempt)
-            for key, _ in self._selector.select(min(_RETRY_SECONDS, meeting.deadline - now)):
+            for key, _ in self._selector.select(_RETRY_SECONDS):
                 if not isinstance(key.data, _Attempt):
                     self._accept(key.data)
                 elif key.data in self._attempts:  # else it went for somebody who came this turn
                     self._advance(key.data)
         peers, self._peers = self._peers, {}
-        return peers
+        return Joined(peers, self._seals)
 
     def close(self) -> None:
         """Closes everything that did not become a peer's socket."""
@@ -202,6 +241,9 @@ class _Mesh:
             sock, _ = listener.accept()
         except OSError:
             return
+        if hosts.is_other_user(sock):
+            sock.close()
+            return
         sock.setblocking(False)
         hosts.enlarge(sock)
         strangers = [attempt for attempt in self._attempts if not attempt.address]
@@ -221,14 +263,15 @@ class _Mesh:
             self._drop(attempt)
             return
         self._selector.modify(attempt.sock, selectors.EVENT_READ, attempt)
-        if known:
+        if known is not None:
             self._selector.unregister(attempt.sock)
             self._attempts.remove(attempt)
             attempt.sock.setblocking(True)
-            replaced = self._peers.pop(attempt.peer, None)
+            peer, seals = known
+            replaced = self._peers.pop(peer, None)
             if replaced is not None:
                 replaced.close()
-            self._peers[attempt.peer] = attempt.sock
+            self._peers[peer], self._seals[peer] = attempt.sock, seals
 
     def _drop(self, attempt: _Attempt) -> None:
         """Forgets a connection that leads to no peer; a peer that was dialled is tried again."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
 from fleetpipe.errors import PipelineTimeout, TransportError
+from fleetpipe.limit import Limit
 
 from .base import Store
 from .message import VERSION
+from .parsing import parse
 
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
+_LARGEST_CARD = 1 << 16
 
 
 class Rendezvous:
@@ -39,7 +41,7 @@ class Rendezvous:
         self.rank = rank
         self.ranks = ranks
         self.timeout = timeout
-        self.deadline = time.monotonic() + timeout
+        self.limit = Limit(timeout)
         self._store = store
         self._namespace = namespace
         if store.add(f"{namespace}/{rank}/entered", 1) != 1:
@@ -50,19 +52,26 @@ class Rendezvous:
                 fix="give each process its own rank and each connection its own namespace",
             )
 
-    def publish(self, subject: str, card: dict[str, Any]) -> None:
+    def publish(self, subject: str, card: Mapping[str, str]) -> None:
         """Makes this rank's ``card`` about ``subject`` known to the others."""
         key = f"{self._namespace}/{self.rank}/{subject}"
         text = {"version": VERSION, "ranks": self.ranks, **card}
         self._store.set(key, json.dumps(text))
         self._store.add(f"{key}/ready", 1)
 
-    def gather(self, subject: str, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+    def gather(
+        self, subject: str, ranks: Iterable[int], names: Collection[str]
+    ) -> dict[int, dict[str, str]]:
         """Returns the cards of ``ranks`` about ``subject``, waiting until all are there.
 
+        Args:
+            subject: The subject.
+            ranks: Whose cards.
+            names: What each card tells.
+
         Raises:
-            PipelineTimeout: Some are not there at the deadline; the message says whose.
-            TransportError: A card is from another version or for another number of ranks.
+            PipelineTimeout: Some are not there at the limit; the message says whose.
+            TransportError: A card is none, from another version or for another number of ranks.
         """
         missing = set(ranks)
         cards = {}
@@ -71,11 +80,11 @@ class Rendezvous:
             for rank in sorted(missing):
                 key = f"{self._namespace}/{rank}/{subject}"
                 if self._store.add(f"{key}/ready", 0):
-                    cards[rank] = self._read(rank, key)
+                    cards[rank] = self._read(rank, key, names)
             missing -= cards.keys()
             if not missing:
                 return cards
-            if time.monotonic() > self.deadline:
+            if self.limit.reached():
                 raise self.late(missing)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -91,13 +100,25 @@ class Rendezvous:
             fix=f"read the log of rank(s) {names}; raise the timeout if they only start slowly",
         )
 
-    def _read(self, rank: int, key: str) -> dict[str, Any]:
-        card: dict[str, Any] = json.loads(self._store.get(key))
-        if (card["version"], card["ranks"]) != (VERSION, self.ranks):
+    def _read(self, rank: int, key: str, names: Collection[str]) -> dict[str, str]:
+        text = self._store.get(key)
+        try:
+            card = parse(text[:_LARGEST_CARD], 1, 1, 16)
+            fits = (card.pop("version"), card.pop("ranks"))
+            if not all(type(card[name]) is str for name in names):
+                raise ValueError("not all of it is text")
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise TransportError(
+                f"what the store holds as the card of rank {rank} is none",
+                expected=f"a JSON object with the texts {', '.join(names)}",
+                got=f"{text[:200]!r} ({str(error)[:200]})",
+                cause="another program wrote into the job's store",
+            ) from None
+        if fits != (VERSION, self.ranks):
             raise TransportError(
                 f"rank {rank} and rank {self.rank} do not fit together",
                 expected=f"version {VERSION} of the transport and {self.ranks} ranks",
-                got=f"version {card['version']} and {card['ranks']} ranks",
+                got=f"version {fits[0]} and {fits[1]} ranks",
                 fix="start all ranks with the same fleetpipe and the same pp_degree",
             )
-        return card
+        return dict(card)

@@ -13,17 +13,18 @@ import os
 import select
 import socket
 import sys
-import time
 import weakref
 from collections.abc import Mapping
 from typing import NoReturn
 
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.limit import Limit
 
 from .base import Store, Value
 from .connection import Connection
 from .mesh import DEFAULT_TIMEOUT, join
 from .message import MessageKey, Route, check_peer, describe
+from .seal import Seals
 
 # Bytes that may wait for a peer, on either side, before send() waits itself.
 BACKLOG = 256 << 20
@@ -60,10 +61,12 @@ def connect(
         This rank's connections.
 
     Raises:
+        ConfigError: ``FLEETPIPE_SECRET`` cannot be used.
         PipelineTimeout: Some ranks did not arrive in time; the message says which.
-        TransportError: The namespace was used before, or no address can be bound.
+        TransportError: The namespace was used before, no address can be bound, or the ranks were
+            given different secrets.
     """
-    sockets = join(
+    sockets, seals = join(
         rank=rank,
         ranks=ranks,
         store=store,
@@ -72,7 +75,9 @@ def connect(
         address=address,
         force_tcp=force_tcp,
     )
-    return SocketTransport(rank, ranks, sockets, timeout=timeout, backlog=backlog)
+    return SocketTransport(
+        rank, ranks, sockets, timeout=timeout, backlog=backlog, seals=seals
+    )
 
 
 class SocketTransport:
@@ -92,6 +97,7 @@ class SocketTransport:
         *,
         timeout: float,
         backlog: int = BACKLOG,
+        seals: Mapping[int, Seals] | None = None,
     ) -> None:
         """Takes over one connected and authenticated socket for each peer.
 
@@ -101,6 +107,7 @@ class SocketTransport:
             sockets: Stream sockets in blocking mode, by peer.
             timeout: Seconds that ``send`` waits for a slow peer.
             backlog: Bytes that may wait for one peer before ``send`` waits.
+            seals: What proves who sent each part of a stream, by peer; None where nothing does.
         """
         self.rank = rank
         self.ranks = ranks
@@ -118,7 +125,8 @@ class SocketTransport:
         self._poller = select.poll()
         self._poller.register(self._woken, select.POLLIN)
         self._connections = {
-            peer: Connection(sock, rank, peer, self._wake) for peer, sock in sockets.items()
+            peer: Connection(sock, rank, peer, self._wake, (seals or {}).get(peer))
+            for peer, sock in sockets.items()
         }
         self._by_fd = {c.fd: c for c in self._connections.values()}
         self._polled: set[int] = set()
@@ -158,19 +166,19 @@ class SocketTransport:
         Raises:
             TransportError: The peer's stream is damaged.
         """
-        deadline = time.monotonic() + timeout
+        limit = Limit(timeout)
         while True:
             arrived, value = self.try_receive(peer, key)
             if arrived:
                 return value
             self._connections[peer].inbox.prepare(key)
             self._raise_if_any_died(Route(key, peer, self.rank))
-            if not self._wait(deadline, awaited=peer):
+            if not self._wait(limit, awaited=peer):
                 raise self._late(peer, key, timeout)
 
     def flush(self, timeout: float) -> None:
         """Waits until the kernel has taken everything; see :meth:`base.Transport.flush`."""
-        deadline = time.monotonic() + timeout
+        limit = Limit(timeout)
         while True:
             waiting = {p: c.outbox.backlog for p, c in self._connections.items()}
             behind = [peer for peer, backlog in waiting.items() if backlog]
@@ -178,9 +186,7 @@ class SocketTransport:
                 return
             for peer in behind:
                 self._connections[peer].outbox.ask()
-            if any(self._connections[p].outbox.backlog for p in behind) and not self._wait(
-                deadline
-            ):
+            if any(self._connections[p].outbox.backlog for p in behind) and not self._wait(limit):
                 who = f"ranks {behind}" if behind[1:] else f"rank {behind[0]}"
                 raise PipelineTimeout(
                     f"rank {self.rank} could not hand over all its messages to {who} "
@@ -232,14 +238,14 @@ class SocketTransport:
 
     def _make_room(self, connection: Connection, key: MessageKey) -> None:
         """Waits until less than ``backlog`` bytes wait for a peer."""
-        deadline = time.monotonic() + self._timeout
+        limit = Limit(self._timeout)
         route = Route(key, self.rank, connection.peer)
         while True:
             connection.outbox.ask()
             if connection.outbox.backlog < self._backlog:
                 return
             self._raise_if_any_died(route)
-            if not self._wait(deadline):
+            if not self._wait(limit):
                 raise PipelineTimeout(
                     f"rank {self.rank} could not send for {self._timeout:g} s",
                     where=str(route),
@@ -248,18 +254,18 @@ class SocketTransport:
                     cause=f"rank {connection.peer} is stuck, stopped or much slower",
                 )
 
-    def _wait(self, deadline: float, awaited: int = -1) -> bool:
-        """Sleeps until something arrives or leaves; reads what other peers sent.
+    def _wait(self, limit: Limit, awaited: int = -1) -> bool:
+        """Sleeps a while, until something arrives or leaves; reads what other peers sent.
 
         Returns:
-            False where the deadline has passed.
+            False where the limit is reached.
         """
-        left = deadline - time.monotonic()
-        if left <= 0:
+        nap = limit.nap()
+        if not nap:
             return False
         self._choose(awaited)
         self.awaited = awaited if awaited >= 0 else None
-        ready = self._poller.poll(math.ceil(min(left, 3600.0) * 1000))
+        ready = self._poller.poll(math.ceil(nap * 1000))
         self.awaited = None
         for fd, _ in ready:
             if fd == self._woken:

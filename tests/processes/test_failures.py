@@ -166,6 +166,23 @@ def test_a_rank_that_stops_and_goes_on_changes_no_bit(tmp_path: Path) -> None:
         assert job.moment("same.0") > job.moment("stopped.1") + 3
 
 
+def test_a_job_that_is_suspended_as_a_whole_accuses_nobody(tmp_path: Path) -> None:
+    """For longer than its limit; and one rank goes on a good while before the other."""
+    with begin("suspended", 2, tmp_path, timeout=6) as job:
+        for rank in range(2):
+            job.wait_for(f"begun.{rank}")
+        job.signal(1, signal.SIGSTOP)
+        time.sleep(1)  # until rank 0 waits for rank 1
+        job.signal(0, signal.SIGSTOP)
+        time.sleep(6.5)
+        job.signal(0, signal.SIGCONT)
+        time.sleep(1)
+        job.signal(1, signal.SIGCONT)
+        (job.home / "enough").touch()
+        ranks = job.wait()
+    assert [ended.code for ended in ranks.values()] == [0, 0], ranks
+
+
 # A rank that raises
 
 

@@ -215,6 +215,15 @@ def stopped_and_continued() -> None:
     note("same")
 
 
+def suspended() -> None:
+    """Trains on, while the test stops all ranks at any moment."""
+    model, optimizer = begin()
+    everyone = current_job().everyone()
+    note("begun")
+    while not any(everyone.all_gather(Path("enough").exists())):
+        model.train_batch(batch(), optimizer)
+
+
 def once(trouble: Trouble) -> Trouble:
     def first_time() -> None:
         Plan.backward = None

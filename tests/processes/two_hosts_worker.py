@@ -12,6 +12,7 @@ from pathlib import Path
 
 import paddle
 
+from fleetpipe.job import current_job
 from tests.pipelines import batch, job, pipeline, sgd
 
 
@@ -23,9 +24,12 @@ def main() -> None:
         paddle.seed(7)
         model = pipeline()
         optimizer = sgd(model)
+        (transport,) = current_job().connect().values()
+        sealed = all(c._seal is not None for c in transport._connections.values())
         losses = [float(model.train_batch(batch(), optimizer)) for _ in range(3)]
     report = {
         "losses": losses,
+        "sealed": sealed,
         "total": total.tolist(),
         "named": socket.gethostbyname(socket.gethostname()),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),

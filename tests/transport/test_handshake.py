@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 
 from fleetpipe.transport.handshake import Exchange, Stranger, accepts, connects
+from fleetpipe.transport.seal import Seals
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 
 
-def talk(one: Exchange, other: Exchange) -> tuple[int, int, list[bytes]]:
+Met = tuple[int, Seals]
+
+
+def talk(one: Exchange, other: Exchange) -> tuple[Met, Met, list[bytes]]:
     """Runs both sides against each other; returns their results and all that was said."""
-    results: dict[Exchange, int] = {}
+    results: dict[Exchange, Met] = {}
     steps = {one: next(one), other: next(other)}
     said: list[bytes] = []
     pipes: dict[Exchange, bytes] = {one: b"", other: b""}
@@ -34,7 +38,7 @@ def talk(one: Exchange, other: Exchange) -> tuple[int, int, list[bytes]]:
 
 
 def test_peers_learn_who_the_other_is() -> None:
-    peer, known, said = talk(connects(SECRET, 2, 1, 4), accepts(SECRET, 1, 4))
+    (peer, _), (known, _), said = talk(connects(SECRET, 2, 1, 4), accepts(SECRET, 1, 4))
     assert (peer, known) == (1, 2)
     assert not any(SECRET in text for text in said)
 

@@ -83,6 +83,19 @@ def test_gloo_is_told_an_interface_unless_the_user_did(
     assert gloo.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
+def test_the_other_end_of_a_unix_socket_is_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = hosts.listen_unix()
+    with listener.sock, hosts.dial(listener.address) as dialled:
+        accepted, _ = listener.sock.accept()
+        with accepted:
+            assert not hosts.is_other_user(accepted)
+            monkeypatch.setattr(hosts.os, "geteuid", lambda: 12345)
+            assert hosts.is_other_user(accepted)
+            assert hosts.is_other_user(dialled)
+        with pytest.raises(PermissionError, match="another user"):
+            hosts.dial(listener.address)
+
+
 def test_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert ("lo", "127.0.0.1") in hosts._interfaces()

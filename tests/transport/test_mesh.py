@@ -18,6 +18,7 @@ import pytest
 from fleetpipe.errors import PipelineTimeout, TransportError
 from fleetpipe.transport import SocketTransport, connect, hosts, mesh
 from fleetpipe.transport.handshake import connects
+from fleetpipe.transport.message import VERSION
 
 from .helpers import LIMIT, ThreadStore, forward, join_all
 
@@ -55,7 +56,7 @@ def address_of(store: ThreadStore, rank: int = 0) -> str:
     """Returns where a rank listens, once it does."""
     key = f"test/{rank}/addresses"
     wait_until(lambda: key in store.values)
-    return str(json.loads(store.values[key])["addresses"][0])
+    return str(json.loads(store.values[key])["addresses"].split(",")[0])
 
 
 def knock(address: str) -> socket.socket:
@@ -65,11 +66,16 @@ def knock(address: str) -> socket.socket:
     return sock
 
 
+def card_of(host: str) -> str:
+    """Returns what rank 1 of 2 publishes of itself."""
+    about = {"host": host, "secret": "", "token": ""}
+    return json.dumps({"version": VERSION, "ranks": 2, **about})
+
+
 def waiting_rank(threads: ThreadPoolExecutor, store: ThreadStore) -> Future[SocketTransport]:
     """Begins rank 0 and lets it listen: rank 1's first card is there, rank 1 is not."""
     future = begin(threads, store, 0)
-    card = {"version": 1, "ranks": 2, "host": hosts.host_identity()}
-    store.set("test/1/host", json.dumps(card))
+    store.set("test/1/host", card_of(hosts.host_identity()))
     store.add("test/1/host/ready", 1)
     return future
 
@@ -159,7 +165,7 @@ def test_missing_ranks_are_named() -> None:
 
 def test_a_rank_that_published_but_never_connected_is_named(threads: ThreadPoolExecutor) -> None:
     store = ThreadStore()
-    store.set("test/1/host", json.dumps({"version": 1, "ranks": 2, "host": "elsewhere"}))
+    store.set("test/1/host", card_of("elsewhere"))
     store.add("test/1/host/ready", 1)
     with pytest.raises(PipelineTimeout, match=r"for rank\(s\) 1 to connect"):
         begin(threads, store, 0, timeout=0.3, address="127.0.0.1").result()
@@ -177,8 +183,8 @@ def test_namespaces_of_one_store_do_not_meet(threads: ThreadPoolExecutor) -> Non
     store = ThreadStore()
     for namespace in ("a", "b"):
         finish(*[begin(threads, store, rank, namespace=namespace) for rank in range(2)])
-    secrets = {json.loads(store.values[f"{name}/0/host"])["secret"] for name in "ab"}
-    assert len(secrets) == 2
+    tokens = {json.loads(store.values[f"{name}/0/host"])["token"] for name in "ab"}
+    assert len(tokens) == 2
 
 
 def test_ranks_that_disagree_on_their_number_are_told(threads: ThreadPoolExecutor) -> None:
@@ -261,7 +267,7 @@ def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
             super().__init__(*options)
             accepted.append(self)
 
-        def advance(self) -> bool:
+        def advance(self) -> Any:
             if self is accepted[1]:
                 busy.set()
                 free.wait(LIMIT)
