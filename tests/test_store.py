@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from fleetpipe import _paddle
-from fleetpipe.errors import PeerFailed, PipelineTimeout
+from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.store import JobStore
 
 
@@ -68,3 +69,13 @@ def test_a_known_failure_ends_a_wait_and_stands_for_the_break(listener: socket.s
     store.check = failed
     with pytest.raises(PeerFailed, match="rank 2 died"):
         store.get("anything")
+
+
+def test_a_value_of_an_absurd_size_is_refused(listener: socket.socket) -> None:
+    store = JobStore("127.0.0.1", listener.getsockname()[1], 5)
+    server, _ = listener.accept()
+    with server:
+        server.sendall(struct.pack("<q", 1 << 62))
+        with pytest.raises(TransportError, match="a value of an absurd size"):
+            store.get("key")
+    store.close()

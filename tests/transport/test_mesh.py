@@ -325,3 +325,24 @@ def test_nobody_listens_any_more_once_all_are_connected(threads: ThreadPoolExecu
     finish(*[begin(threads, store, rank) for rank in range(2)])
     with pytest.raises(OSError, match="refused"):
         hosts.dial(address_of(store))
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "7",
+        "[]",
+        "[" * 1000,
+        "{}",
+        '{"version": 2, "ranks": 2}',
+        '{"version": 2, "ranks": 2, "host": 7, "secret": "", "token": ""}',
+        "x" * 1_000_000,
+    ],
+)
+def test_a_card_that_is_none_is_refused_by_name(threads: ThreadPoolExecutor, card: str) -> None:
+    store = ThreadStore()
+    store.set("test/1/host", card)
+    store.add("test/1/host/ready", 1)
+    with pytest.raises(TransportError, match="as the card of rank 1 is none") as raised:
+        begin(threads, store, 0).result()
+    assert len(str(raised.value)) < 1000
