@@ -2,7 +2,8 @@
 
 The descriptors and threads of a group stay until its process ends, so that a job takes the groups
 with its members that earlier jobs made. All ranks make the same groups in the same order, so what
-one of them has kept, all of its members have; where a job failed, nothing of it is used again.
+one of them has kept, all of its members have; where a job failed, nothing of it is used again. A
+group keeps the options that it was first made with, those of NCCL for example.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iter
         PipelineTimeout: Some rank did not come to a group that it is a member of.
     """
     made: Counter[tuple[int, ...]] = Counter()
-    everyone = range(arrival.world_size())
+    world = range(arrival.world_size())
 
     def open_store() -> Any:
         return arrival.paddles_client(timeout)
@@ -48,18 +49,19 @@ def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iter
         made[members] += 1
         groups = _kept.setdefault(members, [])
         if made[members] > len(groups):
+            meets = arrival.own_rank() in members and len(members) > 1
             what = f"making Paddle's group of ranks {list(members)}"
-            if arrival.own_rank() in members:
+            if meets:
                 key = f"fleetpipe/{number}/group/{members}/{made[members]}"
                 # Whoever waits there says itself who is missing, before the watch would.
                 with watch.limit(2 * timeout, what, members):
                     arrival.meet(store, key, timeout, what, watch.gone, members)
-            with watch.limit(timeout, what, members):
+            with watch.limit(timeout, what, members if meets else world):
                 groups.append(make(ranks, **options))
         return groups[made[members] - 1]
 
     gloo.separate_stores(store, timeout)
-    limited = watch.limit(timeout, "making Paddle's groups", everyone)
+    limited = watch.limit(timeout, "making Paddle's groups", world)
     with limited, _translated(), _paddle.beginning(open_store, new_group):
         yield
 
