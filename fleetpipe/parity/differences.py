@@ -116,15 +116,15 @@ def compare_values(
 def leaves(value: Any, path: str = "") -> dict[str, Any]:
     """Returns what stands in nested containers, by its place: ``{"[0]['mask']": tensor}``.
 
-    Empty containers stand for themselves.
+    A container's own place has its type.
     """
-    if isinstance(value, (tuple, list)) and value:
+    if isinstance(value, (tuple, list)):
         parts = [leaves(item, f"{path}[{index}]") for index, item in enumerate(value)]
-    elif isinstance(value, dict) and value:
+    elif isinstance(value, dict):
         parts = [leaves(item, f"{path}[{key!r}]") for key, item in value.items()]
     else:
         return {path: value}
-    return {place: leaf for part in parts for place, leaf in part.items()}
+    return {path: type(value), **{place: leaf for part in parts for place, leaf in part.items()}}
 
 
 def compare_numbers(

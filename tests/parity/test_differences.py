@@ -79,5 +79,6 @@ def test_values_are_compared_by_their_place() -> None:
         ((ones, {"mask": None, "more": [ones, 4]}), "x[1]['more'][1]"),
         ((ones, {"mask": None, "more": [ones * 2, 3]}), "x[1]['more'][0]"),
         ((ones, {"mask": None, "more": [ones]}), "x[1]['more'][1]"),
+        ((ones, {"mask": None, "more": (ones, 3)}), "x[1]['more']"),
     ):
         assert [found.name for found in compare_values("output", "x", 0, other, value)] == [place]
