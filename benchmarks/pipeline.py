@@ -109,9 +109,7 @@ class Variant:
         }
 
 
-def _arrival(
-    listener: socket.socket, process: subprocess.Popen[bytes], folder: str
-) -> Connection:
+def _arrival(listener: socket.socket, process: subprocess.Popen[bytes], folder: str) -> Connection:
     """Waits for one process to connect, as long as its job is alive."""
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:

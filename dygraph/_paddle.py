@@ -208,9 +208,7 @@ def device_id() -> int:
 def is_patched(layer: Any) -> bool:
     """Whether a layer has hooks around its forward, or another forward than its class."""
     own = vars(layer)
-    return bool(
-        own["_forward_pre_hooks"] or own["_forward_post_hooks"] or "forward" in own
-    )
+    return bool(own["_forward_pre_hooks"] or own["_forward_post_hooks"] or "forward" in own)
 
 
 def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None]) -> None:

@@ -162,4 +162,3 @@ class FleetLayers(StatefulLayers):
                 if chunks
                 else "no chunk_id: each rank has one chunk",
             )
-

@@ -184,9 +184,7 @@ def _are_vectors(parameters: Iterable[Any]) -> bool:
     return all(parameter.ndim <= 1 for parameter in parameters)
 
 
-def _ways_to(
-    ends: set[Any], below: Mapping[Any, Sequence[Any]]
-) -> dict[Any, tuple[int, int]]:
+def _ways_to(ends: set[Any], below: Mapping[Any, Sequence[Any]]) -> dict[Any, tuple[int, int]]:
     """Returns, for each node that leads to ``ends``, the longest way there and how many there are.
 
     Args:

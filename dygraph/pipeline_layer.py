@@ -145,9 +145,11 @@ class PipelineLayer(FleetLayers):
         return config.schedule_for(self._num_stages, self._chunks, placed=placed)
 
     def _cut(self, method: str | Sequence[int]) -> Partition:
-        layers = self._layer_infos() if method == "balanced" else [
-            LayerInfo(descriptions.class_name(entry)) for entry in self._layers_desc
-        ]
+        layers = (
+            self._layer_infos()
+            if method == "balanced"
+            else [LayerInfo(descriptions.class_name(entry)) for entry in self._layers_desc]
+        )
         return segment(layers, self.placement.stages, method)
 
     def _layer_infos(self) -> list[LayerInfo]:

@@ -234,9 +234,12 @@ class PipelineParallel(PipelineEngines):
             results.append(self._share_losses(losses, by_micro_batch))
             self._reduce_gradients()
 
-        with self._working_on(batch, training=True), self._job.guarded(
-            self._training.where
-        ), self._own_errors(), randomness.keyed(keys, self._job.model_parallel()):
+        with (
+            self._working_on(batch, training=True),
+            self._job.guarded(self._training.where),
+            self._own_errors(),
+            randomness.keyed(keys, self._job.model_parallel()),
+        ):
             if self._trace is not None:
                 self._trace.begin_step(self._first_micro_batch)
             self._training.run({"REDUCE": reduce, "STEP": step}, self._first_micro_batch)

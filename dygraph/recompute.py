@@ -71,7 +71,8 @@ class Piece:
     def state(self) -> _State:
         """Returns the buffers and statistics of its layers."""
         return [
-            (holder, name, holder[name]) for layer in self._layers
+            (holder, name, holder[name])
+            for layer in self._layers
             for holder, name in state_slots(layer)
         ]
 

@@ -100,8 +100,10 @@ def _advice(error: Exception, index: int, value: Any) -> str:
         return f"have {giver} one Tensor, or take the {kind} apart in a function before the layer"
     if several or "unpack" in str(error):
         return f"have {giver} a tuple, which a layer takes as one argument: forward(self, args)"
-    return f"change layer {index - 1} or {index} so that they fit" if index else (
-        "change layer 0, or the inputs, so that they fit"
+    return (
+        f"change layer {index - 1} or {index} so that they fit"
+        if index
+        else ("change layer 0, or the inputs, so that they fit")
     )
 
 

@@ -137,8 +137,10 @@ def checked_interval(recompute_interval: Any, recompute_ctx: Any) -> int:
     Raises:
         ConfigError: The interval is no such number, or is given without ``recompute_ctx``.
     """
-    if isinstance(recompute_interval, bool) or not isinstance(recompute_interval, int) or (
-        recompute_interval < 0
+    if (
+        isinstance(recompute_interval, bool)
+        or not isinstance(recompute_interval, int)
+        or (recompute_interval < 0)
     ):
         raise ConfigError(
             "recompute_interval is a number of layers, or 0 for no recompute",

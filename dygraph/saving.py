@@ -153,7 +153,9 @@ def _files_of(place: Place, names: list[str], folder: Path) -> list[str]:
         where=str(folder),
         expected=f"{place.stem}-tensor_*-model_states.pdparams",
         got=", ".join(sorted(by_stem)) or f"{len(names)} files, none of this layer",
-        cause=None if by_stem else "the model was saved with another list of layers, or by a rank "
+        cause=None
+        if by_stem
+        else "the model was saved with another list of layers, or by a rank "
         "whose disk is not this one",
         fix="save each model in a folder of its own",
     )

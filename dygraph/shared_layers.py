@@ -137,9 +137,7 @@ def _paths_of(variant: _Variant, blueprints: Sequence[Any]) -> list[str]:
     return _paths(blueprints[variant.indices[0]])
 
 
-def _attribute_paths(
-    key: str, variant: _Variant, blueprints: Sequence[Any]
-) -> dict[str, str]:
+def _attribute_paths(key: str, variant: _Variant, blueprints: Sequence[Any]) -> dict[str, str]:
     """Returns the path of each shared weight of a variant within its layer."""
     index = variant.indices[0]
     layer = blueprints[index]
@@ -229,9 +227,7 @@ class Built(NamedTuple):
             model.add_sublayer(name, layer)
 
 
-def build(
-    entries: Sequence[Any], indices: Iterable[int], shared: Sequence[SharedLayer]
-) -> Built:
+def build(entries: Sequence[Any], indices: Iterable[int], shared: Sequence[SharedLayer]) -> Built:
     """Builds some entries of a list; those that share a layer or a weight here get the same.
 
     A shared layer is built under the seed of its first entry in the whole list, so that its values

@@ -137,6 +137,4 @@ def gpt(args: Any, vocabulary: int, **kwargs: Any) -> Any:
         LayerDesc(nn.LayerNorm, args.width),
         SharedLayerDesc("embedding", Embedding, forward_func=logits, **shared),
     ]
-    return PipelineLayer(
-        layers=layers, loss_fn=NextTokenLoss(), seg_method="layer:Block", **kwargs
-    )
+    return PipelineLayer(layers=layers, loss_fn=NextTokenLoss(), seg_method="layer:Block", **kwargs)

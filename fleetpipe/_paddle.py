@@ -74,9 +74,7 @@ def replace_gloo_stores(own_store: Callable[[int, int, int], Any]) -> None:
     original = _paddle_collective._new_process_group_impl
 
     @functools.wraps(original)
-    def new_group(
-        backend: str, store: Any, rank: int, ranks: int, *more: Any, **named: Any
-    ) -> Any:
+    def new_group(backend: str, store: Any, rank: int, ranks: int, *more: Any, **named: Any) -> Any:
         if backend == "gloo":
             # The default group, which is number 0, gives no group_id.
             store = own_store(rank, ranks, named.get("group_id", 0))

@@ -214,9 +214,7 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
         time.sleep(_POLL_SECONDS)
 
 
-def _not_here(
-    who: str, timeout: float, got: str | None = None, place: str = ""
-) -> PipelineTimeout:
+def _not_here(who: str, timeout: float, got: str | None = None, place: str = "") -> PipelineTimeout:
     return PipelineTimeout(
         f"{who} did not {f'come to {place}' if place else 'call fleet.init'} within {timeout:g} s",
         where=f"rank {own_rank()}, {place or 'start of the job'}",

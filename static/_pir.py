@@ -113,13 +113,9 @@ class PirReader:
             if changed:
                 written[index] = tuple(_known(self._numbers, changed))
             operations.append(_described(op, reads, tuple(writes)))
-        return Graph(
-            operations, names, frozenset(persistable), frozenset(differentiable), written
-        )
+        return Graph(operations, names, frozenset(persistable), frozenset(differentiable), written)
 
-    def update(
-        self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]
-    ) -> Update:
+    def update(self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]) -> Update:
         """Makes the optimizer step over the named parameters."""
         if isinstance(gradient_clip(optimizer), paddle.nn.ClipGradByValue):
             raise ConfigError(

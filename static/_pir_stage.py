@@ -273,9 +273,7 @@ class PirStage:
         """Returns the backward, and the names of what it takes from the forward or its inputs."""
         piece, ops, forward, values = self._copy()
         ids = {op.id() for op in forward}
-        repeated = {
-            op.id() for mine, op in zip(self._ops(), ops) if mine.id() in self._repeated
-        }
+        repeated = {op.id() for mine, op in zip(self._ops(), ops) if mine.id() in self._repeated}
         own: list[str] = []
         with static.program_guard(piece, static.Program()):
             for number in self._kept:

@@ -82,13 +82,9 @@ class ProgramReader:
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> ProgramStage:
         """Gives a stage its backward."""
-        return ProgramStage(
-            self._program, self._names, self._offset, split, stage, (loss, weight)
-        )
+        return ProgramStage(self._program, self._names, self._offset, split, stage, (loss, weight))
 
-    def update(
-        self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]
-    ) -> Update:
+    def update(self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]) -> Update:
         """Makes the optimizer step over the named parameters."""
         step, startup = self._program.clone(), static.Program()
         block = step.global_block()
@@ -172,9 +168,7 @@ def _sources(program: Any) -> list[str]:
     return list(sources)
 
 
-def _described(
-    program: Any, op: Any, reads: tuple[int, ...], writes: tuple[int, ...]
-) -> Operation:
+def _described(program: Any, op: Any, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
     within = list(inside(program, op))
     tags = (stage_of_device(one.attr("op_device")) for one in within)
     return Operation(

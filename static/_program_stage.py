@@ -110,11 +110,7 @@ class ProgramStage:
         remove_operations(piece, range(total))
         for op in [op for op, index in zip(block.ops, indices) if index in again]:
             _spare_statistics(block, op)
-        used = {
-            name
-            for op in block.ops
-            for name in (*reads_of(piece, op), *op.output_arg_names)
-        }
+        used = {name for op in block.ops for name in (*reads_of(piece, op), *op.output_arg_names)}
         for name in list(block.vars):
             if name not in used:
                 block._remove_var(name, sync=False)
@@ -249,9 +245,7 @@ class ProgramStage:
             if value.name in used:
                 # gradients() would forget the way through the stage's own use of it.
                 copy = temporary(self._block, value)
-                self._block.append_op(
-                    type="assign", inputs={"X": [value]}, outputs={"Out": [copy]}
-                )
+                self._block.append_op(type="assign", inputs={"X": [value]}, outputs={"Out": [copy]})
                 value, copies = copy, copies + 1
             targets.append(value)
         grads = [self._sum_of_readers(number, readers) for number, readers in leaving]
@@ -285,9 +279,7 @@ class ProgramStage:
             )
         name = self.accumulators[parameter.name] = accumulator_name(parameter.name)
         total = create_variable(self._block, name, parameter.shape, grad.dtype)
-        self._block.append_op(
-            type="sum", inputs={"X": [total, grad]}, outputs={"Out": [total]}
-        )
+        self._block.append_op(type="sum", inputs={"X": [total, grad]}, outputs={"Out": [total]})
 
     def _incoming(self) -> list[int]:
         crossing = self._split.crossing

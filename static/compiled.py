@@ -142,9 +142,7 @@ class Compiled:
         reductions.add_shared(self._own, recipe.shared, job.group())
         reductions.add_replicas(self._own, job.replicas())
         if recipe.limit is not None:
-            factor = reductions.clip_factor(
-                self._own, recipe.counted, recipe.limit, job.group()
-            )
+            factor = reductions.clip_factor(self._own, recipe.counted, recipe.limit, job.group())
             tensor_of(self.scope, CLIP_FACTOR)._share_data_with(factor.get_tensor())
 
     def step(self) -> None:

@@ -121,9 +121,7 @@ def _converted(name: str, value: Any, declared: Declared) -> Any:
         ) from error
 
 
-def _cut(
-    name: str, array: Any, declared: Declared, micro_batches: int, rows: int
-) -> Sequence[Any]:
+def _cut(name: str, array: Any, declared: Declared, micro_batches: int, rows: int) -> Sequence[Any]:
     shape = declared.shape
     whole = tuple(array.shape) == shape and all(size >= 0 for size in shape)
     if whole and not (shape and shape[0] == micro_batches * rows):

@@ -75,9 +75,7 @@ class Graph:
 
     def producers(self) -> dict[int, int]:
         """Returns the number of the operation that makes each value."""
-        return {
-            value: number for number, op in enumerate(self.operations) for value in op.writes
-        }
+        return {value: number for number, op in enumerate(self.operations) for value in op.writes}
 
     def outline(self) -> str:
         """Returns the program in a form that is the same on every rank that built the same."""

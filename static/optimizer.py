@@ -173,9 +173,7 @@ def refuse_stages(program: Any) -> None:
 
 
 def _refuse_split_backward(schedule: Schedule) -> None:
-    kinds = {
-        action.kind for row in schedule.actions for item in row for action in parts(item)
-    }
+    kinds = {action.kind for row in schedule.actions for item in row for action in parts(item)}
     if not kinds <= {"F", "B"}:
         raise ConfigError(
             f"a static pipeline does not run {schedule.name}, which splits the backward",

@@ -153,9 +153,7 @@ class StaticPipeline:
         if isinstance(feed, Iterator):
             feed = self._draw(feed)
         wanted = [Fetch.of(target, self._reader, self.split) for target in fetches]
-        batch = Batch(
-            feed, self._reader.data, config.micro_batches, config.micro_batch_size, place
-        )
+        batch = Batch(feed, self._reader.data, config.micro_batches, config.micro_batch_size, place)
         batch.require({name for stage in self._recipe.stages.values() for name in stage.feeds})
         with self._job.guarded(self._where):
             compiled = self._compile(wanted, scope, place)
@@ -199,9 +197,7 @@ class StaticPipeline:
             self._streams = Streams(self._drawing(), self._own, place)
         pieces = self._recipe.cut(fetches)
         with dynamic_mode():
-            self._compiled = Compiled(
-                self._recipe, pieces, self._streams, fetches, scope, place
-            )
+            self._compiled = Compiled(self._recipe, pieces, self._streams, fetches, scope, place)
         return self._compiled
 
     def _result(self, fetch: Fetch, compiled: Compiled, scope: Any) -> Any:

@@ -125,9 +125,7 @@ class Reader(Protocol):
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> StageProgram:
         """Gives a stage its backward; ``weight`` is the gradient of the loss."""
 
-    def update(
-        self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]
-    ) -> Update:
+    def update(self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]) -> Update:
         """Makes the optimizer step; the gradients of ``clipped`` are first multiplied by a factor.
 
         The factor is a variable of the scope, :data:`CLIP_FACTOR`.

@@ -168,9 +168,7 @@ class StaticStage:
             runner.run_forward([], False)
         for number, tensor in runner.fetched.items():
             self.fetched.setdefault(number, {})[micro_batch] = np.array(tensor)
-        outputs = {
-            edge: tuple(map(dynamic, tensors)) for edge, tensors in runner.outputs.items()
-        }
+        outputs = {edge: tuple(map(dynamic, tensors)) for edge, tensors in runner.outputs.items()}
         shapes = {
             edge: [(tensor.shape, tensor.dtype) for tensor in tensors]
             for edge, tensors in outputs.items()

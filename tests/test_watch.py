@@ -300,6 +300,7 @@ def test_a_process_that_was_stopped_does_not_hold_the_time_against_others(
     assert "silent" not in first._whereabouts()[0]
     assert second.failure is not None
 
+
 def test_an_error_in_the_description_does_not_stop_the_watch(begin: Begin) -> None:
     first, second = begin(2)
     first._where = lambda: str(1 / 0)

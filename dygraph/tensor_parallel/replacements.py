@@ -100,14 +100,18 @@ def _c_softmax_with_cross_entropy(
 
 
 #: By Paddle's name, what runs in the place of Paddle's operation; on GPU nothing does.
-OPERATIONS: Mapping[str, Operation] = {} if compiled_for_gpu() else {
-    "_c_identity": _c_identity,
-    "_c_split": _c_split,
-    "_c_concat": _c_concat,
-    "_mp_allreduce": _mp_allreduce,
-    "_c_lookup_table": _c_lookup_table,
-    "_c_softmax_with_cross_entropy": _c_softmax_with_cross_entropy,
-}
+OPERATIONS: Mapping[str, Operation] = (
+    {}
+    if compiled_for_gpu()
+    else {
+        "_c_identity": _c_identity,
+        "_c_split": _c_split,
+        "_c_concat": _c_concat,
+        "_mp_allreduce": _mp_allreduce,
+        "_c_lookup_table": _c_lookup_table,
+        "_c_softmax_with_cross_entropy": _c_softmax_with_cross_entropy,
+    }
+)
 
 _originals = {name: getattr(OPERATION_MODULES[0], name) for name in OPERATIONS}
 

@@ -181,9 +181,7 @@ def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Any:
     return paddle_fleet.init(*arguments)
 
 
-def _change_strategy(
-    running: Job, degrees: Degrees, strategy: Any, config: PipelineConfig
-) -> Any:
+def _change_strategy(running: Job, degrees: Degrees, strategy: Any, config: PipelineConfig) -> Any:
     if degrees != running.degrees:
         raise ConfigError(
             "fleet.init was called before, with other degrees",

@@ -13,8 +13,15 @@ from fleetpipe._paddle import paddle
 
 #: What is compared, in the order in which a step computes it.
 QUANTITIES = (
-    "micro-batch", "output", "loss", "gradient", "gradient norm", "learning rate", "parameter",
-    "buffer", "last_epoch",
+    "micro-batch",
+    "output",
+    "loss",
+    "gradient",
+    "gradient norm",
+    "learning rate",
+    "parameter",
+    "buffer",
+    "last_epoch",
 )
 
 #: Unsigned integers with the bits of a float, by size in bytes.

@@ -185,9 +185,7 @@ def differences(
     return list(found.values())
 
 
-def _compare(
-    name: str, micro_batch: int, step: int, ours: Any, theirs: Any
-) -> Difference | None:
+def _compare(name: str, micro_batch: int, step: int, ours: Any, theirs: Any) -> Difference | None:
     """Compares one gradient; where there is none, zeros stand for it."""
     if ours is None and theirs is None:
         return None

@@ -146,7 +146,6 @@ class Evaluations:
         _put(before, reference)
 
 
-
 def joined(values: Sequence[Any]) -> Any:
     """Returns the outputs of micro-batches as one: rows one after another, numbers stacked."""
     first = values[0]

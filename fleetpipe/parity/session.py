@@ -116,9 +116,11 @@ class Session:
             single = self._train_reference(everyone)
         # Not those of shared layers: each rank makes some of their calls, in an order of its own.
         own_names = {name: name for name in layers.own_state() if not is_shared(name)}
-        with self._watch.watching() as arrived, recorded(
-            layers, own_names
-        ) as outputs, orders.crossings(self._pipeline, self.report) as crossings:
+        with (
+            self._watch.watching() as arrived,
+            recorded(layers, own_names) as outputs,
+            orders.crossings(self._pipeline, self.report) as crossings,
+        ):
             diagnose = functools.partial(self._before_the_update, rates, arrived, own, keys)
             watched = ComparingOptimizer(self._optimizer, self._reference, layers, step, diagnose)
             loss = self._calls.train_batch(given.again(), watched, lr_scheduler, scaler)

@@ -73,7 +73,8 @@ def compare_state(
         pairs += [
             ("buffer", name, tensor, holder[key])
             for name, tensor in layers.hidden_buffers().items()
-            for holder, key in [places[name]] if name in places
+            for holder, key in [places[name]]
+            if name in places
         ]
     compared = (
         compare(quantity, name, step, _whole(tensor, tensor), expected)

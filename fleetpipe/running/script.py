@@ -136,9 +136,7 @@ def execute_to_the_end(script: Path, arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _as_main(
-    script: Path, arguments: Sequence[str]
-) -> Iterator[tuple[ModuleType, CodeType]]:
+def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[tuple[ModuleType, CodeType]]:
     before = sys.argv, sys.path[0], sys.modules["__main__"]
     path = os.path.abspath(script)
     module = ModuleType("__main__")

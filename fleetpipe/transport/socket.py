@@ -75,9 +75,7 @@ def connect(
         address=address,
         force_tcp=force_tcp,
     )
-    return SocketTransport(
-        rank, ranks, sockets, timeout=timeout, backlog=backlog, seals=seals
-    )
+    return SocketTransport(rank, ranks, sockets, timeout=timeout, backlog=backlog, seals=seals)
 
 
 class SocketTransport:

@@ -221,9 +221,7 @@ def test_a_backward_ends_at_its_own_stage(
     monkeypatch.setattr(DygraphStage, "backward", noted)
     layers = [LayerDesc(nn.Linear, 6, 4), lambda x: (x, x), *map(mark, range(2, 8))]
     with job(ranks, 4, schedule):
-        model = pipeline(
-            [*layers, lambda value: value[0]], num_virtual_pipeline_stages=chunks
-        )
+        model = pipeline([*layers, lambda value: value[0]], num_virtual_pipeline_stages=chunks)
         model.forward_backward_pipeline(batch())
         stage_of = model.layers.partition.stage_of
         assert passed

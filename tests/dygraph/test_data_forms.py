@@ -50,9 +50,7 @@ WHOLE: dict[str, Callable[[], Any]] = {
     "generator of lists": lambda: (list(item) for item in items()),
     "preprocessor of a list": lambda: PipelineDatasetPreprocessor(lambda: [INPUTS, LABELS]),
     "preprocessor of a generator": lambda: PipelineDatasetPreprocessor(items),
-    "micro data set": lambda: FakeMicroDataset(
-        [INPUTS, LABELS.flatten()], True, True, STEPS, ROWS
-    ),
+    "micro data set": lambda: FakeMicroDataset([INPUTS, LABELS.flatten()], True, True, STEPS, ROWS),
 }
 
 

@@ -355,9 +355,7 @@ def test_bfloat16_parameters_are_computed_in_bfloat16(monkeypatch: pytest.Monkey
         paddle.to_tensor(numbers.integers(0, 8, (8, 1))),
     ]
     with job(2):
-        model = pipeline(
-            [LayerDesc(nn.Embedding, 11, 8), *[LayerDesc(Scale)] * 3], loss_fn=loss_of
-        )
+        model = pipeline([LayerDesc(nn.Embedding, 11, 8), *[LayerDesc(Scale)] * 3], loss_fn=loss_of)
         single = model.layers.single_model()
         single.set_state_dict(model.layers.full_state_dict())
         model.layers.to(dtype="bfloat16")

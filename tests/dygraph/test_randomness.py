@@ -67,9 +67,7 @@ def trained(run: tuple[int, int, str], **fleetpipe_configs: Any) -> dict[str, by
     # 8 micro-batches, which DualPipeV needs on 4 ranks.
     with job(ranks, 8, schedule, **fleetpipe_configs):
         paddle.seed(11)
-        model = pipeline(
-            noisy_layers(), num_virtual_pipeline_stages=chunks, loss_fn=drawing_loss
-        )
+        model = pipeline(noisy_layers(), num_virtual_pipeline_stages=chunks, loss_fn=drawing_loss)
         optimizer = sgd(model)
         for step in range(2):
             found[f"loss {step}"] = model.train_batch(batch(8, step), optimizer).numpy().tobytes()

@@ -139,9 +139,7 @@ def to_loss(output: Any, label: Any) -> Any:
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("interval", [1, 2])
-def test_dicts_tuples_and_values_without_gradient(
-    run: tuple[int, int, str], interval: int
-) -> None:
+def test_dicts_tuples_and_values_without_gradient(run: tuple[int, int, str], interval: int) -> None:
     layers = mapping_layers
     if run[0] * run[1] > 1:
         # Between stages a dict holds tensors only.

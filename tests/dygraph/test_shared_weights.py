@@ -58,9 +58,7 @@ def test_all_gradients_are_the_single_models(
     middle: bool, schedule: str, chunks: int | None, ranks: int
 ) -> None:
     with job(ranks, MICRO_BATCHES, schedule):
-        pipe = pipeline(
-            tied.layers(middle), loss_fn=tied.loss, num_virtual_pipeline_stages=chunks
-        )
+        pipe = pipeline(tied.layers(middle), loss_fn=tied.loss, num_virtual_pipeline_stages=chunks)
         names = [name for name, _ in pipe.layers.named_parameters()]
         assert names[:2] == ["shared_layers.embed.scale", WEIGHT]
         assert len(set(map(id, pipe.parameters()))) == len(names)
@@ -115,8 +113,7 @@ def test_training_goes_on_as_the_single_model_does() -> None:
         single = pipe.layers.single_model()
         pipe.layers.copy_to(single)
         ours, theirs = (
-            paddle.optimizer.AdamW(0.01, parameters=model.parameters())
-            for model in (pipe, single)
+            paddle.optimizer.AdamW(0.01, parameters=model.parameters()) for model in (pipe, single)
         )
         wrapped = fleet.distributed_optimizer(ours)
         for step in range(4):

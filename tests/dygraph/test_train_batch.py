@@ -254,9 +254,12 @@ def test_timers_are_logged_each_step(capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_attributes_of_the_wrapper() -> None:
     with job(3, 4):
         seen: list[int] = []
-        model = pipeline(loss_fn=lambda output, label: (
-            seen.append(model.micro_batch_id), cross_entropy(output, label)
-        )[1])
+        model = pipeline(
+            loss_fn=lambda output, label: (
+                seen.append(model.micro_batch_id),
+                cross_entropy(output, label),
+            )[1]
+        )
         assert (model.stage_id, model.num_stages, model.global_rank) == (0, 3, 0)
         assert (model.micro_batch_size, model.accumulate_steps) == (ROWS, 4)
         assert (model.num_model_chunks, model.model_chunks) == (1, None)
@@ -571,8 +574,9 @@ def test_two_replicas_without_a_pipeline(launch: Callable[..., Finished]) -> Non
         optimizer = sgd(model)
         losses = [float(model.train_batch(batch(4), optimizer)) for _ in range(3)]
         losses.append(float(model.eval_batch(batch(4), compute_loss=True)))
-    lines = [[line for line in log.splitlines() if line[:6] in ("losses", "plain ")]
-             for log in done.logs]
+    lines = [
+        [line for line in log.splitlines() if line[:6] in ("losses", "plain ")] for log in done.logs
+    ]
     assert lines[0] == lines[1]
     found = [float(word.strip("[],")) for word in lines[0][0].split()[1:5]]
     assert found == pytest.approx(losses, rel=1e-6)

@@ -69,7 +69,8 @@ def test_a_batch_that_is_cut_wrongly_is_found(form: Any, monkeypatch: Patch) -> 
     monkeypatch.setattr(pipeline_parallel, "split", swapped(pipeline_parallel.split))
     report = after_a_step(form, None)
     assert differences(report)[:2] == [
-        ("micro-batch", "inputs[0]", 0), ("micro-batch", "inputs[1]", 0)
+        ("micro-batch", "inputs[0]", 0),
+        ("micro-batch", "inputs[1]", 0),
     ]
     assert "micro-batch of inputs[0] differs" in report.verdict()
 

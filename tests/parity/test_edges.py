@@ -52,10 +52,14 @@ def through(value: Any) -> Any:
 
 def branching_layers(named: bool = False) -> list[Any]:
     return [
-        LayerDesc(nn.Linear, 6, 8), nn.functional.tanh,
-        LayerDesc(Branch, named), passed_on,
-        LayerDesc(Merge), nn.functional.tanh,
-        LayerDesc(nn.Linear, 8, 8), LayerDesc(nn.Linear, 8, 4),
+        LayerDesc(nn.Linear, 6, 8),
+        nn.functional.tanh,
+        LayerDesc(Branch, named),
+        passed_on,
+        LayerDesc(Merge),
+        nn.functional.tanh,
+        LayerDesc(nn.Linear, 8, 8),
+        LayerDesc(nn.Linear, 8, 4),
     ]
 
 
@@ -181,9 +185,10 @@ def test_the_diagnosis_leaves_nothing_behind(changed: Any) -> None:
     layers[4] = LayerDesc(nn.Linear, 8, 8)
     with job(4):
         model = pipeline(layers)
-        session = parity.begin(model, fleet.distributed_optimizer(
-            paddle.optimizer.SGD(0.0, parameters=model.parameters())
-        ))
+        session = parity.begin(
+            model,
+            fleet.distributed_optimizer(paddle.optimizer.SGD(0.0, parameters=model.parameters())),
+        )
         for seed in range(3):
             session.step(batch(seed=seed))
     assert {step for _, _, step in differences(session.report)} == {0}

@@ -65,8 +65,9 @@ def test_outputs_that_are_joined_wrongly_are_found(monkeypatch: Patch) -> None:
 def test_an_evaluation_in_training_mode_names_the_first_layer(monkeypatch: Patch) -> None:
     monkeypatch.setattr(dygraph.PipelineLayer, "eval", lambda self: None)
     with job(2):
-        model = pipeline([LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.BatchNorm1D, 8),
-                          LayerDesc(nn.Linear, 8, 4)])
+        model = pipeline(
+            [LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.BatchNorm1D, 8), LayerDesc(nn.Linear, 8, 4)]
+        )
         session = parity.begin(model, sgd(model))
         session.eval_batch(batch(), True)
     assert differences(session.report)[0] == ("output", "1, call 0 of eval_batch", 0)

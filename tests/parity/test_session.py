@@ -109,7 +109,10 @@ def test_parameters_that_are_frozen_later_are_compared() -> None:
 def test_a_loss_that_is_scaled_late_is_compared() -> None:
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {
-        "dp_degree": 1, "mp_degree": 1, "pp_degree": 2, "pp_configs": {"delay_scale_loss": True}
+        "dp_degree": 1,
+        "mp_degree": 1,
+        "pp_degree": 2,
+        "pp_configs": {"delay_scale_loss": True},
     }
     strategy.pipeline_configs = {"accumulate_steps": 3, "micro_batch_size": 2}
     fleet.init(is_collective=True, strategy=strategy)

@@ -80,9 +80,7 @@ fleet.shutdown()
 """
 
 
-def replicas(
-    launch: Callable[..., Finished], folder: Path, scale: str
-) -> list[dict[str, object]]:
+def replicas(launch: Callable[..., Finished], folder: Path, scale: str) -> list[dict[str, object]]:
     launch(REPLICAS, 4, args=[str(folder), scale])
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
 

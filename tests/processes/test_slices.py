@@ -72,9 +72,7 @@ def test_a_member_that_fails_in_backward_reaches_the_other(launch: Launch, tmp_p
     assert "this gradient is no good" in ranks[0]["message"]
 
 
-def test_sizes_that_cannot_be_cut_are_refused_on_every_rank(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_sizes_that_cannot_be_cut_are_refused_on_every_rank(launch: Launch, tmp_path: Path) -> None:
     for found in ran(launch, tmp_path, "odd", 4):
         assert found["kind"] == "ConfigError"
         assert "`out_features` (=7) must be divisible" in found["message"]

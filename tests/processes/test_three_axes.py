@@ -15,9 +15,7 @@ SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBH1")
 
 
 @pytest.mark.timeout(400)
-def test_three_axes_are_the_single_model(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_three_axes_are_the_single_model(launch: Callable[..., Finished], tmp_path: Path) -> None:
     """With a tied embedding, dropout, recompute, AdamW and a clip by the global norm."""
     for folder in ("single", "ranks"):
         (tmp_path / folder).mkdir()
