@@ -28,9 +28,9 @@ from paddle import nn
 from paddle.base import core
 
 from fleetpipe import fleet
+from fleetpipe.engine.trace import measured_costs
 from fleetpipe.fleet.meta_parallel import PipelineLayer
-from fleetpipe.schedules.events import figures_of
-from fleetpipe.trace import measured_costs
+from fleetpipe.schedules.forms.events import figures_of
 
 SCHEDULES = ("FThenB", "1F1B", "Interleaved1F1B", "ZBH1", "ZBV")
 MICRO_BATCHES = (8, 16)

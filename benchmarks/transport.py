@@ -24,7 +24,8 @@ from pathlib import Path
 
 import paddle
 
-from fleetpipe.transport import MessageKey, Transport, connect, hosts
+from fleetpipe.transport import MessageKey, Transport, connect
+from fleetpipe.transport.joining import hosts
 
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "256 KiB": 256 << 10, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
 PING, PONG = MessageKey("F", 0, 1, "", 0), MessageKey("B", 0, 1, "", 0)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe import __version__
 from fleetpipe.errors import FleetPipeError, ScheduleError, nearest
-from fleetpipe.running.quiet import DEFAULT_LEVEL, quiet
+from fleetpipe.launch.quiet import DEFAULT_LEVEL, quiet
 
 
 class Command(NamedTuple):
@@ -47,13 +47,13 @@ COMMANDS = (
     Command(
         "run",
         "run an unedited script that imports paddle.distributed.fleet",
-        "fleetpipe.running.script:configure_run",
-        "fleetpipe.running.command:run",
+        "fleetpipe.launch.script:configure_run",
+        "fleetpipe.launch.command:run",
     ),
     Command(
         "parity",
         "run a training script beside its single-device model and compare every bit",
-        "fleetpipe.running.script:configure_parity",
+        "fleetpipe.launch.script:configure_parity",
         "fleetpipe.parity.command:run",
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
-from fleetpipe.job import current_job
+from fleetpipe.job.job import current_job
 
 
 class DistributedBatchSampler(paddle.io.DistributedBatchSampler):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fleetpipe import _paddle as _paddle
 from fleetpipe.static.attached import pipeline_of
-from fleetpipe.static.exporting import load, save, save_inference_model
-from fleetpipe.static.hooks import install, uninstall
-from fleetpipe.static.loader import DataLoader
-from fleetpipe.static.optimizer import StaticOptimizer, refuse_stages
-from fleetpipe.static.pipeline import StaticPipeline
-from fleetpipe.static.recompute import name_of
-from fleetpipe.static.single import SingleProgram
-from fleetpipe.static.state import full_state_dict, load_state_dict, state_dict
+from fleetpipe.static.cut.checkpoints import name_of
+from fleetpipe.static.entry.data_loader import DataLoader
+from fleetpipe.static.entry.optimizer import StaticOptimizer, refuse_stages
+from fleetpipe.static.entry.patches import install, uninstall
+from fleetpipe.static.reference import SingleProgram
+from fleetpipe.static.run.pipeline import StaticPipeline
+from fleetpipe.static.save.inference import load, save, save_inference_model
+from fleetpipe.static.save.state import full_state_dict, load_state_dict, state_dict
 from fleetpipe.static.tags import stage_guard
 
 __all__ = [

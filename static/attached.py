@@ -7,8 +7,8 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
-from fleetpipe.static import readers
 from fleetpipe.static._paddle import found_tensor
+from fleetpipe.static.ir import readers
 
 _PIPELINE, _STARTUP = "_fleetpipe", "_fleetpipe_startup"
 #: What a program takes, noted on it.

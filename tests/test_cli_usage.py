@@ -14,7 +14,7 @@ import pytest
 import fleetpipe
 from fleetpipe import cli
 from fleetpipe.cli import COMMANDS, main
-from fleetpipe.running.quiet import environment, quiet
+from fleetpipe.launch.quiet import environment, quiet
 from tests.test_without_paddle import without_paddle
 
 SMALL = ("1F1B", "--ranks", "2", "--micro-batches", "2")

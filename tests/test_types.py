@@ -59,7 +59,7 @@ def test_a_misspelt_method_is_found_and_the_first_script_is_right(
     )
     said = "\n".join(said_of(script, environment))
     assert '"PipelineParallel" has no attribute "trian_batch"; maybe "train_batch"?' in said
-    assert 'Revealed type is "fleetpipe.dygraph.optimizer.PipelineOptimizer"' in said
+    assert 'Revealed type is "fleetpipe.dygraph.optimizer.optimizer.PipelineOptimizer"' in said
     assert 'Argument 1 to "LayerDesc" has incompatible type' in said
     assert 'Unexpected keyword argument "topolgy" for "PipelineLayer"' in said
     assert "Found 3 errors in 1 file" in said

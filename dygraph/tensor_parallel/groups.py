@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from fleetpipe import arrival
 from fleetpipe._paddle import LocalTopology, install_topology, user_strategy
 from fleetpipe.dygraph.tensor_parallel import _paddle
 from fleetpipe.errors import ConfigError
+from fleetpipe.job import meeting
 from fleetpipe.transport import Group
 
 #: Above this, and among more than two, each member sending to each costs more than Gloo's ring.
@@ -199,7 +199,7 @@ def model_parallel_group(mp_group: Any = None) -> Any:
         return _paddle.sole_group()
     if mp_group is None:
         topology = _paddle.hybrid_topology()
-        if topology is None and arrival.world_size() > 1:
+        if topology is None and meeting.world_size() > 1:
             raise ConfigError(
                 "a tensor-parallel layer was built before fleet.init",
                 fix="call fleet.init(is_collective=True, strategy=strategy), or pass mp_group",
@@ -207,7 +207,7 @@ def model_parallel_group(mp_group: Any = None) -> Any:
         if topology is None:
             return _paddle.sole_group()
         mp_group = topology.get_model_parallel_group()
-    if list(mp_group.ranks) == [arrival.own_rank()]:
+    if list(mp_group.ranks) == [meeting.own_rank()]:
         # Paddle says of a group with one rank, in a job of several, that nobody is in it.
         return _paddle.sole_group()
     if mp_group.rank < 0:

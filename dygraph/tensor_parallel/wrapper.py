@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fleetpipe._paddle import paddle
-from fleetpipe.dygraph.data_parallel import broadcast_state
+from fleetpipe.dygraph.optimizer.replicas import broadcast_state
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
 from fleetpipe.errors import ConfigError
-from fleetpipe.job import current_job
+from fleetpipe.job.job import current_job
 from fleetpipe.transport import Group
 
 

@@ -11,33 +11,24 @@ import warnings
 from dataclasses import asdict
 from typing import Any
 
-from fleetpipe import (
-    __version__,
-    _paddle,
-    arrival,
-    departure,
-    gloo,
-    job,
-    numerics,
-    paddle_groups,
-    static,
-)
+from fleetpipe import __version__, _paddle, numerics, static
 from fleetpipe._paddle import paddle, paddle_fleet
-from fleetpipe.agreement import require_agreement
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import Job, current_job
-from fleetpipe.notice import tell_once
-from fleetpipe.static._paddle import dynamic_mode
-from fleetpipe.store import JobStore
-from fleetpipe.topology import (
+from fleetpipe.job import gloo, job, meeting, paddle_groups, process_exit
+from fleetpipe.job.agreement import require_agreement
+from fleetpipe.job.degrees import (
     PIPELINE_AXES,
     Degrees,
     refuse_sharding_options,
     runs_without_pipeline,
 )
+from fleetpipe.job.job import Job, current_job
+from fleetpipe.job.say_once import tell_once
+from fleetpipe.job.store import JobStore
+from fleetpipe.static._paddle import dynamic_mode
 
 _numbers = itertools.count()
 #: The role maker, is_collective and log level of ``init`` in static mode; None outside of it.
@@ -71,7 +62,7 @@ def init(
     """
     strategy = DistributedStrategy() if strategy is None else strategy
     config = PipelineConfig.from_strategy(strategy)
-    world_size = arrival.world_size()
+    world_size = meeting.world_size()
     if runs_without_pipeline(strategy.hybrid_configs):
         return paddle_fleet.init(role_maker, is_collective, strategy, log_level)
     degrees = Degrees.resolve(strategy.hybrid_configs, world_size)
@@ -130,7 +121,7 @@ def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job
         _paddle.forget_topology()
         role_maker, is_collective, log_level = _static_arguments
         arguments = (role_maker, is_collective, strategy, log_level)
-        _begin(degrees, arrival.world_size(), arguments, config)
+        _begin(degrees, meeting.world_size(), arguments, config)
     begun = current_job()
     if begun is None:
         raise ConfigError("the job ended while it began")
@@ -228,12 +219,12 @@ def _begin_together(
                 require_agreement, store, f"fleetpipe/{number}/strategy", facts, timeout, watch.gone
             )
             paddle_groups.forget_where_in_doubt(number, store, agree)
-            arrival.give_paddle_an_address(store, timeout)
+            meeting.give_paddle_an_address(store, timeout)
             with paddle_groups.made_for(number, store, watch, timeout):
                 hcg, fused = _make_groups(degrees, arguments)
             # The first rank of a group serves its store: it must not leave while others make it.
-            arrival.meet(store, f"fleetpipe/{number}/groups", timeout)
-            arrival.let_others_go(store, f"fleetpipe/{number}/groups/going")
+            meeting.meet(store, f"fleetpipe/{number}/groups", timeout)
+            meeting.let_others_go(store, f"fleetpipe/{number}/groups/going")
     except BaseException:
         gloo.share_store_again()
         watch.close()
@@ -298,7 +289,7 @@ def _connect_slices() -> None:
 def _job_store(timeout: float) -> JobStore:
     """Returns the store that all jobs of this process share, opened by the first of them."""
     if not _stores:
-        _stores.append(arrival.open_store(timeout))
+        _stores.append(meeting.open_store(timeout))
     _stores[0].timeout = timeout
     return _stores[0]
 
@@ -319,11 +310,11 @@ def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> N
 def _end_with_process() -> None:
     """Ends the job with the process; an error that nobody caught reaches the other ranks."""
     try:
-        job.end(departure.error())
+        job.end(process_exit.error())
     except FleetPipeError as error:
         # From here Python would print it and end with status 0.
-        departure.end_with(error)
+        process_exit.end_with(error)
 
 
-departure.note_exits()
+process_exit.note_exits()
 atexit.register(_end_with_process)

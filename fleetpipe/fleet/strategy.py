@@ -10,7 +10,7 @@ from paddle.distributed import fleet as paddle_fleet
 
 from fleetpipe.config import FLEETPIPE_DEFAULTS, merge_fleetpipe_configs
 from fleetpipe.errors import ConfigError, nearest
-from fleetpipe.topology import AXES, require_degree
+from fleetpipe.job.degrees import AXES, require_degree
 
 _stock: Mapping[str, Any] = vars(paddle_fleet.DistributedStrategy)
 

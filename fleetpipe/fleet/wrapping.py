@@ -8,16 +8,17 @@ from typing import Any, overload
 
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
-from fleetpipe import _paddle, arrival
+from fleetpipe import _paddle
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel, wrap
-from fleetpipe.dygraph.scaler import agreeing
+from fleetpipe.dygraph.optimizer.scaler import agreeing
 from fleetpipe.dygraph.tensor_parallel import TensorParallel
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.lifecycle import begin_static
-from fleetpipe.job import current_job
+from fleetpipe.job import meeting
+from fleetpipe.job.degrees import PIPELINE_AXES
+from fleetpipe.job.job import current_job
 from fleetpipe.static import StaticOptimizer, refuse_stages
-from fleetpipe.topology import PIPELINE_AXES
 
 
 @overload
@@ -68,7 +69,7 @@ def distributed_model(model: Any) -> Any:
             if theirs
             else "write the model as PipelineLayer(layers=[LayerDesc(..), ..])",
         )
-    if arrival.world_size() == 1:
+    if meeting.world_size() == 1:
         return model
     if job is None:
         return paddle_fleet.distributed_model(model)
@@ -119,7 +120,7 @@ def _wrapped(optimizer: Any, strategy: Any) -> Any:
         chosen = _paddle.user_strategy() if strategy is None else strategy
         if getattr(chosen, "pipeline", False):
             begin = functools.partial(begin_static, chosen)
-            return StaticOptimizer(optimizer, chosen, begin, arrival.world_size())
+            return StaticOptimizer(optimizer, chosen, begin, meeting.world_size())
         refuse_stages(paddle.static.default_main_program())
         return paddle_fleet.distributed_optimizer(optimizer, strategy)
     job = current_job()

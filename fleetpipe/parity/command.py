@@ -13,10 +13,10 @@ from typing import Any
 from fleetpipe.arguments import using
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import ConfigError
+from fleetpipe.launch import script
+from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.parity.reference import of_same_layers
 from fleetpipe.parity.session import Calls, Session
-from fleetpipe.running import script
-from fleetpipe.running.substitution import in_place_of_paddles
 
 
 def run(options: argparse.Namespace) -> int:

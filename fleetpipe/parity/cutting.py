@@ -11,8 +11,8 @@ from fractions import Fraction
 from typing import Any
 
 from fleetpipe._paddle import paddle
-from fleetpipe.dygraph.micro_batches import MicroBatches
-from fleetpipe.dygraph.newer import PipelineDatasetPreprocessor
+from fleetpipe.dygraph.backports import PipelineDatasetPreprocessor
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.parity.differences import Difference, compare_numbers
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import PipelineLayer, SingleModel, has_memory, state_slots
-from fleetpipe.engine import Stage, Values
+from fleetpipe.engine.engine import Stage, Values
 from fleetpipe.parity.differences import Difference, compare, leaves
 from fleetpipe.parity.outputs import part_of
 

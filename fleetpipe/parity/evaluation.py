@@ -8,9 +8,9 @@ from fractions import Fraction
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
-from fleetpipe.dygraph import PipelineParallel, randomness, tensor_parallel, weighted
-from fleetpipe.dygraph.shared_layers import is_shared
-from fleetpipe.job import pipeline_group
+from fleetpipe.dygraph import PipelineParallel, random_keys, tensor_parallel, weighted
+from fleetpipe.dygraph.layers.tied import is_shared
+from fleetpipe.job.job import pipeline_group
 from fleetpipe.parity.cutting import Given, cut, shares_of_rows
 from fleetpipe.parity.differences import Difference, compare_values
 from fleetpipe.parity.outputs import Outputs, compare_outputs, part_of, recorded
@@ -140,7 +140,7 @@ class Evaluations:
         before = {name: reference.tensors()[name].clone() for name in buffers if state}
         _put({name: state[name] for name in before}, reference)
         reference.model.eval()
-        kept, alone = randomness.random_states_kept(), tensor_parallel.alone()
+        kept, alone = random_keys.random_states_kept(), tensor_parallel.alone()
         with paddle.no_grad(), kept, alone, recorded(reference.model, reference.names) as expected:
             yield expected
         _put(before, reference)

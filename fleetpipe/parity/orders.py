@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from fleetpipe.dygraph import Crossing, PipelineParallel, reordered
-from fleetpipe.job import all_ranks
+from fleetpipe.job.job import all_ranks
 from fleetpipe.parity.report import Report
 
 #: Largest relative difference that passes where sums have another order.

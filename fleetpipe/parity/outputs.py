@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fleetpipe.dygraph import recompute, tensor_parallel, tensors_of
+from fleetpipe.dygraph import tensor_parallel, tensors_of
+from fleetpipe.dygraph.backward import recompute
 from fleetpipe.parity.differences import Difference, compare
 
 #: By layer, the tensors that its calls returned, in the order of the calls.

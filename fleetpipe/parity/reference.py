@@ -12,13 +12,13 @@ from fleetpipe.dygraph import (
     PipelineOptimizer,
     SingleModel,
     learning_rate_of,
-    randomness,
+    random_keys,
     state_slots,
     twin_optimizer,
     weighted,
 )
 from fleetpipe.errors import ConfigError
-from fleetpipe.job import pipeline_group
+from fleetpipe.job.job import pipeline_group
 
 LossOf = Callable[[Any, Any], Any]
 LossesOf = Callable[[Any, Any], Sequence[Any]]
@@ -121,7 +121,7 @@ class Reference:
         """
         self.model.train()
         shares = []
-        keys = randomness.current()
+        keys = random_keys.current()
         for number, (value, label, weight) in enumerate(zip(inputs, labels, weights), first):
             if keys is not None:
                 keys.micro_batch = number
@@ -189,7 +189,7 @@ def of_model(pipe: PipelineLayer, model: Any, loss_of: LossOf | None, optimizer:
         if loss_of is not None:
             return [loss_of(inputs, label)]
         output = model(inputs)
-        randomness.enter_loss()
+        random_keys.enter_loss()
         return [function(output, label) for function in pipe.loss_functions()]
 
     reference = Reference(model, losses_of, optimizer, pipe.names_in(model))

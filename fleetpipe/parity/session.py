@@ -17,13 +17,13 @@ from fleetpipe.dygraph import (
     PipelineOptimizer,
     PipelineParallel,
     SingleModel,
-    randomness,
+    random_keys,
     tensor_parallel,
     weighted,
 )
-from fleetpipe.dygraph.micro_batches import MicroBatches
-from fleetpipe.dygraph.shared_layers import is_shared
-from fleetpipe.job import all_ranks
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.layers.tied import is_shared
+from fleetpipe.job.job import all_ranks
 from fleetpipe.parity import edges, orders
 from fleetpipe.parity.cutting import Given
 from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
@@ -186,7 +186,7 @@ class Session:
         rates: Rates,
         arrived: edges.Gradients,
         own: MicroBatches,
-        keys: randomness.Keys | None,
+        keys: random_keys.Keys | None,
         gradients: list[Difference],
     ) -> list[Difference]:
         """Compares learning rates and, where gradients differ, what the edges brought."""
@@ -204,11 +204,11 @@ class Session:
         return found + edges.differences(arrived, expected, first, step)
 
     @contextmanager
-    def _as_the_next_batch(self, keys: randomness.Keys | None) -> Iterator[None]:
+    def _as_the_next_batch(self, keys: random_keys.Keys | None) -> Iterator[None]:
         """Has the reference draw what the pipeline will; the random state is as before then."""
         alone = SoleGroup()  # the keys are agreed on already
-        keyed = randomness.keyed(keys, alone)
-        with randomness.random_states_kept(), keyed, tensor_parallel.alone():
+        keyed = random_keys.keyed(keys, alone)
+        with random_keys.random_states_kept(), keyed, tensor_parallel.alone():
             yield
 
     def _gather(self, found: list[Difference], squares: Squares) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from .action import Action, Fused, Item
-from .costs import Costs
-from .dependencies import Dependencies, Edge, chain
-from .forward_only import forward_only
-from .operations import Free, Op, Recv, Reduce, Send, Step
-from .placement import Placement
-from .plan import Plan
-from .registry import build, canonical_name, names
-from .render import render
-from .schedule import Schedule
-from .simulate import Timeline
-from .verified import build_verified
+from fleetpipe.schedules.action import Action, Fused, Item
+from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.edges import Dependencies, Edge, chain
+from fleetpipe.schedules.families.forward_only import forward_only
+from fleetpipe.schedules.forms.terminal import render
+from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
+from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.plan import Plan
+from fleetpipe.schedules.play.timeline import Timeline
+from fleetpipe.schedules.registry import build, canonical_name, names
+from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.verified import build_verified
 
 __all__ = [
     "Action",

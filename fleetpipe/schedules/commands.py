@@ -11,19 +11,18 @@ from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, using
 from fleetpipe.errors import ConfigError
-
-from .chrome import write_trace
-from .costs import Costs
-from .csv_form import is_csv, is_lowered, read_plan, read_schedule
-from .events import events_of
-from .placement import PLACEMENTS
-from .plan import Plan
-from .plot import plot
-from .registry import FAMILIES, canonical_name, names
-from .render import render, summary
-from .schedule import Schedule
-from .simulate import Timeline
-from .verified import build_verified
+from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.forms.chrome import write_trace
+from fleetpipe.schedules.forms.csv_form import is_csv, is_lowered, read_plan, read_schedule
+from fleetpipe.schedules.forms.events import events_of
+from fleetpipe.schedules.forms.picture import plot
+from fleetpipe.schedules.forms.terminal import render, summary
+from fleetpipe.schedules.placement import PLACEMENTS
+from fleetpipe.schedules.plan import Plan
+from fleetpipe.schedules.play.timeline import Timeline
+from fleetpipe.schedules.registry import FAMILIES, canonical_name, names
+from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.verified import build_verified
 
 _TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Union
 
 from fleetpipe.errors import ConfigError, nearest
-
-from .action import Action, Fused
+from fleetpipe.schedules.action import Action, Fused
 
 #: One figure for every stage, or one for each stage in order.
 PerStage = Union[float, tuple[float, ...]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, Union
 
-from .action import Action, Fused, parse_item
-from .dependencies import Edge, parse_edge
-from .placement import Placement
+from fleetpipe.schedules.action import Action, Fused, parse_item
+from fleetpipe.schedules.edges import Edge, parse_edge
+from fleetpipe.schedules.placement import Placement
 
 _TRANSFER = re.compile(r"([SR])([FB])([^.]+)\.(0|[1-9][0-9]*)")
 _FREE = re.compile(r"FREE(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")

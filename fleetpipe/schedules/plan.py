@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fleetpipe.errors import ConfigError, ScheduleError
-
-from . import text as _text
-from .action import Action, Fused
-from .dependencies import Edge, checked_edges, parse_edge
-from .operations import Op, parse_op
-from .placement import Placement
-from .plan_verify import verify_plan
-from .rendezvous import linear_order
-from .schedule import Schedule
+from fleetpipe.schedules.action import Action, Fused
+from fleetpipe.schedules.check.deadlock import linear_order
+from fleetpipe.schedules.check.plan import verify_plan
+from fleetpipe.schedules.edges import Edge, checked_edges, parse_edge
+from fleetpipe.schedules.forms import text as _text
+from fleetpipe.schedules.operations import Op, parse_op
+from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.schedule import Schedule
 
 _FORM = "fleetpipe-plan"
 
@@ -96,7 +95,10 @@ class Plan:
         Raises:
             ScheduleError: Names the line, the token and what was expected.
         """
-        from .csv_form import is_csv, read_plan  # it knows plans, so it is imported late
+        from fleetpipe.schedules.forms.csv_form import (  # it knows plans, so it is imported late
+            is_csv,
+            read_plan,
+        )
 
         if is_csv(text):
             return read_plan(text, placement, micro_batches)

@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Union
 
 from fleetpipe.errors import ConfigError, nearest
-
-from .action import Item
-from .controllable_memory import v_half, v_min
-from .dualpipev import dual_pipe_v
-from .f_then_b import f_then_b
-from .garbage import collector_paused
-from .interleaved import interleaved_one_f_one_b
-from .one_f_one_b import eager_one_f_one_b, one_f_one_b
-from .placement import Placement, check_count
-from .schedule import Schedule
-from .search import auto
-from .zbv import zb_v
-from .zero_bubble import zb_h1, zb_h2
+from fleetpipe.schedules.action import Item
+from fleetpipe.schedules.families.controllable_memory import v_half, v_min
+from fleetpipe.schedules.families.dualpipev import dual_pipe_v
+from fleetpipe.schedules.families.f_then_b import f_then_b
+from fleetpipe.schedules.families.interleaved import interleaved_one_f_one_b
+from fleetpipe.schedules.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from fleetpipe.schedules.families.zbv import zb_v
+from fleetpipe.schedules.families.zero_bubble import zb_h1, zb_h2
+from fleetpipe.schedules.garbage import collector_paused
+from fleetpipe.schedules.placement import Placement, check_count
+from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.search.auto import auto
 
 #: Makes the rows of all ranks from a placement, m, and options of its own given by keyword. One
 #: that chooses the placement itself makes a schedule.

@@ -8,18 +8,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fleetpipe.errors import ConfigError, ScheduleError
-
-from . import text as _text
-from .action import Item, parse_item
-from .costs import Costs
-from .dependencies import Edge
-from .encoding import Encoding, encode
-from .placement import Placement, check_count
-from .simulate import Timeline, simulate
-from .verify import verify
+from fleetpipe.schedules.action import Item, parse_item
+from fleetpipe.schedules.check.schedule import verify
+from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.edges import Edge
+from fleetpipe.schedules.forms import text as _text
+from fleetpipe.schedules.placement import Placement, check_count
+from fleetpipe.schedules.play.encoding import Encoding, encode
+from fleetpipe.schedules.play.timeline import Timeline, simulate
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from fleetpipe.schedules.plan import Plan
 
 _FORM = "fleetpipe-schedule"
 
@@ -112,7 +111,9 @@ class Schedule:
         Raises:
             ScheduleError: The schedule is incomplete or deadlocks.
         """
-        from .lower import lower  # a plan knows schedules, so a schedule imports it late
+        from fleetpipe.schedules.play.lower import (
+            lower,  # a plan knows schedules, so a schedule imports it late
+        )
 
         return lower(self, edges)
 
@@ -130,7 +131,8 @@ class Schedule:
         Raises:
             ScheduleError: Names the line, the token and what was expected.
         """
-        from .csv_form import is_csv, read_schedule  # it knows schedules, so it is imported late
+        # It knows schedules, so it is imported late.
+        from fleetpipe.schedules.forms.csv_form import is_csv, read_schedule
 
         if is_csv(text):
             return read_schedule(text, placement, micro_batches)

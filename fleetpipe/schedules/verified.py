@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .costs import Costs
-from .dependencies import Edge
-from .registry import build, canonical_name
-from .schedule import Schedule
-from .search import NAME as AUTO
+from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.edges import Edge
+from fleetpipe.schedules.registry import build, canonical_name
+from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.search.auto import NAME as AUTO
 
 
 def build_verified(

@@ -8,21 +8,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .base import Store, Transport, Value
-from .group import DirectGroup, GlooGroup, Group, SoleGroup
-from .message import MessageKey, describe
+from fleetpipe.transport.base import Store, Transport, Value
+from fleetpipe.transport.group import DirectGroup, GlooGroup, Group, SoleGroup
+from fleetpipe.transport.wire.message import MessageKey, describe
 
 if TYPE_CHECKING:
-    from .memory import MemoryHub, MemoryTransport
-    from .nccl import NcclTransport
-    from .socket import SocketTransport, connect
+    from fleetpipe.transport.memory import MemoryHub, MemoryTransport
+    from fleetpipe.transport.nccl import NcclTransport
+    from fleetpipe.transport.sockets.transport import SocketTransport, connect
 
 _HOMES = {
     "MemoryHub": "memory",
     "MemoryTransport": "memory",
     "NcclTransport": "nccl",
-    "SocketTransport": "socket",
-    "connect": "socket",
+    "SocketTransport": "sockets.transport",
+    "connect": "sockets.transport",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from .message import MessageKey
+from fleetpipe.transport.wire.message import MessageKey
 
 # A Tensor, None, bool, int, float, str, or a tuple, list or dict with str keys of these. An exact
 # recursive type would refuse a list[Tensor] where a list[Value] is asked for, so the rule is

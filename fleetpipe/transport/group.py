@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from fleetpipe.errors import PeerFailed
-
-from .base import Transport, Value
-from .message import MessageKey
+from fleetpipe.transport.base import Transport, Value
+from fleetpipe.transport.wire.message import MessageKey
 
 
 class Group(Protocol):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import deque
 
 from fleetpipe.errors import PeerFailed, PipelineTimeout
-
-from . import bridge
-from .base import Value
-from .message import MessageKey, Route, check_key, check_peer
-from .structure import Structure, Tree
-from .value import Unfit, take_apart
+from fleetpipe.transport.base import Value
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.message import MessageKey, Route, check_key, check_peer
+from fleetpipe.transport.wire.structure import Structure, Tree
+from fleetpipe.transport.wire.value import Unfit, take_apart
 
 
 class MemoryHub:

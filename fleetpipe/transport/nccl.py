@@ -16,13 +16,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast
 
 from fleetpipe._paddle import paddle
-
-from . import bridge
-from .base import Transport, Value
-from .bridge import Tensor
-from .message import MessageKey, Route, check_key
-from .structure import NOTHING, Structure, Tree, decode, encode
-from .value import Unfit, take_apart
+from fleetpipe.transport.base import Transport, Value
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.bridge import Tensor
+from fleetpipe.transport.wire.message import MessageKey, Route, check_key
+from fleetpipe.transport.wire.structure import NOTHING, Structure, Tree, decode, encode
+from fleetpipe.transport.wire.value import Unfit, take_apart
 
 # Under this key go, in the order of sends, the headers: kind, source, target, channel and
 # micro-batch, then an announcement where the structure has changed. They are texts, not tensors,

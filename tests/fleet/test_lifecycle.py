@@ -12,12 +12,13 @@ from paddle import nn
 from paddle.distributed import collective as _collective
 from paddle.distributed import fleet as paddle_fleet
 
-from fleetpipe import departure, fleet, gloo
+from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, PartitionError, PeerFailed
 from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-from fleetpipe.job import current_job
-from fleetpipe.topology import Degrees
+from fleetpipe.job import gloo, process_exit
+from fleetpipe.job.degrees import Degrees
+from fleetpipe.job.job import current_job
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
 collective: Any = _collective
@@ -86,7 +87,7 @@ def test_a_later_job_waits_by_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> 
         return opened[-1]
 
     monkeypatch.setattr(lifecycle, "_stores", [])
-    monkeypatch.setattr(lifecycle.arrival, "open_store", open_store)
+    monkeypatch.setattr(lifecycle.meeting, "open_store", open_store)
     first = lifecycle._job_store(60.0)
     # The port of rank 0 is taken: by the store that it serves itself.
     assert lifecycle._job_store(5.0) is first
@@ -97,14 +98,14 @@ def test_a_process_whose_job_ends_in_an_error_ends_in_one_too(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(departure.os, "_exit", codes.append)
+    monkeypatch.setattr(process_exit.os, "_exit", codes.append)
 
     def end(error: BaseException | None) -> None:
         raise PeerFailed("rank 1 died")
 
     monkeypatch.setattr(lifecycle.job, "end", end)
     lifecycle._end_with_process()
-    assert codes == [departure.EXIT_CODE]
+    assert codes == [process_exit.EXIT_CODE]
     assert capfd.readouterr().err == "PeerFailed: rank 1 died\n"
 
 

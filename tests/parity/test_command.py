@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.dygraph import PipelineParallel, pipeline_parallel
+from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.dygraph.train import pipeline_parallel
 from tests.launching import ROOT
 
 SCRIPT = """
@@ -95,7 +96,7 @@ def test_a_scheduler_that_the_pipeline_steps_twice_fails(
 def test_the_code_of_launched_ranks_is_passed_on(
     theirs: int, code: int, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetpipe.running.script.launch", lambda options, *words: theirs)
+    monkeypatch.setattr("fleetpipe.launch.script.launch", lambda options, *words: theirs)
     assert main(["parity", "--nproc", "2", str(script)]) == code
 
 

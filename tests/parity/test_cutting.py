@@ -8,7 +8,8 @@ import pytest
 from paddle import nn
 
 from fleetpipe import parity
-from fleetpipe.dygraph import micro_batches, pipeline_parallel
+from fleetpipe.dygraph.batch import micro_batches
+from fleetpipe.dygraph.train import pipeline_parallel
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.parity.defects import FORMS, cut_by_hand, differences

@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet, parity
-from fleetpipe.dygraph import stage
+from fleetpipe.dygraph.batch import stage
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.parity.defects import differences
 from tests.pipelines import batch, job, pipeline, sgd

@@ -8,7 +8,8 @@ import pytest
 from paddle import nn
 
 from fleetpipe import dygraph, parity
-from fleetpipe.dygraph import evaluation, pipeline_parallel
+from fleetpipe.dygraph.batch import outputs
+from fleetpipe.dygraph.train import pipeline_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.parity.defects import FORMS, differences
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
@@ -58,7 +59,7 @@ def test_outputs_in_another_order_are_found(monkeypatch: Patch) -> None:
 
 
 def test_outputs_that_are_joined_wrongly_are_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(pipeline_parallel, "joined", lambda values: evaluation.joined(values[:-1]))
+    monkeypatch.setattr(pipeline_parallel, "joined", lambda values: outputs.joined(values[:-1]))
     assert differences(evaluated(CALLS["prediction"])) == [("output", "predict_batch", 1)]
 
 

@@ -20,7 +20,7 @@ from paddle import nn
 
 from fleetpipe import fleet, parity
 from fleetpipe.errors import ConfigError
-from fleetpipe.job import current_job
+from fleetpipe.job.job import current_job
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS, Model
 from tests.pipelines import ROWS, batch, bits, pipeline

@@ -30,7 +30,7 @@ from fleetpipe.fleet.meta_parallel import (
     VocabParallelEmbedding,
     get_rng_state_tracker,
 )
-from fleetpipe.job import current_job
+from fleetpipe.job.job import current_job
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 WORLD = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))

@@ -17,8 +17,9 @@ from typing import Any
 
 import paddle
 
-from fleetpipe import _paddle, arrival
-from fleetpipe import job as jobs
+from fleetpipe import _paddle
+from fleetpipe.job import job as jobs
+from fleetpipe.job import meeting
 from fleetpipe.transport.group import DirectGroup
 from tests.pipelines import batch, job, pipeline, sgd
 
@@ -28,7 +29,7 @@ TIMEOUT = float(os.environ.get("START_TIMEOUT", "60"))
 #: Which function a rank enters at each moment.
 MOMENTS: dict[str, tuple[Any, str]] = {
     "connecting": (jobs, "join"),
-    "opening Paddle's store": (arrival, "paddles_client"),
+    "opening Paddle's store": (meeting, "paddles_client"),
     "within a group": (_paddle._paddle_collective, "_new_process_group_impl"),
     "within the first sum": (paddle.distributed, "all_reduce"),
     "ending": (DirectGroup, "broadcast"),

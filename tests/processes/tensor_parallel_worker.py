@@ -18,7 +18,7 @@ import paddle
 from paddle import nn
 from paddle.nn import functional
 
-from fleetpipe import arrival, gloo, transport
+from fleetpipe import transport
 from fleetpipe._paddle import paddle_fleet
 from fleetpipe.dygraph.tensor_parallel import (
     ColumnParallelLinear,
@@ -32,6 +32,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     split_axis,
     whole_value,
 )
+from fleetpipe.job import gloo, meeting
 from fleetpipe.transport import DirectGroup
 
 SECONDS = 60.0
@@ -41,8 +42,8 @@ BITS: dict[str, str] = {}
 
 def start(over: str) -> Any:
     """Begins a job of Paddle's with mp_degree 2; returns its model-parallel group."""
-    store = arrival.open_store(SECONDS)
-    arrival.wait_for_all(store, 0, SECONDS)
+    store = meeting.open_store(SECONDS)
+    meeting.wait_for_all(store, 0, SECONDS)
     gloo.separate_stores(store, SECONDS)
     strategy = paddle_fleet.DistributedStrategy()
     strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 2, "pp_degree": 1}

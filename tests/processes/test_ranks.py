@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fleetpipe.schedules import build
+from tests.engine.test_trace import actions
 from tests.launching import ROOT, Finished
-from tests.test_trace import actions
 
 TRAIN = f"""
 import json, os, sys
@@ -88,7 +88,7 @@ with job(2):
 def test_the_parity_command_on_two_ranks(launch: Callable[..., Finished], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PARITY)
-    launched = ROOT / "fleetpipe" / "running" / "launched.py"
+    launched = ROOT / "fleetpipe" / "launch" / "launched.py"
     right = launch(launched, 2, args=["parity", str(script)])
     wrong = launch(launched, 2, args=["parity", str(script), "--wrong"], check=False)
     assert wrong.returncode == 1

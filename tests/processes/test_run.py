@@ -10,7 +10,7 @@ import pytest
 
 from tests.launching import ROOT, Finished
 
-LAUNCHED = ROOT / "fleetpipe" / "running" / "launched.py"
+LAUNCHED = ROOT / "fleetpipe" / "launch" / "launched.py"
 SCRIPTS = ROOT / "tests" / "scripts"
 LOSS = re.compile(r"^pp_loss: +(\d+) (\S+)$", re.MULTILINE)
 

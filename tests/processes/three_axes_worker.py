@@ -33,7 +33,7 @@ from fleetpipe.fleet.meta_parallel import (
     SharedLayerDesc,
     VocabParallelEmbedding,
 )
-from fleetpipe.job import current_job, pipeline_group
+from fleetpipe.job.job import current_job, pipeline_group
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 16, 8, 2, 6, 4
 MICRO_BATCHES, ROWS, STEPS = 8, 1, 10

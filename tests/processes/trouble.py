@@ -24,8 +24,8 @@ from paddle.autograd import PyLayer
 
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from fleetpipe.job import current_job
-from fleetpipe.transport import hosts
+from fleetpipe.job.job import current_job
+from fleetpipe.transport.joining import hosts
 from tests.byhand import kill_now
 from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, pipeline, sgd
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import paddle
 
-from fleetpipe.job import current_job
+from fleetpipe.job.job import current_job
 from tests.pipelines import batch, job, pipeline, sgd
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleetpipe.schedules.interleaved import balanced_groups
+from fleetpipe.schedules.families.interleaved import balanced_groups
 
 VEE = ("ZBV", "VHalf", "VMin", "DualPipeV")
 SINGLE = ("Eager1F1B", "ZBH2")

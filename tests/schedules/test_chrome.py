@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fleetpipe.schedules import Costs, Edge, Placement, build
-from fleetpipe.schedules.chrome import chrome_trace, write_trace
-from fleetpipe.schedules.events import Event, events_of
+from fleetpipe.schedules.forms.chrome import chrome_trace, write_trace
+from fleetpipe.schedules.forms.events import Event, events_of
 
 NAMES = ["1F1B", "Interleaved1F1B", "ZBV", "DualPipeV"]
 

@@ -4,7 +4,7 @@ import pytest
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Dependencies, Edge, chain
-from fleetpipe.schedules.dependencies import checked_edges, parse_edge
+from fleetpipe.schedules.edges import checked_edges, parse_edge
 
 
 def test_the_chain_waits_for_its_neighbours() -> None:

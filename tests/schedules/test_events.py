@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fleetpipe.schedules import Action, Costs, Recv, build
-from fleetpipe.schedules.events import Event, events_of, figures_of
+from fleetpipe.schedules.forms.events import Event, events_of, figures_of
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBH1", "DualPipeV"])

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetpipe.schedules import Costs, Placement, build
-from fleetpipe.schedules.filling import Policy, fill
-from fleetpipe.schedules.listing import Preference, listed_order
-from fleetpipe.schedules.problem import Problem
+from fleetpipe.schedules.search.fill_weight_grads import Policy, fill
+from fleetpipe.schedules.search.list_scheduler import Preference, listed_order
+from fleetpipe.schedules.search.problem import Problem
 from tests.schedules.helpers import schedule_of
 
 

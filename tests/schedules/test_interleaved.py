@@ -4,7 +4,7 @@ import pytest
 
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Costs, Placement, Schedule, Timeline, build
-from fleetpipe.schedules.interleaved import balanced_groups, interleaved_rows
+from fleetpipe.schedules.families.interleaved import balanced_groups, interleaved_rows
 
 
 def play(m: int, costs: Costs | None = None, *, chunks: int = 2, **options: object) -> Timeline:

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Costs, Placement
-from fleetpipe.schedules.filling import Policy, fill
-from fleetpipe.schedules.listing import Preference, listed_order
-from fleetpipe.schedules.problem import Problem
+from fleetpipe.schedules.search.fill_weight_grads import Policy, fill
+from fleetpipe.schedules.search.list_scheduler import Preference, listed_order
+from fleetpipe.schedules.search.problem import Problem
 
 
 @given(

@@ -18,7 +18,7 @@ PAGES = ROOT / "docs" / "schedules"
 
 @pytest.mark.parametrize("family", GRIDS)
 def test_the_grids_are_the_schedules(family: str) -> None:
-    module = import_module(f"fleetpipe.schedules.{family}")
+    module = import_module(f"fleetpipe.schedules.families.{family}")
     opening = cleandoc(module.__doc__ or "").replace("\n    ", "\n")
     page = (PAGES / f"{family}.md").read_text(encoding="utf-8")
     for drawn in GRIDS[family]:

@@ -9,8 +9,8 @@ import pytest
 from fleetpipe.cli import main
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Costs, Placement, build
-from fleetpipe.schedules.events import Event
-from fleetpipe.schedules.plot import Panel, draw, panel_of, plot
+from fleetpipe.schedules.forms.events import Event
+from fleetpipe.schedules.forms.picture import Panel, draw, panel_of, plot
 
 
 def test_a_picture_names_ranks_kinds_bubble_and_peak(tmp_path: Path) -> None:

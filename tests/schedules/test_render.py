@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fleetpipe.schedules import Costs, Placement, build, forward_only, render
-from fleetpipe.schedules.render import summary
+from fleetpipe.schedules.forms.terminal import summary
 from tests.schedules.helpers import schedule_of
 
 
@@ -94,7 +94,7 @@ def test_the_summary_gives_the_figures() -> None:
     [("f_then_b", "FThenB", 4), ("one_f_one_b", "1F1B", 6), ("one_f_one_b", "Eager1F1B", 6)],
 )
 def test_the_grids_in_the_docstrings_are_true(module: str, name: str, m: int) -> None:
-    text = inspect.getdoc(importlib.import_module(f"fleetpipe.schedules.{module}"))
+    text = inspect.getdoc(importlib.import_module(f"fleetpipe.schedules.families.{module}"))
     drawn = render(build(name, ranks=4, micro_batches=m).simulate(), width=100).split("\n")[:-1]
     assert text is not None
     for line in drawn:
@@ -102,7 +102,7 @@ def test_the_grids_in_the_docstrings_are_true(module: str, name: str, m: int) ->
 
 
 def test_the_grid_of_forward_only_is_true() -> None:
-    text = inspect.getdoc(importlib.import_module("fleetpipe.schedules.forward_only"))
+    text = inspect.getdoc(importlib.import_module("fleetpipe.schedules.families.forward_only"))
     assert text is not None
     for line in render(forward_only(Placement("loop", 4), 4).simulate(), width=80).split("\n")[:-1]:
         assert line in text

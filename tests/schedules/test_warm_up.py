@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from fleetpipe.schedules import Costs, Placement, build
-from fleetpipe.schedules.problem import Problem
-from fleetpipe.schedules.warm_up import allowed, most_forwards, warm_up_order, warm_ups
+from fleetpipe.schedules.search.problem import Problem
+from fleetpipe.schedules.search.warm_up import allowed, most_forwards, warm_up_order, warm_ups
 
 
 @pytest.mark.parametrize("m", [1, 3, 9])

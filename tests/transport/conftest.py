@@ -9,8 +9,7 @@ import paddle
 import pytest
 
 from fleetpipe.transport import MemoryHub, SocketTransport, Transport
-
-from .helpers import join_all
+from tests.transport.helpers import join_all
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +20,7 @@ def _on_cpu() -> None:
 @pytest.fixture
 def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[SocketTransport]]]:
     """Joins ranks that are threads: ``sockets(3, force_tcp=True)``."""
-    monkeypatch.setattr("fleetpipe.transport.socket.CLOSING_SECONDS", 1.0)
+    monkeypatch.setattr("fleetpipe.transport.sockets.transport.CLOSING_SECONDS", 1.0)
     made: list[SocketTransport] = []
 
     def join(ranks: int, **options: Any) -> list[SocketTransport]:

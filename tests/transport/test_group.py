@@ -10,8 +10,7 @@ import paddle
 import pytest
 
 from fleetpipe.transport import DirectGroup, SoleGroup
-
-from .helpers import LIMIT, join_all
+from tests.transport.helpers import LIMIT, join_all
 
 RANKS = 3
 OnAll = Callable[[Callable[[DirectGroup], Any]], "list[Any]"]

@@ -9,8 +9,7 @@ import pytest
 
 from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.transport import MemoryHub, MemoryTransport
-
-from .helpers import backward, forward
+from tests.transport.helpers import backward, forward
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import paddle
 import pytest
 
 from fleetpipe.errors import BoundaryError, PipelineTimeout
-from fleetpipe.transport import MemoryHub, NcclTransport, bridge
-from fleetpipe.transport.structure import TensorLeaf
-
-from .helpers import LIMIT, backward, forward, same, sample
+from fleetpipe.transport import MemoryHub, NcclTransport
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.structure import TensorLeaf
+from tests.transport.helpers import LIMIT, backward, forward, same, sample
 
 
 class Wire:

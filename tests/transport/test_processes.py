@@ -14,9 +14,8 @@ import pytest
 
 from fleetpipe.errors import PeerFailed
 from fleetpipe.transport import SocketTransport, connect
-
-from .helpers import LIMIT, FolderStore, backward, forward, same, sample
-from .worker import LARGE
+from tests.transport.helpers import LIMIT, FolderStore, backward, forward, same, sample
+from tests.transport.worker import LARGE
 
 pytestmark = pytest.mark.processes
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import paddle
 
 from fleetpipe.transport import SocketTransport, connect
-
-from .helpers import LIMIT, FolderStore, backward, forward
+from tests.transport.helpers import LIMIT, FolderStore, backward, forward
 
 LARGE = 4 << 20
 

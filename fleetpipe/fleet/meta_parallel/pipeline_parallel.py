@@ -16,7 +16,7 @@ from fleetpipe.dygraph import (
     PipelineParallelWithInterleaveFthenB,
     VPPFhenBInBalancedMemory,
 )
-from fleetpipe.dygraph.newer import (
+from fleetpipe.dygraph.backports import (
     PipelineDatasetPreprocessor,
     PipelineParallelMicroStepCallback,
     PipelineParallelMicroStepLocations,

@@ -7,7 +7,7 @@ from typing import Any
 from paddle.distributed.fleet.meta_parallel.parallel_layers import pp_layers as _theirs
 
 from fleetpipe.dygraph import PipelineLayer
-from fleetpipe.dygraph.chunk import PipelineLayerChunk
+from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 
 __all__ = ["PipelineLayer", "PipelineLayerChunk"]
 

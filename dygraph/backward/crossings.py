@@ -1,0 +1,104 @@
+"""Where a pipeline adds gradients up in another order than one graph of the whole model does.
+
+Autograd adds the gradients of a tensor up as they arrive. A stage that hands on one tensor gets its
+gradient whole, as it would be there. A stage that hands on several gets those all at once, while in
+one graph they come one after another, and others that do not cross come between: where three or
+more meet, the sum may have another last bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fleetpipe.dygraph.backward.leaf import nodes_of, operands
+
+
+class Meeting(NamedTuple):
+    """A tensor of a stage, and where its gradients come from.
+
+    Attributes:
+        edges: Gradients from operations of the stage.
+        outputs: Which of the stage's outputs it is itself.
+        ways: Which of the outputs lead to it.
+    """
+
+    edges: int
+    outputs: tuple[int, ...]
+    ways: tuple[int, ...]
+
+
+class Crossing(NamedTuple):
+    """The graph of a stage, as far as the order of sums depends on other stages.
+
+    Attributes:
+        received: The tensors that it received and that need a gradient.
+        joined: The tensors and parameters to which several outputs lead and in which three
+            gradients may meet; of several alike one.
+    """
+
+    received: tuple[Meeting, ...]
+    joined: tuple[Meeting, ...]
+
+    def plain(self) -> list[list[tuple[Any, ...]]]:
+        """Returns it in a form that crosses between ranks."""
+        return [[tuple(part) for part in parts] for parts in self]
+
+    @classmethod
+    def from_plain(cls, parts: list[list[tuple[Any, ...]]]) -> Crossing:
+        """Reads what :meth:`plain` returned."""
+        return cls(*(tuple(Meeting(*part) for part in some) for some in parts))
+
+
+def crossing_of(received: Sequence[Any], outputs: Sequence[Any]) -> Crossing:
+    """Follows the graph of a stage whose backward has run.
+
+    Args:
+        received: The tensors that the stage received and that need a gradient.
+        outputs: Those that it handed on, or its loss.
+    """
+    roots = [tensor.grad_fn for tensor in outputs]
+    # Paddle never lets go of a node that Python has asked for: backward has emptied these.
+    reach = [nodes_of([root], set()) for root in roots]
+    edges = Counter(other for node in set().union(*reach) for other in operands(node))
+
+    def meeting(node: Any, itself: Sequence[int]) -> Meeting:
+        ways = tuple(index for index, nodes in enumerate(reach) if node in nodes)
+        return Meeting(edges[node], tuple(itself), ways)
+
+    found: set[Meeting] = set()
+    for node in edges.keys() | set(roots):
+        # Several outputs of one operation are different tensors.
+        parts: dict[int, list[int]] = {}
+        for index, tensor in enumerate(outputs):
+            if tensor.grad_fn == node:
+                parts.setdefault(id(tensor), []).append(index)
+        found.update(meeting(node, itself) for itself in parts.values() or [[]])
+    own = [
+        meeting(leaf.grad_fn, [i for i, root in enumerate(roots) if root == leaf.grad_fn])
+        for leaf in received
+    ]
+    joined = (part for part in found if len(part.ways) > 1 and (part.outputs or part.edges > 2))
+    return Crossing(tuple(own), tuple(sorted(joined)))
+
+
+def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
+    """Returns the stages that may add gradients up in another order than one graph does.
+
+    Args:
+        crossings: Of all stages of a chain.
+    """
+    found = []
+    # By output of the stage: how many gradients of one graph its own is the sum of.
+    sums: list[int] = []
+    for stage in sorted(crossings, reverse=True):
+        own, count = crossings[stage], sums or [1]
+        if any(
+            part.edges + sum(count[i] for i in part.outputs) > 2
+            and sum(count[i] > 0 for i in part.ways) > 1
+            for part in own.joined
+        ):
+            found.append(stage)
+        sums = [part.edges + sum(count[i] for i in part.outputs) for part in own.received]
+    return found[::-1]

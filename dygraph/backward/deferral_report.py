@@ -1,0 +1,193 @@
+"""What a split backward did: which gradients waited for W, which did not and why, and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Callable, NamedTuple
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.backward.leaf import Leaf
+
+
+class Deferral(NamedTuple):
+    """Where a parameter got its gradient.
+
+    Attributes:
+        name: The parameter's name in the whole model.
+        computed: "W", or "I" where all or part of the gradient was computed with the inputs'.
+        added: "W", or "I" where all or part of it was added to the parameter's ``grad`` there.
+        reason: Why anything was done in I; "" where nothing was.
+    """
+
+    name: str
+    computed: str
+    added: str
+    reason: str
+
+
+class Peak(NamedTuple):
+    """The most that a stage kept between I and W.
+
+    Attributes:
+        micro_batches: Micro-batches at once.
+        bytes: Bytes at once: of each leaf layer what it took and saved, its output and its
+            gradient.
+    """
+
+    micro_batches: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DeferralReport:
+    """What the split backward of this process's stages did; ``str()`` is a table.
+
+    Attributes:
+        schedule: Name of the schedule.
+        parameters: The trainable parameters of the stages, as found in the first batch. Empty
+            where the schedule splits no backward, and before the first batch.
+        peaks: By stage, what was kept between I and W.
+    """
+
+    schedule: str
+    parameters: tuple[Deferral, ...]
+    peaks: Mapping[int, Peak]
+
+    @property
+    def deferred(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients are computed and added in W."""
+        return tuple(entry.name for entry in self.parameters if not entry.reason)
+
+    @property
+    def immediate(self) -> dict[str, str]:
+        """Names of the other parameters, each with the reason."""
+        return {entry.name: entry.reason for entry in self.parameters if entry.reason}
+
+    def __str__(self) -> str:
+        if not self.parameters:
+            return f"{self.schedule}: no backward was split yet"
+        lines = [
+            f"{self.schedule}: the gradients of {len(self.deferred)} of {len(self.parameters)} "
+            "parameters are computed in W"
+        ]
+        lines += [
+            f"  {entry.name}: computed in {entry.computed}, added in {entry.added}: {entry.reason}"
+            for entry in self.parameters
+            if entry.reason
+        ]
+        lines += [
+            f"  stage {stage}: at most {peak.bytes:,} bytes between I and W, of "
+            f"{peak.micro_batches} micro-batches"
+            for stage, peak in self.peaks.items()
+        ]
+        return "\n".join(lines)
+
+
+class Waiting:
+    """The micro-batches of one stage that are between I and W."""
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self._bytes: dict[int, int] = {}
+        self.peak = Peak()
+
+    def add(self, micro_batch: int, size: int) -> None:
+        """Takes a micro-batch that keeps ``size`` bytes."""
+        self._bytes[micro_batch] = size
+        self.peak = Peak(
+            max(self.peak.micro_batches, len(self._bytes)),
+            max(self.peak.bytes, sum(self._bytes.values())),
+        )
+
+    def remove(self, micro_batch: int) -> None:
+        """Lets a micro-batch go whose W is done."""
+        del self._bytes[micro_batch]
+
+    def forget(self) -> None:
+        """Lets all go."""
+        self._bytes.clear()
+
+
+class Watch:
+    """Sees in which action each parameter gets its gradient, by hooks that the first batch has."""
+
+    def __init__(self) -> None:
+        """Watches nothing yet."""
+        self._seen: dict[str, set[str]] = {}
+        self._parameters: dict[str, Any] = {}
+        self._handles: list[Any] = []
+        self._stages: set[int] = set()
+        self._kind = ""
+        self._open = True
+
+    def stop(self) -> None:
+        """Takes the hooks away."""
+        self._open = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def during(
+        self, stage: int, kind: str, layers_of: Callable[[int], Mapping[int, Any]]
+    ) -> AbstractContextManager[None]:
+        """Notes the gradients that arrive while the context is open as those of an action."""
+        return self._noting(stage, kind, layers_of) if self._open else nullcontext()
+
+    @contextmanager
+    def _noting(
+        self, stage: int, kind: str, layers_of: Callable[[int], Mapping[int, Any]]
+    ) -> Iterator[None]:
+        if stage not in self._stages:
+            self._stages.add(stage)
+            for index, layer in layers_of(stage).items():
+                if not isinstance(layer, paddle.nn.Layer):
+                    continue
+                for path, parameter in layer.named_parameters(prefix=str(index)):
+                    self._watch(path, parameter)
+        self._kind = kind
+        try:
+            yield
+        finally:
+            self._kind = ""
+
+    def deferrals(self, leaves: Mapping[int, Iterable[Leaf]]) -> tuple[Deferral, ...]:
+        """Returns what was seen, in the order of the model."""
+        owners = {
+            id(p): leaf for stage in leaves.values() for leaf in stage for p in leaf.parameters
+        }
+        return tuple(
+            _deferral(name, self._seen[name], owners.get(id(self._parameters[name])))
+            for name in sorted(self._seen, key=lambda name: int(name.partition(".")[0]))
+        )
+
+    def halves(self) -> set[int]:
+        """Returns the ids of the parameters that got a part of their gradient in I and one in W."""
+        return {id(self._parameters[name]) for name, seen in self._seen.items() if len(seen) > 1}
+
+    def _watch(self, name: str, parameter: Any) -> None:
+        if parameter.stop_gradient:
+            return
+        self._parameters[name] = parameter
+        seen = self._seen.setdefault(name, set())
+
+        def note(_grad: Any) -> None:
+            if self._kind:
+                seen.add(self._kind)
+
+        self._handles.append(parameter.register_hook(note))
+
+
+def _deferral(name: str, seen: set[str], owner: Leaf | None) -> Deferral:
+    if seen == {"W"} and owner is not None:
+        if owner.divisible:
+            return Deferral(name, "W", "W", "")
+        return Deferral(name, "I", "W", "Paddle gives it together with the input's gradient")
+    if not seen:
+        reason = "no gradient reached it"
+    elif owner is None:
+        reason = "its layer has sublayers with parameters of their own"
+    else:
+        reason = owner.reason or "it is used outside of its layer's own forward"
+    return Deferral(name, "I", "I", reason)

@@ -1,0 +1,270 @@
+"""The layers whose weight gradients can wait, and how that is found out.
+
+A leaf layer owns parameters, and none of its sublayers does. It is examined in a first call whose
+result is thrown away: its graph must lead from its outputs to its arguments and its own parameters
+and to nothing else. Another call is examined again where other arguments or parameters need a
+gradient, because Paddle then runs other operations backward.
+
+Some of Paddle's kernels cannot give a part of their gradients: asked for the input's alone,
+layer_norm forgets its weight on CPU, batch_norm computes something else where a channel has one
+value, and prelu crashes. A layer that uses any but the kernels in ``DIVISIBLE`` computes all of its
+gradients at once, and only their addition waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph._paddle import is_static
+from fleetpipe.dygraph.nest import leaves_like, replace
+from fleetpipe.dygraph.random_keys import random_states_kept
+
+#: Classes of arguments that certainly hold no tensor.
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, slice, type(None), np.generic, np.ndarray),
+    type(paddle.float32),
+)
+
+#: Operations of several operands that, asked for some of their gradients, give those with the bits
+#: that all would have: tested on 2.6.2 and 3.3.1. An operation of one operand has no choice.
+DIVISIBLE = frozenset(
+    {
+        *("MatmulGradNode", "AddGradNode", "SubtractGradNode", "MultiplyGradNode"),
+        *("Conv2dGradNodeFinal", "DepthwiseConv2dGradNode", "Conv3dGradNode"),
+        *("Conv2dTransposeGradNode", "BilinearGradNode"),
+    }
+)
+
+
+#: Number of tensors taken, whether the layer trains, which of these and its parameters need grads.
+Situation = tuple[int, bool, tuple[bool, ...]]
+
+
+class CannotWait(Exception):
+    """Why the weight gradients of a call cannot wait."""
+
+
+class Nature(NamedTuple):
+    """What is known of the calls of a leaf layer in which the same tensors need a gradient.
+
+    Attributes:
+        reason: Why the weight gradients cannot wait; "" if they can.
+        divisible: Whether gradients of inputs and parameters can be computed apart.
+        reached: For each input that needs a gradient, in order, whether the outputs depend on it.
+        depth: Operations one after another from the outputs to the inputs, at most.
+        straight: Whether these are all that lie between one output and one input.
+    """
+
+    reason: str = ""
+    divisible: bool = True
+    reached: tuple[bool, ...] = ()
+    depth: int = 0
+    straight: bool = True
+
+
+class Leaf:
+    """A leaf layer and what is known of it.
+
+    Attributes:
+        layer: The layer.
+        name: Its path in the whole model.
+        parameters: Its parameters.
+        natures: What was found out about its calls, by their :meth:`situation`.
+        uncut: Why some of its calls could not wait, where that was plain without looking.
+        static: Whether its forward becomes a part of a static graph, as all around it would.
+    """
+
+    def __init__(self, layer: Any, name: str) -> None:
+        """Describes ``layer`` under its path in the whole model."""
+        self.layer = layer
+        self.name = name
+        self.parameters = tuple(layer.parameters(include_sublayers=False))
+        self.natures: dict[Situation, Nature] = {}
+        self.uncut = ""
+        self.static = False
+
+    def situation(self, taken: Sequence[Any]) -> Situation:
+        """Returns what decides which operations Paddle runs backward.
+
+        Args:
+            taken: The tensors that a call takes.
+        """
+        needs = [not tensor.stop_gradient for tensor in (*taken, *self.parameters)]
+        return len(taken), self.layer.training, tuple(needs)
+
+    @property
+    def reason(self) -> str:
+        """Why the weight gradients of some call cannot wait; "" if all can."""
+        reasons = [self.uncut, *(nature.reason for nature in self.natures.values())]
+        return next(filter(None, reasons), "")
+
+    @property
+    def divisible(self) -> bool:
+        """Whether gradients of inputs and parameters could be computed apart in every call."""
+        return all(nature.divisible for nature in self.natures.values())
+
+
+def leaves_of(index: int, layer: Any) -> Iterator[Leaf]:
+    """Yields the leaf layers within layer ``index`` of the whole list."""
+    if not isinstance(layer, paddle.nn.Layer):
+        return
+    static: set[int] = set()
+    for path, part in layer.named_sublayers(prefix=str(index), include_self=True):
+        own = part.parameters(include_sublayers=False)
+        if own and all(not sub.parameters() for sub in part.sublayers()):
+            leaf = Leaf(part, path)
+            if id(part) in static:
+                leaf.static, leaf.uncut = True, "its layer is within paddle.jit.to_static"
+            yield leaf
+        if is_static(part):
+            static.update(map(id, part.sublayers()))
+
+
+def examine(
+    leaf: Leaf, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+) -> Nature:
+    """Finds out about the calls of ``leaf`` that are like this one, which leaves no trace.
+
+    Args:
+        leaf: The layer.
+        forward: Its forward.
+        args: Positional arguments of the call.
+        named: Keyword arguments of it.
+    """
+    # Paddle never lets go of a node that Python has asked for: it must hold no tensors.
+    with _side_effects_undone(leaf.layer), paddle.autograd.saved_tensors_hooks(_nothing, _nothing):
+        try:
+            inputs = [t for t in tensors_in((args, named), "was called with") if _needs_grad(t)]
+            others = leaves_like(inputs)
+            output = forward(*replace(args, others), **replace(named, others))
+            return _follow(leaf, list(others.values()), output)
+        except CannotWait as cause:
+            return Nature(str(cause))
+        except Exception as error:
+            kind = type(error).__name__
+            return Nature(f"its layer cannot run on stand-ins for its inputs ({kind})")
+
+
+def _follow(leaf: Leaf, inputs: list[Any], output: Any) -> Nature:
+    """Follows the graph of a call from what it returned."""
+    ids = {id(tensor) for tensor in inputs}
+    given = [t for t in tensors_in(output, "returned") if _needs_grad(t) and id(t) not in ids]
+    if any(tensor.is_leaf for tensor in given):
+        raise CannotWait("its layer returns a parameter")
+    own = [tensor.grad_fn for tensor in inputs]
+    ends = {*own, *(p.grad_fn for p in leaf.parameters if _needs_grad(p))}
+    roots = [tensor.grad_fn for tensor in given]
+    nodes = nodes_of(roots, ends)
+    below = {node: operands(node) for node in nodes - ends}
+    if not all(below.values()):
+        raise CannotWait(
+            "its layer uses a tensor or parameter that is neither its argument nor its own"
+        )
+    uses = Counter(operand for others in below.values() for operand in others)
+    if max((uses[node] for node in own), default=0) > 1 and _are_vectors(leaf.parameters):
+        # Autograd would add each of these uses to those of other layers as it comes.
+        raise CannotWait("its layer uses an input several times, and has vectors alone to wait for")
+    reached = tuple(node in nodes for node in own)
+    divisible = not any(reached) or all(
+        len(others) == 1 or node.name() in DIVISIBLE for node, others in below.items()
+    )
+    ways = [_ways_to(set(own), below)[root] for root in roots]
+    depth = max((length for length, _ in ways), default=0)
+    straight = not any(reached) or sum(number for _, number in ways) == 1
+    return Nature("", divisible, reached, depth, straight)
+
+
+def _are_vectors(parameters: Iterable[Any]) -> bool:
+    return all(parameter.ndim <= 1 for parameter in parameters)
+
+
+def _ways_to(ends: set[Any], below: Mapping[Any, Sequence[Any]]) -> dict[Any, tuple[int, int]]:
+    """Returns, for each node that leads to ``ends``, the longest way there and how many there are.
+
+    Args:
+        ends: Nodes.
+        below: What each of the other nodes leads to.
+    """
+    ways = dict.fromkeys(ends, (0, 1))
+    waiting = list(below)
+    while waiting:
+        node = waiting[-1]
+        others = below.get(node, ())
+        ahead = [other for other in others if other not in ways]
+        if ahead:
+            waiting += ahead
+            continue
+        waiting.pop()
+        if node not in ways:
+            leading = [ways[other] for other in others if ways[other][1]]
+            longest = max((length for length, _ in leading), default=-1)
+            ways[node] = longest + 1, sum(number for _, number in leading)
+    return ways
+
+
+def nodes_of(roots: Iterable[Any], ends: set[Any]) -> set[Any]:
+    """Returns the nodes of a graph from ``roots`` to ``ends``, or to where it begins."""
+    seen: set[Any] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in ends:
+                stack += operands(node)
+    return seen
+
+
+def operands(node: Any) -> list[Any]:
+    """Returns the nodes to which a node of a graph hands gradients on."""
+    # None stands for an operand that needs no gradient.
+    return [other for other in node.next_functions if other is not None]
+
+
+@contextmanager
+def _side_effects_undone(layer: Any) -> Iterator[None]:
+    """Puts random states and running statistics back in the end."""
+    statistics = [*layer.buffers(), *(p for p in layer.parameters() if not _needs_grad(p))]
+    copies = [tensor.clone() for tensor in statistics]
+    try:
+        with random_states_kept():
+            yield
+    finally:
+        for tensor, copy in zip(statistics, copies):
+            tensor.set_value(copy)
+
+
+def _nothing(_saved: Any) -> None:
+    return None
+
+
+def _needs_grad(tensor: Any) -> bool:
+    return not tensor.stop_gradient
+
+
+def tensors_in(value: Any, verb: str) -> list[Any]:
+    """Returns the distinct tensors in nested tuples, lists and dicts, in order.
+
+    Raises:
+        CannotWait: There is another object, which may hold tensors where they cannot be seen.
+    """
+    found: dict[int, Any] = {}
+    # No inner function that calls itself: it would keep what it found until the next collection.
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, paddle.Tensor):
+            found.setdefault(id(item), item)
+        elif type(item) in (tuple, list):
+            stack += reversed(item)
+        elif type(item) is dict:
+            stack += reversed(list(item.values()))
+        elif not isinstance(item, _PLAIN):
+            raise CannotWait(f"its layer {verb} an object of class {type(item).__name__}")
+    return list(found.values())

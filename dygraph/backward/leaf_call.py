@@ -1,0 +1,303 @@
+"""Cuts one call of a layer out of the graph around it, so that its weight gradient can wait.
+
+A leaf layer runs on stand-ins for its inputs. What it returns goes on through ``_Border``, whose
+backward asks the layer's own little graph for the gradients of the inputs alone and keeps the
+gradients of the outputs. ``Call.weight_grads`` asks the same graph for the rest. This is the split
+of backward in Zero Bubble Pipeline Parallelism (arXiv:2401.10241; its B and W are I and W here)
+with nothing but ``PyLayer`` and ``paddle.grad``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Callable, NamedTuple
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph._paddle import allocated_bytes
+from fleetpipe.dygraph.backward import recompute
+from fleetpipe.dygraph.backward.leaf import CannotWait, Leaf, Nature, examine, tensors_in
+from fleetpipe.dygraph.nest import leaves_like, replace
+from fleetpipe.errors import ConfigError
+
+
+class Graph(NamedTuple):
+    """What one call of a layer computes.
+
+    Attributes:
+        inputs: The stand-ins that the outputs depend on.
+        outputs: The outputs that have a gradient.
+        divisible: Whether the gradients of inputs and parameters can be computed apart.
+    """
+
+    inputs: list[Any]
+    outputs: list[Any]
+    divisible: bool
+
+
+class Call:
+    """One call of a leaf layer: its own little graph, from its inputs to its outputs."""
+
+    def __init__(self, parameters: Sequence[Any], graph: Graph) -> None:
+        """Keeps the ends of the call's graph.
+
+        Args:
+            parameters: The layer's trainable parameters.
+            graph: What the call computes.
+        """
+        self._parameters = list(parameters)
+        self._graph: Graph | None = graph
+        self._grads: list[tuple[Any, Any]] = []
+        self._found: list[tuple[Any, Any]] = []
+        #: The gradients of the outputs, on their way from one side of the border to the other.
+        self.arrived: Sequence[Any] = ()
+        #: Bytes by address: what the layer took and gave, and the gradients of that.
+        self.storages: dict[int, int] = {}
+        self.hidden_bytes = 0
+
+    def measure(self, taken: Iterable[Any], outputs: Sequence[Any], allocated: int) -> None:
+        """Notes what the call keeps, given that it left ``allocated`` bytes more in use."""
+        own = sum(map(_bytes, outputs))
+        self.storages = {tensor.data_ptr(): _bytes(tensor) for tensor in (*taken, *outputs)}
+        self.hidden_bytes = max(allocated - own, 0)
+
+    def leave(self) -> tuple[Any, ...]:
+        """Returns the outputs for the graph around the call."""
+        return tuple(output.detach() for output in self._open_graph().outputs)
+
+    def _open_graph(self) -> Graph:
+        if self._graph is None:
+            raise RuntimeError("backward ran twice through a call of a leaf layer")
+        return self._graph
+
+    def input_grads(self, grads: Sequence[Any]) -> list[Any]:
+        """Returns the gradient of every input and keeps what the parameters' need.
+
+        Args:
+            grads: The gradients of the outputs; None for one that nobody used.
+        """
+        graph = self._open_graph()
+        used = [(y, grad) for y, grad in zip(graph.outputs, grads) if grad is not None]
+        wanted = graph.inputs if graph.divisible else [*graph.inputs, *self._parameters]
+        found = _gradients(used, wanted, retain_graph=graph.divisible)
+        ours, rest = found[: len(graph.inputs)], found[len(graph.inputs) :]
+        # Paddle adds up gradients in place: one that lives in the memory of another is safe only
+        # until the other is handed on.
+        if graph.divisible:
+            self._grads = [(y, _apart(grad, ours)) for y, grad in used]
+            self.storages.update((grad.data_ptr(), _bytes(grad)) for _, grad in self._grads)
+        else:
+            shared = [*ours, *(grad for _, grad in used)]
+            kept = [(p, _apart(grad, shared)) for p, grad in zip(self._parameters, rest)]
+            self._found = [(p, grad) for p, grad in kept if grad is not None]
+            self.storages = {grad.data_ptr(): _bytes(grad) for _, grad in self._found}
+            self.hidden_bytes = 0
+            self._graph = None
+        # None would crash Paddle where the input was made by an operation.
+        return [
+            paddle.zeros_like(tensor) if grad is None else grad
+            for tensor, grad in zip(graph.inputs, ours)
+        ]
+
+    def weight_grads(self) -> list[tuple[Any, Any]]:
+        """Returns the parameters that have a gradient, with it; frees the graph."""
+        if self._graph is None:
+            return self._found
+        found = _gradients(self._grads, self._parameters, retain_graph=False)
+        self._graph, self._grads = None, []
+        return [(p, grad) for p, grad in zip(self._parameters, found) if grad is not None]
+
+
+def _gradients(
+    outputs: Sequence[tuple[Any, Any]], wanted: Sequence[Any], retain_graph: bool
+) -> list[Any]:
+    """Returns the gradient of each of ``wanted``, or None, from outputs and their gradients."""
+    if not outputs or not wanted:
+        return [None] * len(wanted)
+    roots, grads = map(list, zip(*outputs))
+    return list(
+        paddle.grad(roots, list(wanted), grads, retain_graph=retain_graph, allow_unused=True)
+    )
+
+
+class _Border(paddle.autograd.PyLayer):
+    """Stands for a call of at most one operation in the graph around it."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, tape: list[Call], *_inputs: Any) -> Any:
+        ctx.call, ctx.tape = call, tape
+        ctx.set_materialize_grads(False)
+        return call.leave()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _entered(ctx.call, ctx.tape, grads)
+
+
+class _Entry(paddle.autograd.PyLayer):
+    """The border of a longer call on the side of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, tape: list[Call], *_inputs: Any) -> Any:
+        ctx.call, ctx.tape = call, tape
+        return _TOKEN.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _token: Any) -> Any:
+        grads, ctx.call.arrived = ctx.call.arrived, ()
+        return _entered(ctx.call, ctx.tape, grads)
+
+
+class _Exit(paddle.autograd.PyLayer):
+    """The border of a longer call on the side of its outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, _token: Any) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return call.leave()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.call.arrived = grads
+        return _TOKEN
+
+
+def _entered(call: Call, tape: list[Call], grads: Sequence[Any]) -> Any:
+    """Returns the gradients of a call's inputs, and notes that the rest can be asked for."""
+    found = call.input_grads(grads) or [_TOKEN]
+    tape.append(call)
+    return tuple(found) if len(found) > 1 else found[0]
+
+
+def _bordered(call: Call, tape: list[Call], depth: int, entries: Sequence[Any]) -> Any:
+    """Puts a call into the graph around it, as far from its outputs to its inputs as ``depth``.
+
+    Autograd runs the operations that are ready in the order in which they became so, and adds up
+    gradients as they arrive. With as many nodes in its place as a call has operations, what others
+    add to the gradients of its inputs comes before or after its own as it would without a border.
+    """
+    apply: Any = _Border.apply
+    if depth < 2:
+        return apply(call, tape, *(entries or [_ANCHOR]))
+    enter: Any = _Entry.apply
+    token = enter(call, tape, *entries)
+    for _ in range(depth - 2):
+        token = paddle.scale(token)
+    leave: Any = _Exit.apply
+    return leave(call, token)
+
+
+def _one_zero(stop_gradient: bool) -> Any:
+    tensor = paddle.zeros([1])
+    tensor.stop_gradient = stop_gradient
+    return tensor
+
+
+#: What makes the output of a layer without differentiable inputs, such as Embedding, need one, and
+#: what crosses the border where no value does.
+_ANCHOR, _TOKEN = _one_zero(False), _one_zero(True)
+
+
+def run(
+    leaf: Leaf,
+    forward: Callable[..., Any],
+    tape: list[Call],
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+) -> Any:
+    """Calls a leaf layer's forward so that its weight gradients can wait, if they can.
+
+    Args:
+        leaf: The layer.
+        forward: Its forward.
+        tape: Takes the call when its input gradients have been computed.
+        args: Positional arguments.
+        named: Keyword arguments.
+
+    Returns:
+        What ``forward`` returned, connected to the graph around it.
+
+    Raises:
+        ConfigError: The layer's earlier calls gave tensors that could be seen; this one has an
+            object of another class among them.
+    """
+    trained = any(not parameter.stop_gradient for parameter in leaf.parameters)
+    if not trained or not paddle.is_grad_enabled():
+        return forward(*args, **named)
+    if recompute.in_piece():
+        # What is cut out would keep the layer's inputs and outputs, which recompute lets go.
+        leaf.uncut = "its layer is recomputed"
+        return forward(*args, **named)
+    try:
+        taken = tensors_in((args, named), "was called with")
+    except CannotWait as cause:
+        leaf.uncut = str(cause)
+        return forward(*args, **named)
+    situation = leaf.situation(taken)
+    nature = leaf.natures.get(situation) or examine(leaf, forward, args, named)
+    if nature.reason:
+        output = forward(*args, **named)
+    else:
+        output = _cut_out(leaf, nature, forward, tape, taken, args, named)
+    # An error of the user's own comes again above, and says nothing of the layer.
+    leaf.natures[situation] = nature
+    return output
+
+
+def _cut_out(
+    leaf: Leaf,
+    nature: Nature,
+    forward: Callable[..., Any],
+    tape: list[Call],
+    taken: Sequence[Any],
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+) -> Any:
+    """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
+    tensors = [tensor for tensor in taken if not tensor.stop_gradient]
+    others = leaves_like(tensors)
+    before = allocated_bytes()
+    output = forward(*replace(args, others), **replace(named, others))
+    allocated = allocated_bytes() - before
+    own = {id(others[id(tensor)]): tensor for tensor in tensors}
+    given = [t for t in _returned(leaf, output) if not t.stop_gradient]
+    outputs = [tensor for tensor in given if id(tensor) not in own]
+    if outputs:
+        entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]
+        inputs = [others[id(tensor)] for tensor in entries]
+        parameters = [p for p in leaf.parameters if not p.stop_gradient]
+        call = Call(parameters, Graph(inputs, outputs, nature.divisible))
+        call.measure(taken, outputs, allocated)
+        borders = _bordered(call, tape, nature.depth, entries)
+        borders = borders if isinstance(borders, (tuple, list)) else (borders,)
+        own.update((id(output), border) for output, border in zip(outputs, borders))
+    return replace(output, own)
+
+
+def _returned(leaf: Leaf, output: Any) -> list[Any]:
+    try:
+        return tensors_in(output, "returned")
+    except CannotWait as cause:
+        raise ConfigError(
+            f"the gradients of layer {leaf.name!r} could wait for W, and now cannot",
+            cause=str(cause),
+            fix="call the layer the same way each time, or choose a schedule without W",
+        ) from None
+
+
+def _bytes(tensor: Any) -> int:
+    # Not tensor.size: Paddle asks NumPy for that, which takes as long as a small layer.
+    return int(math.prod(tensor.shape)) * int(tensor.element_size())
+
+
+def _apart(tensor: Any, others: Iterable[Any]) -> Any:
+    """Returns ``tensor``, or a copy if one of ``others`` begins within its memory, or it in one."""
+    if tensor is None or not any(_overlap(tensor, other) for other in others if other is not None):
+        return tensor
+    return tensor.clone()
+
+
+def _overlap(tensor: Any, other: Any) -> bool:
+    low, high = sorted((tensor, other), key=lambda either: int(either.data_ptr()))
+    return bool(high.data_ptr() < low.data_ptr() + _bytes(low))

@@ -1,0 +1,308 @@
+"""Runs a piece of a stage so that what autograd saves is dropped, and computed again in backward.
+
+A piece runs as ever, but each tensor that autograd would save is let go; the graph has a ticket in
+its place. The first ticket that backward hands in runs the piece once more, from the same inputs,
+random states and buffers, and fills all tickets. So backward itself, and with it every bit and the
+order of every sum, is that of a model without recompute. (Chen et al.: Training Deep Nets with
+Sublinear Memory Cost, arXiv:1604.06174.)
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph._paddle import (
+    automatic_casts,
+    is_parameter,
+    same_memory,
+    state_slots,
+    switch_gradients_on,
+)
+from fleetpipe.dygraph.nest import leaves_like, replace, tensors_of
+from fleetpipe.dygraph.random_keys import RandomStates, random_states_kept
+from fleetpipe.errors import ConfigError
+
+#: ``run(value)`` runs the layers of a piece.
+Run = Callable[[Any], Any]
+
+#: A dict of a layer's, the name of a buffer in it, and what stood there.
+_State = list[tuple[dict[str, Any], str, Any]]
+
+
+class Piece:
+    """Neighbouring layers of a stage, and what their first call showed about them."""
+
+    def __init__(self, name: str, functions: Iterable[Any]) -> None:
+        """Describes a piece.
+
+        Args:
+            name: What messages call it.
+            functions: Its layers and functions.
+        """
+        functions = list(functions)
+        self.name = name
+        self.has_parameters = any(
+            function.parameters() for function in functions if _is_layer(function)
+        )
+        self._layers = [
+            part
+            for function in functions
+            for layer in _layers_in(function)
+            for part in layer.sublayers(include_self=True)
+        ]
+        #: Whether its layers write into its inputs; None before the first call.
+        self.writes_into_inputs: bool | None = None
+        #: What a call changes, by whether each of its layers trains: known from a first call.
+        self._changing: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
+
+    def needs_recompute(self, value: Any) -> bool:
+        """Whether Fleet would recompute it: it has parameters, and an input needs a gradient."""
+        return (
+            self.has_parameters
+            and paddle.is_grad_enabled()
+            and any(not tensor.stop_gradient for tensor in tensors_of(value))
+        )
+
+    def state(self) -> _State:
+        """Returns the buffers and statistics of its layers."""
+        return [
+            (holder, name, holder[name])
+            for layer in self._layers
+            for holder, name in state_slots(layer)
+        ]
+
+    def changing_state(self) -> _State:
+        """Returns copies of those that a call changes; of all before the first call."""
+        changing = self._changing.get(self._modes())
+        return [
+            (holder, name, tensor.clone())
+            for holder, name, tensor in self.state()
+            if changing is None or (id(holder), name) in changing
+        ]
+
+    def learn(self, before: _State) -> None:
+        """Compares the state with that before the first call; forgets what stayed as it was."""
+        if self._modes() not in self._changing:
+            before[:] = [
+                (holder, name, tensor)
+                for holder, name, tensor in before
+                if holder[name].numpy().tobytes() != tensor.numpy().tobytes()
+            ]
+            self._changing[self._modes()] = {(id(holder), name) for holder, name, _ in before}
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(layer.training for layer in self._layers)
+
+
+def call(piece: Piece, run: Run, value: Any) -> Any:
+    """Runs a piece so that it holds its inputs, and nothing else, until backward.
+
+    Args:
+        piece: The piece.
+        run: Runs its layers; gives the same whenever it is called under the same states.
+        value: What the first of them takes.
+
+    Returns:
+        What ``run(value)`` returns, with its graph.
+
+    Raises:
+        ConfigError: A layer wrote into the piece's input, and in its first call did not.
+    """
+    global _failure
+    # One that nobody asked for, of a backward of the user's own.
+    _failure = None
+    rerun = _Rerun(piece, run, value)
+    with _opened(rerun.pack, rerun.unpack):
+        output = run(value)
+    rerun.settle(value)
+    return output
+
+
+class _Ticket:
+    """Stands in the graph for a saved tensor."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: Any = None
+
+
+class _Rerun:
+    """What it takes to run a piece once more, and the tickets that wait for it."""
+
+    def __init__(self, piece: Piece, run: Run, value: Any) -> None:
+        self._piece = piece
+        self._run = run
+        tensors = list(tensors_of(value))
+        self._versions = [tensor.inplace_version for tensor in tensors]
+        copied = piece.writes_into_inputs is not False
+        self._value = replace(value, leaves_like(tensors, copied))
+        self._state = piece.changing_state()
+        self._random = RandomStates()
+        self._casts = automatic_casts()
+        self._tickets: list[weakref.ref[_Ticket]] = []
+
+    def pack(self, tensor: Any) -> Any:
+        if _stays(tensor):
+            return tensor
+        ticket = _Ticket()
+        self._tickets.append(weakref.ref(ticket))
+        return ticket
+
+    def unpack(self, ticket: Any) -> Any:
+        global _failure
+        if _stays(ticket):
+            return ticket
+        if ticket.tensor is None:
+            try:
+                self._again()
+            except Exception as error:
+                # Paddle would tell only that there is no tensor, and leave gradients off.
+                _failure = error
+                switch_gradients_on()
+                raise
+        # Handed over: what backward is through with is gone.
+        tensor, ticket.tensor = ticket.tensor, None
+        return tensor
+
+    def settle(self, value: Any) -> None:
+        """Ends the forward: learns from a first one what has to be copied for the next."""
+        piece, tensors = self._piece, list(tensors_of(value))
+        written = self._versions != [tensor.inplace_version for tensor in tensors]
+        if piece.writes_into_inputs is None:
+            piece.writes_into_inputs = written
+            if not written:
+                self._value = replace(value, leaves_like(tensors))
+        elif written and not piece.writes_into_inputs:
+            raise ConfigError(
+                "a layer changed its input in place, and in its first call did not",
+                where=self._piece.name,
+                fix="call it the same way each time, or set recompute_interval=0",
+            )
+        piece.learn(self._state)
+
+    def _again(self) -> None:
+        global _rerunning
+        filled: list[tuple[Any, int]] = []
+        tickets = iter(self._tickets)
+
+        def fill(tensor: Any) -> None:
+            if _stays(tensor):
+                return
+            ticket = next(tickets, _lost)()
+            if ticket is not None:
+                ticket.tensor = same_memory(tensor)
+                filled.append((tensor, tensor.inplace_version))
+
+        before, _rerunning = _rerunning, True
+        try:
+            with random_states_kept(), self._state_of_then(), paddle.enable_grad(), self._casts():
+                self._random.put_back()
+                with _opened(fill, _refuse):
+                    self._run(self._inputs())
+        finally:
+            _rerunning = before
+        self._check(filled, next(tickets, None) is None)
+
+    def _inputs(self) -> Any:
+        """Returns the inputs for another run."""
+        if not self._piece.writes_into_inputs:
+            return self._value
+        # Not a leaf of the graph, because Paddle lets nobody write into one.
+        return replace(self._value, {id(t): t.clone() for t in tensors_of(self._value)})
+
+    @contextmanager
+    def _state_of_then(self) -> Iterator[None]:
+        """Gives the layers copies of their state as it was before the first run."""
+        now = self._piece.state()
+        then: dict[tuple[int, str], Any] = {}
+        for holder, name, tensor in self._state:
+            then[id(holder), name] = tensor
+        for holder, name, tensor in now:
+            found: Any = then.get((id(holder), name), tensor)
+            holder[name] = found.clone()
+        try:
+            yield
+        finally:
+            for holder, name, tensor in now:
+                holder[name] = tensor
+
+    def _check(self, filled: Sequence[tuple[Any, int]], all_filled: bool) -> None:
+        """Refuses a second run that was not like the first."""
+        if not all_filled:
+            raise ConfigError(
+                "a recomputed piece saved fewer tensors than in its forward",
+                where=self._piece.name,
+                cause="a layer does something else when it is called again with the same input",
+                fix="have its forward depend on its input, parameters and buffers alone",
+            )
+        if any(tensor.inplace_version != version for tensor, version in filled):
+            raise ConfigError(
+                "a tensor that backward needs was changed in place after it was saved",
+                where=self._piece.name,
+                cause="Paddle refuses that without recompute too",
+            )
+
+
+def _is_layer(function: Any) -> bool:
+    return isinstance(function, paddle.nn.Layer)
+
+
+def _layers_in(function: Any) -> list[Any]:
+    """Returns a layer itself, or the layer that a shared layer's ``forward_func`` is given."""
+    if isinstance(function, functools.partial):
+        return [part for part in (*function.args, *function.keywords.values()) if _is_layer(part)]
+    return [function] if _is_layer(function) else []
+
+
+def _stays(saved: Any) -> bool:
+    """Whether the graph keeps what it would save: a PyLayer saves None, and parameters as such."""
+    # In backward it may look for a parameter's main_grad.
+    return saved is None or is_parameter(saved)
+
+
+def _lost() -> None:
+    """Stands for a ticket that there is no more, or never was."""
+
+
+def _refuse(_packed: Any) -> None:
+    raise RuntimeError("backward cannot run through the second run of a recomputed piece")
+
+
+_in_piece = False
+_rerunning = False
+_failure: Exception | None = None
+
+
+@contextmanager
+def _opened(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Iterator[None]:
+    """Within it autograd saves by way of ``pack``."""
+    global _in_piece
+    before, _in_piece = _in_piece, True
+    try:
+        with paddle.autograd.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        _in_piece = before
+
+
+def in_piece() -> bool:
+    """Whether layers run just now whose activations are not kept."""
+    return _in_piece
+
+
+def rerunning() -> bool:
+    """Whether layers run just now only to get their activations back."""
+    return _rerunning
+
+
+def cause_of(error: Exception) -> Exception:
+    """Returns what really went wrong where backward failed because a piece could not run again."""
+    global _failure
+    cause, _failure = _failure, None
+    return error if cause is None else cause

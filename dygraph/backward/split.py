@@ -1,0 +1,169 @@
+"""Splits the backward of stages into I and W: keeps a tape of leaf calls for each micro-batch.
+
+While a stage whose backward is split runs forward, the ``forward`` of its leaf layers is replaced
+by ``leaf_calls.run``; outside of that nothing is changed, so evaluation and the user's own calls
+run as ever. I runs autograd as B does, and finds at each leaf only the way to its inputs; W empties
+the tape.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.backward import leaf_call
+from fleetpipe.dygraph.backward.deferral_report import DeferralReport, Waiting, Watch
+from fleetpipe.dygraph.backward.leaf import Leaf, leaves_of
+from fleetpipe.dygraph.backward.leaf_call import Call
+from fleetpipe.schedules import Schedule
+from fleetpipe.schedules.action import flatten
+
+_MISSING = object()
+
+_NOTHING = nullcontext()
+
+#: ``layers_of(stage)`` gives the layers of a stage by their numbers in the whole list.
+LayersOf = Callable[[int], Mapping[int, Any]]
+
+
+class SplitBackward:
+    """The tapes of all stages and micro-batches whose backward a schedule splits."""
+
+    def __init__(self, schedule: Schedule, layers_of: LayersOf) -> None:
+        """Finds out what is split.
+
+        Args:
+            schedule: Actions I and W name the stages and micro-batches that are split.
+            layers_of: The layers of a stage of this process.
+        """
+        self._split = {
+            (action.stage, action.micro_batch)
+            for row in schedule.actions
+            for action in flatten(row)
+            if action.kind == "I"
+        }
+        self._name = schedule.name
+        self._layers_of = layers_of
+        self._leaves: dict[int, list[Leaf]] = {}
+        self._tapes: dict[tuple[int, int], list[Call]] = {}
+        self._waiting: dict[int, Waiting] = {}
+        self._watch: Watch | None = None
+
+    def end(self) -> None:
+        """Ends the watch with the first batch, and forgets what an unfinished one left."""
+        if self._watch is not None:
+            self._watch.stop()
+            if self._tapes:
+                # It saw a part of the parameters: the next batch is watched from its beginning.
+                self._watch = None
+        self._tapes.clear()
+        for waiting in self._waiting.values():
+            waiting.forget()
+
+    def recording(self, stage: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Cuts the calls of the stage's leaf layers out of the graph while the context is open.
+
+        Args:
+            stage: Global stage of this process.
+            micro_batch: Number within the batch.
+        """
+        if (stage, micro_batch) not in self._split:
+            return _NOTHING
+        return self._recording(stage, micro_batch)
+
+    @contextmanager
+    def _recording(self, stage: int, micro_batch: int) -> Iterator[None]:
+        tape = self._tapes.setdefault((stage, micro_batch), [])
+        leaves = [leaf for leaf in self._leaves_of(stage) if not leaf.static]
+        before = [leaf.layer.__dict__.get("forward", _MISSING) for leaf in leaves]
+        try:
+            for leaf in leaves:
+                # Around Layer.__setattr__, which looks for parameters first.
+                leaf.layer.__dict__["forward"] = _wrapped(leaf, leaf.layer.forward, tape)
+            yield
+        finally:
+            for leaf, own in zip(leaves, before):
+                if own is _MISSING:
+                    leaf.layer.__dict__.pop("forward", None)
+                else:
+                    leaf.layer.__dict__["forward"] = own
+
+    @contextmanager
+    def input_grads(self, stage: int, micro_batch: int) -> Iterator[None]:
+        """Has autograd leave the leaf layers' weight gradients out while the context is open."""
+        with self._watched(stage, "I"), self.recording(stage, micro_batch):
+            yield
+        # What the same calls share counts once.
+        calls = self._tapes[stage, micro_batch]
+        storages = {address: size for call in calls for address, size in call.storages.items()}
+        hidden = sum(call.hidden_bytes for call in calls)
+        self._waiting.setdefault(stage, Waiting()).add(micro_batch, sum(storages.values()) + hidden)
+
+    def weight_grads(self, stage: int, micro_batch: int) -> None:
+        """Adds to the parameters' gradients what I left over, as autograd would have."""
+        totals: dict[int, tuple[Any, Any]] = {}
+        tape = self._tapes[stage, micro_batch]
+        with self._watched(stage, "W"):
+            for call in tape:
+                for parameter, grad in call.weight_grads():
+                    known = totals.get(id(parameter))
+                    # Autograd too adds up all uses before it touches the parameter's gradient.
+                    total = grad if known is None else known[1] + grad
+                    totals[id(parameter)] = (parameter, total)
+            tape.clear()
+            if totals:
+                # Backward from a leaf is accumulation and nothing else, hooks included.
+                paddle.autograd.backward(*map(list, zip(*totals.values())))
+        self._waiting[stage].remove(micro_batch)
+
+    def release(self, stage: int, micro_batch: int) -> None:
+        """Drops the tape of a stage and micro-batch."""
+        self._tapes.pop((stage, micro_batch), None)
+
+    def report(self) -> DeferralReport:
+        """Returns which parameters' gradients waited for W, and what that kept."""
+        deferrals = () if self._watch is None else self._watch.deferrals(self._leaves)
+        peaks = {stage: waiting.peak for stage, waiting in sorted(self._waiting.items())}
+        return DeferralReport(self._name, deferrals, peaks)
+
+    def reordered(self) -> list[str]:
+        """Returns the leaf layers whose gradients may be added up in another order than in B.
+
+        These are the ones whose inputs and outputs are connected in more than one way, and those
+        whose parameters are also used around them.
+        """
+        both = set() if self._watch is None else self._watch.halves()
+        return [
+            leaf.name
+            for leaves in self._leaves.values()
+            for leaf in leaves
+            if not all(nature.straight for nature in leaf.natures.values())
+            or not both.isdisjoint(map(id, leaf.parameters))
+        ]
+
+    def _leaves_of(self, stage: int) -> list[Leaf]:
+        if stage not in self._leaves:
+            # Once each, however many entries of the stage share a layer.
+            found: dict[int, Leaf] = {}
+            for index, layer in self._layers_of(stage).items():
+                for leaf in leaves_of(index, layer):
+                    found.setdefault(id(leaf.layer), leaf)
+            self._leaves[stage] = list(found.values())
+        return self._leaves[stage]
+
+    def _watched(self, stage: int, kind: str) -> AbstractContextManager[None]:
+        """Notes which parameters of the first batch get their gradient in an action."""
+        if self._watch is None:
+            self._watch = Watch()
+        return self._watch.during(stage, kind, self._layers_of)
+
+
+def _wrapped(leaf: Leaf, forward: Callable[..., Any], tape: list[Call]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **named: Any) -> Any:
+        return leaf_call.run(leaf, forward, tape, args, named)
+
+    return run

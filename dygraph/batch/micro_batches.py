@@ -1,0 +1,210 @@
+"""Cuts a user's batch into the micro-batches of a step, in every form that Fleet takes.
+
+``[inputs, labels]`` holds the whole batch; each of the two may be a Tensor (cut along its first
+axis), a list of one value per micro-batch, a tuple or dict of those, or None on a rank that does
+not need it. A ``PipelineDatasetPreprocessor`` is called for the data. Anything else is an iterator
+of ``(inputs, labels)``, one item per micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.backports import PipelineDatasetPreprocessor
+from fleetpipe.dygraph.nest import rebuilt
+from fleetpipe.errors import BoundaryError, ConfigError
+
+
+class MicroBatches(NamedTuple):
+    """Lists with one entry per micro-batch; None where this rank was given no inputs or labels."""
+
+    inputs: Any
+    labels: Any
+
+
+class Cut(NamedTuple):
+    """How a batch is cut.
+
+    Args:
+        steps: The number m of micro-batches (``accumulate_steps``).
+        size: Rows of each Tensor of a micro-batch (``micro_batch_size``).
+        any_rows: Whether another number of rows or values is cut as well: rows into micro-batches
+            of ``size``, of which the last may be smaller.
+    """
+
+    steps: int
+    size: int
+    any_rows: bool = False
+
+
+def split(data: Any, cut: Cut) -> MicroBatches:
+    """Cuts ``data`` into micro-batches.
+
+    Args:
+        data: ``[inputs, labels]`` of a whole batch, or an iterator over micro-batches, of which
+            exactly ``cut.steps`` items are consumed, or a ``PipelineDatasetPreprocessor`` that
+            returns one of these; None on a rank that needs neither.
+        cut: How to cut.
+
+    Returns:
+        The micro-batches; all tensors are detached.
+
+    Raises:
+        ConfigError: The number of rows or items does not fit.
+        BoundaryError: A value is not made of Tensors.
+    """
+    data = unwrapped(data)
+    if data is None:
+        return MicroBatches(None, None)
+    if isinstance(data, (list, tuple)):
+        if len(data) != 2:
+            raise ConfigError(
+                "data must be [inputs, labels]",
+                expected="2 entries",
+                got=f"{len(data)} entries",
+                fix="put several inputs into a tuple: [(x1, x2), labels]",
+            )
+        parts = MicroBatches(*(split_value(v, cut, n) for v, n in zip(data, MicroBatches._fields)))
+        if parts.inputs and parts.labels and len(parts.inputs) != len(parts.labels):
+            raise ConfigError(
+                "inputs and labels do not have the same number of micro-batches",
+                got=f"{len(parts.inputs)} and {len(parts.labels)}",
+            )
+        return parts
+    if not hasattr(type(data), "__next__"):
+        raise ConfigError(
+            "data must be [inputs, labels] or an iterator of (inputs, labels) micro-batches",
+            got=type(data).__name__,
+            fix="pass iter(loader) for a DataLoader whose batches are micro-batches"
+            if hasattr(data, "__iter__") and not isinstance(data, (str, paddle.Tensor))
+            else "pass [inputs, labels]",
+        )
+    return _draw(data, cut.steps)
+
+
+def unwrapped(data: Any) -> Any:
+    """Returns what a ``PipelineDatasetPreprocessor`` gives; any other ``data`` as it is."""
+    return data() if isinstance(data, PipelineDatasetPreprocessor) else data
+
+
+def split_value(value: Any, cut: Cut, path: str) -> list[Any] | None:
+    """Cuts the inputs or the labels of a whole batch; ``path`` names them in messages.
+
+    Raises:
+        ConfigError: The number of rows or values does not fit.
+        BoundaryError: A value is not made of Tensors.
+    """
+    if value is None:
+        return None
+    if isinstance(value, paddle.Tensor):
+        return _rows(value, cut, path)
+    if isinstance(value, list):
+        if len(value) != cut.steps and not (cut.any_rows and value):
+            raise ConfigError(
+                f"{path} is a list, which means one value per micro-batch",
+                expected=f"{cut.steps} values (accumulate_steps)",
+                got=f"{len(value)} values",
+                fix="use a tuple for several tensors of the whole batch",
+            )
+        return [_detached(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        parts = [split_value(item, cut, f"{path}[{i}]") for i, item in enumerate(value)]
+        indices = range(_common_length(parts, cut, path))
+        return [rebuilt(value, [part and part[index] for part in parts]) for index in indices]
+    if isinstance(value, dict):
+        named = {key: split_value(item, cut, f"{path}[{key!r}]") for key, item in value.items()}
+        indices = range(_common_length(list(named.values()), cut, path))
+        return [{key: part and part[i] for key, part in named.items()} for i in indices]
+    raise _not_a_tensor(value, path)
+
+
+def ragged_weights(value: Any, cut: Cut) -> list[Fraction] | None:
+    """Returns each micro-batch's share of the rows where ``cut.size`` does not divide them.
+
+    Args:
+        value: The labels of a whole batch, as the user gave them.
+        cut: How they are cut.
+
+    Returns:
+        None where all micro-batches have the same number of rows.
+    """
+    if isinstance(value, (tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return next((w for item in items if (w := ragged_weights(item, cut)) is not None), None)
+    if not isinstance(value, paddle.Tensor) or not value.ndim or value.shape[0] % cut.size == 0:
+        return None
+    rows = value.shape[0]
+    whole = [Fraction(cut.size, rows)] * (rows // cut.size)
+    return [*whole, Fraction(rows % cut.size, rows)]
+
+
+def _draw(data: Iterator[Any], count: int) -> MicroBatches:
+    inputs, labels = [], []
+    for index in range(count):
+        try:
+            item = next(data)
+        except StopIteration:
+            raise ConfigError(
+                f"the data iterator ended after {index} of {count} micro-batches",
+                fix="give it a multiple of accumulate_steps items, e.g. drop the last group",
+            ) from None
+        if not isinstance(item, (list, tuple)) or len(item) != 2:
+            raise ConfigError(
+                "each item of the data iterator must be (inputs, labels)",
+                where=f"micro-batch {index}",
+                got=type(item).__name__,
+            )
+        inputs.append(_detached(item[0], f"inputs of micro-batch {index}"))
+        labels.append(_detached(item[1], f"labels of micro-batch {index}"))
+    return MicroBatches(inputs, labels)
+
+
+def _common_length(parts: list[list[Any] | None], cut: Cut, path: str) -> int:
+    lengths = {len(part) for part in parts if part is not None} or {cut.steps}
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"the parts of {path} do not have the same number of micro-batches",
+            got=" and ".join(map(str, sorted(lengths))),
+        )
+    return lengths.pop()
+
+
+def _rows(tensor: Any, cut: Cut, path: str) -> list[Any]:
+    count, size, any_rows = cut
+    rows = tensor.shape[0] if tensor.ndim else None
+    if rows != count * size:
+        if not any_rows or not rows:
+            raise ConfigError(
+                f"{path} does not have accumulate_steps x micro_batch_size rows",
+                expected=f"{count} x {size} = {count * size} rows",
+                got="a 0-D tensor" if rows is None else f"{rows} rows (shape {tensor.shape})",
+                fix="change the batch, or strategy.pipeline_configs; drop an incomplete last batch",
+            )
+        count = -(-rows // size)
+    whole = tensor.detach()
+    return [whole[index * size : (index + 1) * size] for index in range(count)]
+
+
+def _detached(value: Any, path: str) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, paddle.Tensor):
+        return value.detach()
+    if isinstance(value, (list, tuple)):
+        items = [_detached(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return rebuilt(value, items)
+    if isinstance(value, dict):
+        return {key: _detached(item, f"{path}[{key!r}]") for key, item in value.items()}
+    raise _not_a_tensor(value, path)
+
+
+def _not_a_tensor(value: Any, path: str) -> BoundaryError:
+    return BoundaryError(
+        f"{path} is not a Tensor",
+        expected="a Tensor, a list with one value per micro-batch, a tuple or dict of those, None",
+        got=type(value).__name__,
+        fix="convert it with paddle.to_tensor before train_batch",
+    )

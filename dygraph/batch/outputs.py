@@ -1,0 +1,92 @@
+"""Forwards alone: the engines for batches of any number of micro-batches, and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.nest import mapped, rebuilt
+from fleetpipe.engine.engine import Engine
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules import Placement, Plan, forward_only
+
+#: Engines that are kept: one for full batches, one for a last, smaller one, a few for chance.
+_MOST_ENGINES = 8
+
+
+class Evaluation:
+    """The engines that run forwards only."""
+
+    def __init__(self, placement: Placement, build: Callable[[Plan], Engine]) -> None:
+        """Begins without any.
+
+        Args:
+            placement: Which rank owns which stage.
+            build: Makes an engine of a plan.
+        """
+        self._placement = placement
+        self._build = build
+        self._engines: dict[int, Engine] = {}
+
+    def engine(self, micro_batches: int) -> Engine:
+        """Returns the engine for a batch of that many micro-batches."""
+        if micro_batches not in self._engines:
+            if len(self._engines) == _MOST_ENGINES:
+                del self._engines[next(iter(self._engines))]
+            plan = forward_only(self._placement, micro_batches).lower()
+            self._engines[micro_batches] = self._build(plan)
+        return self._engines[micro_batches]
+
+
+def require_count(batches: MicroBatches, count: int) -> None:
+    """Makes sure that this rank was given as many micro-batches as the first stage was.
+
+    Raises:
+        ConfigError: Its inputs or labels have another number.
+    """
+    for name, part in zip(batches._fields, batches):
+        if part is not None and len(part) != count:
+            raise ConfigError(
+                f"the {name} given to this rank are not those of the first stage's batch",
+                expected=f"{count} micro-batches",
+                got=f"{len(part)} micro-batches",
+                fix="give all ranks the same batch, or None where a rank needs none",
+            )
+
+
+def on_host(value: Any) -> Any:
+    """Returns ``value`` with its tensors in the memory of the host."""
+    return mapped(lambda tensor: tensor if tensor.place.is_cpu_place() else tensor.cpu(), value)
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """Puts the outputs of micro-batches together along axis 0; their containers stay.
+
+    Numbers (tensors of no dimension) are stacked; what is no tensor must be equal in all of them
+    and stays as it is.
+
+    Raises:
+        ConfigError: The outputs do not have the same form.
+    """
+    first = values[0]
+    if isinstance(first, paddle.Tensor):
+        return paddle.concat(list(values)) if first.ndim else paddle.stack(list(values))
+    if any(type(value) is not type(first) for value in values):
+        raise _different(values)
+    if isinstance(first, (tuple, list)) and all(len(value) == len(first) for value in values):
+        return rebuilt(first, map(joined, zip(*values)))
+    if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+        return {key: joined([value[key] for value in values]) for key in first}
+    if any(value != first for value in values):
+        raise _different(values)
+    return first
+
+
+def _different(values: Sequence[Any]) -> ConfigError:
+    return ConfigError(
+        "the outputs of the micro-batches cannot be joined: they do not have the same form",
+        got=", ".join(type(value).__name__ for value in values),
+        fix="take them one by one, from eval_batch",
+    )

@@ -1,0 +1,189 @@
+"""The dynamic-graph stage: runs forward and backward of the model's stages with autograd."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.backward import recompute
+from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
+from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.losses import Losses
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
+from fleetpipe.engine.engine import Values
+from fleetpipe.errors import BoundaryError
+from fleetpipe.schedules import Edge
+from fleetpipe.transport import Value
+
+#: ``run_stage(stage, value, micro_batch)`` runs the layers of a stage.
+RunStage = Callable[[int, Any, int], Any]
+
+
+class Batch:
+    """What one run of a plan works on, and what it leaves: losses or outputs by micro-batch."""
+
+    def __init__(
+        self,
+        data: MicroBatches,
+        losses: Losses | None = None,
+        scale: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Describes one batch.
+
+        Args:
+            data: The micro-batches this rank was given.
+            losses: Computes and keeps the losses; None collects the outputs.
+            scale: Applied to the weighted loss before backward, as a ``GradScaler``'s ``scale``.
+        """
+        self.data = data
+        self.losses = losses
+        self.scale = scale
+        self.outputs: dict[int, Any] = {}
+
+
+_NO_BATCH = Batch(MicroBatches(None, None))
+
+
+class DygraphStage:
+    """Implements the engine's ``Stage`` for the stages of a ``PipelineLayer``.
+
+    What a stage received and what it returned are kept from forward to backward; the received
+    tensors that need a gradient are leaves, so that autograd ends at the stage's border.
+    """
+
+    def __init__(
+        self,
+        run_stage: RunStage,
+        edges: tuple[Edge, ...],
+        split: SplitBackward,
+    ) -> None:
+        """Serves the stages of a chain.
+
+        Args:
+            run_stage: ``run_stage(stage, value, micro_batch)`` runs the layers of a stage.
+            edges: The edges of the plan; in dynamic graph each stage has at most one on each side.
+            split: Keeps what weight gradients need from I to W.
+        """
+        self._run_stage = run_stage
+        self._split = split
+        self._into = {edge.target: edge for edge in edges}
+        self._out = {edge.source: edge for edge in edges}
+        self._kept: dict[tuple[int, int], tuple[Value, Any]] = {}
+        self._batch = _NO_BATCH
+        self._first_micro_batch = 0
+        #: Takes how the graphs of the stages hang together; None where nobody asks for it.
+        self.crossings: dict[int, Crossing] | None = None
+        #: The number within the batch of the micro-batch whose forward runs, or else the next.
+        self.micro_batch_id = 0
+
+    def begin(self, batch: Batch, first_micro_batch: int = 0) -> None:
+        """Takes up a batch whose micro-batch 0 has the given global number."""
+        self._batch = batch
+        self._first_micro_batch = first_micro_batch
+        self.micro_batch_id = 0
+
+    def end(self) -> None:
+        """Lets go of the batch and of all that is kept for it, whether it was finished or not."""
+        self._batch = _NO_BATCH
+        self._kept.clear()
+        self._split.end()
+
+    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
+        """Runs the layers of ``stage``; the last stage also computes the loss."""
+        self.micro_batch_id = micro_batch - self._first_micro_batch
+        into = self._into.get(stage)
+        value = self._inputs_of(micro_batch) if into is None else _received(inputs[into])
+        with self._split.recording(stage, micro_batch - self._first_micro_batch):
+            output = self._run_stage(stage, value, micro_batch)
+        outputs: dict[Edge, Value] = {}
+        if stage in self._out:
+            outputs[self._out[stage]] = output
+        else:
+            output = self._finish(micro_batch, output)
+        self._kept[stage, micro_batch] = (value, output)
+        self.micro_batch_id += 1
+        return outputs
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+        """Runs autograd from the outputs, or from the loss, back to what the stage received."""
+        value, output = self._kept[stage, micro_batch]
+        if stage in self._out:
+            _backward(*_roots(differentiable(output), output_grads[self._out[stage]]))
+        elif output.stop_gradient:
+            raise BoundaryError(
+                "the loss does not depend on any parameter that is trained",
+                where="last stage",
+                cause="loss_fn detached its argument, or every parameter has stop_gradient=True",
+            )
+        else:
+            _backward([output])
+        if self.crossings is not None:
+            outputs = differentiable(output)
+            self.crossings[stage] = crossing_of(differentiable(value), outputs)
+        if stage not in self._into:
+            return {}
+        return {self._into[stage]: tuple(leaf.grad for leaf in differentiable(value))}
+
+    def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+        """As :meth:`backward`, but the gradients of leaf layers' parameters wait for W.
+
+        Everything but what they need is dropped here.
+        """
+        with self._split.input_grads(stage, micro_batch - self._first_micro_batch):
+            grads = self.backward(stage, micro_batch, output_grads)
+        del self._kept[stage, micro_batch]
+        return grads
+
+    def weight_grad(self, stage: int, micro_batch: int) -> None:
+        """Adds the gradients that waited."""
+        self._split.weight_grads(stage, micro_batch - self._first_micro_batch)
+
+    def release(self, stage: int, micro_batch: int) -> None:
+        """Drops the activations of a stage and micro-batch."""
+        self._kept.pop((stage, micro_batch), None)
+        self._split.release(stage, micro_batch - self._first_micro_batch)
+
+    def _inputs_of(self, micro_batch: int) -> Any:
+        return self._batch.data.inputs[micro_batch - self._first_micro_batch]
+
+    def _finish(self, micro_batch: int, output: Any) -> Any:
+        """Turns the last stage's output into the loss to start backward from."""
+        batch = self._batch
+        index = micro_batch - self._first_micro_batch
+        if batch.losses is None:
+            batch.outputs[index] = output
+            return output
+        random_keys.enter_loss()
+        share = batch.losses.take(index, output, batch.data.labels[index])
+        return share if batch.scale is None else batch.scale(share)
+
+
+def _received(value: Any) -> Any:
+    """Returns a value whose tensors are leaves: another stage of this rank hands over its graph."""
+    if isinstance(value, paddle.Tensor):
+        return value if value.is_leaf else leaf_like(value)
+    if all(tensor.is_leaf for tensor in tensors_of(value)):
+        return value
+    return mapped(leaf_like, value)
+
+
+def _roots(tensors: list[Any], grads: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """Returns where to start from; a tensor that left twice gets the sum of its gradients."""
+    roots: dict[int, tuple[Any, Any]] = {}
+    for tensor, grad in zip(tensors, grads):
+        # None: the next stage did not use the tensor. Paddle would take None for a gradient of one.
+        if grad is not None:
+            known = roots.get(id(tensor))
+            roots[id(tensor)] = (tensor, grad if known is None else known[1] + grad)
+    return [tensor for tensor, _ in roots.values()], [grad for _, grad in roots.values()]
+
+
+def _backward(tensors: list[Any], grads: list[Any] | None = None) -> None:
+    """Runs autograd from ``tensors``, if there are any."""
+    if tensors:
+        try:
+            paddle.autograd.backward(tensors, grads)
+        except Exception as error:
+            raise recompute.cause_of(error)  # noqa: B904 (it is the error itself, or its cause)

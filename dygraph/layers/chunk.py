@@ -1,0 +1,57 @@
+"""A chunk as Fleet hands it out: the layers of one stage, to look at and not to call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Callable, NoReturn
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.layers.tied import called_through
+
+
+class PipelineLayerChunk(paddle.nn.Layer):
+    """The layers of one stage; its sublayers have their numbers in the whole list as names.
+
+    A shared layer that is called through its ``forward_func`` has its key as name.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[int, Callable[[Any], Any]],
+        keys: Mapping[int, str],
+    ) -> None:
+        """Takes built layers and functions by their number in the whole list, in order.
+
+        Args:
+            functions: The layers and functions.
+            keys: The keys of those that are shared layers.
+        """
+        super().__init__()
+        self.run_function = list(functions.values())
+        for index, function in functions.items():
+            if isinstance(function, paddle.nn.Layer):
+                self.add_sublayer(str(index), function)
+            elif index in keys:
+                self.add_sublayer(keys[index], *called_through(function))
+
+    def get_run_function(self) -> list[Callable[[Any], Any]]:
+        """Returns the layers and functions in order."""
+        return self.run_function
+
+    def __iter__(self) -> Iterator[Callable[[Any], Any]]:
+        """Yields the layers and functions in order."""
+        return iter(self.run_function)
+
+    def __len__(self) -> int:
+        """Returns the number of layers and functions."""
+        return len(self.run_function)
+
+    def forward(self, *_args: Any, **_named: Any) -> NoReturn:
+        """Refuses to be called, as Fleet's chunk does.
+
+        Raises:
+            PermissionError: Always.
+        """
+        raise PermissionError(
+            "a chunk of a PipelineLayer cannot be called: call the PipelineLayer with chunk_id"
+        )

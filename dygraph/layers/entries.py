@@ -1,0 +1,182 @@
+"""The entries of a layer list: how one is built, what it is called and what it would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe.dygraph.random_keys import random_states_kept
+from fleetpipe.errors import ConfigError
+
+#: Fleet seeds layer i of a model with this number plus i.
+FIRST_SEED = 1234
+
+
+def checked(layers: Any) -> list[Any]:
+    """Returns the entries of the list of layers that a user gave.
+
+    Raises:
+        ConfigError: It is no list, or an empty one, or one of its entries cannot stand there.
+    """
+    if not isinstance(layers, Iterable):
+        raise ConfigError(
+            "the layers of a PipelineLayer are a list",
+            got=type(layers).__name__,
+            fix="pass [LayerDesc(..), LayerDesc(..), ..], in the order in which they run",
+        )
+    entries = list(layers)
+    if not entries:
+        raise ConfigError(
+            "the list of layers of a PipelineLayer is empty",
+            expected="at least one layer for each stage",
+            got=f"a {type(layers).__name__} without entries",
+            cause="a loop that built the list did not run, or an iterator was read before",
+            fix="pass [LayerDesc(..), LayerDesc(..), ..], in the order in which they run",
+        )
+    for index, entry in enumerate(entries):
+        _check(entry, index)
+    return entries
+
+
+def _check(entry: Any, index: int) -> None:
+    """Refuses what cannot stand in a list of layers.
+
+    Raises:
+        ConfigError: ``entry`` is neither a description, nor a layer, nor callable; or a class.
+    """
+    theirs = getattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc", None)
+    if theirs is not None and isinstance(entry, theirs):
+        raise ConfigError(
+            "LocalSharedLayerDesc shares weights between the two chunks of a rank alone",
+            where=f"layer {index} of the list, key {entry.layer_name!r}",
+            fix="use SharedLayerDesc with the same arguments: here it shares under every "
+            "schedule, DualPipeV included",
+        )
+    if isinstance(entry, type) and issubclass(entry, paddle.nn.Layer):
+        raise ConfigError(
+            "an entry of the list of layers is a class, which would be built anew in every call",
+            where=f"layer {index} of the list",
+            got=f"the class {entry.__name__}",
+            fix=f"write LayerDesc({entry.__name__}, ..) or {entry.__name__}(..)",
+        )
+    if not hasattr(entry, "build_layer") and not callable(entry):
+        raise ConfigError(
+            "an entry of the list of layers is neither a LayerDesc, nor a Layer, nor callable",
+            where=f"layer {index} of the list",
+            got=type(entry).__name__,
+            fix="write LayerDesc(nn.Linear, 8, 8), nn.Linear(8, 8) or a function of one argument",
+        )
+
+
+def is_shared(entry: Any) -> bool:
+    """Tells whether ``entry`` is a ``SharedLayerDesc``."""
+    return isinstance(entry, paddle_fleet.meta_parallel.SharedLayerDesc)
+
+
+def shared_attributes(entry: Any) -> tuple[str, ...]:
+    """Returns the names of the weights that a ``SharedLayerDesc`` shares."""
+    # One name on 2.6.2, a list on 3.3.
+    named = entry.shared_weight_attr
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
+def build(entry: Any, index: int) -> Any:
+    """Returns the callable of layer ``index``, built under the seed that Fleet gives it.
+
+    The random state is left advanced.
+
+    Raises:
+        ConfigError: The constructor does not take the arguments of the description.
+    """
+    if not hasattr(entry, "build_layer"):
+        return entry
+    paddle.seed(FIRST_SEED + index)
+    try:
+        with _specification_kept(entry):
+            return entry.build_layer()
+    except TypeError as error:
+        raise ConfigError(
+            f"layer {index} ({class_name(entry)}) cannot be built from its description",
+            where=f"layer {index} of the list",
+            got=f"arguments {entry.inputs}, {entry.kwargs}",
+            cause=f"TypeError: {error}",
+            fix="give LayerDesc what the layer's constructor takes",
+        ) from error
+
+
+class Blueprints(Sequence[Any]):
+    """Layers like those of a list, for their names and shapes; their values mean nothing.
+
+    Each is made when it is asked for, and kept.
+    """
+
+    def __init__(self, entries: Sequence[Any]) -> None:
+        """Describes the layers of a whole list."""
+        self._entries = entries
+        self._made: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        """Returns the number of layers."""
+        return len(self._entries)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the blueprint of layer ``index``."""
+        if index not in self._made:
+            self._made[index] = _blueprint(self._entries[index], index)
+        return self._made[index]
+
+
+def _blueprint(entry: Any, index: int) -> Any:
+    if not hasattr(entry, "build_layer"):
+        return entry
+    # Names of its own, so that the parameters that count are named as if it were not there.
+    with random_states_kept(), paddle.utils.unique_name.guard():
+        try:
+            with paddle.LazyGuard(), _specification_kept(entry):
+                return entry.build_layer()
+        except Exception:
+            # A layer whose constructor computes with its parameters cannot be built lazily.
+            return build(entry, index)
+
+
+def class_name(entry: Any) -> str:
+    """Returns the name that ``seg_method="layer:Regex"`` is matched with; "" if there is none."""
+    if isinstance(entry, paddle.nn.Layer):
+        return type(entry).__name__
+    described = getattr(entry, "layer_func", None)
+    if described is None and hasattr(entry, "layer_spec"):
+        described = entry.layer_spec.layer
+    return str(getattr(described or entry, "__name__", ""))
+
+
+def count_parameters(layer: Any) -> int:
+    """Returns how many numbers the trainable parameters of a layer hold; 0 for a function."""
+    if not isinstance(layer, paddle.nn.Layer):
+        return 0
+    return sum(_numel(parameter) for parameter in layer.parameters() if parameter.trainable)
+
+
+def _numel(parameter: Any) -> int:
+    count = 1
+    for size in parameter.shape:
+        count *= size
+    return count
+
+
+@contextmanager
+def _specification_kept(entry: Any) -> Iterator[None]:
+    """Undoes what building a ``LayerDesc`` of a ``LayerSpec`` writes into the specification.
+
+    Two entries may use the same: the arguments of one must not reach the other.
+    """
+    specification = getattr(entry, "layer_spec", None)
+    if specification is None:
+        yield
+        return
+    arguments = specification.extra_kwargs
+    try:
+        yield
+    finally:
+        specification.extra_kwargs = arguments

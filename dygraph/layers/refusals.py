@@ -1,0 +1,117 @@
+"""Says which layer refused which value, where Paddle only says which operation did."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.nest import outline
+from fleetpipe.errors import BoundaryError, FleetPipeError
+from fleetpipe.partition import Partition
+
+
+def is_refusal(error: Exception, value: Any, caller: str) -> bool:
+    """Tells whether a layer failed on what it was given, and not on something of its own.
+
+    So it is where Paddle or the call itself refused the value, and where the layer's code could not
+    unpack it or found it of another kind.
+
+    Args:
+        error: What the layer raised.
+        value: What it was called with.
+        caller: The file that called it.
+    """
+    text = str(error)
+    # Of all else that Paddle raises, a kernel that is not there for the value's dtype.
+    if isinstance(error, FleetPipeError) or not (
+        isinstance(error, _OF_VALUES) or "(NotFound)" in text
+    ):
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_in = Path(frame.f_code.co_filename)
+    inside_paddle = Path(paddle.__file__).parent in raised_in.parents
+    # An operator such as + has no Python frame of Paddle's.
+    if inside_paddle or raised_in == Path(caller) or "(InvalidArgument)" in text:
+        return True
+    kind = rf"\b{type(value).__name__}\b"
+    another_kind = isinstance(error, (TypeError, AttributeError)) and re.search(kind, text)
+    return bool(another_kind) or (isinstance(error, (TypeError, ValueError)) and "unpack" in text)
+
+
+#: What an operation raises that refuses a value; Gloo and the system raise others.
+_OF_VALUES = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    AssertionError,
+    NotImplementedError,
+)
+
+
+def refusal(
+    error: Exception, partition: Partition, index: int, layer: Callable[[Any], Any], value: Any
+) -> BoundaryError:
+    """Returns what to raise in the place of ``error``.
+
+    Args:
+        error: What the layer raised.
+        partition: The list of layers and its cut.
+        index: The layer's number in the whole list.
+        layer: The layer.
+        value: What it was called with.
+    """
+    before = f"what layer {index - 1} returned" if index else "the inputs of the batch"
+    stage = partition.stage_of(index)
+    first = index == partition.boundaries[stage]
+    giver = f", from {_named(partition, index - 1)}" if index else ""
+    return BoundaryError(
+        f"{_named(partition, index)} cannot take {before}",
+        where=f"first layer of stage {stage}" if first else None,
+        expected=_described(layer),
+        got=f"{outline(value)}{giver}",
+        cause=reason(error),
+        fix=_advice(error, index, value),
+    )
+
+
+def _named(partition: Partition, index: int) -> str:
+    name = partition.layers[index].name
+    return f"layer {index} ({name})" if name else f"layer {index}"
+
+
+def _described(layer: Any) -> str | None:
+    """Returns the sizes that a layer of Paddle's was built with."""
+    sizes = layer.extra_repr() if isinstance(layer, paddle.nn.Layer) else ""
+    return f"what {type(layer).__name__}({sizes}) takes" if sizes else None
+
+
+def _advice(error: Exception, index: int, value: Any) -> str:
+    giver = f"layer {index - 1} return" if index else "the batch give"
+    several = isinstance(error, TypeError) and "positional argument" in str(error)
+    if isinstance(value, (tuple, list)):
+        kind = type(value).__name__
+        if several:
+            return f"a layer takes one argument, here a {kind}: write forward(self, args)"
+        return f"have {giver} one Tensor, or take the {kind} apart in a function before the layer"
+    if several or "unpack" in str(error):
+        return f"have {giver} a tuple, which a layer takes as one argument: forward(self, args)"
+    return (
+        f"change layer {index - 1} or {index} so that they fit"
+        if index
+        else ("change layer 0, or the inputs, so that they fit")
+    )
+
+
+def reason(error: Exception) -> str:
+    """Returns the kind of an error and the line of it that says most.
+
+    This is the last that does not only name the kernel.
+    """
+    lines = [line.strip() for line in str(error).splitlines()]
+    telling = [line for line in lines if line and not line.startswith("[operator <")]
+    return f"{type(error).__name__}: {(telling or [''])[-1]}"

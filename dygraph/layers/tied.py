@@ -1,0 +1,295 @@
+"""Which entries of a layer list are one layer, and which weights they share: ``SharedLayerDesc``.
+
+Entries with the same key, class and arguments are one layer, however often they stand in the list.
+Entries with the same key and another class or other arguments (an embedding and a head, say) are
+a variant: a layer of their own, whose named weights are those of the first entry.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.layers import entries as descriptions
+from fleetpipe.dygraph.random_keys import random_states_kept
+from fleetpipe.errors import ConfigError
+
+#: The sublayer that holds the shared layers; it is the first, as in Fleet.
+HOLDER = "shared_layers"
+
+
+def is_shared(name: str) -> bool:
+    """Tells whether ``name`` is that of a parameter or buffer of a shared layer."""
+    return name.startswith(f"{HOLDER}.")
+
+
+class SharedLayer(NamedTuple):
+    """One layer that several entries may call.
+
+    Attributes:
+        key: The key of its entries.
+        indices: Its entries' numbers in the whole list.
+        names: By the path of each of its parameters and buffers, the lasting name.
+    """
+
+    key: str
+    indices: tuple[int, ...]
+    names: Mapping[str, str]
+
+
+class _Variant(NamedTuple):
+    """Entries with the same key, class and arguments; ``attributes`` are those of the first."""
+
+    indices: list[int]
+    attributes: list[str]
+
+
+def find(entries: Sequence[Any], blueprints: Sequence[Any]) -> tuple[SharedLayer, ...]:
+    """Returns the shared layers of a list by their first entries, checked.
+
+    Args:
+        entries: The list of layers.
+        blueprints: What each entry would build, for names and shapes.
+
+    Raises:
+        ConfigError: A weight does not exist or is no parameter, the first entry of the key does
+            not share it, or it has another shape or dtype there.
+    """
+    variants: dict[str, list[_Variant]] = {}
+    for index, entry in enumerate(entries):
+        if descriptions.is_shared(entry):
+            _sort_in(variants.setdefault(entry.layer_name, []), entries, index)
+    found = []
+    for key, (first, *others) in variants.items():
+        names = {path: f"{HOLDER}.{key}.{path}" for path in _paths(blueprints[first.indices[0]])}
+        for variant in (first, *others):
+            paths = _attribute_paths(key, variant, blueprints)
+            if variant is first:
+                pivot = paths
+                found.append(SharedLayer(key, tuple(first.indices), names))
+                continue
+            own = {path: f"{variant.indices[0]}.{path}" for path in _paths_of(variant, blueprints)}
+            for attribute, path in paths.items():
+                _require_alike(key, attribute, (first, pivot), (variant, paths), blueprints)
+                own[path] = names[pivot[attribute]]
+            found.append(SharedLayer(key, tuple(variant.indices), own))
+    return tuple(sorted(found, key=lambda layer: layer.indices))
+
+
+def _sort_in(variants: list[_Variant], entries: Sequence[Any], index: int) -> None:
+    """Adds entry ``index`` to the variant of its key that it belongs to, or makes one."""
+    entry = entries[index]
+    attributes = descriptions.shared_attributes(entry)
+    if variants:
+        missing = sorted(set(attributes) - set(variants[0].attributes))
+        if missing:
+            raise ConfigError(
+                f"layer {index} shares {missing} of {entry.layer_name!r}, its first entry does not",
+                where=f"layers {variants[0].indices[0]} and {index} of the list",
+                expected=f"some of {sorted(variants[0].attributes)}",
+                got=str(sorted(attributes)),
+                fix="name all shared weights in the shared_weight_attr of the key's first entry",
+            )
+    for variant in variants:
+        if _alike(_description(entries[variant.indices[0]]), _description(entry)):
+            variant.indices.append(index)
+            variant.attributes.extend(set(attributes) - set(variant.attributes))
+            return
+    variants.append(_Variant([index], list(attributes)))
+
+
+def _description(entry: Any) -> tuple[Any, ...]:
+    """Returns what decides how an entry's layer is built."""
+    specification = getattr(entry, "layer_spec", None)
+    if specification is None:
+        return entry.layer_func, entry.inputs, entry.kwargs
+    return specification, entry.kwargs
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Tells whether two arguments would build the same: by value, or attribute by attribute."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, type):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, (np.ndarray, paddle.Tensor)):
+        return bool(np.array_equal(np.asarray(one), np.asarray(other)))
+    if bool(one == other):
+        return True
+    # An initializer or a ParamAttr equals nothing but itself.
+    own = getattr(one, "__dict__", None)
+    return bool(own) and _alike(own, vars(other))
+
+
+def _paths(layer: Any) -> list[str]:
+    return list(layer.state_dict())
+
+
+def _paths_of(variant: _Variant, blueprints: Sequence[Any]) -> list[str]:
+    return _paths(blueprints[variant.indices[0]])
+
+
+def _attribute_paths(key: str, variant: _Variant, blueprints: Sequence[Any]) -> dict[str, str]:
+    """Returns the path of each shared weight of a variant within its layer."""
+    index = variant.indices[0]
+    layer = blueprints[index]
+    paths = {id(parameter): path for path, parameter in layer.named_parameters()}
+    found = {}
+    for attribute in variant.attributes:
+        weight = getattr(layer, attribute, None)
+        if id(weight) not in paths:
+            raise ConfigError(
+                f"the shared layer {key!r} has no parameter {attribute!r}",
+                where=f"layer {index} of the list ({type(layer).__name__})",
+                expected=f"one of its parameters: {', '.join(paths.values())}",
+                got="no such attribute" if weight is None else type(weight).__name__,
+                fix="pass its name as shared_weight_attr, or write a property that returns it",
+            )
+        found[attribute] = paths[id(weight)]
+    return found
+
+
+def _require_alike(
+    key: str,
+    attribute: str,
+    first: tuple[_Variant, Mapping[str, str]],
+    other: tuple[_Variant, Mapping[str, str]],
+    blueprints: Sequence[Any],
+) -> None:
+    told = []
+    for variant, paths in (first, other):
+        weight = blueprints[variant.indices[0]].state_dict()[paths[attribute]]
+        told.append(f"{list(weight.shape)} {weight.dtype}")
+    if told[0] != told[1]:
+        raise ConfigError(
+            f"the entries with key {key!r} have {attribute!r} in different shapes or dtypes",
+            where=f"layers {first[0].indices[0]} and {other[0].indices[0]} of the list",
+            expected=told[0],
+            got=told[1],
+            fix="give both entries the same sizes, or keys of their own",
+        )
+
+
+def refuse_split(entries: Sequence[Any], rank_of_layer: Callable[[int], int]) -> None:
+    """Refuses built layers that share a parameter on several ranks: each would train its own.
+
+    Args:
+        entries: The list of layers.
+        rank_of_layer: The rank that owns a layer, by its number in the whole list.
+
+    Raises:
+        ConfigError: Two entries share a parameter and stand on different ranks.
+    """
+    first: dict[int, int] = {}
+    for index, entry in enumerate(entries):
+        for parameter in entry.parameters() if isinstance(entry, paddle.nn.Layer) else ():
+            other = first.setdefault(id(parameter), index)
+            if rank_of_layer(other) != rank_of_layer(index):
+                raise ConfigError(
+                    "two layers on different ranks have the same parameter",
+                    where=f"layers {other} and {index} of the list",
+                    got=f"{parameter.name}, on the ranks {rank_of_layer(other)} and "
+                    f"{rank_of_layer(index)}",
+                    fix="describe both as SharedLayerDesc with one key",
+                )
+
+
+class Built(NamedTuple):
+    """The layers of some entries of a list.
+
+    Attributes:
+        functions: What to call, by number in the whole list.
+        shared: The shared layers that ``shared_layers.<key>`` names, by key.
+        own: All other layers, by name.
+        names: The lasting names of parameters and buffers that are called otherwise here.
+    """
+
+    functions: dict[int, Callable[[Any], Any]]
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    names: dict[str, str]
+
+    def register(self, model: Any) -> None:
+        """Makes the layers sublayers of ``model``, the shared ones first."""
+        holder = paddle.nn.LayerDict()
+        for key, layer in self.shared.items():
+            holder[key] = layer
+        model.add_sublayer(HOLDER, holder)
+        for name, layer in self.own.items():
+            model.add_sublayer(name, layer)
+
+
+def build(entries: Sequence[Any], indices: Iterable[int], shared: Sequence[SharedLayer]) -> Built:
+    """Builds some entries of a list; those that share a layer or a weight here get the same.
+
+    A shared layer is built under the seed of its first entry in the whole list, so that its values
+    do not depend on where it is built. All random states are as before in the end, so that ranks
+    that build different layers draw the same afterwards.
+
+    Args:
+        entries: The whole list.
+        indices: Numbers of the entries to build.
+        shared: The shared layers of the list.
+    """
+    built = Built({}, {}, {}, {})
+    layer_of = {index: layer for layer in shared for index in layer.indices}
+    made: dict[int, Any] = {}
+    weights: dict[str, Any] = {}
+    with random_states_kept():
+        for index in indices:
+            if index not in layer_of:
+                function = descriptions.build(entries[index], index)
+                if isinstance(function, paddle.nn.Layer):
+                    built.own[str(index)] = function
+                built.functions[index] = function
+                continue
+            first = layer_of[index].indices[0]
+            if first not in made:
+                made[first] = descriptions.build(entries[first], first)
+                _place(made[first], layer_of[index], built)
+                _tie(made[first], layer_of[index], weights)
+            forward = entries[index].forward_func
+            layer = made[first]
+            built.functions[index] = layer if forward is None else functools.partial(forward, layer)
+    return built
+
+
+def _place(layer: Any, shared: SharedLayer, built: Built) -> None:
+    """Gives a shared layer its name here: the first of a key is ``shared_layers.<key>``."""
+    if shared.key in built.shared:
+        prefix = str(shared.indices[0])
+        built.own[prefix] = layer
+    else:
+        prefix = f"{HOLDER}.{shared.key}"
+        built.shared[shared.key] = layer
+    for path, name in shared.names.items():
+        if f"{prefix}.{path}" != name:
+            built.names[f"{prefix}.{path}"] = name
+
+
+def _tie(layer: Any, shared: SharedLayer, weights: dict[str, Any]) -> None:
+    """Puts the weights that are here already in the place of the layer's own."""
+    for path, parameter in list(layer.named_parameters()):
+        name = shared.names[path]
+        known = weights.setdefault(name, parameter)
+        if known is not parameter:
+            owner, _, attribute = path.rpartition(".")
+            parts = dict(layer.named_sublayers(include_self=True))
+            setattr(parts[owner], attribute, known)
+
+
+def called_through(function: Any) -> tuple[Any, ...]:
+    """Returns the shared layer that ``function`` calls through a ``forward_func``; () for others.
+
+    Args:
+        function: One of the functions that :func:`build` made.
+    """
+    return function.args if isinstance(function, functools.partial) else ()

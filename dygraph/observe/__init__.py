@@ -1,0 +1,1 @@
+"""What watches the stages while they run: hooks, timers, checks for NaN, measured costs."""

@@ -1,0 +1,224 @@
+"""The hooks that users may put around the forwards and backwards of a stage.
+
+Two kinds, as in Fleet: those of ``PipelineParallelMicroStepLocations``, in one registry for all
+wrappers of a process, called with the values of a forward or backward; and numbered ones, called
+before the i-th forward, backward or bubble of this rank in a training batch. A wrapper runs a
+``DygraphStage`` that knows nothing of hooks until the first one is registered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fleetpipe.dygraph.backports import PipelineParallelMicroStepLocations as Locations
+from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
+from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.stage import DygraphStage, RunStage
+from fleetpipe.engine.engine import Values
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules import Edge, Schedule
+from fleetpipe.schedules.action import flatten
+
+NumberedHook = Callable[[int], Any]
+
+
+class NumberedHooks:
+    """Hooks by the number of the forward, the backward or the bubble they are called before.
+
+    Attributes:
+        hooks_capacity: How many numbers there are in a batch.
+    """
+
+    def __init__(self, kind: str, capacity: int) -> None:
+        """Begins without hooks.
+
+        Args:
+            kind: "forward", "backward" or "bubble", for messages.
+            capacity: How many there are on a rank in a batch.
+        """
+        self.hooks_capacity = capacity
+        self._kind = kind
+        self._hooks: defaultdict[int, list[NumberedHook]] = defaultdict(list)
+
+    def __bool__(self) -> bool:
+        """Whether a hook is registered."""
+        return bool(self._hooks)
+
+    def register_hook(self, number: int, hook: NumberedHook) -> None:
+        """Adds ``hook(number)``.
+
+        Raises:
+            ConfigError: There is no such number.
+        """
+        if number not in range(self.hooks_capacity):
+            raise ConfigError(
+                f"there is no {self._kind} {number} for a hook",
+                expected=f"a number from 0 to {self.hooks_capacity - 1}"
+                if self.hooks_capacity
+                else f"no {self._kind} hooks: this schedule has none",
+            )
+        self._hooks[number].append(hook)
+
+    def run(self, number: int) -> None:
+        """Calls the hooks of a number."""
+        for hook in self._hooks.get(number, ()):
+            hook(number)
+
+
+class UserHooks:
+    """All numbered hooks of a wrapper.
+
+    Attributes:
+        forward: Called before a forward of a stage; m * v of them on each rank.
+        backward: Called before a backward, or the I of a split one; as many.
+        bubble: Called where a rank of p has nothing to do: 2p - 2 of them.
+    """
+
+    def __init__(self, schedule: Schedule, bubbles: int) -> None:
+        """Begins without hooks.
+
+        Args:
+            schedule: The schedule that is run.
+            bubbles: Number of bubbles; 0 where they cannot be hooked.
+        """
+        steps = schedule.micro_batches * schedule.placement.chunks
+        self.forward = NumberedHooks("forward", steps)
+        self.backward = NumberedHooks("backward", steps)
+        self.bubble = NumberedHooks("bubble", bubbles)
+
+    def __bool__(self) -> bool:
+        """Whether any hook is registered."""
+        return bool(self.forward or self.backward or self.bubble)
+
+
+def wanted(hooks: UserHooks) -> bool:
+    """Whether there is any hook to call, of this wrapper's own or in the registry for all."""
+    return bool(hooks) or any(pipeline_parallel_callbacks_.hooks.values())
+
+
+def bubbles_before(schedule: Schedule, rank: int) -> Counter[int]:
+    """Returns how many bubbles of ``rank`` come before each of its compute actions.
+
+    Rank r of p waits r times before its first forward and p-1-r times before its first backward,
+    and as often on the way back; the number of its actions stands for the end of the batch.
+    """
+    row = list(flatten(schedule.actions[rank]))
+    backwards = [index for index, action in enumerate(row) if action.kind in "BI"]
+    behind = schedule.placement.ranks - 1 - rank
+    bubbles = Counter({0: rank, len(row): rank})
+    bubbles[backwards[0]] += behind
+    last = backwards[-behind:] if behind else []
+    bubbles.update(last)
+    bubbles[len(row)] += behind - len(last)
+    return bubbles
+
+
+class HookedStage(DygraphStage):
+    """A stage that calls the hooks. One that plays several ranks counts for each of them."""
+
+    def __init__(
+        self,
+        run_stage: RunStage,
+        edges: tuple[Edge, ...],
+        split: SplitBackward,
+        hooks: UserHooks,
+        schedule: Schedule,
+    ) -> None:
+        """As :class:`DygraphStage`.
+
+        Args:
+            run_stage: See there.
+            edges: See there.
+            split: See there.
+            hooks: The numbered hooks.
+            schedule: The schedule that is run.
+        """
+        super().__init__(self._observed(run_stage), edges, split)
+        self._hooks = hooks
+        self._rank_of = schedule.placement.rank_of
+        self._bubbles = [
+            bubbles_before(schedule, rank) if hooks.bubble else Counter()
+            for rank in range(schedule.placement.ranks)
+        ]
+        self._done: Counter[tuple[str, int]] = Counter()
+        self._training = False
+        self._step: int | None = None
+
+    def begin_hooks(self, training: bool) -> None:
+        """Begins to count anew; numbered hooks are called in training only."""
+        self._done.clear()
+        self._training = training
+
+    def end_hooks(self, ranks: Iterable[int]) -> None:
+        """Calls what stands behind the last action of each of ``ranks``."""
+        for rank in ranks:
+            self._bubble(rank)
+
+    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
+        """See :class:`DygraphStage`."""
+        self._step = self._count("forward", stage, self._hooks.forward)
+        return super().forward(stage, micro_batch, inputs)
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+        """See :class:`DygraphStage`."""
+        step = self._count("backward", stage, self._hooks.backward)
+        value, output = self._kept[stage, micro_batch]
+        arrived = output_grads[self._out[stage]] if stage in self._out else None
+        values = {
+            "input_tensor": value,
+            "output_tensor": output,
+            "output_tensor_grad": _shaped_like(output, arrived),
+            "step_id": step,
+        }
+        callbacks = pipeline_parallel_callbacks_
+        callbacks.on_location(Locations.BACKWARD_BEGIN, **values)
+        grads = super().backward(stage, micro_batch, output_grads)
+        returned = grads[self._into[stage]] if stage in self._into else None
+        values["input_tensor_grad"] = _shaped_like(value, returned)
+        callbacks.on_location(Locations.BACKWARD_END, **values)
+        return grads
+
+    def weight_grad(self, stage: int, micro_batch: int) -> None:
+        """See :class:`DygraphStage`."""
+        self._count("weight", stage, None)
+        super().weight_grad(stage, micro_batch)
+
+    def _observed(self, run_stage: RunStage) -> RunStage:
+        def run(stage: int, value: Any, micro_batch: int) -> Any:
+            callbacks = pipeline_parallel_callbacks_
+            step = self._step
+            callbacks.on_location(Locations.FORWARD_BEGIN, input_tensor=value, step_id=step)
+            output = run_stage(stage, value, micro_batch)
+            callbacks.on_location(
+                Locations.FORWARD_END, input_tensor=value, output_tensor=output, step_id=step
+            )
+            return output
+
+        return run
+
+    def _count(self, kind: str, stage: int, hooks: NumberedHooks | None) -> int | None:
+        """Calls the numbered hooks that are due, and returns the number; None in evaluation."""
+        if not self._training:
+            return None
+        rank = self._rank_of(stage)
+        number = self._done[kind, rank]
+        self._bubble(rank)
+        if hooks is not None:
+            hooks.run(number)
+        self._done[kind, rank] += 1
+        self._done["action", rank] += 1
+        return number
+
+    def _bubble(self, rank: int) -> None:
+        for _ in range(self._bubbles[rank][self._done["action", rank]]):
+            self._hooks.bubble.run(self._done["bubble", rank])
+            self._done["bubble", rank] += 1
+
+
+def _shaped_like(value: Any, grads: tuple[Any, ...] | None) -> Any:
+    """Returns one gradient for one tensor, a tuple of them for a value of several."""
+    if grads is None:
+        return None
+    return grads if isinstance(value, (tuple, list, dict)) else next(iter(grads), None)

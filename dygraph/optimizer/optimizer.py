@@ -1,0 +1,229 @@
+"""The optimizer of a pipeline: the user's own, made right for a job of several ranks.
+
+What Fleet's ``HybridParallelOptimizer`` does: the global norm is that of all ranks, and with
+``sharding_degree`` above 1 each rank keeps its share of the state. For a model that is no pipeline
+(``pp_degree`` 1) it also averages the gradients of the replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph._paddle import (
+    HybridParallelOptimizer,
+    base_optimizer,
+    clip_of_minimize,
+    clips_of_a_step,
+    in_data_parallel_mode,
+    optimized_parameters,
+)
+from fleetpipe.dygraph.optimizer.clip_global import COPY, replace_clips, total_norm
+from fleetpipe.dygraph.optimizer.replicas import reduce_gradients
+from fleetpipe.dygraph.optimizer.shards import Shards
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import current_job
+
+
+class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
+    """Steps the user's optimizer once for each batch; every other attribute is the optimizer's.
+
+    Each rank has an optimizer over the parameters of its own stages. A process that plays all
+    ranks has one over all of them. A ``ClipGradByGlobalNorm`` is replaced in the optimizer itself.
+    """
+
+    # Fleet's type is the base for users' isinstance alone: none of its methods is called.
+    def __init__(self, optimizer: Any) -> None:
+        """Wraps an optimizer built on ``model.parameters()``.
+
+        Args:
+            optimizer: Any Paddle optimizer, or Paddle's ``MixPrecisionOptimizer`` around one.
+
+        Raises:
+            ConfigError: The optimizer cannot step once for each batch.
+        """
+        if isinstance(optimizer, paddle.optimizer.LBFGS):
+            raise ConfigError(
+                "LBFGS evaluates the loss several times in each step, a pipeline once",
+                fix="use an optimizer that steps from the gradients alone",
+            )
+        self._inner_opt = optimizer
+        self._layers: Any = None
+        self._shards: Shards | None = None
+        job = current_job()
+        if job is not None and job.degrees.sharding > 1:
+            self._shards = Shards(optimizer, job.sharding())
+        self._replace_clips()
+
+    @property
+    def wrapped(self) -> Any:
+        """The user's optimizer."""
+        return self._inner_opt
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of all gradients of all ranks in the last step, before it was clipped.
+
+        With parameter groups, of which each is clipped by its own norm, the norm of all clipped
+        groups. None before the first step, and where nothing is clipped by the global norm.
+        """
+        return total_norm(self._clips)
+
+    def bind(self, layers: Any) -> None:
+        """Makes sure that this optimizer trains ``layers``, and the same one on all ranks.
+
+        Collective over the job the first time it is called with these layers; what can be seen on
+        one rank is checked before it waits.
+
+        Args:
+            layers: The ``PipelineLayer`` of the batch that comes.
+
+        Raises:
+            ConfigError: The optimizer was built on other parameters, or another rank has an
+                optimizer of another type, with other groups or another clip.
+        """
+        if self._layers is layers:
+            return
+        _require_parameters_of(layers, optimized_parameters(self._inner_opt))
+        self._replace_clips()  # a group may have been added, or a clip put in since
+        job = current_job()
+        if job is not None:
+            with job.guarded(lambda: "comparing the optimizers"):
+                job.require_agreement(self._facts())
+        for clip in self._clips:
+            clip.orders = _orders(layers)
+        self._layers = layers
+
+    def step(self) -> None:
+        """Updates this process's parameters. Collective in a job of several ranks.
+
+        Raises:
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        self._run(self._inner_opt.step, lambda: clips_of_a_step(self._inner_opt))
+
+    def minimize(
+        self,
+        loss: Any,
+        startup_program: Any = None,
+        parameters: Sequence[Any] | None = None,
+        no_grad_set: Any = None,
+    ) -> tuple[Any, Any]:
+        """Does what :meth:`step` does, from the gradients that ``loss.backward()`` has left.
+
+        Args:
+            loss: Accepted for Fleet's sake.
+            startup_program: Likewise.
+            parameters: What to update, parameters or their names; None: everything.
+            no_grad_set: Parameters, or their names, to leave out.
+
+        Returns:
+            Paddle's operators (none in dynamic graph), and the pairs of parameter and gradient.
+        """
+
+        def minimize() -> tuple[Any, Any]:
+            own = optimized_parameters(self._inner_opt)
+            wanted = _names(parameters or own) - _names(no_grad_set or ())
+            chosen = [parameter for parameter in own if parameter.name in wanted]
+            if not chosen:
+                # Paddle would take an empty list for all parameters.
+                self._clip_nothing(clips())
+                return [], []
+            result: tuple[Any, Any] = self._inner_opt.minimize(loss, startup_program, chosen)
+            return result
+
+        def clips() -> list[Any]:
+            return [clip_of_minimize(self._inner_opt)]
+
+        found = self._run(minimize, clips)
+        return ([], []) if found is None else found
+
+    def _facts(self) -> dict[str, str]:
+        """Returns what must be the same on all ranks: each clip of a group waits for all."""
+        clips = clips_of_a_step(self._inner_opt)
+        return {
+            "optimizer": type(base_optimizer(self._inner_opt)).__name__,
+            "gradient clip of each parameter group": str([*map(str, clips)]),
+        }
+
+    def _replace_clips(self) -> None:
+        self._clips = replace_clips(self._inner_opt)
+        for clip in self._clips:
+            clip.sharded = self._shards is not None
+
+    def _run(self, step: Callable[[], Any], clips: Callable[[], list[Any]]) -> Any:
+        """Runs ``step``, which calls ``clips`` where this rank has parameters. Collective."""
+
+        def nothing() -> None:
+            self._clip_nothing(clips())
+
+        parameters = optimized_parameters(self._inner_opt)
+        self._reduce(parameters)
+        for clip in self._clips:
+            clip.begin()
+        if self._shards is not None:
+            return self._shards.step(step, nothing)
+        return step() if parameters else nothing()
+
+    def _clip_nothing(self, clips: Sequence[Any]) -> None:
+        """Takes part in the norms of ranks that have parameters to step."""
+        for clip in clips:
+            if clip in self._clips:
+                clip([])
+
+    def _reduce(self, parameters: Sequence[Any]) -> None:
+        """Averages the gradients of a model that is no pipeline, as Fleet does. Collective.
+
+        A pipeline has done so at the end of its batch, and Paddle's ``DataParallel`` in backward.
+        """
+        job = current_job()
+        if job is None or job.degrees.replicas == 1 or in_data_parallel_mode(job.hcg):
+            return
+        if self._layers is None and not job.trains(parameters):
+            reduce_gradients(parameters, job.replicas(), "avg")
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the user's optimizer."""
+        if name == "_inner_opt":
+            raise AttributeError(name)
+        return getattr(self._inner_opt, name)
+
+
+def _names(parameters: Iterable[Any]) -> set[str]:
+    """Returns the names of parameters, some of which may be names already."""
+    return {parameter if isinstance(parameter, str) else parameter.name for parameter in parameters}
+
+
+def _require_parameters_of(layers: Any, given: Sequence[Any]) -> None:
+    """Raises a ``ConfigError`` where an optimizer was built on other parameters than a model's."""
+    own = {id(parameter): parameter for parameter in layers.parameters()}
+    known = {id(parameter) for parameter in layers.trained_parameters()}
+    foreign = [p.name for p in given if id(p) not in known and not p.stop_gradient]
+    trained = [p for p in own.values() if not p.stop_gradient]
+    if not foreign and (not trained or any(id(parameter) in own for parameter in given)):
+        return
+    raise ConfigError(
+        "the optimizer was built on the wrong parameters",
+        expected=f"parameters of this rank's stages, {_listed([p.name for p in trained])}",
+        got=_listed(foreign) if foreign else f"none of them, {len(given)} in all",
+        cause="it was built on another model, or on the layers before PipelineLayer built its own",
+        fix="build it on the parameters() of the PipelineLayer or of what distributed_model "
+        "returned",
+    )
+
+
+def _orders(layers: Any) -> dict[int, int]:
+    """Returns where the single model has each parameter of this process, or COPY, by ``id``."""
+    places = {slot.name: place for place, slot in enumerate(layers.slots())}
+    # Shared layers come first in a model, whatever their place in the list.
+    names = sorted(places, key=lambda name: not name.startswith("shared_layers."))
+    order = {name: number for number, name in enumerate(names)}
+    return {
+        id(tensor): order[name] if getattr(tensor, "is_firstly_shared", True) else COPY
+        for name, tensor in layers.own_state().items()
+    }
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (", .." if len(names) > most else "")

@@ -1,0 +1,95 @@
+"""Makes the verdict of a ``GradScaler`` that of all ranks: all step, or none.
+
+A rank sees the gradients of its own stages alone. Where one of them overflows there, all ranks must
+skip the step and lower the scale, or the stages drift apart.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph._paddle import (
+    note_unscaled,
+    optimized_parameters,
+    scaler_counts,
+    update_scale,
+)
+from fleetpipe.dygraph.gradients import gradient_of
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import current_job
+from fleetpipe.job.say_once import tell_once
+
+
+def agreeing(scaler: Any) -> Any:
+    """Has a ``GradScaler`` ask all ranks of the job whether to step. It is changed in place.
+
+    Args:
+        scaler: Paddle's ``GradScaler``, or its ``MixPrecisionScaler`` around one.
+
+    Returns:
+        ``scaler``.
+    """
+    inner = getattr(scaler, "_inner_scaler", scaler)
+    if getattr(inner._unscale, "__func__", None) is not _unscale:
+        # What step() calls, what users call, and what update() calls.
+        inner._unscale = inner.unscale_ = MethodType(_unscale, inner)
+        inner._update = MethodType(update_scale, inner)
+    return scaler
+
+
+def prepared(scaler: Any) -> Any:
+    """Returns what ``train_batch`` uses of the scaler it is given; None where it scales nothing.
+
+    Paddle's scaler switches itself off in ``scale`` where the loss is not float16. Only the owner
+    of the last stage scales a loss, so each rank scales a number here, and all come to the same.
+    """
+    if scaler is None:
+        return None
+    if scaler.is_enable():
+        scaler.scale(paddle.zeros([1]))
+    if scaler.is_enable():
+        return agreeing(scaler)
+    if paddle.device.get_device() == "cpu":
+        tell_once("a GradScaler does nothing on CPU: gradients are computed in float32 there")
+    return None
+
+
+@paddle.no_grad()
+def _unscale(scaler: Any, optimizer: Any) -> None:
+    """Divides the gradients by the scale, and agrees on whether to step. Collective over the job.
+
+    Raises:
+        ConfigError: The scalers of the ranks differ, or this step was unscaled before.
+        PipelineTimeout: Some rank did not come within the limit.
+    """
+    if not scaler.is_enable():
+        return
+    inverse = 1.0 / scaler._scale
+    finite = []
+    for parameter in optimized_parameters(optimizer):
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            finite.append(paddle.isfinite(gradient).all())
+            gradient.multiply_(inverse.astype(gradient.dtype).reshape([]))
+    found = bool(finite) and not bool(paddle.stack(finite).all())
+    note_unscaled(scaler, optimizer, _any_rank(found, scaler))
+
+
+def _any_rank(found: bool, scaler: Any) -> bool:
+    """Returns whether any rank has found a gradient that is not finite. Collective over the job."""
+    job = current_job()
+    if job is None:
+        return found
+    everyone = job.everyone()
+    verdicts = everyone.all_gather((found, str(scaler_counts(scaler))))
+    others = [rank for rank, (_, told) in enumerate(verdicts) if told != verdicts[0][1]]
+    if others:
+        raise ConfigError(
+            f"the GradScalers of ranks 0 and {others[0]} are not in the same state",
+            expected=f"as on rank 0: {verdicts[0][1]}",
+            got=f"on rank {others[0]}: {verdicts[others[0]][1]}",
+            fix="give all ranks the same GradScaler arguments, and load the same state on each",
+        )
+    return any(theirs for theirs, _ in verdicts)

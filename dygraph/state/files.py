@@ -1,0 +1,180 @@
+"""Fleet's checkpoint folder: one file for each layer, written by the ranks that hold it.
+
+The file of layer 3 is ``layer_03-tensor_00-model_states.pdparams``, where ``tensor_00`` is the
+tensor-parallel slice; with several chunks on a rank ``layer_03-virtual_pp_stage_01-tensor_00-..``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fleetpipe._paddle import paddle
+from fleetpipe.checkpoint import fleet_files
+from fleetpipe.dygraph.layers.tied import SharedLayer, called_through
+from fleetpipe.errors import CheckpointError
+
+_FILE = re.compile(
+    r"(?P<layer>layer_\d{2,})(?P<chunk>-virtual_pp_stage_\d{2,})?-tensor_\d{2,}-model_states\.pdparams"
+)
+
+
+class Place(NamedTuple):
+    """Where a layer stands.
+
+    Attributes:
+        number: Its number in the whole list.
+        chunk: The number of its chunk on its rank; None where each rank has one.
+    """
+
+    number: int
+    chunk: int | None
+
+    @property
+    def layer(self) -> str:
+        """The part of the file's name that says which layer it is."""
+        return f"layer_{self.number:02d}"
+
+    @property
+    def stem(self) -> str:
+        """The beginning of the file's name."""
+        return self.layer + ("" if self.chunk is None else f"-virtual_pp_stage_{self.chunk:02d}")
+
+
+def written_at(shared: SharedLayer, entries: Sequence[Any]) -> int:
+    """Returns the entry of a shared layer whose file counts when it is read.
+
+    Fleet writes a file for each entry that calls the layer itself, none for a ``forward_func``.
+
+    Args:
+        shared: The layer.
+        entries: The whole list.
+    """
+    plain = [index for index in shared.indices if entries[index].forward_func is None]
+    return plain[0] if plain else shared.indices[0]
+
+
+def layers_to_write(
+    functions: Mapping[int, Callable[[Any], Any]],
+    shared: Mapping[int, SharedLayer],
+    entries: Sequence[Any],
+) -> dict[int, Any]:
+    """Returns the layers of this process that have a file, by number.
+
+    A shared layer that every entry calls through a ``forward_func`` is written at the first.
+
+    Args:
+        functions: The layers and functions of this process, by number.
+        shared: The shared layers of the whole list, by each of their numbers.
+        entries: The whole list.
+    """
+    layers = {}
+    for index, function in functions.items():
+        if isinstance(function, paddle.nn.Layer):
+            layers[index] = function
+        elif index in shared and written_at(shared[index], entries) == index:
+            (layers[index],) = called_through(function)
+    return layers
+
+
+def save(folder: str | Path, layers: Mapping[Place, Any], tensor_slice: int) -> None:
+    """Writes a file for each layer.
+
+    Args:
+        folder: Made where it does not exist.
+        layers: The layers to write.
+        tensor_slice: This rank's place among the tensor-parallel ranks.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for place, layer in layers.items():
+        name = f"{place.stem}-tensor_{tensor_slice:02d}-model_states.pdparams"
+        paddle.save(layer.state_dict(), str(folder / name))
+
+
+def require_folder(folder: str | Path) -> None:
+    """Refuses a folder that is not there.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    if not Path(folder).is_dir():
+        raise CheckpointError(
+            "there is no such folder of saved layers",
+            got=str(folder),
+            fix="pass the path that save_state_dict was given",
+        )
+
+
+def load(
+    folder: str | Path, layers: Mapping[Place, Any], tensor_slice: int, tensor_slices: int
+) -> None:
+    """Reads the file of each layer; a weight that several layers have gets the first's value.
+
+    Args:
+        folder: Where the files are, written by fleetpipe or by Fleet.
+        layers: The layers to fill.
+        tensor_slice: This rank's place among the tensor-parallel ranks.
+        tensor_slices: The number of these.
+
+    Raises:
+        CheckpointError: A file is missing, is none of Paddle's, or does not fit its layer; nothing
+            was changed.
+    """
+    folder = Path(folder)
+    names = sorted(entry.name for entry in folder.iterdir())
+    states = {}
+    for place, layer in layers.items():
+        files = _files_of(place, names, folder)
+        file = files[tensor_slice * len(files) // tensor_slices]
+        states[place] = fleet_files.load(folder / file)
+        _require_fit(place, layer, states[place], file)
+    for place, layer in reversed(list(layers.items())):
+        layer.set_state_dict(states[place])
+
+
+def _files_of(place: Place, names: list[str], folder: Path) -> list[str]:
+    """Returns the files of a layer by slice: those of its chunk, or of whichever it was in."""
+    by_stem: dict[str, list[str]] = {}
+    for name in names:
+        match = _FILE.fullmatch(name)
+        if match and match["layer"] == place.layer:
+            by_stem.setdefault(match["layer"] + (match["chunk"] or ""), []).append(name)
+    if place.stem in by_stem:
+        return by_stem[place.stem]
+    if len(by_stem) == 1:
+        return next(iter(by_stem.values()))
+    raise CheckpointError(
+        f"layer {place.number} was not saved here"
+        if not by_stem
+        else f"layer {place.number} was saved here as part of several chunks",
+        where=str(folder),
+        expected=f"{place.stem}-tensor_*-model_states.pdparams",
+        got=", ".join(sorted(by_stem)) or f"{len(names)} files, none of this layer",
+        cause=None
+        if by_stem
+        else "the model was saved with another list of layers, or by a rank "
+        "whose disk is not this one",
+        fix="save each model in a folder of its own",
+    )
+
+
+def _require_fit(place: Place, layer: Any, state: Mapping[str, Any], file: str) -> None:
+    for name, tensor in layer.state_dict().items():
+        found = state.get(name)
+        if _described(found) != _described(tensor):
+            raise CheckpointError(
+                f"the saved layer {place.number} does not fit the model's",
+                where=f"{name!r} in {file}",
+                expected=_described(tensor),
+                got="nothing of that name" if name not in state else _described(found),
+                cause="it was saved with other layers, in another dtype, or another mp_degree",
+            )
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, paddle.Tensor):
+        return f"a {type(value).__name__}"
+    return f"shape {list(value.shape)} of {str(value.dtype).removeprefix('paddle.')}"

@@ -1,0 +1,41 @@
+"""The buffers that no state dict has: ``persistable=False``, and every tensor set as an attribute.
+
+They go by the number of their layer in the whole list and their path in it, ``3.mask``; those of a
+layer that several entries share go by each of the entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph._paddle import has_memory, state_slots
+from fleetpipe.dygraph.layers.tied import called_through
+
+#: Where a buffer is: the dict that holds it, and its name in there.
+Place = tuple[dict[str, Any], str]
+
+
+def hidden_buffers(functions: Mapping[int, Callable[[Any], Any]]) -> dict[str, Place]:
+    """Returns the places of the hidden buffers of some layers.
+
+    Args:
+        functions: Layers and functions by their number in the whole list.
+    """
+    return {
+        f"{index}.{path}": place
+        for index, function in functions.items()
+        for layer in (function, *called_through(function))
+        if isinstance(layer, paddle.nn.Layer)
+        for path, place in _of_layer(layer)
+    }
+
+
+def _of_layer(layer: Any) -> Iterator[tuple[str, Place]]:
+    known = layer.state_dict().keys()
+    for prefix, part in layer.named_sublayers(include_self=True):
+        for holder, name in state_slots(part):
+            path = f"{prefix}.{name}" if prefix else name
+            if path not in known and has_memory(holder[name]):
+                yield path, (holder, name)

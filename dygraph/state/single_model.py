@@ -1,0 +1,53 @@
+"""The whole list of layers as one Layer of one process, to compare a pipeline with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.layers.tied import Built
+from fleetpipe.dygraph.state.hidden_buffers import Place, hidden_buffers
+
+
+class SingleModel(paddle.nn.Layer):
+    """All layers of a pipeline's list in one Layer, under the same names."""
+
+    def __init__(self, built: Built) -> None:
+        """Takes all layers and functions of the list."""
+        super().__init__()
+        self._functions = list(built.functions.values())
+        built.register(self)
+
+    @contextmanager
+    def changed_before(
+        self, layers: Collection[int], change: Callable[[int, Any], Any]
+    ) -> Iterator[None]:
+        """Within it each of ``layers`` takes ``change(layer, value)`` in the place of ``value``."""
+        functions = list(self._functions)
+        for index in layers:
+            self._functions[index] = _after(functools.partial(change, index), functions[index])
+        try:
+            yield
+        finally:
+            self._functions = functions
+
+    def hidden_buffers(self) -> dict[str, Place]:
+        """Returns where the buffers are that no state dict has, by layer and path."""
+        return hidden_buffers(dict(enumerate(self._functions)))
+
+    def forward(self, value: Any) -> Any:
+        """Calls each function with what the one before returned."""
+        keys = random_keys.current()
+        for index, function in enumerate(self._functions):
+            if keys is not None:
+                keys.enter(index, function)
+            value = function(value)
+        return value
+
+
+def _after(change: Callable[[Any], Any], function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: function(change(value))

@@ -1,0 +1,201 @@
+"""Keeps the copies of a shared weight on several ranks equal: at the start, and at every step.
+
+Each rank that has a stage with an entry of the key holds one copy, whatever number of its stages
+use it. The gradients of all copies are added in one order on all of them, so that the sums have the
+same bits, and with them the copies after any optimizer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Callable, NamedTuple
+
+from fleetpipe.dygraph.gradients import gradient_of, set_gradient
+from fleetpipe.dygraph.layers.tied import SharedLayer
+from fleetpipe.errors import ConfigError
+from fleetpipe.transport import Transport, Value
+from fleetpipe.transport.wire.message import MessageKey
+
+
+class SharedWeight(NamedTuple):
+    """A parameter or buffer of a shared layer.
+
+    Attributes:
+        name: Its lasting name.
+        holders: The pipeline's ranks that hold a copy, the one of the first entry first.
+    """
+
+    name: str
+    holders: tuple[int, ...]
+
+
+def holders(
+    layers: Sequence[SharedLayer], rank_of_layer: Callable[[int], int]
+) -> list[SharedWeight]:
+    """Returns every parameter and buffer of the shared layers, with who holds it.
+
+    Args:
+        layers: The shared layers.
+        rank_of_layer: The rank that owns a layer, by its number in the whole list.
+    """
+    users: dict[str, set[int]] = {}
+    for layer in layers:
+        for name in layer.names.values():
+            users.setdefault(name, set()).update(layer.indices)
+    return [
+        SharedWeight(name, tuple(dict.fromkeys(rank_of_layer(index) for index in sorted(indices))))
+        for name, indices in users.items()
+    ]
+
+
+class SharingGroup:
+    """Some ranks of a pipeline, which exchange values without the others.
+
+    Attributes:
+        members: The ranks of the pipeline.
+    """
+
+    def __init__(self, transport: Transport, members: Sequence[int], timeout: float) -> None:
+        """Uses the connections of this rank, one of ``members``.
+
+        Args:
+            transport: Connections to all ranks of the pipeline.
+            members: The ranks of the group, in the same order on all of them.
+            timeout: Seconds that the wait for one value may last.
+        """
+        self.members = tuple(members)
+        self._transport = transport
+        self._timeout = timeout
+
+    def all_gather(self, value: Value) -> list[Value]:
+        """Returns the values of all members, in their order, on every member. Collective.
+
+        Raises:
+            PipelineTimeout: Some value did not come within the limit.
+        """
+        for peer in self._others():
+            self._transport.send(peer, _KEY, value)
+        received = {peer: self._receive(peer) for peer in self._others()}
+        return [received.get(member, value) for member in self.members]
+
+    def broadcast(self, value: Value, source: int) -> Value:
+        """Returns the value of rank ``source`` on every member. Collective.
+
+        Raises:
+            PipelineTimeout: The value did not come within the limit.
+        """
+        if self._transport.rank != source:
+            return self._receive(source)
+        for peer in self._others():
+            self._transport.send(peer, _KEY, value)
+        return value
+
+    def _receive(self, peer: int) -> Value:
+        return self._transport.receive(peer, _KEY, self._timeout)
+
+    def _others(self) -> list[int]:
+        return [member for member in self.members if member != self._transport.rank]
+
+
+_KEY = MessageKey("C", 0, 0, "shared", 0)
+
+
+class SharedWeights:
+    """This rank's copies of the weights that it shares with other ranks."""
+
+    def __init__(
+        self,
+        weights: Sequence[SharedWeight],
+        tensors: Mapping[str, Any],
+        rank: int,
+        group_of: Callable[[tuple[int, ...]], SharingGroup],
+    ) -> None:
+        """Marks the copies that the global norm does not count.
+
+        Args:
+            weights: All shared weights of the model, the same on every rank.
+            tensors: This rank's parameters and buffers, by lasting name.
+            rank: This rank in the pipeline.
+            group_of: Connects some ranks.
+        """
+        self._rank = rank
+        self._group_of = group_of
+        self._tensors = tensors
+        self.weights = [w for w in weights if len(w.holders) > 1 and rank in w.holders]
+        for weight in self.weights:
+            if _is_parameter(tensors[weight.name]):
+                tensors[weight.name].is_firstly_shared = rank == weight.holders[0]
+
+    def equalize(self, sources: Mapping[str, int] | None = None) -> None:
+        """Gives every copy the values of one rank's. Collective over the ranks that share.
+
+        Args:
+            sources: The rank whose copy counts, by lasting name; that of the first entry where it
+                is not said.
+
+        Raises:
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        sources = {} if sources is None else sources
+        for group, weights in self._groups():
+            for weight in weights:
+                source = sources.get(weight.name, weight.holders[0])
+                tensor = self._tensors[weight.name]
+                # Sent as a copy: training may go on before it has left this process.
+                mine = tensor.detach().clone() if source == self._rank else None
+                values = group.broadcast(mine, source)
+                if source != self._rank:
+                    tensor.set_value(values)
+
+    def sum_gradients(self) -> None:
+        """Gives every copy the sum of all copies' gradients. Collective over those that share.
+
+        A copy without a gradient counts as zeros; where no copy has one, none gets one. The sum
+        begins with the rank of the last entry, as backward does, and has the same bits everywhere.
+
+        Raises:
+            ConfigError: A gradient is sparse.
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        for group, weights in self._groups():
+            tensors = [self._tensors[weight.name] for weight in weights]
+            parameters = [tensor for tensor in tensors if _is_parameter(tensor)]
+            mine = _copies(parameters)
+            for parameter, *gradients in zip(parameters, *group.all_gather(mine)):
+                total = _sum(gradients[::-1])
+                if total is not None and not parameter.stop_gradient:
+                    set_gradient(parameter, total)
+
+    def _groups(self) -> Iterator[tuple[SharingGroup, list[SharedWeight]]]:
+        """Yields the groups that this rank belongs to, in the same order on every rank."""
+        ordered = sorted(self.weights, key=lambda weight: weight.holders)
+        for members, weights in groupby(ordered, key=lambda weight: weight.holders):
+            yield self._group_of(members), list(weights)
+
+
+def _is_parameter(tensor: Any) -> bool:
+    return hasattr(tensor, "trainable")
+
+
+def _copies(parameters: Sequence[Any]) -> list[Any]:
+    """Returns copies of gradients: the originals are changed in place before all have left."""
+    copies = []
+    for parameter in parameters:
+        gradient = gradient_of(parameter)
+        if gradient is not None and gradient.is_selected_rows():
+            raise ConfigError(
+                "the gradient of a shared weight is sparse",
+                where=f"parameter {parameter.name}, shared by several ranks",
+                fix="nn.Embedding(.., sparse=False) in the SharedLayerDesc",
+            )
+        copies.append(None if gradient is None else gradient.clone())
+    return copies
+
+
+def _sum(tensors: Sequence[Any]) -> Any:
+    total = None
+    for tensor in tensors:
+        if tensor is not None:
+            total = tensor if total is None else total + tensor
+    return total

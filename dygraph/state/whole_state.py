@@ -1,0 +1,141 @@
+"""The parameters and buffers of the whole model under their lasting names, whoever holds them.
+
+A name is the path in the whole list, ``3.weight``; that of a shared layer is
+``shared_layers.<key>.weight``, once, whatever ranks hold copies. What a process holds may be called
+otherwise in its own ``state_dict``: the second class of a shared key is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.layers import entries as descriptions
+from fleetpipe.dygraph.layers.tied import SharedLayer, is_shared
+from fleetpipe.dygraph.state.names import Slot, names_in, slots_of, to_pipeline_names
+from fleetpipe.dygraph.tensor_parallel import own_value, split_axis, whole_shape, whole_value
+from fleetpipe.errors import CheckpointError
+from fleetpipe.transport import Group
+
+
+class ModelState:
+    """Translates between this process's ``state_dict`` and the whole model's."""
+
+    def __init__(
+        self,
+        entries: Sequence[Any],
+        blueprints: Sequence[Any],
+        shared: Sequence[SharedLayer],
+        names: Mapping[str, str],
+        state_dict: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """Describes a model of which this process holds a part.
+
+        Args:
+            entries: The whole list of layers.
+            blueprints: A layer like each of them, for names and shapes.
+            shared: The shared layers of the list.
+            names: The lasting names of this process's tensors that are called otherwise.
+            state_dict: Gives this process's parameters and buffers.
+        """
+        self._entries = entries
+        self._blueprints = blueprints
+        self._shared = {index: layer for layer in shared for index in layer.indices}
+        self._names = names
+        self._state_dict = state_dict
+
+    def own(self) -> dict[str, Any]:
+        """Returns this process's parameters and buffers by lasting name."""
+        return {self.own_name(name): tensor for name, tensor in self._state_dict().items()}
+
+    def own_name(self, name: str) -> str:
+        """Returns the lasting name of what this process's ``state_dict`` calls ``name``."""
+        return self._names.get(name, name)
+
+    def slots(self) -> list[Slot]:
+        """Returns the names and shapes of the whole model in the order of its layers, each once."""
+        layers = range(len(self._entries))
+        found = {slot.name: slot for index in layers for slot in self._slots_of(index)}
+        return list(found.values())
+
+    def outlines(self) -> list[str]:
+        """Returns the class of each layer of the whole model with its parameters' shapes."""
+        return [
+            " ".join(
+                [
+                    descriptions.class_name(entry),
+                    *(f"{slot.name}{list(slot.shape)}" for slot in self._slots_of(index)),
+                ]
+            )
+            for index, entry in enumerate(self._entries)
+        ]
+
+    def load(self, source: Any) -> None:
+        """Takes this process's part from a whole model or its state dict.
+
+        Raises:
+            CheckpointError: The source does not fit; nothing was changed.
+        """
+        state, own = to_pipeline_names(self.slots(), source), self.own()
+        values = {name: own_value(state[name], split_axis(own[name])) for name in own}
+        _assign(own, values)
+
+    def gather(self, group: Group) -> dict[str, Any]:
+        """Returns copies of all parameters and buffers, whole, the shared first.
+
+        Collective, over the slices of tensor-parallel layers too.
+
+        Args:
+            group: The ranks of the pipeline.
+        """
+        own = {name: whole_value(tensor, split_axis(tensor)) for name, tensor in self.own().items()}
+        merged: dict[str, Any] = {}
+        for part in group.all_gather(own):
+            for name, tensor in part.items():
+                merged.setdefault(name, tensor)
+        names = [slot.name for slot in self.slots()]
+        names.sort(key=lambda name: not is_shared(name))
+        return {name: merged[name] for name in names}
+
+    def copy_to(self, model: Any, group: Group) -> None:
+        """Puts all parameters and buffers into a single-device model. Collective.
+
+        Raises:
+            CheckpointError: The model does not fit; nothing was changed.
+        """
+        names = self.names_in(model)
+        state, theirs = self.gather(group), model.state_dict()
+        _assign(theirs, {name: state[names[name]] for name in theirs})
+
+    def names_in(self, model: Any) -> dict[str, str]:
+        """Returns the lasting name of each parameter and buffer of a single-device model.
+
+        Raises:
+            CheckpointError: The model does not fit in names, or in order and shape.
+        """
+        return names_in(self.slots(), model)
+
+    def _slots_of(self, index: int) -> list[Slot]:
+        layer = self._blueprints[index]
+        shared = self._shared.get(index)
+        if shared is None:
+            return slots_of(layer, index)
+        shapes = self._blueprints[shared.indices[0]].state_dict()
+        return [Slot(name, whole_shape(shapes[path])) for path, name in shared.names.items()]
+
+
+def _assign(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Gives each tensor the value of its name, which has its shape, once all dtypes are right."""
+    for name, tensor in tensors.items():
+        value = values[name]
+        given = (value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)).dtype
+        if given != tensor.dtype:
+            raise CheckpointError(
+                f"{name!r} does not fit",
+                expected=str(tensor.dtype),
+                got=str(given),
+                fix="convert the values first: value.astype(dtype)",
+            )
+    for name, tensor in tensors.items():
+        tensor.set_value(values[name])

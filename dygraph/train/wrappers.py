@@ -1,0 +1,114 @@
+"""The types of Fleet's wrappers: which of them stands for which schedule.
+
+All run the schedule that was asked for, by the same engine; the type says what Fleet would have
+taken, so that ``isinstance`` finds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetpipe._paddle import user_strategy
+from fleetpipe.config import PipelineConfig
+from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
+from fleetpipe.dygraph.train.pipeline_parallel import PipelineParallel
+from fleetpipe.dygraph.train.switches import Switches
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import current_job
+
+
+class NoPipelineParallel(PipelineParallel):
+    """A pipeline of one rank: one process, or replicas and slices of the whole model."""
+
+    def __init__(self, layers: PipelineLayer, strategy: Any = None, hcg: Any = None) -> None:
+        """As :class:`PipelineParallel`; Fleet has these arguments in another order.
+
+        Args:
+            layers: The model.
+            strategy: The options; None for those given to ``fleet.init``.
+            hcg: Accepted for Fleet's sake.
+
+        Raises:
+            ConfigError: The job has more than one pipeline rank, and see there.
+        """
+        job = current_job()
+        if job is not None and job.degrees.pp > 1:
+            raise ConfigError(
+                "NoPipelineParallel wraps a model for a job without a pipeline",
+                got=f"pp_degree={job.degrees.pp}",
+                fix="leave the choice to fleet.distributed_model",
+            )
+        super().__init__(layers, hcg, strategy)
+
+    def _bind(self, optimizer: Any) -> None:
+        """Takes a bare optimizer too, as Fleet does, where the rank has whole parameters."""
+        degrees = self._job.degrees
+        wrapped = isinstance(optimizer, PipelineOptimizer)
+        if wrapped or degrees.mp > 1 or degrees.sharding > 1:
+            super()._bind(optimizer)
+
+
+class PipelineParallelWithInterleave(PipelineParallel):
+    """A pipeline with several chunks on each rank."""
+
+    _has_bubble_hooks = True
+
+    def __init__(self, layers: PipelineLayer, hcg: Any = None, strategy: Any = None) -> None:
+        """As :class:`PipelineParallel`.
+
+        Raises:
+            ConfigError: The model has one chunk on each rank, and see there.
+        """
+        if isinstance(layers, PipelineLayer) and layers.get_num_virtual_stages() == 1:
+            raise ConfigError(
+                f"{type(self).__name__} wraps a model with several chunks on each rank",
+                got="num_virtual_pipeline_stages=1",
+                fix="leave the choice to fleet.distributed_model",
+            )
+        super().__init__(layers, hcg, strategy)
+
+    def _get_scheduler_name(self) -> str:
+        """Returns the type's name and that of the schedule that it runs."""
+        return f"{type(self).__name__} with schedule {self.schedule.name}"
+
+
+class PipelineParallelWithInterleaveFthenB(PipelineParallelWithInterleave):
+    """Where Fleet would run all forwards first: p <= accumulate_steps < 2p."""
+
+    _has_bubble_hooks = False
+
+
+class VPPFhenBInBalancedMemory(PipelineParallelWithInterleaveFthenB):
+    """As that, with ``pp_configs.best_unbalanced_scheduler``."""
+
+    _has_bubble_hooks = True
+
+
+class DualPipeVParallel(PipelineParallel):
+    """The schedule DualPipeV: data and loss are both on rank 0."""
+
+    schedule_name = "DualPipeV"
+
+
+def wrap(layers: PipelineLayer) -> PipelineParallel:
+    """Wraps a model for the current job, in the type that Fleet would choose. Collective.
+
+    Raises:
+        ConfigError: See :class:`PipelineParallel`.
+    """
+    job, strategy = current_job(), user_strategy()
+    if job is None:
+        return PipelineParallel(layers)
+    config, ranks = PipelineConfig.from_strategy(strategy), job.degrees.pp
+    if ranks == 1:
+        return NoPipelineParallel(layers, strategy)
+    if layers.schedule(config).name == DualPipeVParallel.schedule_name:
+        return DualPipeVParallel(layers, job.hcg, strategy)
+    if layers.get_num_virtual_stages() == 1:
+        return PipelineParallel(layers, job.hcg, strategy)
+    if layers.placement.name != "loop" or not ranks <= config.micro_batches < 2 * ranks:
+        return PipelineParallelWithInterleave(layers, job.hcg, strategy)
+    unbalanced = Switches.from_strategy(strategy, layers).best_unbalanced_scheduler
+    chosen = VPPFhenBInBalancedMemory if unbalanced else PipelineParallelWithInterleaveFthenB
+    return chosen(layers, job.hcg, strategy)

@@ -1,0 +1,137 @@
+"""Reads files of saved parameters and optimizer states, whoever wrote them, and runs none of them.
+
+Paddle's ``.pdparams`` and ``.pdopt`` are pickles, in which ``pickled.py`` finds values alone;
+numpy's ``.npz`` is read without pickles. What cannot be read is a ``CheckpointError`` that says
+what the file seems to be.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.checkpoint import pickled
+from fleetpipe.errors import CheckpointError
+
+Contents = TypeVar("Contents")
+
+#: What Paddle adds to a dict of tensors: their names, and how it divided the largest of them.
+_NAMES, _DIVIDED = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
+_BEGINNINGS = (
+    (b"\x89PNG", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"\x1f\x8b", "a gzip archive"),
+    (b"PK\x03\x04", "a zip archive, as .npz and the files of PyTorch are"),
+    (b"version https://git-lfs", "a pointer of Git LFS: `git lfs pull` brings the file itself"),
+    (b"\x93NUMPY", "a single array of numpy (.npy)"),
+    (b"\x80", "a pickle; paddle.load would run what it names"),
+)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a file of ``paddle.save``, as ``paddle.load`` does, without running what it names.
+
+    Args:
+        path: A ``.pdparams`` or ``.pdopt`` file of Fleet's, of Paddle's or of fleetpipe's.
+
+    Returns:
+        What was saved, with tensors on the current device.
+
+    Raises:
+        CheckpointError: There is no such file, it cannot be read, or it holds something else.
+    """
+    found: dict[str, Any] = _with_tensors(arrays(path), {})
+    return found
+
+
+def arrays(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Does what :func:`load` does, with arrays in the place of tensors; bfloat16 is uint16."""
+    return _read(path, _pickled_dict, "paddle.save")
+
+
+def archive(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Reads a file of ``numpy.savez``.
+
+    Raises:
+        CheckpointError: As of :func:`load`.
+    """
+    return _read(path, _archived, "numpy.savez")
+
+
+def _read(
+    path: str | os.PathLike[str], reader: Callable[[BinaryIO], Contents], writer: str
+) -> Contents:
+    name = os.fspath(path)
+    if not os.path.exists(name):
+        raise CheckpointError(f"there is no {name}", fix="check the path, and which ranks saved")
+    if not os.path.isfile(name):
+        raise CheckpointError(f"{name} is no file", fix=f"pass a file that {writer} wrote")
+    try:
+        with open(name, "rb") as file:
+            return reader(file)
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} cannot be read", cause=str(error), fix="make it readable for this process"
+        ) from error
+    # A damaged file makes the reader stumble in ways of which no list would be complete.
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} is not what {writer} writes; nothing of it was run or loaded",
+            expected=f"a dict of tensors that {writer} wrote",
+            got=f"it holds {error}" if isinstance(error, pickled.Refused) else str(error)[:200],
+            cause=_cause(name),
+            fix=f"save it again with {writer}, if it is yours",
+        ) from error
+
+
+def _cause(name: str) -> str:
+    with open(name, "rb") as file:
+        begin = file.read(64)
+    size = os.path.getsize(name)
+    if not begin:
+        return "it is empty: the disk was full, or the one who wrote it was stopped"
+    for magic, what in _BEGINNINGS:
+        if begin.startswith(magic):
+            return f"it has {size} bytes and begins as {what}"
+    return f"it has {size} bytes and begins with {begin[:24]!r}"
+
+
+def _pickled_dict(file: BinaryIO) -> dict[str, Any]:
+    found = pickled.read(file)
+    if not isinstance(found, dict):
+        raise pickled.Refused(f"a {type(found).__name__}, not a dict")
+    found.pop(_NAMES, None)
+    for name, description in found.pop(_DIVIDED, {}).items():
+        parts = [found.pop(part) for part in description["slices"]]
+        found[name] = np.concatenate(parts).reshape(description["OriginShape"])
+    return found
+
+
+def _archived(file: BinaryIO) -> dict[str, np.ndarray]:
+    with zipfile.ZipFile(file) as members:
+        # What is stored as it is cannot grow beyond the file when it is read.
+        packed = [each.filename for each in members.infolist() if each.compress_type]
+    if packed:
+        raise pickled.Refused(f"compressed arrays, such as {packed[0]!r}")
+    file.seek(0)
+    with np.load(file) as found:
+        return dict(found)
+
+
+def _with_tensors(value: Any, made: dict[int, Any]) -> Any:
+    """Returns ``value`` with tensors for its arrays; what it holds twice is made once."""
+    if id(value) not in made:
+        if isinstance(value, np.ndarray):
+            made[id(value)] = paddle.to_tensor(value)
+        elif isinstance(value, dict):
+            made[id(value)] = {key: _with_tensors(item, made) for key, item in value.items()}
+        elif isinstance(value, (list, tuple)):
+            made[id(value)] = type(value)(_with_tensors(item, made) for item in value)
+        else:
+            return value
+    return made[id(value)]

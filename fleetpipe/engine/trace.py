@@ -1,0 +1,326 @@
+"""Records every action and transfer of real steps, gathers them on rank 0, and draws them.
+
+What is recorded has the form of a simulated schedule's events, so that the same trace and the same
+picture show both: measured beside predicted.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.engine.engine import Stage, Values
+from fleetpipe.schedules import Costs, Schedule
+from fleetpipe.schedules.action import Action
+from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, write_trace
+from fleetpipe.schedules.forms.events import Event, events_of, figures_of
+from fleetpipe.schedules.forms.picture import NoMatplotlib, Panel, draw, panel_of
+from fleetpipe.transport import Group, MessageKey, Transport, Value
+from fleetpipe.transport.joining.hosts import host_identity
+
+#: Steps that a trace keeps unless it is told otherwise.
+MOST_STEPS = 20
+_ROUNDS = 8
+
+#: What is sent of an event: name, start and end in seconds.
+Record = tuple[str, float, float]
+
+
+class Recorder:
+    """The events of one rank of the pipeline in the step that runs."""
+
+    def __init__(self) -> None:
+        """Begins with no events."""
+        self.records: list[Record] = []
+        self.first_micro_batch = 0
+
+    def action(self, kind: str, stage: int, micro_batch: int, start: float) -> None:
+        """Notes an action that has just ended."""
+        name = str(Action(kind, stage, micro_batch - self.first_micro_batch))
+        self.records.append((name, start, time.perf_counter()))
+
+    def transfer(self, letter: str, key: MessageKey, start: float) -> None:
+        """Notes a send or a receive of an edge that has just ended."""
+        if key.kind != "C":
+            edge = f"{key.source}>{key.target}" + (f":{key.name}" if key.name else "")
+            name = f"{letter}{key.kind}{edge}.{key.micro_batch}"
+            self.records.append((name, start, time.perf_counter()))
+
+
+class RecordedStage:
+    """A stage that notes when each of its actions runs; all else is the wrapped stage's."""
+
+    def __init__(self, stage: Stage, recorders: Mapping[int, Recorder]) -> None:
+        """Wraps ``stage``.
+
+        Args:
+            stage: What runs the actions.
+            recorders: The recorder of each stage's rank, by stage.
+        """
+        self._stage = stage
+        self._recorders = recorders
+
+    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
+        """See :class:`fleetpipe.engine.engine.Stage`."""
+        start = time.perf_counter()
+        outputs = self._stage.forward(stage, micro_batch, inputs)
+        self._recorders[stage].action("F", stage, micro_batch, start)
+        return outputs
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+        """See :class:`fleetpipe.engine.engine.Stage`."""
+        start = time.perf_counter()
+        grads = self._stage.backward(stage, micro_batch, output_grads)
+        self._recorders[stage].action("B", stage, micro_batch, start)
+        return grads
+
+    def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+        """See :class:`fleetpipe.engine.engine.Stage`."""
+        start = time.perf_counter()
+        grads = self._stage.input_grad(stage, micro_batch, output_grads)
+        self._recorders[stage].action("I", stage, micro_batch, start)
+        return grads
+
+    def weight_grad(self, stage: int, micro_batch: int) -> None:
+        """See :class:`fleetpipe.engine.engine.Stage`."""
+        start = time.perf_counter()
+        self._stage.weight_grad(stage, micro_batch)
+        self._recorders[stage].action("W", stage, micro_batch, start)
+
+    def release(self, stage: int, micro_batch: int) -> None:
+        """See :class:`fleetpipe.engine.engine.Stage`."""
+        self._stage.release(stage, micro_batch)
+
+
+class RecordedTransport:
+    """A transport that notes its sends and receives; all else is the wrapped transport's."""
+
+    def __init__(self, transport: Transport, recorder: Recorder) -> None:
+        """Wraps ``transport``."""
+        self._transport = transport
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the wrapped transport."""
+        return getattr(self._transport, name)
+
+    def send(self, peer: int, key: MessageKey, value: Value) -> None:
+        """See :class:`fleetpipe.transport.Transport`."""
+        start = time.perf_counter()
+        self._transport.send(peer, key, value)
+        self._recorder.transfer("S", key, start)
+
+    def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
+        """See :class:`fleetpipe.transport.Transport`."""
+        start = time.perf_counter()
+        arrived, value = self._transport.try_receive(peer, key)
+        if arrived:
+            self._recorder.transfer("R", key, start)
+        return arrived, value
+
+    def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
+        """See :class:`fleetpipe.transport.Transport`."""
+        start = time.perf_counter()
+        value = self._transport.receive(peer, key, timeout)
+        self._recorder.transfer("R", key, start)
+        return value
+
+
+class Trace:
+    """The recorded steps of one pipeline. Making one and every step's end are collective."""
+
+    def __init__(
+        self,
+        folder: Path,
+        schedule: Schedule,
+        ranks: Iterable[int],
+        group: Group,
+        most_steps: int = MOST_STEPS,
+    ) -> None:
+        """Begins to record.
+
+        Args:
+            folder: Where rank 0 writes ``trace.json``, ``predicted.png`` and ``measured.png``.
+            schedule: What runs.
+            ranks: The ranks of the pipeline that this process plays.
+            group: The ranks of the pipeline.
+            most_steps: Steps that are kept; of a longer run the last ones.
+        """
+        self.recorders = {rank: Recorder() for rank in ranks}
+        self._folder = folder
+        self._schedule = schedule
+        self._group = group
+        self._steps: deque[list[Event]] = deque(maxlen=most_steps)
+        self._count = 0
+        self._offset, self.clock_error = _clock(group)
+
+    @classmethod
+    def of_job(cls, folder: str | None, schedule: Schedule, job: Any) -> Trace | None:
+        """Begins to record what a job runs, written when it ends. Collective over the pipeline.
+
+        Args:
+            folder: ``fleetpipe_configs["trace"]``; None: nothing is recorded.
+            schedule: What runs.
+            job: A :class:`fleetpipe.job.job.Job`; its first replica records for all.
+        """
+        if folder is None or job.replicas().rank or job.model_parallel().rank:
+            return None
+        trace = cls(Path(folder), schedule, job.connect(), job.group())
+
+        def write() -> None:
+            told = trace.write()
+            if told is not None:
+                sys.stderr.write(f"fleetpipe: {told}\n")
+
+        job.endings.append(write)
+        return trace
+
+    def stage(self, stage: Stage) -> RecordedStage:
+        """Returns ``stage``, recorded."""
+        rank_of = self._schedule.placement.rank_of
+        owned = {
+            stage: self.recorders[rank_of(stage)]
+            for stage in range(self._schedule.placement.stages)
+            if rank_of(stage) in self.recorders
+        }
+        return RecordedStage(stage, owned)
+
+    def transports(self, transports: Mapping[int, Transport]) -> dict[int, Any]:
+        """Returns ``transports``, recorded."""
+        return {
+            rank: RecordedTransport(transport, self.recorders[rank])
+            for rank, transport in transports.items()
+        }
+
+    def begin_step(self, first_micro_batch: int) -> None:
+        """Forgets what was recorded outside of a training step."""
+        for recorder in self.recorders.values():
+            recorder.records.clear()
+            recorder.first_micro_batch = first_micro_batch
+
+    def end_step(self) -> None:
+        """Gathers the step's events on rank 0. Collective."""
+        own = {str(rank): recorder.records for rank, recorder in self.recorders.items()}
+        shifted = {
+            rank: [(name, start - self._offset, end - self._offset) for name, start, end in records]
+            for rank, records in own.items()
+        }
+        gathered = self._group.all_gather(shifted)
+        self._count += 1
+        if self._group.rank == 0:
+            merged = {rank: records for part in gathered for rank, records in part.items()}
+            self._steps.append(
+                [Event(int(rank), *one) for rank, records in merged.items() for one in records]
+            )
+
+    def steps(self) -> list[list[Event]]:
+        """Returns the events of the steps that are kept, on rank 0; nothing elsewhere."""
+        return list(self._steps)
+
+    def write(self) -> str | None:
+        """Writes the files on rank 0.
+
+        Returns:
+            What was measured, in a line; None on other ranks and where no step was recorded.
+        """
+        if not self._steps:
+            return None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        steps = self.steps()
+        begin = min(event.start for step in steps for event in step)
+        measured = [_moved(step, -begin) for step in steps]
+        # The first step of a job allocates memory and loads code: it is no measure of the others.
+        cold = 1 if len(steps) == self._count > 1 else 0
+        warm = steps[cold:]
+        costs = measured_costs(self._schedule, [event for step in warm for event in step])
+        predicted = self._schedule.simulate(costs)
+        last = measured[-1]
+        last_begin = min(event.start for event in last if event.actions)
+        tracks = {
+            "measured": [event for step in measured for event in step],
+            "predicted": _moved(events_of(predicted), last_begin),
+        }
+        microseconds = dict.fromkeys(tracks, MICROSECONDS_PER_SECOND)
+        placement = self._schedule.placement
+        write_trace(self._folder / "trace.json", tracks, placement, microseconds=microseconds)
+        title = (
+            f"measured: the last of {self._count} steps · bubble {figures_of(last).bubble_rate:.2%}"
+        )
+        beside = panel_of(predicted, "s", "predicted")
+        shown = Panel(title, _moved(last, -last_begin), placement, "s")
+        drawn = self._draw({"predicted.png": [beside], "measured.png": [shown, beside]})
+        figures = [figures_of(step) for step in warm]
+        rate = sum(each.bubble for each in figures) / sum(each.span for each in figures)
+        return (
+            f"trace of {len(steps)} of {self._count} steps in {self._folder}: bubble rate "
+            f"{rate:.4f} measured{' after the first step' * cold}, {predicted.bubble_rate:.4f} "
+            "predicted from the mean cost of each action; "
+            f"clocks agree within {self.clock_error * 1e6:.0f} us"
+            + "; no pictures: they need matplotlib (pip install 'fleetpipe[examples]')"
+            * (not drawn)
+        )
+
+    def _draw(self, pictures: Mapping[str, list[Panel]]) -> bool:
+        """Draws pictures by their file names; returns whether there is matplotlib to do so."""
+        try:
+            for name, panels in pictures.items():
+                draw(panels, self._folder / name)
+        except NoMatplotlib:
+            return False
+        return True
+
+
+def _moved(events: list[Event], seconds: float) -> list[Event]:
+    return [
+        event._replace(start=event.start + seconds, end=event.end + seconds) for event in events
+    ]
+
+
+def _clock(group: Group) -> tuple[float, float]:
+    """Returns how far this rank's clock is ahead of rank 0's, and by how much that may be wrong.
+
+    Collective. The ranks of one host share a clock. Between hosts the middle of the quickest of
+    some rounds of questions and answers is taken for the same moment.
+    """
+    hosts = group.all_gather(host_identity())
+    if len(set(hosts)) == 1:
+        return 0.0, 0.0
+    best = (0.0, float("inf"))
+    for _ in range(_ROUNDS):
+        asked = time.perf_counter()
+        answers = group.all_gather(time.perf_counter())
+        answered = time.perf_counter()
+        error = (answered - asked) / 2
+        if error < best[1]:
+            best = ((asked + answered) / 2 - answers[0], error)
+    worst = max(group.all_gather(best[1]))
+    return (0.0 if group.rank == 0 else best[0]), worst
+
+
+def measured_costs(schedule: Schedule, events: list[Event]) -> Costs:
+    """Returns the mean cost in seconds of each kind of action on each stage."""
+    durations: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for event in events:
+        for action in event.actions:
+            durations[action.kind, action.stage].append(event.end - event.start)
+
+    def means(kind: str) -> tuple[float, ...] | None:
+        stages = range(schedule.placement.stages)
+        if not any((kind, stage) in durations for stage in stages):
+            return None
+        return tuple(_mean(durations[kind, stage]) for stage in stages)
+
+    return Costs(
+        forward=means("F") or 0,
+        input_grad=means("I") or 0,
+        weight_grad=means("W") or 0,
+        backward=means("B"),
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

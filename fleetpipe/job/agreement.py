@@ -1,0 +1,72 @@
+"""Makes sure that all ranks run the same thing before they run it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import Callable
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.job import meeting
+from fleetpipe.transport import Store
+
+_PLACE = "the comparison of what each rank runs"
+#: Differences that a message shows; the first ones tell enough.
+_MOST_SHOWN = 4
+
+
+def require_agreement(
+    store: Store,
+    key: str,
+    facts: Mapping[str, str],
+    timeout: float,
+    gone: Callable[[], Collection[int]] = tuple,
+) -> None:
+    """Compares what each rank of the job says of itself. Collective over the job.
+
+    Args:
+        store: The job's store. Only digests are compared there, as long as these are the same.
+        key: Where in the store; new for each comparison.
+        facts: What must be the same on all ranks, by subject.
+        timeout: Seconds that the ranks may take to arrive.
+        gone: Says which ranks have ended.
+
+    Raises:
+        ConfigError: Some rank says otherwise; the message shows both sides. Every rank raises.
+        PeerFailed: Some rank ended before it arrived.
+        PipelineTimeout: Some rank did not arrive; the message says which.
+    """
+    text = json.dumps(dict(facts), sort_keys=True)
+    store.set(f"{key}/facts/{meeting.own_rank()}", text)
+    store.set(f"{key}/digest/{meeting.own_rank()}", hashlib.sha256(text.encode()).hexdigest())
+    meeting.meet(store, f"{key}/published", timeout, _PLACE, gone)
+    ranks = range(meeting.world_size())
+    digests = [store.get(f"{key}/digest/{rank}") for rank in ranks]
+    others = [rank for rank in ranks if digests[rank] != digests[0]]
+    first, other = (
+        json.loads(store.get(f"{key}/facts/{rank}")) for rank in (0, (others or [0])[0])
+    )
+    # Nobody raises, and so ends the store or the waits of others, before all have seen both sides.
+    meeting.meet(store, f"{key}/compared", timeout, _PLACE, gone)
+    if others:
+        meeting.let_others_go(store, f"{key}/seen")
+        raise _disagreement(first, other, others)
+
+
+def _disagreement(
+    first: Mapping[str, str], other: Mapping[str, str], others: list[int]
+) -> ConfigError:
+    subjects = [s for s in {**first, **other} if first.get(s) != other.get(s)]
+
+    def told(facts: Mapping[str, str]) -> str:
+        shown = [f"{s} = {facts.get(s, 'nothing')}" for s in subjects[:_MOST_SHOWN]]
+        return "; ".join(shown) + ("; .." if len(subjects) > _MOST_SHOWN else "")
+
+    also = f" (nor do ranks {others[1:]})" if len(others) > 1 else ""
+    return ConfigError(
+        f"ranks 0 and {others[0]} of the job do not run the same{also}",
+        expected=f"as on rank 0: {told(first)}",
+        got=f"on rank {others[0]}: {told(other)}",
+        fix="start all ranks with the same script, arguments, environment and versions",
+    )

@@ -1,0 +1,106 @@
+"""Gives each of Paddle's Gloo groups a key-value store of its own, and all of them an interface.
+
+All Gloo groups of a job write their addresses under the same keys of the job's store (2.6.2 and
+3.3.1). A rank that makes its second group a moment before another does reads the address of that
+one's first group, which no longer listens: "Connection refused", about once in five starts of
+three ranks. With a store of its own no group sees the addresses of another. The ranks also meet
+there, so that none enters Gloo, which gives up after 30 s, before the others have come.
+
+Gloo listens at the address that the host's name has, which on many hosts is a loopback one, unless
+it is told an interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fleetpipe import _paddle
+from fleetpipe.errors import PipelineTimeout, TransportError
+from fleetpipe.job.say_once import tell_once
+from fleetpipe.transport import Store
+from fleetpipe.transport.joining import hosts
+from fleetpipe.transport.limit import Limit
+
+#: Below the ports that the system gives to outgoing connections: none of those is in the way.
+_PORTS = range(20000, 32000)
+_POLL_SECONDS = 0.01
+
+
+def separate_stores(store: Store, timeout: float) -> None:
+    """Makes every Gloo group in a store of its own, until :func:`share_store_again`.
+
+    Where the user chose no interface for Gloo, it is the one that leads to the other ranks.
+
+    Args:
+        store: The job's store, where a group's ranks find its own.
+        timeout: Seconds that the ranks of a group may take to arrive.
+    """
+    _choose_interface()
+
+    def own_store(rank: int, ranks: int, group: int) -> Any:
+        own = _meet(store, rank, f"fleetpipe/gloo/{group}", timeout)
+        own.add("here", 1)
+        _wait(lambda: own.add("here", 0) >= ranks, f"not all ranks made group {group}", timeout)
+        return own
+
+    _paddle.replace_gloo_stores(own_store)
+
+
+def share_store_again() -> None:
+    """Gives the Gloo groups that are made from now on the store that Paddle gives them."""
+    _paddle.restore_gloo_stores()
+
+
+def _meet(store: Store, rank: int, key: str, timeout: float) -> Any:
+    """Opens a group's store: its first rank serves it, the others find it in the job's store."""
+    if rank == 0:
+        host = hosts.gloo_interface()[1] or hosts.own_address()
+        port = _free_port(host)
+        own = _paddle.open_store(host, port, True, timeout)
+        store.set(f"{key}/address", f"{host}:{port}")
+        store.add(f"{key}/published", 1)
+        return own
+    _wait(lambda: store.add(f"{key}/published", 0) > 0, f"no first rank for {key}", timeout)
+    host, _, text = store.get(f"{key}/address").decode().rpartition(":")
+    return _paddle.open_store(host, int(text), False, timeout)
+
+
+def _choose_interface() -> None:
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    name, address = hosts.gloo_interface()
+    if not name:
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    named = hosts.named_address()
+    if address not in ("127.0.0.1", named):
+        tell_once(
+            f"Gloo uses the interface {name} ({address}), which leads to the other hosts; "
+            f"this host's name leads to {named or 'no address'}",
+            any_rank=True,
+        )
+
+
+def _wait(arrived: Callable[[], bool], summary: str, timeout: float) -> None:
+    limit = Limit(timeout)
+    while not arrived():
+        if limit.reached():
+            raise PipelineTimeout(
+                f"{summary} within {timeout:g} s",
+                fix="see their logs; raise fleetpipe_configs['timeout'] if they are only slow",
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _free_port(host: str) -> int:
+    for port in random.Random().sample(_PORTS, 100):
+        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise TransportError(f"no port between {_PORTS.start} and {_PORTS.stop} is free on {host}")

@@ -1,0 +1,226 @@
+"""The start of a job: opens its key-value store and waits until every rank is there.
+
+Paddle's own start waits without a limit for a rank that never comes, and does not say which one.
+Here the wait has the user's limit, and names the ranks that are missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Collection
+from typing import Any, Callable
+
+from fleetpipe import _paddle
+from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.job.store import JobStore
+from fleetpipe.transport import Store
+from fleetpipe.transport.limit import Limit
+
+_POLL_SECONDS = 0.02
+#: Seconds that rank 0, which serves the store, stays for others that are about to fail as it does.
+_LAST_SECONDS = 3.0
+#: Seconds in which whoever listens at rank 0's endpoint answers, if it is a store.
+_ANSWER_SECONDS = 2.0
+
+
+def world_size() -> int:
+    """Returns the number of processes that the launcher started; 1 without a launcher."""
+    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+
+
+def own_rank() -> int:
+    """Returns this process's rank among those that the launcher started."""
+    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def open_store(timeout: float) -> JobStore:
+    """Opens the job's store, which rank 0 serves at its own endpoint. Collective over the job.
+
+    Args:
+        timeout: Seconds to wait for rank 0.
+
+    Raises:
+        PipelineTimeout: Rank 0 did not come.
+        TransportError: The port that the launcher gave to rank 0 is taken.
+    """
+    host, port = _address()
+    if own_rank() == 0:
+        _refuse_taken(host, port)
+        _servers.append(_paddle.open_store(host, port, True, timeout))
+    # The port may by now serve another job.
+    sign = hashlib.sha256(os.environ["PADDLE_TRAINER_ENDPOINTS"].encode()).hexdigest()
+    return _reach(host, port, timeout, f"fleetpipe/job/{sign}")
+
+
+def paddles_client(timeout: float) -> Any:
+    """Returns the job's store, which must be open, as Paddle's own functions take it."""
+    return _servers[0] if _servers else _paddle.open_store(*_address(), False, timeout)
+
+
+def _address() -> tuple[str, int]:
+    host, _, port = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")
+    return host, int(port)
+
+
+#: The server ends with its object.
+_servers: list[Any] = []
+
+
+def wait_for_all(store: Store, number: int, timeout: float) -> None:
+    """Waits until every rank of the job is here. Collective over the job.
+
+    Args:
+        store: The job's store.
+        number: The number of the job, so that each has keys of its own.
+        timeout: Seconds to wait.
+
+    Raises:
+        PipelineTimeout: Names the ranks that did not come.
+    """
+    meet(store, f"fleetpipe/{number}/here", timeout)
+
+
+def meet(
+    store: Store,
+    key: str,
+    timeout: float,
+    place: str = "",
+    gone: Callable[[], Collection[int]] = tuple,
+    ranks: Collection[int] | None = None,
+) -> None:
+    """Waits until every rank has come to ``key``. Collective over ``ranks``.
+
+    Args:
+        store: The job's store.
+        key: Where in the store; new for each meeting.
+        timeout: Seconds to wait.
+        place: What the meeting is for, for messages; by default the start of the job.
+        gone: Says which ranks have ended. What is known of a failure is raised by the store, and
+            only while somebody is missing: who came may have failed since, at what comes next.
+        ranks: Those that meet; by default all ranks of the job.
+
+    Raises:
+        PeerFailed: A rank ended, and had not come before.
+        PipelineTimeout: Names the ranks that did not come; all that did raise it.
+    """
+    store.add(f"{key}/{own_rank()}", 1)
+    limit = Limit(timeout)
+    everyone = range(world_size())
+    missing = sorted(everyone if ranks is None else ranks)
+    others = set(everyone).difference(missing)
+    while True:
+        # Asked before the store: whoever has ended by now either stands there or never will.
+        ended = set(gone())
+        missing = [rank for rank in missing if not store.add(f"{key}/{rank}", 0)]
+        if not missing:
+            return
+        if ended.intersection(missing):
+            raise PeerFailed(
+                f"rank {min(ended.intersection(missing))} ended and did not come to {place}"
+            )
+        # The others' time began at other moments; the first that gives up does it for all.
+        if limit.reached() or store.add(f"{key}/late", 0):
+            store.add(f"{key}/late", 1)
+            let_others_go(store, f"{key}/going", [*missing, *others])
+            who = f"ranks {missing}" if missing[1:] else f"rank {missing[0]}"
+            raise _not_here(who, timeout, place=place)
+        time.sleep(_POLL_SECONDS)
+
+
+def let_others_go(store: Store, key: str, missing: list[int] | None = None) -> None:
+    """Has rank 0, which serves the store, stay a moment until those that are here have gone on.
+
+    Args:
+        store: The job's store.
+        key: Where in the store.
+        missing: Ranks that do not come here.
+    """
+    going = world_size() - len(missing or ())
+    deadline = time.monotonic() + _LAST_SECONDS
+    gone = store.add(key, 1)
+    while own_rank() == 0 and gone < going and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        gone = store.add(key, 0)
+
+
+def give_paddle_an_address(store: Store, timeout: float) -> None:
+    """Has Paddle know an address for a store of its own. Collective over the job.
+
+    A job does not need that store, but other functions of Paddle's open it. Where the launcher did
+    not give it an address, they would take the one that the job's store has.
+
+    Args:
+        store: The job's store.
+        timeout: Seconds that rank 0 may take.
+    """
+    if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
+        return
+    if "PADDLE_MASTER" not in os.environ:
+        if own_rank() == 0:
+            host = os.environ["PADDLE_CURRENT_ENDPOINT"].rpartition(":")[0]
+            with socket.socket() as probe:
+                probe.bind((host, 0))
+                store.set("fleetpipe/master", f"{host}:{probe.getsockname()[1]}")
+        meet(store, "fleetpipe/master/known", timeout)
+        os.environ["PADDLE_MASTER"] = store.get("fleetpipe/master").decode()
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            raise TransportError(
+                f"rank 0 cannot open the job's store at {host}:{port}: {error.strerror}",
+                cause="another program listens there"
+                if taken
+                else f"{host} is no address of this host",
+                fix="launch again, or with --master HOST:PORT or another --start_port",
+            ) from error
+
+
+def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
+    """Waits until the job's store listens: Paddle's own client would wait without a limit.
+
+    Args:
+        host: Where.
+        port: Its port.
+        timeout: Seconds to wait.
+        sign: A key that rank 0 puts into the store, and that is in no other.
+    """
+    limit = Limit(timeout)
+    while True:
+        try:
+            store = JobStore(host, port, min(timeout, _ANSWER_SECONDS))
+        except OSError as error:
+            found = f"nothing listens at {host}:{port} ({error.strerror or error})"
+        else:
+            try:
+                if store.add(sign, int(own_rank() == 0)):
+                    store.timeout = timeout
+                    return store
+            except (PeerFailed, PipelineTimeout):
+                pass
+            found = f"what listens at {host}:{port} does not answer as the job's store"
+            store.close()
+        if limit.reached():
+            raise _not_here("rank 0", timeout, found)
+        time.sleep(_POLL_SECONDS)
+
+
+def _not_here(who: str, timeout: float, got: str | None = None, place: str = "") -> PipelineTimeout:
+    return PipelineTimeout(
+        f"{who} did not {f'come to {place}' if place else 'call fleet.init'} within {timeout:g} s",
+        where=f"rank {own_rank()}, {place or 'start of the job'}",
+        got=got,
+        cause="other calls than on this rank, or slow"
+        if place
+        else "not started, ended before, or still loading",
+        fix="see their logs; raise fleetpipe_configs['timeout'] if they are only slow",
+    )

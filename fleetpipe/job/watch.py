@@ -1,0 +1,426 @@
+"""Tells every rank of a job when another one fails, and where each of them is.
+
+A thread of each rank holds a connection to every other rank. Through it pass what a rank is doing
+(a line five times a second), why a rank gives up, and goodbyes; a connection that ends without a
+goodbye is a death. A failure ends every wait of this rank at once; a rank that is not waiting but
+computes, or hangs in something else, is ended by the thread itself a moment later. Whoever learns
+of a failure passes it on before it leaves, so that all ranks name the one that failed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Callable, NamedTuple
+
+from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.job import news
+from fleetpipe.job.failure import Failure
+from fleetpipe.transport.limit import STOPPED_SECONDS
+from fleetpipe.transport.wire.seal import Seals
+
+#: Seconds between two lines about what a rank is doing.
+STATUS_SECONDS = 0.2
+#: A rank that was not heard for so long is called silent, and gets no lines, which would fill its
+#: socket.
+SILENT_SECONDS = 2.0
+#: Seconds that the main thread has to notice a failure before the process is ended.
+GRACE_SECONDS = 1.0
+#: Seconds in which the watch may learn why a connection ended before this rank says only that.
+CAUSE_SECONDS = 0.5
+#: Seconds that the last words of a process may take.
+LAST_WORDS_SECONDS = 0.5
+#: Status of a process that is ended because another rank failed.
+EXIT_CODE = 70
+_STDERR = 2
+
+_open: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+class _Peer:
+    """What is known of another rank, and the bytes on their way from it and to it."""
+
+    def __init__(self, rank: int, sock: socket.socket, seals: Seals | None) -> None:
+        self.rank = rank
+        self.sock = sock
+        self.outgoing = None if seals is None else seals.outgoing
+        self.incoming = None if seals is None else seals.incoming
+        self.status = "nothing heard yet"
+        self.heard = time.monotonic()
+        self.left = False
+        self.received = bytearray()
+        self.unsent = bytearray()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends a message; what the kernel does not take stays for :meth:`send`."""
+        self.unsent += news.pack(message, self.outgoing)
+        self.send()
+
+    def send(self) -> None:
+        """Sends as much as the kernel takes."""
+        with contextlib.suppress(OSError):
+            sent = self.sock.send(self.unsent, socket.MSG_NOSIGNAL)
+            del self.unsent[:sent]
+
+
+class _Limit(NamedTuple):
+    """What the main thread does where no exception reaches it, and until when it may."""
+
+    seconds: float
+    what: str
+    ranks: tuple[int, ...]
+    deadline: float
+
+
+class Watch:
+    """One rank's end of the connections between all ranks of a job.
+
+    Attributes:
+        rank: This process's rank in the job.
+        failure: What ended the job before its time, once that is known.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        sockets: Mapping[int, socket.socket],
+        seals: Mapping[int, Seals] | None = None,
+    ) -> None:
+        """Takes over one connected socket for each other rank, and starts the thread.
+
+        Args:
+            rank: This process's rank in the job.
+            sockets: Authenticated stream sockets, by rank.
+            seals: What proves who sent each message, by rank; None where nothing does.
+        """
+        self.rank = rank
+        self.failure: Failure | None = None
+        self._where: Callable[[], str] = lambda: "outside of the pipeline"
+        self._limit: _Limit | None = None
+        self._interrupts: list[Callable[[], None]] = []
+        self._lock = threading.RLock()
+        self._noticed = False
+        self._closed = False
+        self._end_at = float("inf")
+        self._status_at = 0.0
+        self._turned = time.monotonic()
+        self._peers = {r: _Peer(r, sock, (seals or {}).get(r)) for r, sock in sockets.items()}
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._waker = os.pipe()
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        for peer in self._peers.values():
+            peer.sock.setblocking(False)
+            self._selector.register(peer.sock, selectors.EVENT_READ, peer)
+        _open.add(self)
+        self._thread = threading.Thread(target=self._run, name="fleetpipe-watch", daemon=True)
+        self._thread.start()
+
+    def on_failure(self, interrupt: Callable[[], None]) -> None:
+        """Has ``interrupt`` called, from any thread, when a rank fails: it ends a wait."""
+        with self._lock:
+            self._interrupts.append(interrupt)
+            failed = self.failure is not None
+        if failed:
+            interrupt()
+
+    @property
+    def noticed(self) -> bool:
+        """Whether the main thread knows of a failure, this rank's own or another's."""
+        return self._noticed
+
+    def check(self) -> None:
+        """Raises what is known of a failure.
+
+        Raises:
+            PeerFailed: A rank of the job has failed.
+            PipelineTimeout: A wait of some rank has reached its limit.
+            TransportError: Some rank sent bytes that are no message.
+        """
+        if self.failure is not None:
+            raise self._told(self.failure)
+
+    def gone(self) -> list[int]:
+        """Returns the ranks that have ended; they will come to nothing more."""
+        return [peer.rank for peer in self._peers.values() if peer.left]
+
+    @contextlib.contextmanager
+    def guarding(self, where: Callable[[], str]) -> Iterator[None]:
+        """Within it, a failure elsewhere ends this rank's waits, and one here reaches all others.
+
+        Args:
+            where: Says what this rank is doing, for the messages of all; called on any thread.
+
+        Raises:
+            PeerFailed: Another rank failed; the message has its error and traceback.
+            PipelineTimeout: A wait reached its limit; the message says where every rank is.
+        """
+        self._where = where
+        self.check()
+        try:
+            yield
+        except BaseException as error:
+            instead = self._instead_of(error)
+            if instead is None:
+                raise
+            raise instead from None
+
+    @contextlib.contextmanager
+    def limit(self, seconds: float, what: str, ranks: Collection[int]) -> Iterator[None]:
+        """Within it the thread gives up for a main thread that waits where nothing interrupts it.
+
+        The other ranks are told, and this process is ended a moment later. A limit around this one
+        begins anew at its end.
+
+        Args:
+            seconds: How long this may take.
+            what: What the main thread does, for the messages of all.
+            ranks: The ranks that it may be waiting for.
+        """
+        around = self._limit
+        others = tuple(rank for rank in ranks if rank != self.rank)
+        self._limit = _Limit(seconds, what, others, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            if around is not None:
+                around = around._replace(deadline=time.monotonic() + around.seconds)
+            self._limit = around
+
+    def give_up(self, error: BaseException) -> None:
+        """Tells all other ranks that this one fails, with the error and its traceback."""
+        self._notice()
+        self._fail(Failure.of(self.rank, error))
+
+    def close(self) -> None:
+        """Says goodbye to all other ranks and ends the thread. May be repeated."""
+        self._notice()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._tell({"kind": "goodbye"})
+        os.write(self._waker, b"w")
+        self._thread.join()
+        for peer in self._peers.values():
+            # Bytes left unread would make TCP discard what is still on its way to the peer.
+            with contextlib.suppress(OSError):
+                peer.sock.shutdown(socket.SHUT_WR)
+                while peer.sock.recv(1 << 16):
+                    pass
+        self._release()
+
+    def abandon(self) -> None:
+        """Drops this process's copies of the sockets after a fork; the parent's stay open."""
+        # The parent's thread may have held the lock, and does not run here to give it back.
+        self._lock = threading.RLock()
+        self._closed = True
+        self._release()
+
+    def _release(self) -> None:
+        for peer in self._peers.values():
+            peer.sock.close()
+        self._selector.close()
+        os.close(self._woken)
+        os.close(self._waker)
+        _open.discard(self)
+
+    def _instead_of(self, error: BaseException) -> BaseException | None:
+        """Returns what to raise in place of ``error``, of which all others are now told."""
+        deadline = time.monotonic() + CAUSE_SECONDS
+        if isinstance(error, PeerFailed):
+            while self.failure is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            gone = [peer.rank for peer in self._peers.values() if peer.left]
+            if gone and self.failure is None:
+                self._fail(Failure(gone[0], "left", "its process ended before its work was done"))
+        if self.failure is not None and isinstance(error, (PeerFailed, PipelineTimeout)):
+            told = self._told(self.failure)
+            # The stack of the wait tells something where it is the wait that failed.
+            return told.with_traceback(error.__traceback__ if self._is_late() else None)
+        if isinstance(error, PipelineTimeout):
+            faulthandler.dump_traceback(_STDERR, all_threads=True)
+            told = PipelineTimeout("\n".join([str(error), *self._whereabouts()]))
+            self.give_up(told)
+            return told.with_traceback(error.__traceback__)
+        self.give_up(error)
+        return None
+
+    def _told(self, failure: Failure) -> FleetPipeError:
+        self._notice()
+        if self._is_late():
+            faulthandler.dump_traceback(_STDERR, all_threads=True)
+        return failure.error(f"rank {self.rank}: {self._status()}")
+
+    def _is_late(self) -> bool:
+        return self.failure is not None and self.failure.what == "timed out"
+
+    def _notice(self) -> None:
+        """Says that the main thread is on its way out; never returns once the process is ended."""
+        with self._lock:
+            self._noticed = True
+
+    def _status(self) -> str:
+        try:
+            limit = self._limit
+            return self._where() + ("" if limit is None else f": {limit.what}")
+        except Exception as error:
+            return f"unknown ({error!r})"
+
+    def _whereabouts(self) -> list[str]:
+        """Says for each other rank what it was doing when it was last heard of."""
+        lines = []
+        for peer in self._peers.values():
+            silence = time.monotonic() - peer.heard
+            line = f"  rank {peer.rank} is at: {peer.status}"
+            if silence > SILENT_SECONDS:
+                line = (
+                    f"  rank {peer.rank} is silent for {silence:.1f} s: stopped, or its host or "
+                    f"network is gone; it was at: {peer.status}"
+                )
+            lines.append(line)
+        return lines
+
+    def _give_up_if_late(self) -> None:
+        limit = self._limit
+        if limit is None or self.failure is not None or time.monotonic() < limit.deadline:
+            return
+        now = time.monotonic()
+        silent = [r for r in limit.ranks if now - self._peers[r].heard > SILENT_SECONDS]
+        ranks = silent or list(limit.ranks)
+        who = f"ranks {ranks}" if ranks[1:] else f"rank {ranks[0]}"
+        text = f"rank {self.rank} waited {limit.seconds:g} s for {who}: {limit.what}"
+        late = PipelineTimeout("\n".join([text, *self._whereabouts()]))
+        self._fail(Failure.of(self.rank, late))
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """Sends a message to every rank, without waiting for one that does not read."""
+        with self._lock:
+            for peer in self._peers.values():
+                silent = time.monotonic() - peer.heard > SILENT_SECONDS
+                if message["kind"] != "status" or not (silent or peer.unsent):
+                    peer.tell(message)
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._turn()
+        except Exception as error:
+            text = f"its watch over the other ranks broke: {error!r}"
+            self._fail(Failure(self.rank, "raised", text, traceback.format_exc()))
+            while not self._closed:
+                self._end_if_unnoticed()
+                time.sleep(GRACE_SECONDS / 10)
+
+    def _turn(self) -> None:
+        """Waits for what comes next: news of a rank, the time of a status, or the end."""
+        now = time.monotonic()
+        if now - self._turned > STOPPED_SECONDS:
+            self._wake_up(now)
+        self._turned = now
+        if now >= self._status_at:
+            self._status_at = now + STATUS_SECONDS
+            self._tell({"kind": "status", "text": self._status()})
+            with self._lock:
+                for peer in self._peers.values():
+                    if peer.unsent:
+                        peer.send()
+        self._give_up_if_late()
+        self._end_if_unnoticed()
+        for key, _ in self._selector.select(max(0.0, min(self._status_at, self._end_at) - now)):
+            if key.data is not None and not self._closed:
+                self._read(key.data)
+
+    def _wake_up(self, now: float) -> None:
+        """After a time in which this process did not run: it did not hear, and did not notice."""
+        for peer in self._peers.values():
+            peer.heard = now
+        if self._end_at < float("inf"):
+            self._end_at = now + GRACE_SECONDS
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        peer.received += data
+        damage = ""
+        try:
+            for message in news.unpack(peer.received, peer.incoming):
+                self._take(peer, message)
+        except (ValueError, TransportError) as error:
+            damage = f"to the watch of rank {self.rank}: {error}"
+        if damage or not data:
+            self._selector.unregister(peer.sock)
+        if damage:
+            self._fail(Failure(peer.rank, "sent bytes that are no message", damage))
+        elif not data and not peer.left:
+            age = time.monotonic() - peer.heard
+            last = f"last heard {age:.1f} s before, at: {peer.status}"
+            self._fail(Failure(peer.rank, "died", f"it ended without a goodbye; {last}"))
+
+    def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
+        peer.heard = time.monotonic()
+        kind = message.pop("kind")
+        if kind == "status":
+            peer.status = message["text"]
+        elif kind == "goodbye":
+            peer.left = True
+        else:
+            # It leaves because of the failure; its own end is no news.
+            peer.left = True
+            self._fail(Failure(**message))
+
+    def _fail(self, failure: Failure) -> None:
+        """Keeps the first failure, passes it on, and ends this rank's waits."""
+        with self._lock:
+            if self.failure is not None or self._closed:
+                return
+            self.failure = failure
+            self._end_at = time.monotonic() + GRACE_SECONDS
+            interrupts = list(self._interrupts)
+        self._tell({"kind": "failure", **asdict(failure)})
+        for interrupt in interrupts:
+            interrupt()
+
+    def _end_if_unnoticed(self) -> None:
+        """Ends a process whose main thread computes or hangs, and so does not see the failure."""
+        if time.monotonic() < self._end_at:
+            return
+        self._end_at = float("inf")
+        with self._lock:
+            if self._noticed or self._closed or self.failure is None:
+                return
+            # Whatever the main thread holds, the process ends: words have a thread of their own.
+            words = threading.Thread(target=self._last_words, args=(self.failure,), daemon=True)
+            words.start()
+            words.join(LAST_WORDS_SECONDS)
+            os._exit(EXIT_CODE)
+
+    def _last_words(self, failure: Failure) -> None:
+        error = failure.error(f"rank {self.rank}: {self._status()}")
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        if self._is_late():
+            faulthandler.dump_traceback(_STDERR, all_threads=True)
+        sys.stderr.flush()
+        sys.stdout.flush()
+
+
+def _abandon_all() -> None:
+    """In a forked child (a data loader's worker): a copy must not keep dead connections open."""
+    for watch in list(_open):
+        watch.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,20 @@
+"""``fleetpipe run``: a script written for ``paddle.distributed.fleet``, unedited, on fleetpipe."""
+
+from __future__ import annotations
+
+import argparse
+
+from fleetpipe.launch import script
+from fleetpipe.launch.substitution import in_place_of_paddles
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the script with fleetpipe's parts in the place of Paddle's.
+
+    Returns:
+        The script's own exit code; of several ranks that of the first that failed.
+    """
+    if script.to_be_launched(options):
+        return script.launch(options, "run")
+    with in_place_of_paddles():
+        return script.execute_to_the_end(options.script, options.arguments)

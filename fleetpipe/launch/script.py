@@ -1,0 +1,173 @@
+"""A training script and its arguments, run in this process or on every rank of a launched job."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from fleetpipe import arguments as kinds
+from fleetpipe.launch import quiet
+
+LAUNCHED = Path(__file__).with_name("launched.py")
+#: Names the folder in which each launched rank writes its exit code under its number.
+EXIT_CODES = "FLEETPIPE_EXIT_CODES"
+_LAUNCHER = Path(__file__).with_name("launcher.py")
+
+
+def configure_run(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe run`` to its parser."""
+    _configure(parser, "a training script that uses paddle.distributed.fleet")
+
+
+def configure_parity(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe parity`` to its parser."""
+    parser.add_argument(
+        "--report", type=kinds.new_file, metavar="FILE", help="write the result as JSON"
+    )
+    _configure(parser, "a training script that uses fleetpipe.fleet, or Paddle's")
+
+
+def _configure(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--nproc",
+        type=kinds.processes,
+        default=1,
+        metavar="N",
+        help="processes to launch (default: 1, which plays all ranks)",
+    )
+    parser.add_argument(
+        "--log-dir",
+        default="log",
+        metavar="FOLDER",
+        help="where each of several processes leaves its log (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=quiet.LEVELS,
+        default=quiet.DEFAULT_LEVEL,
+        help="least level of Paddle's own log lines to show (default: %(default)s)",
+    )
+    parser.add_argument("script", type=kinds.script, metavar="SCRIPT", help=what)
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of the script"
+    )
+
+
+def to_be_launched(options: argparse.Namespace) -> bool:
+    """Returns whether this process is to start the ranks, and is not one of them.
+
+    Args:
+        options: The parsed arguments of the command.
+    """
+    return bool(options.nproc > 1 and "PADDLE_TRAINER_ID" not in os.environ)
+
+
+def launch(options: argparse.Namespace, *words: str) -> int:
+    """Runs a ``fleetpipe`` command on several ranks under Paddle's launcher.
+
+    Args:
+        options: The parsed arguments of the command.
+        words: The command and its own options.
+
+    Returns:
+        The exit code of the first rank that failed, 128 + n where signal n ended it; else 0.
+    """
+    level = options.log_level
+    command = [sys.executable, str(_LAUNCHER), "--nproc_per_node", str(options.nproc)]
+    command += ["--log_dir", options.log_dir, "--log_level", level]
+    command += [str(LAUNCHED), *words, "--log-level", level, str(options.script)]
+    command += options.arguments
+    with tempfile.TemporaryDirectory(prefix="fleetpipe-") as folder:
+        environment = {**quiet.environment(level), EXIT_CODES: folder}
+        done = subprocess.run(command, env=environment, check=False)
+    return in_a_shell(done.returncode)
+
+
+def in_a_shell(code: int) -> int:
+    """Returns the exit code of a process as a shell has it: 128 + n where signal n ended it."""
+    return code if code >= 0 else 128 - code
+
+
+def execute(script: Path, arguments: Sequence[str]) -> None:
+    """Runs a script in this process as ``__main__``; what it raises passes through.
+
+    It finds ``sys.argv``, ``sys.path[0]``, ``__file__`` and its module as under ``python SCRIPT``.
+
+    Args:
+        script: The script's file.
+        arguments: Its arguments.
+    """
+    with _as_main(script, arguments) as (module, code):
+        exec(code, vars(module))
+
+
+def execute_to_the_end(script: Path, arguments: Sequence[str]) -> int:
+    """Runs a script as the last thing that this process does.
+
+    Args:
+        script: The script's file.
+        arguments: Its arguments.
+
+    Returns:
+        The exit code that ``python SCRIPT`` has. What nobody caught is printed as Python prints
+        it, with the frames of the script and below, and told to the other ranks at the end.
+    """
+    try:
+        execute(script, arguments)
+    except SystemExit as stop:
+        return _exit_code(stop.code)
+    except Exception as error:
+        # Python itself keeps the error here, and fleetpipe finds it when the process ends.
+        sys.last_type, sys.last_value = type(error), error
+        sys.last_traceback = error.__traceback__ = _from_script(error, script)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+@contextmanager
+def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[tuple[ModuleType, CodeType]]:
+    before = sys.argv, sys.path[0], sys.modules["__main__"]
+    path = os.path.abspath(script)
+    module = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    vars(module).update(
+        __file__=path, __builtins__=builtins, __loader__=loader, __annotations__={}, __cached__=None
+    )
+    sys.argv = [str(script), *arguments]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    sys.modules["__main__"] = module
+    try:
+        with io.open_code(path) as file:
+            # Without dont_inherit the script would get this file's __future__ imports.
+            yield module, compile(file.read(), path, "exec", dont_inherit=True)
+    finally:
+        sys.argv, sys.path[0], sys.modules["__main__"] = before
+
+
+def _from_script(error: Exception, script: Path) -> TracebackType | None:
+    """Returns the error's traceback from the script's own frame on."""
+    path, found = os.path.abspath(script), error.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename != path:
+        found = found.tb_next
+    return found
+
+
+def _exit_code(status: object) -> int:
+    """Does with the argument of ``sys.exit`` what Python does with it at the end."""
+    if status is None:
+        return 0
+    if isinstance(status, int):
+        return status
+    sys.stderr.write(f"{status}\n")
+    return 1

@@ -1,0 +1,179 @@
+"""Says whether a plan can run: each value received before its use, and released after the last."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from fleetpipe.errors import ScheduleError
+from fleetpipe.schedules.action import Action, Fused
+from fleetpipe.schedules.check.channels import check_channels
+from fleetpipe.schedules.check.deadlock import check_rendezvous
+from fleetpipe.schedules.edges import Edge, crossing_edges
+from fleetpipe.schedules.forms.text import window
+from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step, ranks_of
+
+if TYPE_CHECKING:
+    from fleetpipe.schedules.plan import Plan
+
+#: For each stage, its edges from or to another rank, with that rank.
+_Crossing = list[list[tuple[Edge, int]]]
+
+
+def verify_plan(plan: Plan) -> None:
+    """Checks a plan; see ``Plan.verify``."""
+    try:
+        plan.schedule.verify(plan.edges)
+    except ScheduleError as error:
+        raise ScheduleError(
+            f"the computations of the plan are no valid schedule: {error}",
+            cause="positions count computations only, without sends, receives and releases",
+        ) from error
+    leaving, entering = crossing_edges(plan.placement, plan.edges)
+    for rank in range(plan.placement.ranks):
+        checker = _RankChecker(plan, rank, leaving, entering)
+        for position, op in enumerate(plan.ops[rank]):
+            checker.check(position, op)
+        checker.check_end()
+    check_channels(plan)
+    check_rendezvous(plan)
+
+
+class _RankChecker:
+    """What has happened on one rank up to some position of its row.
+
+    ``marks`` has a byte for each micro-batch under (kind, stage), where "B" is also I and "W" is
+    the last use of the stage's activations, under ("FREE", stage), and under ("SF", edge) and the
+    like for the transfers that belong to this rank.
+    """
+
+    def __init__(self, plan: Plan, rank: int, leaving: _Crossing, entering: _Crossing) -> None:
+        self.plan, self.rank, self.row = plan, rank, plan.ops[rank]
+        self.position = 0
+        self.marks: dict[tuple[str, int | Edge], bytearray] = {}
+        self.needs: dict[tuple[str, int], tuple[Recv, ...]] = {}
+        for stage in plan.placement.stages_of(rank):
+            self._add(stage, "F", "B", "W", "FREE")
+            for edge, _ in leaving[stage]:
+                self._add(edge, "SF", "RB")
+            for edge, _ in entering[stage]:
+                self._add(edge, "RF", "SB")
+            gradients = tuple(Recv("B", edge, 0) for edge, _ in leaving[stage])
+            self.needs["F", stage] = tuple(Recv("F", edge, 0) for edge, _ in entering[stage])
+            self.needs["B", stage] = self.needs["I", stage] = gradients
+            self.needs["W", stage] = ()
+
+    def _add(self, subject: int | Edge, *kinds: str) -> None:
+        for kind in kinds:
+            self.marks[kind, subject] = bytearray(self.plan.micro_batches)
+
+    def check(self, position: int, op: Op) -> None:
+        """Checks the next op of the rank and notes that it happened."""
+        self.position = position
+        if isinstance(op, Action):
+            self._compute(op)
+        elif isinstance(op, (Send, Recv)):
+            self._transfer(op)
+        elif isinstance(op, Free):
+            self._free(op)
+        elif isinstance(op, Fused):
+            for action in op.actions:
+                self._compute(action)
+        else:
+            self._close(op)
+
+    def _compute(self, action: Action) -> None:
+        kind, stage, micro_batch = action
+        for need in self.needs[kind, stage]:
+            if not self.marks["R" + need.kind, need.edge][micro_batch]:
+                lacking = need._replace(micro_batch=micro_batch)
+                self._fail(
+                    f"{action} stands before its input has been received",
+                    f"{lacking} earlier on rank {self.rank}",
+                )
+        self.marks["B" if kind == "I" else kind, stage][micro_batch] = 1
+        if kind == "B":
+            self.marks["W", stage][micro_batch] = 1
+
+    def _transfer(self, op: Send | Recv) -> None:
+        marks = self.marks.get((op.letter + op.kind, op.edge))
+        if marks is None:
+            self._misplaced(op)
+        self._once(op, marks, op.micro_batch)
+        if isinstance(op, Recv):
+            return
+        stage = op.edge.source if op.kind == "F" else op.edge.target
+        if not self.marks[op.kind, stage][op.micro_batch]:
+            maker = f"F{stage}" if op.kind == "F" else f"B{stage} or I{stage}"
+            self._fail(
+                f"{op} stands before its value is made",
+                f"{maker}, micro-batch {op.micro_batch}, earlier on rank {self.rank}",
+            )
+        if op.kind == "F" and self.marks["FREE", stage][op.micro_batch]:
+            self._fail(
+                f"{op} stands after the activations were released",
+                f"FREE{stage}.{op.micro_batch} later on rank {self.rank}",
+            )
+
+    def _free(self, op: Free) -> None:
+        marks = self.marks.get(("FREE", op.stage))
+        if marks is None:
+            self._fail(f"{op} is of a stage that rank {self.rank} does not own", "its own stages")
+        self._once(op, marks, op.micro_batch)
+        if not self.marks["F" if self.plan.forward_only else "W", op.stage][op.micro_batch]:
+            self._fail(
+                f"{op} stands before the last use of what it releases",
+                "F earlier" if self.plan.forward_only else "B, or I and W, earlier",
+            )
+
+    def _once(self, op: Send | Recv | Free, marks: bytearray, micro_batch: int) -> None:
+        if micro_batch >= self.plan.micro_batches:
+            self._fail(
+                f"{op} is of a micro-batch that does not exist",
+                f"a micro-batch in 0..{self.plan.micro_batches - 1}",
+            )
+        if marks[micro_batch]:
+            self._fail(f"{op} stands twice", f"one {op}, earlier in the row")
+        marks[micro_batch] = 1
+
+    def _misplaced(self, op: Send | Recv) -> NoReturn:
+        if op.edge not in self.plan.edges:
+            known = ", ".join(map(str, self.plan.edges)) or "none"
+            self._fail(f"{op} is of an edge that the plan does not have", f"one of: {known}")
+        ranks = ranks_of(op, self.plan.placement)
+        if ranks[0] == ranks[1]:
+            self._fail(
+                f"{op} is of an edge inside one rank", "transfers between different ranks only"
+            )
+        owner = ranks[0] if isinstance(op, Send) else ranks[1]
+        self._fail(f"{op} is on the wrong rank", f"rank {owner}")
+
+    def _close(self, op: Reduce | Step) -> None:
+        if self.plan.forward_only:
+            self._fail(f"{op} in a forward-only plan", "neither REDUCE nor STEP")
+        after = self.row[self.position + 1 :]
+        if after != ((Step(),) if isinstance(op, Reduce) else ()):
+            self._fail(
+                f"{op} stands before {after[0] if after else 'the end'}",
+                "REDUCE and then STEP at the end of the row, after the last backward",
+            )
+
+    def check_end(self) -> None:
+        """Checks that nothing is lacking at the end of the row."""
+        self.position = len(self.row)
+        if not self.plan.forward_only and self.row[-2:] != (Reduce(), Step()):
+            lacking = "STEP" if self.row[-1:] == (Reduce(),) else "REDUCE"
+            self._fail(f"{lacking} is missing", "REDUCE and then STEP at the end of the row")
+        for stage in self.plan.placement.stages_of(self.rank):
+            micro_batch = self.marks["FREE", stage].find(0)
+            if micro_batch >= 0:
+                self._fail(
+                    f"FREE{stage}.{micro_batch} is missing",
+                    "one FREE for each stage of the rank and each micro-batch",
+                )
+
+    def _fail(self, summary: str, expected: str) -> NoReturn:
+        raise ScheduleError(
+            summary,
+            where=f"rank {self.rank} at #{self.position}: {window(self.row, self.position)}",
+            expected=expected,
+        )

@@ -1,0 +1,49 @@
+"""Says whether a schedule can run: complete, in order, free of deadlock, within its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.edges import Edge
+from fleetpipe.schedules.explain.completeness import where
+from fleetpipe.schedules.play.held import held_after
+from fleetpipe.schedules.play.replay import replay
+
+if TYPE_CHECKING:
+    from fleetpipe.schedules.schedule import Schedule
+
+
+def verify(
+    schedule: Schedule,
+    edges: Iterable[Edge] | None = None,
+    memory_cap: float | None = None,
+    costs: Costs | None = None,
+) -> None:
+    """Checks a schedule; see :meth:`Schedule.verify`."""
+    replay(schedule, edges, Costs())
+    if memory_cap is not None:
+        _check_memory(schedule, memory_cap, costs or Costs())
+
+
+def _check_memory(schedule: Schedule, cap: float, costs: Costs) -> None:
+    if not cap > 0:
+        raise ConfigError("`memory_cap` must be above 0", got=str(cap))
+    in_bytes = costs.bytes is not None
+    unit = "bytes of activations" if in_bytes else "forwards of one stage"
+    costs.check_stages(schedule.placement.stages)
+    for rank in range(schedule.placement.ranks):
+        held = list(held_after(schedule, rank, costs, in_bytes=in_bytes))
+        peak = max(held, default=0)
+        if peak > cap:
+            position = next(index for index, amount in enumerate(held) if amount > cap)
+            item = schedule.actions[rank][position]
+            raise ScheduleError(
+                f"rank {rank} passes the memory cap at {item}",
+                where=where(schedule, rank, position),
+                expected=f"at most {cap:.10g} {unit} held at a time",
+                got=f"{held[position]:.10g} there, {peak:.10g} at the peak of the rank",
+                fix=f"a cap of {peak:.10g}, or a schedule that holds less",
+            )

@@ -1,0 +1,120 @@
+"""Names the action that a schedule lacks, has twice, or has where it does not belong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from fleetpipe.errors import FleetPipeError, ScheduleError
+from fleetpipe.schedules.action import KINDS, Action, parts
+from fleetpipe.schedules.forms.text import window
+
+if TYPE_CHECKING:
+    from fleetpipe.schedules.schedule import Schedule
+
+
+def where(schedule: Schedule, rank: int, position: int) -> str:
+    """Returns "rank 1 at #17: ..F0.2 >>B0.1<< F0.3.." for an error."""
+    return f"rank {rank} at #{position}: {window(schedule.actions[rank], position)}"
+
+
+def raise_incomplete(schedule: Schedule) -> NoReturn:
+    """Raises the ScheduleError of a schedule whose multiset of actions is wrong."""
+    found: dict[Action, tuple[int, int]] = {}
+    for rank, row in enumerate(schedule.actions):
+        for position, item in enumerate(row):
+            for action in parts(item):
+                _check_place(schedule, action, rank, position)
+                if action in found:
+                    raise _doubled(schedule, action, found[action], (rank, position))
+                found[action] = (rank, position)
+    _check_backwards(schedule, found)
+    raise _missing(schedule, found)
+
+
+def _check_place(schedule: Schedule, action: Action, rank: int, position: int) -> None:
+    placement = schedule.placement
+    kind, stage, micro_batch = action
+    culprit = f"{kind}{stage}.{micro_batch}"
+    here = where(schedule, rank, position)
+    if kind not in KINDS:
+        raise ScheduleError(
+            f"{culprit} has the unknown kind {kind!r}", where=here, expected="one of F, B, I, W"
+        )
+    if not isinstance(stage, int) or not 0 <= stage < placement.stages:
+        raise ScheduleError(
+            f"{culprit} is of a stage that does not exist",
+            where=here,
+            expected=f"a stage in 0..{placement.stages - 1}",
+        )
+    if not isinstance(micro_batch, int) or not 0 <= micro_batch < schedule.micro_batches:
+        raise ScheduleError(
+            f"{culprit} is of a micro-batch that does not exist",
+            where=here,
+            expected=f"a micro-batch in 0..{schedule.micro_batches - 1}",
+        )
+    if placement.rank_of(stage) != rank:
+        raise ScheduleError(
+            f"{culprit} is on the wrong rank",
+            where=here,
+            expected=f"rank {placement.rank_of(stage)}, which owns stage {stage}"
+            f" (placement {placement.name})",
+        )
+
+
+def _doubled(
+    schedule: Schedule, action: Action, first: tuple[int, int], second: tuple[int, int]
+) -> FleetPipeError:
+    return ScheduleError(
+        f"{action} stands twice",
+        where=where(schedule, *second),
+        expected=f"one {action}",
+        got=f"the first is on rank {first[0]} at #{first[1]}",
+    )
+
+
+def _check_backwards(schedule: Schedule, found: dict[Action, tuple[int, int]]) -> None:
+    for action, place in found.items():
+        kind, stage, micro_batch = action
+        whole = Action("B", stage, micro_batch)
+        if kind in ("I", "W") and whole in found:
+            raise ScheduleError(
+                f"{action} repeats a part of {whole}",
+                where=where(schedule, *place),
+                expected=f"either {whole}, or I and W of the same stage and micro-batch",
+                got=f"{whole} is on rank {found[whole][0]} at #{found[whole][1]}",
+            )
+        if kind != "F" and schedule.forward_only:
+            raise ScheduleError(
+                f"{action} is a backward in a forward-only schedule",
+                where=where(schedule, *place),
+                expected="forwards only",
+            )
+
+
+def _missing(schedule: Schedule, found: dict[Action, tuple[int, int]]) -> FleetPipeError:
+    for micro_batch in range(schedule.micro_batches):
+        for stage in range(schedule.placement.stages):
+            lacking = _lacking(schedule, found, stage, micro_batch)
+            if lacking is not None:
+                rank = schedule.placement.rank_of(stage)
+                row = schedule.actions[rank]
+                return ScheduleError(
+                    f"{lacking} is missing",
+                    where=f"rank {rank}, which has {len(row)} entries:"
+                    f" {window(row, len(row)) or 'none'}",
+                    expected="for each stage and micro-batch one F"
+                    + ("" if schedule.forward_only else ", and one B or one I and one W"),
+                )
+    raise AssertionError("raise_incomplete was called for a complete schedule")
+
+
+def _lacking(
+    schedule: Schedule, found: dict[Action, tuple[int, int]], stage: int, micro_batch: int
+) -> Action | None:
+    have = {kind for kind in KINDS if Action(kind, stage, micro_batch) in found}
+    if "F" not in have:
+        return Action("F", stage, micro_batch)
+    if schedule.forward_only or "B" in have or {"I", "W"} <= have:
+        return None
+    kind = "W" if "I" in have else "I" if "W" in have else "B"
+    return Action(kind, stage, micro_batch)

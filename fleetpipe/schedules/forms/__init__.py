@@ -1,0 +1,1 @@
+"""How schedules are written and drawn: as text, in a terminal, as a trace and as a picture."""

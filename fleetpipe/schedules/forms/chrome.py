@@ -1,0 +1,184 @@
+"""Writes events as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fleetpipe.schedules.action import Action, Fused
+from fleetpipe.schedules.edges import Edge, checked_edges
+from fleetpipe.schedules.forms.events import Event
+from fleetpipe.schedules.operations import Recv, Send
+from fleetpipe.schedules.placement import Placement
+
+#: What a trace calls one unit of the costs, which have none of their own: a millisecond.
+MICROSECONDS_PER_UNIT = 1000.0
+
+#: Microseconds in the second, the unit of measured events.
+MICROSECONDS_PER_SECOND = 1e6
+
+_CATEGORIES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+#: Threads of a rank: 1 computes, the others carry transfers, several where they overlap.
+_COMPUTE = 1
+
+_Json = dict[str, object]
+
+
+def write_trace(
+    path: str | Path,
+    tracks: Mapping[str, Sequence[Event]],
+    placement: Placement,
+    *,
+    edges: Iterable[Edge] | None = None,
+    microseconds: Mapping[str, float] | None = None,
+) -> None:
+    """Writes :func:`chrome_trace` to a file."""
+    document = chrome_trace(tracks, placement, edges=edges, microseconds=microseconds)
+    Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
+
+
+def chrome_trace(
+    tracks: Mapping[str, Sequence[Event]],
+    placement: Placement,
+    *,
+    edges: Iterable[Edge] | None = None,
+    microseconds: Mapping[str, float] | None = None,
+) -> dict[str, object]:
+    """Returns events in the Trace Event Format: a process for each rank, an "X" for each event.
+
+    Args:
+        tracks: Events under a name each, "predicted" and "measured" for example. With several,
+            the ranks of each stand next to each other: "rank 0 predicted", "rank 0 measured".
+        placement: Which rank owns which stage.
+        edges: Values that pass between stages, drawn as arrows; None means the chain. Where a track
+            has transfers the arrows join those.
+        microseconds: For each track the microseconds in one unit of its times; by default 1000,
+            which suits simulated ones. Measured ones, in seconds, take 1e6.
+
+    Returns:
+        A value for :func:`json.dumps`.
+    """
+    scales = {name: (microseconds or {}).get(name, MICROSECONDS_PER_UNIT) for name in tracks}
+    values = checked_edges(edges, placement.stages)
+    found: list[_Json] = []
+    for index, (name, events) in enumerate(tracks.items()):
+        pids = [1 + rank * len(tracks) + index for rank in range(placement.ranks)]
+        track = _Track(placement, pids, scales[name])
+        label = f" {name}" if len(tracks) > 1 else ""
+        found += track.names(label, events)
+        found += track.slices(events)
+        found += track.arrows(f"{name} ", events, values)
+    units = {name: f"1 unit of time = {scale:g} microseconds" for name, scale in scales.items()}
+    return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": units}
+
+
+class _Track:
+    """Writes the events of one name, rank r as the process ``pids[r]``."""
+
+    def __init__(self, placement: Placement, pids: Sequence[int], scale: float) -> None:
+        self.placement, self.pids, self.scale = placement, pids, scale
+        self.threads: dict[Event, int] = {}
+
+    def names(self, label: str, events: Sequence[Event]) -> list[_Json]:
+        """Gives each event a thread, and returns the names of processes and threads."""
+        found: list[_Json] = []
+        for rank, pid in enumerate(self.pids):
+            threads = {_COMPUTE: "compute"}
+            free: list[float] = []
+            transfers = [e for e in events if e.rank == rank and isinstance(e.op, (Send, Recv))]
+            for event in sorted(transfers, key=lambda event: event.start):
+                lane = next((i for i, end in enumerate(free) if end <= event.start), len(free))
+                free[lane : lane + 1] = [event.end]
+                self.threads[event] = _COMPUTE + 1 + lane
+                threads[_COMPUTE + 1 + lane] = f"transfers {lane + 1}"
+            found.append(_metadata("process_name", pid, 0, {"name": f"rank {rank}{label}"}))
+            found.append(_metadata("process_sort_index", pid, 0, {"sort_index": pid}))
+            for thread, name in threads.items():
+                found.append(_metadata("thread_name", pid, thread, {"name": name}))
+        return found
+
+    def slices(self, events: Iterable[Event]) -> list[_Json]:
+        """Returns an "X" for each event."""
+        return [
+            {
+                "ph": "X",
+                "name": event.name,
+                "cat": _category(event),
+                "dur": self._time(event.end) - self._time(event.start),
+                **self._place(event),
+                "args": self._arguments(event),
+            }
+            for event in events
+        ]
+
+    def arrows(self, prefix: str, events: Iterable[Event], edges: Iterable[Edge]) -> list[_Json]:
+        """Returns an arrow, which is a pair of events, for each value that went between ranks."""
+        found: list[_Json] = []
+        for name, source, target in _transfers(events, edges, self.placement):
+            common = {"name": name, "cat": "transfer", "id": f"{prefix}{name} {len(found) // 2}"}
+            found.append({"ph": "s", **common, **self._place(source)})
+            found.append({"ph": "f", "bp": "e", **common, **self._place(target)})
+        return found
+
+    def _place(self, event: Event) -> _Json:
+        thread = self.threads.get(event, _COMPUTE)
+        return {"pid": self.pids[event.rank], "tid": thread, "ts": self._time(event.start)}
+
+    def _time(self, time: float) -> float:
+        """Returns microseconds, to the nanosecond."""
+        return round(time * self.scale, 3)
+
+    def _arguments(self, event: Event) -> _Json:
+        op = event.op
+        if isinstance(op, Action):
+            chunk = self.placement.stages_of(event.rank).index(op.stage)
+            return {"stage": op.stage, "chunk": chunk, "micro-batch": op.micro_batch}
+        if isinstance(op, (Send, Recv)):
+            return {"edge": str(op.edge), "micro-batch": op.micro_batch}
+        return {}
+
+
+def _category(event: Event) -> str:
+    op = event.op
+    if isinstance(op, Action):
+        return _CATEGORIES[op.kind]
+    if isinstance(op, Fused):
+        return "fused"
+    return type(op).__name__.lower() if op is not None else "other"
+
+
+def _transfers(
+    events: Iterable[Event], edges: Iterable[Edge], placement: Placement
+) -> list[tuple[str, Event, Event]]:
+    """Returns what crossed between ranks: name, event it left in, event it arrived in.
+
+    The n-th of several events of one name, in several steps, belongs to the n-th of the other.
+    """
+    places: defaultdict[object, list[Event]] = defaultdict(list)
+    micro_batches: dict[int, None] = {}
+    for event in events:
+        op = event.op
+        if isinstance(op, (Send, Recv)):
+            places[str(op)].append(event)
+        for action in event.actions:
+            kind = "B" if action.kind == "I" else action.kind
+            places[kind, action.stage, action.micro_batch].append(event)
+            micro_batches[action.micro_batch] = None
+    found: list[tuple[str, Event, Event]] = []
+    crossing = [e for e in edges if placement.rank_of(e.source) != placement.rank_of(e.target)]
+    for edge in crossing:
+        for k in micro_batches:
+            for kind, source, target in (("F", *edge[:2]), ("B", *edge[1::-1])):
+                name = f"{kind}{edge}.{k}"
+                ends = places.get("S" + name), places.get("R" + name)
+                if None in ends:
+                    ends = places.get((kind, source, k)), places.get((kind, target, k))
+                found += [(name, *pair) for pair in zip(ends[0] or (), ends[1] or ())]
+    return found
+
+
+def _metadata(name: str, pid: int, thread: int, arguments: _Json) -> _Json:
+    return {"ph": "M", "name": name, "pid": pid, "tid": thread, "args": arguments}

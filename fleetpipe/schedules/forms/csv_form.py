@@ -1,0 +1,175 @@
+"""Reads the CSV form of torch.distributed.pipelining: a line for each rank, a cell for each slot.
+
+A cell is ``stage kind micro-batch``, an empty one an idle slot, which says nothing about order::
+
+    0F0,0F1,,0B0,,0B1
+    ,1F0,1B0,1F1,1B1,
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Union
+
+from fleetpipe.errors import ScheduleError
+from fleetpipe.schedules.action import Action, Fused, Item, parts
+from fleetpipe.schedules.edges import Edge, chain
+from fleetpipe.schedules.forms.text import window
+from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
+from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.plan import Plan
+from fleetpipe.schedules.schedule import Schedule
+
+_NUMBER = r"(0|[1-9][0-9]*)"
+_ACTION = re.compile(f"{_NUMBER}([FIBW]){_NUMBER}")
+_FUSED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_TRANSFER = re.compile(f"{_NUMBER}(SEND|RECV)_([FB]){_NUMBER}")
+#: What FSDP does with the parameters of a stage; it orders nothing between ranks.
+_OF_ONE_RANK = re.compile(f"{_NUMBER}(UNSHARD|RESHARD|REDUCE_GRAD){_NUMBER}?")
+_START = re.compile(r"\s*\(?[0-9]")
+_EXPECTED = (
+    "stage, kind and micro-batch like 0F3 (kinds F B I W), (0F3;1B2)OVERLAP_F_B, 0SEND_F3,"
+    " 1RECV_F3, 1SEND_B3, 0RECV_B3, 0UNSHARD, 0RESHARD or 0REDUCE_GRAD"
+)
+
+_Cell = Union[Item, Send, Recv]
+
+
+class _Sheet(NamedTuple):
+    """What a text says: where its stages are, m, and the cells of each rank that count."""
+
+    placement: Placement
+    micro_batches: int
+    rows: tuple[tuple[_Cell, ...], ...]
+
+
+def is_csv(text: str) -> bool:
+    """Whether ``text`` has the CSV form, not that of ``str(schedule)`` or ``str(plan)``."""
+    return not text.startswith("#") and ("," in text or _START.match(text) is not None)
+
+
+def is_lowered(text: str) -> bool:
+    """Whether a text of the CSV form has sends or receives, so that it is a plan."""
+    return "SEND_" in text or "RECV_" in text
+
+
+def read_schedule(
+    text: str, placement: str | None = None, micro_batches: int | None = None
+) -> Schedule:
+    """Reads a CSV of computations; see ``Schedule.parse``."""
+    if is_lowered(text):
+        raise ScheduleError(
+            "the CSV has sends and receives, so it is a plan and no schedule",
+            fix="read it with Plan.parse, or give the form with computations only",
+        )
+    sheet = _read(text, placement, micro_batches)
+    rows = tuple(
+        tuple(cell for cell in row if isinstance(cell, (Action, Fused))) for row in sheet.rows
+    )
+    return Schedule("CSV", sheet.placement, sheet.micro_batches, rows)
+
+
+def read_plan(text: str, placement: str | None = None, micro_batches: int | None = None) -> Plan:
+    """Reads a CSV with sends and receives; see ``Plan.parse``.
+
+    What the form leaves unsaid is put in: activations are released after B or W, and every row
+    ends with the reductions and the optimizer step.
+    """
+    sheet = _read(text, placement, micro_batches)
+    rows = []
+    for cells in sheet.rows:
+        row: list[Op] = []
+        for cell in cells:
+            row.append(cell)
+            if isinstance(cell, (Action, Fused)):
+                row += (Free(*action[1:]) for action in parts(cell) if action.kind in "BW")
+        rows.append((*row, Reduce(), Step()))
+    edges = chain(sheet.placement.stages)
+    return Plan("CSV", sheet.placement, sheet.micro_batches, edges, tuple(rows))
+
+
+def _read(text: str, placement: str | None, micro_batches: int | None) -> _Sheet:
+    lines = list(csv.reader(text.rstrip("\r\n").splitlines()))
+    rows = tuple(
+        _read_row(rank, [cell.strip() for cell in line]) for rank, line in enumerate(lines)
+    )
+    owners = {
+        action.stage: rank
+        for rank, row in enumerate(rows)
+        for cell in row
+        if isinstance(cell, (Action, Fused))
+        for action in parts(cell)
+    }
+    last = max((cell.micro_batch for row in rows for cell in _flat(row)), default=0)
+    count = last + 1 if micro_batches is None else micro_batches
+    return _Sheet(_place(owners, len(rows), placement), count, rows)
+
+
+def _flat(row: Sequence[_Cell]) -> list[Action | Send | Recv]:
+    return [part for cell in row for part in (cell.actions if isinstance(cell, Fused) else (cell,))]
+
+
+def _read_row(rank: int, cells: Sequence[str]) -> tuple[_Cell, ...]:
+    row = []
+    for index, cell in enumerate(cells):
+        if not cell or _OF_ONE_RANK.fullmatch(cell):
+            continue
+        value = _read_cell(cell)
+        if value is None:
+            raise ScheduleError(
+                f"cannot read {cell!r}",
+                where=f"line {rank + 1} (rank {rank}), cell #{index}",
+                expected=_EXPECTED,
+                got=window(cells, index),
+            )
+        row.append(value)
+    return tuple(row)
+
+
+def _read_cell(cell: str) -> _Cell | None:
+    match = _ACTION.fullmatch(cell)
+    if match is not None:
+        return Action(match[2], int(match[1]), int(match[3]))
+    match = _FUSED.fullmatch(cell)
+    if match is not None:
+        found = [_ACTION.fullmatch(part) for part in match[1].split(";")]
+        actions = tuple(Action(m[2], int(m[1]), int(m[3])) for m in found if m is not None)
+        return Fused(actions) if len(actions) == len(found) > 1 else None
+    match = _TRANSFER.fullmatch(cell)
+    if match is None:
+        return None
+    stage, kind = int(match[1]), match[3]
+    # A stage sends its value to the next one and its gradient to the one before.
+    forth = (match[2] == "SEND") == (kind == "F")
+    edge = Edge(stage, stage + 1) if forth else Edge(stage - 1, stage)
+    return (Send if match[2] == "SEND" else Recv)(kind, edge, int(match[4]))
+
+
+def _place(owners: dict[int, int], ranks: int, name: str | None) -> Placement:
+    """Returns the placement that has each stage on its rank, or the one named."""
+    chunks = -(-(max(owners, default=0) + 1) // ranks)
+    if name is not None:
+        return Placement(name, ranks, 2 if name == "vee" else chunks)
+    placements = [Placement("loop", ranks, chunks)]
+    if chunks == 2:
+        placements.append(Placement("vee", ranks, 2))
+    odd = [
+        next((stage for stage, rank in owners.items() if placement.rank_of(stage) != rank), None)
+        for placement in placements
+    ]
+    if None in odd:
+        return placements[odd.index(None)]
+    raise ScheduleError(
+        "the stages of the CSV are on no known placement",
+        expected="; ".join(
+            f"under {placement.name} stage {stage} on rank {placement.rank_of(stage)}"
+            for placement, stage in zip(placements, odd)
+            if stage is not None
+        ),
+        got=", ".join(
+            f"stage {stage} on rank {owners[stage]}" for stage in odd if stage is not None
+        ),
+        fix="name the placement that is meant (--placement), and it is checked against that",
+    )

@@ -1,0 +1,84 @@
+"""What ran when on which rank, simulated or measured: what pictures and traces are made of."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fleetpipe.schedules.action import Action, Fused, parts
+from fleetpipe.schedules.operations import Op, parse_op
+from fleetpipe.schedules.play.timeline import Timeline
+
+
+class Event(NamedTuple):
+    """One thing that a rank did, as plain values that can be sent between ranks and saved.
+
+    Args:
+        rank: The rank.
+        name: What it did, as a plan writes it: "F0.3", "(F0.3|B1.2)", "SF0>1.3", "STEP"; or
+            any other word.
+        start: When it began: seconds if measured, else the unit of the costs.
+        end: When it ended.
+    """
+
+    rank: int
+    name: str
+    start: float
+    end: float
+
+    @property
+    def op(self) -> Op | None:
+        """What the name says, or None where it is no op of a plan."""
+        return parse_op(self.name)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions computed: one, several where they are fused, none in a transfer."""
+        op = self.op
+        return parts(op) if isinstance(op, (Action, Fused)) else ()
+
+
+class Figures(NamedTuple):
+    """The bubble of some events, as ``Timeline`` has it.
+
+    Args:
+        span: Longest time that a rank takes from its first action to its last.
+        busy: Most that any rank computes.
+    """
+
+    span: float
+    busy: float
+
+    @property
+    def bubble(self) -> float:
+        """Time lost: span - busy."""
+        return self.span - self.busy
+
+    @property
+    def bubble_rate(self) -> float:
+        """Share of the span that is lost, 0..1."""
+        return self.bubble / self.span if self.span else 0.0
+
+
+def events_of(timeline: Timeline) -> list[Event]:
+    """Returns the events of a simulated schedule, rank after rank."""
+    return [
+        Event(rank, str(item), start, end)
+        for rank, row in enumerate(timeline.events)
+        for item, start, end in row
+    ]
+
+
+def figures_of(events: Iterable[Event]) -> Figures:
+    """Returns the bubble of the actions among ``events``; transfers and the like do not count."""
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    busy: defaultdict[int, float] = defaultdict(float)
+    for event in events:
+        if event.actions:
+            begins[event.rank] = min(begins.get(event.rank, event.start), event.start)
+            ends[event.rank] = max(ends.get(event.rank, event.end), event.end)
+            busy[event.rank] += event.end - event.start
+    spans = [ends[rank] - begin for rank, begin in begins.items()]
+    return Figures(max(spans, default=0), max(busy.values(), default=0))

@@ -1,0 +1,169 @@
+"""Draws a timeline for a terminal: a row for each rank, time from left to right."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from fleetpipe.schedules.action import Action, Item
+from fleetpipe.schedules.play.timeline import Timeline
+
+#: Where the output is no terminal there is no width to fit.
+_WIDTH_OF_A_FILE = 160
+
+#: The events of one rank: entry, start, end.
+_Row = tuple[tuple[Item, float, float], ...]
+
+
+def render(timeline: Timeline, width: int | None = None) -> str:
+    """Draws when each rank does what, in the first of three ways that fits the width.
+
+    1. Each action with its micro-batch (``F3``; with several chunks on a rank ``F4.3``), drawn as
+       long as it takes (``B3---``), and a space after it.
+    2. Without stages and spaces: ``F3B1--``. Of two chunks on a rank the second has small letters.
+    3. Every character is a slice of time and shows what fills most of it, ``*`` a fused unit.
+
+    Args:
+        timeline: What ``schedule.simulate()`` returned.
+        width: Characters in a line; None means the terminal's, or 160 where there is none.
+
+    Returns:
+        Lines without a final line break: the rows, then a legend. ``.`` is idle time.
+    """
+    if width is None:
+        width = shutil.get_terminal_size((_WIDTH_OF_A_FILE, 24)).columns
+    drawing = _Drawing(timeline)
+    digits = len(str(len(drawing.events) - 1))
+    labels = [f"rank {rank:<{digits}}  " for rank in range(len(drawing.events))]
+    room = max(width - len(labels[0]), 20)
+    for style in drawing.styles():
+        if style.columns <= room:
+            rows = [drawing.wide_row(row, style) for row in drawing.events]
+            legend = f"time 1 = {_count(style.scale)}"
+            small = style.small
+            break
+    else:
+        slices = min(room, drawing.slices)
+        rows = [drawing.narrow_row(row, slices) for row in drawing.events]
+        legend = f"time {timeline.makespan / slices:g} = 1 character"
+        small = drawing.chunks == 2
+    lines = [(label + row).rstrip() for label, row in zip(labels, rows)]
+    note = ", small letters = the second stage of a rank" if small else ""
+    return "\n".join([*lines, f"{legend}, . = idle{note}"])
+
+
+def summary(timeline: Timeline) -> str:
+    """Returns the figures of a timeline, one to a line."""
+    schedule = timeline.schedule
+    figures = {
+        "schedule": f"{schedule.name}, {schedule.placement.ranks} ranks,"
+        f" {schedule.micro_batches} micro-batches, chunks {schedule.placement.chunks}"
+        f" ({schedule.placement.name})",
+        "makespan": f"{timeline.makespan:.10g}",
+        "span": f"{timeline.span:.10g}",
+        "busy": f"{timeline.busy:.10g}",
+        "bubble": f"{timeline.bubble:.10g} ({timeline.bubble_rate:.2%} of the span)",
+        "peak activations": " ".join(f"{peak:g}" for peak in timeline.peak_activations),
+    }
+    if timeline.peak_bytes is not None:
+        figures["peak bytes"] = " ".join(f"{peak:.0f}" for peak in timeline.peak_bytes)
+    return "\n".join(f"{name:<17} {figure}" for name, figure in figures.items())
+
+
+class _Style(NamedTuple):
+    """One way to write actions out.
+
+    Args:
+        scale: Characters for time 1.
+        columns: Characters for the makespan.
+        small: The second stage of a rank has small letters in place of numbers.
+        space: Characters after each action.
+    """
+
+    scale: float
+    columns: int
+    small: bool
+    space: int
+
+
+class _Drawing:
+    """Draws the rows of one timeline."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        placement = timeline.schedule.placement
+        self.events = timeline.events
+        self.makespan = timeline.makespan
+        self.chunks = placement.chunks
+        self.second = {
+            stage
+            for rank in range(placement.ranks)
+            for stage in placement.stages_of(rank)[1:]
+            if placement.chunks == 2
+        }
+        lengths = [end - start for row in self.events for _, start, end in row if end > start]
+        self.shortest = min(lengths, default=1)
+        even = all(abs(length / self.shortest % 1) < 1e-9 for length in lengths)
+        # Slices that say all there is, or where times are uneven all but a little.
+        self.slices = max(1, round(self.makespan / self.shortest) * (1 if even else 4))
+
+    def styles(self) -> Iterator[_Style]:
+        """Yields the ways to write actions out, the widest first."""
+        yield self._style(small=False, space=1)
+        if self.chunks <= 2:
+            yield self._style(small=self.chunks == 2, space=0)
+
+    def _style(self, small: bool, space: int) -> _Style:
+        sizes = [
+            (start, end, len(self.token(item, small)) + space)
+            for row in self.events
+            for item, start, end in row
+            if end > start
+        ]
+        scale = max((letters / (end - start) for start, end, letters in sizes), default=1)
+        # Where ends fall between characters, rounding can take one away.
+        if any(round(end * scale) - round(start * scale) < size for start, end, size in sizes):
+            scale = max((size + 1) / (end - start) for start, end, size in sizes)
+        return _Style(scale, round(self.makespan * scale), small, space)
+
+    def token(self, item: Item, small: bool) -> str:
+        """Returns what is written for an action; its stage only where a rank has several."""
+        if not isinstance(item, Action):
+            return "(" + "|".join(self.token(part, small) for part in item.actions) + ")"
+        if self.chunks == 1 or small:
+            return f"{self._letter(item)}{item.micro_batch}"
+        return str(item)
+
+    def _letter(self, action: Action) -> str:
+        return action.kind.lower() if action.stage in self.second else action.kind
+
+    def wide_row(self, row: _Row, style: _Style) -> str:
+        """Returns the tokens of a rank at the columns of their times."""
+        cell = max(1, round(self.shortest * style.scale)) if style.space else 1
+        idle = ".".ljust(cell) * (style.columns // cell + 1)
+        line = ""
+        for item, start, end in row:
+            begin, stop = round(start * style.scale), round(end * style.scale)
+            if stop > begin:
+                if len(line) < begin:
+                    gap = idle[len(line) : begin - style.space]
+                    line += (gap if "." in gap else gap.replace(" ", ".", 1)) + " " * style.space
+                token = self.token(item, style.small)
+                line += token.ljust(stop - begin - style.space, "-") + " " * style.space
+        return line + idle[len(line) : style.columns]
+
+    def narrow_row(self, row: _Row, slices: int) -> str:
+        """Returns for each of ``slices`` equal slices of the makespan what fills most of it."""
+        length = self.makespan / slices
+        filled: list[dict[str, float]] = [{".": length} for _ in range(slices)]
+        for item, start, end in row:
+            letter = self._letter(item) if isinstance(item, Action) else "*"
+            for index in range(int(start / length), min(slices, int(end / length) + 1)):
+                amount = min(end, (index + 1) * length) - max(start, index * length)
+                filled[index][letter] = filled[index].get(letter, 0) + amount
+                filled[index]["."] -= amount
+        return "".join(max(amounts, key=amounts.__getitem__) for amounts in filled)
+
+
+def _count(characters: float) -> str:
+    return "1 character" if characters == 1 else f"{characters:g} characters"

@@ -1,0 +1,163 @@
+"""How schedules and plans are written: a header line, then one line of tokens for each rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.schedules.placement import Placement
+
+_NUMBER = re.compile(r"0|[1-9][0-9]*")
+_KEYS = ("name", "ranks", "micro_batches", "chunks", "placement")
+
+#: The line of a rank that does nothing.
+IDLE = "-"
+
+Entry = TypeVar("Entry")
+
+
+class Header(NamedTuple):
+    """The first line of a document: ``# fleetpipe-schedule 1 name=.. ranks=.. ..``.
+
+    Args:
+        name: Name of the schedule, without spaces.
+        placement: Ranks, chunks and where the stages are.
+        micro_batches: Micro-batches of a batch.
+        forward_only: There is no backward: evaluation and prediction.
+        edges: The edges of a plan in text form; None in a schedule.
+    """
+
+    name: str
+    placement: Placement
+    micro_batches: int
+    forward_only: bool = False
+    edges: str | None = None
+
+
+def write(form: str, header: Header, rows: Sequence[Sequence[object]]) -> str:
+    """Returns the text form of a schedule or plan (``form``), without a final line break."""
+    placement = header.placement
+    fields = [
+        f"# {form} 1 name={header.name}",
+        f"ranks={placement.ranks}",
+        f"micro_batches={header.micro_batches}",
+        f"chunks={placement.chunks}",
+        f"placement={placement.name}",
+    ]
+    if header.forward_only:
+        fields.append("forward_only=true")
+    if header.edges is not None:
+        fields.append(f"edges={header.edges or IDLE}")
+    lines = [" ".join(fields)]
+    lines += [" ".join(map(str, row)) or IDLE for row in rows]
+    return "\n".join(lines)
+
+
+def read(
+    form: str, text: str, entry: Callable[[str], Entry | None], expected: str
+) -> tuple[Header, tuple[tuple[Entry, ...], ...]]:
+    """Reads what :func:`write` writes.
+
+    Args:
+        form: "fleetpipe-schedule" or "fleetpipe-plan".
+        text: The document. Blank lines at its end are ignored.
+        entry: Reads one token, or returns None where the whole token cannot be read.
+        expected: What a token looks like, for the error.
+
+    Raises:
+        ScheduleError: Names the line, the token and what was expected there.
+    """
+    lines = text.rstrip().split("\n")
+    header = _read_header(form, lines[0].strip())
+    ranks = header.placement.ranks
+    if len(lines) - 1 != ranks:
+        raise ScheduleError(
+            f"the number of lines does not fit ranks={ranks} of the header",
+            where=f"line {min(len(lines), ranks + 1)}",
+            expected=f"{ranks} lines after the header, one for each rank ({IDLE!r} where idle)",
+            got=f"{len(lines) - 1} lines",
+        )
+    rows = [_read_row(number, line, entry, expected) for number, line in enumerate(lines[1:], 2)]
+    return header, tuple(rows)
+
+
+def _read_row(
+    number: int, line: str, entry: Callable[[str], Entry | None], expected: str
+) -> tuple[Entry, ...]:
+    tokens = line.split()
+    if tokens == [IDLE]:
+        return ()
+    row: list[Entry] = []
+    for index, token in enumerate(tokens):
+        value = entry(token)
+        if value is None:
+            raise ScheduleError(
+                f"cannot read {token!r}",
+                where=f"line {number} (rank {number - 2}), token #{index}",
+                expected=expected,
+                got=window(tokens, index),
+            )
+        row.append(value)
+    if not row:
+        raise ScheduleError(
+            "a line is empty", where=f"line {number}", expected=f"tokens, or {IDLE!r} where idle"
+        )
+    return tuple(row)
+
+
+def _read_header(form: str, line: str) -> Header:
+    words = line.split()
+    if words[:3] != ["#", form, "1"]:
+        raise _header_error("the first line is no header", f"'# {form} 1 name=..'", line)
+    fields: dict[str, str] = {}
+    wanted = (*_KEYS, "edges") if form == "fleetpipe-plan" else _KEYS
+    for word in words[3:]:
+        key, equals, value = word.partition("=")
+        if not (equals and value) or key not in (*wanted, "forward_only"):
+            raise _header_error(
+                f"cannot read {word!r}", "one of " + " ".join(f"{key}=" for key in wanted), line
+            )
+        if key in fields:
+            raise _header_error(f"the key {key!r} stands twice", f"one {key}=", word)
+        fields[key] = value
+    for key in wanted:
+        if key not in fields:
+            raise _header_error(f"the key {key!r} is missing", f"{key}=..", line)
+    numbers = {key: _read_number(key, fields[key]) for key in ("ranks", "micro_batches", "chunks")}
+    if fields.get("forward_only", "true") != "true":
+        raise _header_error("cannot read forward_only", "forward_only=true, or no such key", line)
+    try:
+        placement = Placement(fields["placement"], numbers["ranks"], numbers["chunks"])
+    except ConfigError as error:
+        raise ScheduleError(str(error), where="line 1") from error
+    edges = fields.get("edges")
+    return Header(
+        fields["name"],
+        placement,
+        numbers["micro_batches"],
+        "forward_only" in fields,
+        "" if edges == IDLE else edges,
+    )
+
+
+def _read_number(key: str, value: str) -> int:
+    if not _NUMBER.fullmatch(value) or value == "0":
+        raise _header_error(f"cannot read {key}={value}", "a whole number of at least 1", value)
+    return int(value)
+
+
+def _header_error(summary: str, expected: str, got: str) -> ScheduleError:
+    return ScheduleError(summary, where="line 1, the header", expected=expected, got=got)
+
+
+def window(row: Sequence[object], position: int, reach: int = 3) -> str:
+    """Returns the entries of a row around ``position``, that one marked ``>>F0.3<<``."""
+    first, last = max(0, position - reach), min(len(row), position + reach + 1)
+    shown = [str(entry) for entry in row[first:last]]
+    if position < len(row):
+        shown[position - first] = f">>{shown[position - first]}<<"
+    before = ["..."] if first else []
+    after = ["..."] if last < len(row) else []
+    return " ".join(before + shown + after)

@@ -1,0 +1,121 @@
+"""A schedule as integers, so that verify, simulate and lowering cost about a microsecond an action.
+
+With S stages, the action (kind, stage, k) has the code ``k * 4S + column`` where ``column`` is
+``offset[kind] + stage``. The codes of one micro-batch stand together, so a dependency is a fixed
+distance. I shares the *slot* of B: whoever waits for a stage's gradient need not know which it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fleetpipe.schedules.action import Action, Fused, parts
+from fleetpipe.schedules.explain.completeness import raise_incomplete
+
+if TYPE_CHECKING:
+    from fleetpipe.schedules.schedule import Schedule
+
+_MARK = {"F": 1, "B": 2, "W": 3, "I": 4}
+
+
+@dataclass
+class Encoding:
+    """The rows of a schedule as integers.
+
+    Args:
+        stages: Number of stages, S.
+        rows: Codes of each rank's entries; ``-1 - i`` is the fused unit ``fused[i]``.
+        fused: The codes in each fused unit, with the unit itself.
+    """
+
+    stages: int
+    rows: list[list[int]]
+    fused: list[tuple[tuple[int, ...], Fused]]
+
+    @property
+    def width(self) -> int:
+        """Distance between the codes of one action in consecutive micro-batches, 4S."""
+        return 4 * self.stages
+
+    def slot(self, code: int) -> int:
+        """Returns where the end of ``code`` is noted: that of I where a B's would be."""
+        return code - 2 * self.stages if code % self.width >= 3 * self.stages else code
+
+    def codes(self, entry: int) -> tuple[int, ...]:
+        """Returns the codes of a row's entry, several where it is a fused unit."""
+        return (entry,) if entry >= 0 else self.fused[-1 - entry][0]
+
+
+def column(kind: str, stage: int, stages: int) -> int:
+    """Returns the column of a kind and stage; the slot of "B" also holds I."""
+    return {"F": 0, "B": 1, "W": 2, "I": 3}[kind] * stages + stage
+
+
+def encode(schedule: Schedule) -> Encoding:
+    """Returns the schedule as integers, having checked that it is complete.
+
+    Raises:
+        ScheduleError: An action is missing, doubled, unknown, or on the wrong rank.
+    """
+    stages, needed = schedule.placement.stages, schedule.placement.stages * schedule.micro_batches
+    # Counted first, since the table of marks has a byte for every action that there should be.
+    if sum(map(len, schedule.actions)) < needed and _count(schedule) < needed:
+        raise_incomplete(schedule)
+    encoding = Encoding(stages, [], [])
+    marks = bytearray(encoding.width * schedule.micro_batches)
+    for rank in range(schedule.placement.ranks):
+        _encode_row(schedule, rank, encoding, marks)
+    whole, split, weights = (marks.count(_MARK[kind]) for kind in "BIW")
+    if marks.count(_MARK["F"]) != needed or split != weights:
+        raise_incomplete(schedule)
+    if whole + split != (0 if schedule.forward_only else needed):
+        raise_incomplete(schedule)
+    # As many I as W: each W must stand for a backward that is not whole.
+    if weights and any(
+        marks[code - stages] != _MARK["I"]
+        for code in range(len(marks))
+        if marks[code] == _MARK["W"]
+    ):
+        raise_incomplete(schedule)
+    return encoding
+
+
+def _encode_row(schedule: Schedule, rank: int, encoding: Encoding, marks: bytearray) -> None:
+    """Adds a rank's row to the encoding, and marks the slot of each of its actions."""
+    columns = _columns(schedule, rank)
+    width, micro_batches = encoding.width, schedule.micro_batches
+    codes: list[int] = []
+    encoding.rows.append(codes)
+    for item in schedule.actions[rank]:
+        first = len(codes)
+        for action in (item,) if isinstance(item, Action) else item.actions:
+            kind, stage, micro_batch = action
+            try:
+                place, shift, mark = columns[kind][stage]
+                code = micro_batch * width + place
+                if not 0 <= micro_batch < micro_batches or marks[code - shift]:
+                    raise_incomplete(schedule)
+            except (KeyError, TypeError):
+                raise_incomplete(schedule)
+            marks[code - shift] = mark
+            codes.append(code)
+        if isinstance(item, Fused):
+            encoding.fused.append((tuple(codes[first:]), item))
+            codes[first:] = [-len(encoding.fused)]
+
+
+def _columns(schedule: Schedule, rank: int) -> dict[str, dict[int, tuple[int, int, int]]]:
+    """Returns column, distance to the slot, and mark of each kind and stage on ``rank``."""
+    stages = schedule.placement.stages
+    return {
+        kind: {
+            stage: (column(kind, stage, stages), 2 * stages if kind == "I" else 0, mark)
+            for stage in schedule.placement.stages_of(rank)
+        }
+        for kind, mark in _MARK.items()
+    }
+
+
+def _count(schedule: Schedule) -> int:
+    return sum(len(parts(item)) for row in schedule.actions for item in row)

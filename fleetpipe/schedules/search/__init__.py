@@ -1,0 +1,1 @@
+"""``auto``: a greedy search for the best schedule under a memory cap. Start with ``auto.py``."""

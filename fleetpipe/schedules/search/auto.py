@@ -1,0 +1,257 @@
+"""``auto``: the best schedule that a greedy search finds under a memory cap.
+
+Orders of F and I are taken from each family's schedule, from a list scheduler, and (one stage on
+each rank) from a number of warm-ups. W is put into each by a handful of policies, and the best of
+all is improved by changing the warm-up of one rank at a time. The families' own schedules take part
+as they are, so the result is never worse than any of them that keeps within the cap.
+
+The rules grew from the heuristic in section 3 of Zero Bubble Pipeline Parallelism
+(arXiv:2401.10241); how they are put together is fleetpipe's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.placement import PLACEMENTS, Placement
+from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.search.fill_weight_grads import Policy, fill
+from fleetpipe.schedules.search.list_scheduler import Preference, listed_order
+from fleetpipe.schedules.search.problem import Problem
+from fleetpipe.schedules.search.warm_up import (
+    WarmUp,
+    allowed,
+    most_forwards,
+    warm_up_order,
+    warm_ups,
+)
+
+NAME = "auto"
+
+#: Preferences of the list scheduler.
+_FLAGS = tuple(itertools.product((False, True), repeat=2))
+
+#: Actions that a search may play in all, which bounds its time whatever the size.
+_BUDGET = 8_000_000
+
+
+class _Score(NamedTuple):
+    """How good a schedule is, the smaller the better; in shares of the work, against rounding."""
+
+    span: float
+    makespan: float
+    spans: float
+
+
+class _Found(NamedTuple):
+    """A family's own schedule, or the codes of one that was put together here."""
+
+    score: _Score
+    problem: Problem
+    made: Schedule | list[list[int]]
+    warm_up: WarmUp = ()
+    policy: Policy = Policy()
+
+
+def auto(
+    placement: Placement,
+    micro_batches: int,
+    memory_cap: float | None = None,
+    costs: Costs | None = None,
+    placed: str | None = None,
+) -> Schedule:
+    """Returns the schedule with the shortest span that is found; among equals, makespan.
+
+    Args:
+        placement: Ranks and chunks.
+        micro_batches: Micro-batches of a batch, m.
+        memory_cap: Most that any rank may hold: forwards of one stage, or bytes where ``costs``
+            gives bytes, in the sense of ``Timeline.peak_activations`` and ``.peak_bytes``. None
+            means no limit.
+        costs: What actions cost, latency included, and what I releases. Default ``Costs()``.
+        placed: "loop" or "vee", for stages that stand already. With two chunks both are tried where
+            it is left out.
+
+    Raises:
+        ConfigError: The cap does not let a single micro-batch pass (the message says what would),
+            or costs that do not fit the number of stages.
+    """
+    costs = _checked(memory_cap, costs)
+    costs.check_stages(placement.stages)
+    cap = math.inf if memory_cap is None else memory_cap
+    search = _Search()
+    possible = PLACEMENTS if placement.chunks == 2 else ("loop",)
+    if placed is not None and placed not in possible:
+        raise ConfigError(
+            f"{placement.chunks} chunks on each rank cannot be placed like that",
+            expected=" or ".join(possible),
+            got=f"placed={placed!r}",
+        )
+    for name in possible if placed is None else (placed,):
+        standing = Placement(name, placement.ranks, placement.chunks)
+        problem = Problem(standing, micro_batches, costs, cap)
+        problem.check_cap()
+        search.run(problem)
+    return search.result()
+
+
+def _checked(memory_cap: object, costs: object) -> Costs:
+    number = isinstance(memory_cap, (int, float)) and not isinstance(memory_cap, bool)
+    if not number and memory_cap is not None:
+        raise ConfigError("`memory_cap` must be a number", got=repr(memory_cap))
+    if not isinstance(costs, Costs) and costs is not None:
+        raise ConfigError("`costs` must be Costs", got=repr(costs), fix="Costs.from_json(text)")
+    return costs or Costs()
+
+
+class _Search:
+    """The best schedule so far, and how many actions may still be played."""
+
+    def __init__(self) -> None:
+        self.best: _Found | None = None
+        self.left = _BUDGET
+
+    def run(self, problem: Problem) -> None:
+        """Tries the families, then orders of its own, then changes of the best one."""
+        # The first of these keeps within every cap, so there is a result whatever comes.
+        orders = [listed_order(problem, Preference(*flags)) for flags in _FLAGS]
+        for schedule in _families(problem):
+            self._try_family(problem, schedule)
+            orders.append(problem.order_of(schedule))
+        starts = warm_ups(problem) if problem.placement.chunks == 1 else []
+        policies = _policies(problem, self.left, len(orders) + len(starts))
+        for order in orders:
+            self._try_order(problem, order, policies)
+        for warm_up in starts:
+            self._try_order(problem, warm_up_order(problem, warm_up), policies, warm_up)
+        if starts:
+            self._climb(problem)
+
+    def result(self) -> Schedule:
+        """Returns the best schedule, verified."""
+        if self.best is None:
+            raise AssertionError("a listed order keeps within every cap that is not refused")
+        problem, made = self.best.problem, self.best.made
+        if isinstance(made, Schedule):
+            schedule = Schedule(NAME, made.placement, made.micro_batches, made.actions)
+        else:
+            schedule = problem.schedule_of(NAME, made)
+        schedule.verify(
+            memory_cap=None if problem.cap == math.inf else problem.cap, costs=problem.costs
+        )
+        return schedule
+
+    def _try_family(self, problem: Problem, schedule: Schedule) -> None:
+        timeline = schedule.simulate(problem.costs)
+        if problem.holds(timeline):
+            score = _score(problem, timeline.spans, timeline.makespan)
+            self._keep(_Found(score, problem, schedule))
+
+    def _try_order(
+        self,
+        problem: Problem,
+        order: list[list[int]],
+        policies: Iterable[tuple[float, int]],
+        warm_up: WarmUp = (),
+    ) -> None:
+        for share, tail in policies:
+            policy = Policy(share * self._idle(problem), tail)
+            if not self._try(problem, order, policy, warm_up):
+                return
+
+    def _try(
+        self, problem: Problem, order: list[list[int]], policy: Policy, warm_up: WarmUp
+    ) -> bool:
+        """Puts W into an order and keeps the result if it is best; False where nothing is left."""
+        if self.left <= 0 or self._at_bound(problem):
+            return False
+        self.left -= problem.micro_batches * problem.width
+        longest = math.inf if self.best is None else self.best.score.span * _unit(problem)
+        filled = fill(problem, order, policy, longest * (1 + 1e-9))
+        if filled is not None:
+            score = _score(problem, filled.spans, filled.makespan)
+            self._keep(_Found(score, problem, filled.rows, warm_up, policy))
+        return True
+
+    def _keep(self, found: _Found) -> None:
+        if self.best is None or found.score < self.best.score:
+            self.best = found
+
+    def _climb(self, problem: Problem) -> None:
+        """Changes the warm-up of one rank at a time for as long as that helps."""
+        most = most_forwards(problem)
+        before = None
+        while self.best is not None and self.best.warm_up and self.best is not before:
+            before = self.best
+            for rank, step in itertools.product(range(problem.placement.ranks), (-1, 1)):
+                best = self.best
+                moved = list(best.warm_up)
+                moved[rank] += step
+                warm_up = tuple(moved)
+                if not allowed(warm_up, most):
+                    continue
+                order = warm_up_order(problem, warm_up)
+                for patience in dict.fromkeys((best.policy.patience, self._idle(problem))):
+                    self._try(problem, order, Policy(patience, best.policy.tail), warm_up)
+
+    def _idle(self, problem: Problem) -> float:
+        """Returns how long a rank may wait without a span beyond the best one so far."""
+        if self.best is None:
+            return 0
+        return max(0, self.best.score.span * _unit(problem) - max(problem.work))
+
+    def _at_bound(self, problem: Problem) -> bool:
+        return self.best is not None and self.best.score.span * _unit(problem) <= problem.bound * (
+            1 + 1e-9
+        )
+
+
+def _policies(problem: Problem, budget: int, orders: int) -> list[tuple[float, int]]:
+    """Returns pairs of patience, in shares of the idle time so far, and tail.
+
+    There are fewer where there would be too much to play.
+    """
+    ranks = problem.placement.ranks
+    half = ranks // 2
+    pairs = [(0, 0), (0, half), (0, 2 * ranks), (0.5, half), (1, 0), (0.5, 0), (1, ranks)]
+    return pairs[: max(1, budget // (orders * problem.micro_batches * problem.width))]
+
+
+def _families(problem: Problem) -> Iterator[Schedule]:
+    """Yields the families' schedules for the placement of a problem."""
+    # The table knows this search, so this imports it late.
+    from fleetpipe.schedules.registry import FAMILIES, build
+
+    placement = problem.placement
+    for name, family in FAMILIES.items():
+        if name == NAME or family.placement != placement.name:
+            continue
+        slacks = "warmup_slack" in inspect.signature(family.rows).parameters
+        for options in ({"warmup_slack": 1}, {"warmup_slack": 2}) if slacks else ({},):
+            try:
+                schedule = build(
+                    name,
+                    ranks=placement.ranks,
+                    micro_batches=problem.micro_batches,
+                    chunks=placement.chunks,
+                    **options,
+                )
+            except ConfigError:  # it does not take these numbers
+                continue
+            if schedule.placement == placement:
+                yield schedule
+
+
+def _unit(problem: Problem) -> float:
+    return max(problem.work) or 1
+
+
+def _score(problem: Problem, spans: Iterable[float], makespan: float) -> _Score:
+    unit, spans = _unit(problem), tuple(spans)
+    return _Score(*(round(time / unit, 9) for time in (max(spans), makespan, sum(spans))))

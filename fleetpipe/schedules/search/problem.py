@@ -1,0 +1,149 @@
+"""What a search is given: the stages, their costs, and how much each rank may hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules.action import Action, flatten
+from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.edges import Dependencies, chain
+from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.play.timeline import Timeline
+from fleetpipe.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A placement, m and costs for which an order of actions is wanted.
+
+    Orders are rows of integers: with S stages the code of (kind, stage, k) is
+    ``k * 3S + offset[kind] + stage``, the offsets of F, I and W being 0, S and 2S.
+
+    Args:
+        placement: Which rank owns which stage.
+        micro_batches: Micro-batches of a batch, m.
+        costs: What actions cost, and what they hold.
+        cap: Most that a rank may hold at once, in forwards of one stage, or in bytes where the
+            costs give bytes.
+    """
+
+    placement: Placement
+    micro_batches: int
+    costs: Costs
+    cap: float = math.inf
+
+    @property
+    def width(self) -> int:
+        """Distance between the codes of one action in consecutive micro-batches."""
+        return 3 * self.placement.stages
+
+    @cached_property
+    def durations(self) -> list[float]:
+        """Time of the action in each column of a code."""
+        stages = range(self.placement.stages)
+        return [self.costs.of(kind, stage) for kind in "FIW" for stage in stages]
+
+    @cached_property
+    def amounts(self) -> list[float]:
+        """What a forward of each stage holds."""
+        if self.costs.bytes is None:
+            return [1] * self.placement.stages
+        return [self.costs.bytes_of(Action("F", s, 0)) for s in range(self.placement.stages)]
+
+    @cached_property
+    def waits(self) -> list[tuple[int, float]]:
+        """For each column of F and I the distance to what it waits for, and the latency of that.
+
+        Of several dependencies along a chain the last one implies the others. A distance of 0
+        means that there is none.
+        """
+        stages, rank_of = self.placement.stages, self.placement.rank_of
+        rule = Dependencies(chain(stages), stages)
+        waits: list[tuple[int, float]] = []
+        for kind, offset in (("F", 0), ("I", stages)):
+            for stage in range(stages):
+                needs = rule.of(kind, stage)
+                if not needs:
+                    waits.append((0, 0))
+                    continue
+                other_kind, other = needs[-1]
+                place = other + (0 if other_kind == "F" else stages)
+                delay = self.costs.comm if rank_of(other) != rank_of(stage) else 0
+                waits.append((place - offset - stage, delay))
+        return waits
+
+    @cached_property
+    def followers(self) -> list[int]:
+        """For each column of F and I the rank that its end may wake; -1 where there is none."""
+        stages, rank_of = self.placement.stages, self.placement.rank_of
+        forward = [rank_of(stage + 1) for stage in range(stages - 1)]
+        return [*forward, -1, -1, *(rank_of(stage - 1) for stage in range(1, stages))]
+
+    @cached_property
+    def work(self) -> list[float]:
+        """For each rank the time of all that it computes, in one sum for all searches."""
+        stages, parts = self.placement.stages, range(3)
+        return [
+            self.micro_batches
+            * sum(self.durations[part * stages + stage] for stage in owned for part in parts)
+            for owned in map(self.placement.stages_of, range(self.placement.ranks))
+        ]
+
+    @cached_property
+    def bound(self) -> float:
+        """A span that no schedule of split backwards goes below.
+
+        Between the first F and the last W of rank 0 every other rank must be reached, compute
+        all its F and I, and answer. (With several chunks only the work itself is counted.)
+        """
+        least = max(self.work)
+        if self.placement.chunks > 1:
+            return least
+        ranks, comm = self.placement.ranks, self.costs.comm
+        forwards, input_grads = self.durations[:ranks], self.durations[ranks : 2 * ranks]
+        way: float = 0
+        for forward, input_grad in zip(forwards, input_grads):
+            around = way + self.micro_batches * (forward + input_grad) + self.durations[2 * ranks]
+            least = max(least, around)
+            way += forward + input_grad + 2 * comm
+        return least
+
+    def check_cap(self) -> None:
+        """Raises ConfigError where the cap does not let a single micro-batch pass."""
+        ranks = range(self.placement.ranks)
+        needs = [sum(self.amounts[s] for s in self.placement.stages_of(rank)) for rank in ranks]
+        if not self.cap >= max(needs):
+            rank = needs.index(max(needs))
+            unit = "forwards of one stage" if self.costs.bytes is None else "bytes"
+            stages = " and ".join(map(str, self.placement.stages_of(rank)))
+            raise ConfigError(
+                f"no schedule keeps within a memory cap of {self.cap:.10g} {unit}",
+                where=f"rank {rank}, which holds one forward of stage {stages} at once",
+                expected=f"a cap of at least {max(needs):.10g}",
+            )
+
+    def holds(self, timeline: Timeline) -> bool:
+        """Whether no rank of a simulated schedule passes the cap."""
+        peaks = timeline.peak_bytes
+        return max(timeline.peak_activations if peaks is None else peaks) <= self.cap
+
+    def order_of(self, schedule: Schedule) -> list[list[int]]:
+        """Returns the order of F and I in the rows of a schedule; a B counts as its I."""
+        offset = {"F": 0, "B": self.placement.stages, "I": self.placement.stages}
+        return [
+            [k * self.width + offset[kind] + stage for kind, stage, k in row if kind != "W"]
+            for row in map(flatten, schedule.actions)
+        ]
+
+    def schedule_of(self, name: str, rows: list[list[int]]) -> Schedule:
+        """Returns the schedule of rows of codes."""
+        stages = self.placement.stages
+        kinds = [(kind, stage) for kind in "FIW" for stage in range(stages)]
+        actions = tuple(
+            tuple(Action(*kinds[code % self.width], code // self.width) for code in row)
+            for row in rows
+        )
+        return Schedule(name, self.placement, self.micro_batches, actions)

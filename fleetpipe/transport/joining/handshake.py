@@ -1,0 +1,134 @@
+"""How the two ends of a new connection prove to each other that they belong to one run.
+
+The run's secret is made of a token that rank 0 leaves in the store, and of the user's secret, where
+there is one, which no store sees.
+
+The end that connects says who it is, the end that accepts sends a challenge, and each shows in
+turn that it knows the run's secret, without telling it:
+
+    connects -> accepts   greeting: magic, version, own rank, peer's rank, ranks, 32 random bytes
+    accepts  -> connects  32 random bytes
+    connects -> accepts   HMAC-SHA256(secret, "connects" + all bytes so far)
+    accepts  -> connects  HMAC-SHA256(secret, "accepts" + all bytes so far but the proof)
+
+Where the user gave a secret, both then have the keys of the seals of all that follows: of HMAC over
+the same bytes, which hold 32 random ones of each side.
+
+Both sides are written as generators that yield bytes to send or a number of bytes to receive, so
+that one thread runs many of them at once and no stranger holds up another peer.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import struct
+from collections.abc import Generator
+from pathlib import Path
+from typing import Union
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.transport.wire.message import VERSION
+from fleetpipe.transport.wire.seal import Seal, Seals
+
+TOKEN_BYTES = 32
+SHORTEST_SECRET = 16
+
+_GREETING = struct.Struct("<8sIIII32s")
+_MAGIC = b"FLEETPIP"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+
+Exchange = Generator[Union[bytes, int], bytes, tuple[int, Seals]]
+
+
+class Stranger(Exception):
+    """The other end does not belong to this run."""
+
+
+def user_secret() -> bytes:
+    """Returns ``FLEETPIPE_SECRET``, or what the file ``FLEETPIPE_SECRET_FILE`` holds; else b"".
+
+    Raises:
+        ConfigError: The file cannot be read, or the secret is too short to be one.
+    """
+    name = "FLEETPIPE_SECRET"
+    given = os.environ.get(name)
+    if given is None:
+        name = "FLEETPIPE_SECRET_FILE"
+        path = os.environ.get(name)
+        if path is None:
+            return b""
+        try:
+            given = Path(path).read_text().strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {name}={path}", got=str(error)) from None
+    if len(given) < SHORTEST_SECRET:
+        raise ConfigError(
+            f"the secret in {name} is too short",
+            expected=f"at least {SHORTEST_SECRET} characters, the same for all ranks",
+            got=f"{len(given)} characters",
+            fix="python -c 'import secrets; print(secrets.token_hex(32))'",
+        )
+    return given.encode()
+
+
+def fingerprint(given: bytes, namespace: str) -> str:
+    """Returns a text by which ranks see whether they were given the same secret."""
+    return hmac.digest(given, f"fingerprint {namespace}".encode(), "sha256").hex() if given else ""
+
+
+def secret_of_run(given: bytes, namespace: str, token: str) -> bytes:
+    """Returns the secret of the ranks that meet once, in ``namespace``."""
+    return hmac.digest(given, f"run {namespace} {token}".encode(), "sha256")
+
+
+def connects(secret: bytes, rank: int, peer: int, ranks: int) -> Exchange:
+    """The side of rank ``rank``, which has connected to rank ``peer``.
+
+    Returns:
+        ``peer``, and the seals of the connection.
+
+    Raises:
+        Stranger: The other end does not know the secret.
+    """
+    greeting = _GREETING.pack(_MAGIC, VERSION, rank, peer, ranks, secrets.token_bytes(_NONCE_BYTES))
+    yield greeting
+    said = greeting + (yield _NONCE_BYTES)
+    yield _proof(secret, b"connects", said)
+    if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"accepts", said)):
+        raise Stranger(f"rank {peer} did not prove that it belongs to this run")
+    return peer, Seals(_seal(secret, b"connects", said), _seal(secret, b"accepts", said))
+
+
+def accepts(secret: bytes, rank: int, ranks: int) -> Exchange:
+    """The side of rank ``rank``, which has accepted somebody.
+
+    Returns:
+        The rank of the other end, and the seals of the connection.
+
+    Raises:
+        Stranger: The other end is no peer, or does not know the secret.
+    """
+    greeting = yield _GREETING.size
+    magic, version, peer, target, their_ranks, _ = _GREETING.unpack(greeting)
+    if (magic, version, target, their_ranks) != (_MAGIC, VERSION, rank, ranks):
+        raise Stranger("its greeting is not that of a peer")
+    if not rank < peer < ranks:
+        raise Stranger(f"rank {peer} has no reason to connect to rank {rank}")
+    challenge = secrets.token_bytes(_NONCE_BYTES)
+    yield challenge
+    said = greeting + challenge
+    if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"connects", said)):
+        raise Stranger(f"it claims to be rank {peer} but does not know the secret")
+    yield _proof(secret, b"accepts", said)
+    return int(peer), Seals(_seal(secret, b"accepts", said), _seal(secret, b"connects", said))
+
+
+def _proof(secret: bytes, side: bytes, said: bytes) -> bytes:
+    return hmac.digest(secret, side + said, "sha256")
+
+
+def _seal(secret: bytes, side: bytes, said: bytes) -> Seal:
+    return Seal(hmac.digest(secret, side + b" seals " + said, "sha256"))

@@ -1,0 +1,282 @@
+"""Joining ranks: each is connected to every other, whoever else knocks at the door.
+
+A rank connects to all lower ones and accepts all higher ones, in one loop on one thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fleetpipe.errors import TransportError
+from fleetpipe.transport.base import Store
+from fleetpipe.transport.joining import handshake, hosts
+from fleetpipe.transport.joining.handshake import Exchange, Stranger, accepts, connects
+from fleetpipe.transport.joining.rendezvous import Rendezvous
+from fleetpipe.transport.wire.seal import Seals
+
+DEFAULT_TIMEOUT = 600.0
+# Seconds in which somebody who knocks must prove to be a peer; a peer that is dropped tries again.
+STRANGER_SECONDS = 5.0
+# Strangers that may knock at a time; the oldest goes when there are more.
+MOST_STRANGERS = 64
+_RETRY_SECONDS = 0.1
+
+
+class Joined(NamedTuple):
+    """One rank's connections.
+
+    Attributes:
+        sockets: A connected and authenticated stream socket in blocking mode for each peer.
+        seals: The seals of what each peer is sent and sends; none where the user gave no secret.
+    """
+
+    sockets: dict[int, socket.socket]
+    seals: dict[int, Seals]
+
+
+def join(
+    *,
+    rank: int,
+    ranks: int,
+    store: Store,
+    namespace: str,
+    timeout: float,
+    address: str | None = None,
+    force_tcp: bool | None = None,
+) -> Joined:
+    """Connects this rank to all others. Collective; see :func:`socket.connect`.
+
+    Raises:
+        ConfigError: The user's secret cannot be used.
+        PipelineTimeout: Some ranks did not arrive in time.
+        TransportError: The namespace was used before, no address can be bound, or the ranks were
+            given different secrets.
+    """
+    given = handshake.user_secret()
+    meeting = Rendezvous(store, namespace, rank, ranks, timeout)
+    card = {
+        "host": hosts.host_identity(),
+        "secret": handshake.fingerprint(given, namespace),
+        "token": secrets.token_hex(handshake.TOKEN_BYTES) if rank == 0 else "",
+    }
+    meeting.publish("host", card)
+    cards = meeting.gather("host", range(ranks), card.keys())
+    _refuse_other_secrets(cards, rank)
+    secret = handshake.secret_of_run(given, namespace, cards[0]["token"])
+    use_tcp = hosts.force_tcp_by_default() if force_tcp is None else force_tcp
+    listeners = _listen([cards[r]["host"] for r in range(ranks)], rank, use_tcp, address)
+    mesh = _Mesh(meeting, secret, [x.sock for x in listeners])
+    try:
+        meeting.publish("addresses", {"addresses": ",".join(x.address for x in listeners)})
+        for peer, found in meeting.gather("addresses", range(rank), ["addresses"]).items():
+            same = cards[peer]["host"] == card["host"]
+            mesh.dial(peer, _best(found["addresses"].split(","), same and not use_tcp))
+        joined = mesh.run()
+        return joined if given else joined._replace(seals={})
+    finally:
+        mesh.close()
+
+
+def _refuse_other_secrets(cards: Mapping[int, Mapping[str, str]], rank: int) -> None:
+    own = cards[rank]["secret"]
+    others = [peer for peer in cards if cards[peer]["secret"] != own]
+    if others:
+        peer = others[0]
+        raise TransportError(
+            f"rank {rank} and rank {peer} were not given the same secret",
+            expected="FLEETPIPE_SECRET, or the file of FLEETPIPE_SECRET_FILE, alike for all ranks",
+            got=", ".join(
+                f"{'a' if cards[r]['secret'] else 'no'} secret on rank {r}" for r in (rank, peer)
+            ),
+        )
+
+
+def _listen(
+    identities: list[str], rank: int, force_tcp: bool, address: str | None
+) -> list[hosts.Listener]:
+    """Listens where the higher ranks will come from."""
+    own = identities[rank]
+    beside = [identity == own != "" and not force_tcp for identity in identities[rank + 1 :]]
+    listeners = []
+    if any(beside):
+        listeners.append(hosts.listen_unix())
+    if not all(beside):
+        alone = own != "" and len(set(identities)) == 1
+        listeners.append(
+            hosts.listen_tcp(address or ("127.0.0.1" if alone else hosts.own_address()))
+        )
+    return listeners
+
+
+def _best(addresses: list[str], beside: bool) -> str:
+    kind = "unix " if beside else "tcp "
+    return next(address for address in addresses if address.startswith(kind))
+
+
+class _Attempt:
+    """A connection that is not yet known to lead to a peer."""
+
+    def __init__(
+        self, sock: socket.socket, exchange: Exchange, dialled: int = -1, address: str = ""
+    ) -> None:
+        """Follows ``exchange`` on a non-blocking socket.
+
+        Args:
+            sock: The socket.
+            exchange: This end's side of the handshake.
+            dialled: The rank this end has connected to, where it did.
+            address: The address of that rank; empty where the other end connected.
+        """
+        self.sock = sock
+        self.dialled = dialled
+        self.address = address
+        self.expires = time.monotonic() + STRANGER_SECONDS
+        self._exchange = exchange
+        self._received = b""
+        self._step: bytes | int = next(exchange)
+
+    def advance(self) -> tuple[int, Seals] | None:
+        """Goes on as far as the socket lets it.
+
+        Returns:
+            The rank of the other end and the connection's seals, once that is known; else None.
+
+        Raises:
+            OSError: The connection failed.
+            Stranger: The other end is no peer.
+        """
+        try:
+            while True:
+                if isinstance(self._step, bytes):
+                    # Shorter than any kernel buffer, so that it is sent whole or not at all.
+                    self.sock.send(self._step, socket.MSG_NOSIGNAL)
+                    self._step = next(self._exchange)
+                else:
+                    data = self.sock.recv(self._step - len(self._received))
+                    if not data:
+                        raise Stranger("it closed the connection")
+                    self._received += data
+                    if len(self._received) == self._step:
+                        received, self._received = self._received, b""
+                        self._step = self._exchange.send(received)
+        except BlockingIOError:
+            return None
+        except StopIteration as end:
+            known: tuple[int, Seals] = end.value
+            return known
+
+
+class _Mesh:
+    """The loop that accepts, connects and shakes hands until every peer is known."""
+
+    def __init__(self, meeting: Rendezvous, secret: bytes, listeners: list[socket.socket]) -> None:
+        self._meeting = meeting
+        self._secret = secret
+        self._listeners = listeners
+        self._selector = selectors.DefaultSelector()
+        self._attempts: list[_Attempt] = []
+        self._again: list[tuple[float, int, str]] = []
+        self._peers: dict[int, socket.socket] = {}
+        self._seals: dict[int, Seals] = {}
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, listener)
+
+    def dial(self, peer: int, address: str) -> None:
+        """Begins to connect to a lower rank."""
+        self._again.append((0.0, peer, address))
+
+    def run(self) -> Joined:
+        """Returns a socket and the seals for each peer when all are connected.
+
+        Raises:
+            PipelineTimeout: Some are not at the deadline.
+        """
+        meeting = self._meeting
+        everyone = set(range(meeting.ranks)) - {meeting.rank}
+        while everyone - self._peers.keys():
+            if meeting.limit.reached():
+                raise meeting.late(everyone - self._peers.keys())
+            now = time.monotonic()
+            self._dial_again(now)
+            for attempt in [a for a in self._attempts if not a.address and a.expires < now]:
+                self._drop(attempt)
+            for key, _ in self._selector.select(_RETRY_SECONDS):
+                if not isinstance(key.data, _Attempt):
+                    self._accept(key.data)
+                elif key.data in self._attempts:  # else it went for somebody who came this turn
+                    self._advance(key.data)
+        peers, self._peers = self._peers, {}
+        return Joined(peers, self._seals)
+
+    def close(self) -> None:
+        """Closes everything that did not become a peer's socket."""
+        for attempt in list(self._attempts):
+            self._drop(attempt)
+        for sock in (*self._listeners, *self._peers.values()):
+            sock.close()
+        self._selector.close()
+
+    def _dial_again(self, now: float) -> None:
+        due = [entry for entry in self._again if entry[0] <= now]
+        self._again = [entry for entry in self._again if entry[0] > now]
+        meeting = self._meeting
+        for _, peer, address in due:
+            try:
+                sock = hosts.dial(address)
+            except OSError:
+                self._again.append((now + _RETRY_SECONDS, peer, address))
+                continue
+            exchange = connects(self._secret, meeting.rank, peer, meeting.ranks)
+            self._follow(_Attempt(sock, exchange, peer, address), selectors.EVENT_WRITE)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        if hosts.is_other_user(sock):
+            sock.close()
+            return
+        sock.setblocking(False)
+        hosts.enlarge(sock)
+        strangers = [attempt for attempt in self._attempts if not attempt.address]
+        if len(strangers) >= MOST_STRANGERS:
+            self._drop(strangers[0])
+        exchange = accepts(self._secret, self._meeting.rank, self._meeting.ranks)
+        self._follow(_Attempt(sock, exchange), selectors.EVENT_READ)
+
+    def _follow(self, attempt: _Attempt, event: int) -> None:
+        self._attempts.append(attempt)
+        self._selector.register(attempt.sock, event, attempt)
+
+    def _advance(self, attempt: _Attempt) -> None:
+        try:
+            known = attempt.advance()
+        except (OSError, Stranger):
+            self._drop(attempt)
+            return
+        self._selector.modify(attempt.sock, selectors.EVENT_READ, attempt)
+        if known is not None:
+            self._selector.unregister(attempt.sock)
+            self._attempts.remove(attempt)
+            attempt.sock.setblocking(True)
+            peer, seals = known
+            replaced = self._peers.pop(peer, None)
+            if replaced is not None:
+                replaced.close()
+            self._peers[peer], self._seals[peer] = attempt.sock, seals
+
+    def _drop(self, attempt: _Attempt) -> None:
+        """Forgets a connection that leads to no peer; a peer that was dialled is tried again."""
+        self._selector.unregister(attempt.sock)
+        self._attempts.remove(attempt)
+        attempt.sock.close()
+        if attempt.address:
+            again = time.monotonic() + _RETRY_SECONDS
+            self._again.append((again, attempt.dialled, attempt.address))

@@ -1,0 +1,192 @@
+"""One stream to one peer: values become frames on the way out and values again on the way in."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+import termios
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fleetpipe.errors import PeerFailed, TransportError
+from fleetpipe.transport.base import Value
+from fleetpipe.transport.sockets.inbox import Inbox
+from fleetpipe.transport.sockets.outbox import Buffer, Outbox
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.message import (
+    GOODBYE,
+    HEADER_BYTES,
+    MESSAGE,
+    MessageKey,
+    Route,
+    check_key,
+    pack_header,
+)
+from fleetpipe.transport.wire.seal import Seals
+from fleetpipe.transport.wire.structure import Structure, encode
+from fleetpipe.transport.wire.value import Unfit, take_apart
+
+LONGEST_REASON = 4096
+DRAINED_AT_END = 1 << 24
+
+
+class _Channel:
+    """What was last announced of (kind, source, target, name) on this connection."""
+
+    def __init__(self, number: int, fixed: tuple[str, int, int, str]) -> None:
+        kind, source, target, self.name = fixed
+        self.fixed = (MESSAGE, ord(kind), source, target, number)
+        self.announced = 0
+        self.structure: Structure | None = None
+
+    def header(self, key: MessageKey, structure: Structure, announcement: bytes) -> bytes:
+        """Returns the header of a message and the announcement; notes what is announced."""
+        if announcement:
+            self.structure = structure
+            self.announced += 1
+        variable = (self.announced, key.micro_batch, len(announcement), structure.nbytes)
+        try:
+            return pack_header(self.fixed + variable) + announcement
+        except struct.error:
+            check_key(key)
+            raise
+
+
+class Connection:
+    """The stream between this rank and one peer.
+
+    Attributes:
+        peer: The peer's rank.
+        inbox: The receiving half.
+        outbox: The sending half.
+        fd: The socket's file descriptor.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        rank: int,
+        peer: int,
+        wake: Callable[[], None],
+        seals: Seals | None = None,
+    ) -> None:
+        """Takes over a connected and authenticated socket in blocking mode.
+
+        Args:
+            sock: The socket.
+            rank: This rank.
+            peer: The peer's rank.
+            wake: Called from the writer thread when a waiter asked to be told of progress.
+            seals: What proves who sent each part of the stream, where the job has a secret.
+        """
+        self.peer = peer
+        self.inbox = Inbox(sock, peer, None if seals is None else seals.incoming)
+        self.outbox = Outbox(sock, wake)
+        self.fd = sock.fileno()
+        self._rank = rank
+        self._sock = sock
+        self._seal = None if seals is None else seals.outgoing
+        self._channels: dict[tuple[Any, ...], _Channel] = {}
+
+    def send(self, key: MessageKey, value: Value) -> tuple[int, bool]:
+        """Sends a value without waiting.
+
+        Returns:
+            The bytes of tensor data, and whether the structure had to be announced.
+
+        Raises:
+            BoundaryError: Something in the value cannot cross.
+            PeerFailed: The stream has ended.
+        """
+        try:
+            tree, tensors = take_apart(value)
+        except Unfit as unfit:
+            raise unfit.error(Route(key, self._rank, self.peer)) from None
+        channel = self._channels.get(key[:4])
+        if channel is None:
+            check_key(key)
+            channel = self._channels[key[:4]] = _Channel(len(self._channels), key[:4])
+        announcement = b""
+        structure = channel.structure
+        if structure is None or structure.tree != tree:
+            structure = Structure(tree)
+            announcement = encode(channel.name, structure, Route(key, self._rank, self.peer))
+        kept, memories = bridge.readable(tensors, structure.leaves)
+        head = channel.header(key, structure, announcement)
+        try:
+            self._put(head, memories, len(head) + structure.nbytes, kept)
+        except OSError as error:
+            raise self.failure(Route(key, self._rank, self.peer), error) from error
+        return structure.nbytes, bool(announcement)
+
+    def failure(self, route: Route, error: OSError | None = None) -> PeerFailed:
+        """Returns the error that says why nothing more can be sent to or come from the peer."""
+        inbox = self.inbox
+        if error is not None:
+            # The peer's goodbye, with its reason, may have come before the break was noticed.
+            with contextlib.suppress(TransportError):
+                inbox.fill(DRAINED_AT_END)
+        what = inbox.ended or (error and f"its connection broke ({error.strerror or error})")
+        summary = f"rank {self.peer} is gone: {what}"
+        if inbox.orderly:
+            summary = f"rank {self.peer} has left" + (inbox.reason and f": {inbox.reason}")
+        return PeerFailed(
+            summary,
+            where=str(route),
+            got=f"from rank {self.peer}: {inbox.summary()}",
+            cause=None
+            if inbox.orderly
+            else "its process died or was killed, or the network between the hosts failed",
+            fix=f"read the log of rank {self.peer} first: its error came before this one",
+        )
+
+    def leave(self, reason: str) -> None:
+        """Queues the goodbye that tells the peer that this end is orderly."""
+        text = reason.encode("utf-8", "replace")[:LONGEST_REASON]
+        header = pack_header((GOODBYE, ord("C"), 0, 0, 0, 0, 0, len(text), 0))
+        with contextlib.suppress(OSError):
+            self._put(header + text, [], len(header) + len(text), None)
+
+    def close(self, limit: float) -> None:
+        """Closes the socket and ends the writer thread; what is still queued is dropped.
+
+        Args:
+            limit: Seconds to wait until the peer's host has what the kernel holds for it.
+        """
+        # Bytes left unread would make TCP discard what is still on its way to the peer.
+        with contextlib.suppress(TransportError):
+            self.inbox.fill(DRAINED_AT_END)
+        deadline = time.monotonic() + limit
+        while self._unacknowledged() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self.outbox.close()
+        self._sock.close()
+
+    def abandon(self) -> None:
+        """Closes this process's copy of the socket without a word to the peer."""
+        self._sock.close()
+
+    def _put(self, head: bytes, memories: list[memoryview], nbytes: int, kept: object) -> None:
+        """Sends a header, what is announced or said behind it, and the bytes of tensors."""
+        pieces: list[Buffer] = [head, *memories]
+        if self._seal is not None:
+            header, rest = head[:HEADER_BYTES], head[HEADER_BYTES:]
+            pieces = []
+            for part in ([header], [rest] if rest else [], memories):
+                if part:
+                    pieces += [*part, self._seal.of(part)]
+            nbytes = sum(map(len, pieces))
+        self.outbox.put(pieces, nbytes, kept)
+
+    def _unacknowledged(self) -> bool:
+        """Tells whether TCP still holds bytes; a unix-domain socket has handed them over."""
+        if self._sock.family == socket.AF_UNIX or self.outbox.error or self.inbox.ended:
+            return False
+        count = bytearray(4)
+        fcntl.ioctl(self.fd, termios.TIOCOUTQ, count)
+        return count != bytes(4)

@@ -1,0 +1,326 @@
+"""The receiving half of a connection: bytes become messages, read where the tensor will lie.
+
+Each read takes what has arrived and never waits. Headers and small payloads come through one
+small staging buffer, so that a small message costs one system call; the rest of a large payload
+is read straight into the memory of its tensor.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from typing import Any
+
+from fleetpipe.errors import TransportError
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.message import (
+    GOODBYE,
+    HEADER_BYTES,
+    Header,
+    MessageKey,
+    describe,
+    unpack_header,
+)
+from fleetpipe.transport.wire.seal import SEAL_BYTES, Seal
+from fleetpipe.transport.wire.structure import NOTHING, Structure, decode
+
+STAGE_BYTES = 1 << 14
+
+_UNKNOWN = MessageKey("C", 0, 0, "", 0)
+
+
+class _Frame:
+    """A frame of which the header has been read.
+
+    Attributes:
+        header: The header.
+        key: The message's key, ``_UNKNOWN`` until the channel is known.
+        structure: The structure of the value, ``NOTHING`` until it is known.
+        tensors: The tensors being filled.
+        targets: The memory still to be filled, in reverse order.
+        sealed: The memory of the part that is being filled and, last, that of its seal; empty where
+            parts have none.
+    """
+
+    __slots__ = ("announcement", "header", "key", "sealed", "structure", "targets", "tensors")
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self.key = _UNKNOWN
+        self.structure = NOTHING
+        self.tensors: list[Any] = []
+        self.announcement = bytearray(header.announcement)
+        self.targets: list[memoryview] = []
+        self.sealed: list[memoryview] = []
+
+    def words(self) -> str:
+        """Returns the message in words, as far as the header tells them."""
+        if self.key is not _UNKNOWN:
+            return describe(self.key)
+        kind, source, target = chr(self.header.kind), self.header.source, self.header.target
+        return describe(MessageKey(kind, source, target, "", self.header.micro_batch))
+
+
+class _Channel:
+    """What a peer has announced of the values that come under one kind, edge and name.
+
+    Attributes:
+        key: Kind, source, target and name.
+        header: What the header of each message must say: kind, source, target, structure, payload.
+        structure: The structure of each value.
+        spare: Tensors and their memory, made for the next message before it has come.
+    """
+
+    def __init__(self, header: Header, name: str, structure: Structure) -> None:
+        self.key = (chr(header.kind), header.source, header.target, name)
+        self.header = (*header[1:4], header.structure, structure.nbytes)
+        self.structure = structure
+        self.spare: tuple[list[Any], list[memoryview]] | None = None
+
+    def tensors(self) -> tuple[list[Any], list[memoryview]]:
+        """Returns the tensors for one message and their memory."""
+        spare, self.spare = self.spare, None
+        return spare or bridge.allocate(self.structure.leaves)
+
+
+class Inbox:
+    """Messages that have come from one peer.
+
+    Attributes:
+        damage: The error that ended the stream, where it was one of the stream itself.
+        ended: Why no more can come ("" as long as more can).
+        orderly: Whether the peer said goodbye before the end.
+        reason: Why the peer left, in its own words, if it gave any.
+        nbytes: Bytes of the messages that are kept for later.
+    """
+
+    def __init__(self, sock: socket.socket, peer: int, seal: Seal | None = None) -> None:
+        """Reads what rank ``peer`` sends on ``sock``, a connected stream socket.
+
+        Args:
+            sock: The socket.
+            peer: The peer.
+            seal: What the peer's parts are sealed with, where they are.
+        """
+        self.damage: TransportError | None = None
+        self.ended = ""
+        self.orderly = False
+        self.reason = ""
+        self.nbytes = 0
+        self._peer = peer
+        self._sock = sock
+        self._seal = seal
+        self._header_bytes = HEADER_BYTES if seal is None else HEADER_BYTES + SEAL_BYTES
+        self._stage = memoryview(bytearray(STAGE_BYTES))
+        self._begin = 0
+        self._end = 0
+        self._frame: _Frame | None = None
+        self._channels: dict[int, _Channel] = {}
+        self._by_key: dict[tuple[Any, ...], _Channel] = {}
+        self._kept: dict[MessageKey, deque[tuple[Any, int]]] = {}
+
+    def take(self, key: MessageKey) -> tuple[bool, Any]:
+        """Returns (True, value) of the oldest message of ``key``, reading what has arrived.
+
+        Raises:
+            TransportError: The stream is damaged.
+        """
+        kept = self._kept.get(key)
+        if kept is not None:
+            value, nbytes = kept.popleft()
+            self.nbytes -= nbytes
+            if not kept:
+                del self._kept[key]
+            return True, value
+        while True:
+            frame = self._next()
+            if frame is None:
+                return False, None
+            if frame.key == key:
+                return True, _value(frame)
+            self._keep(frame)
+
+    def prepare(self, key: MessageKey) -> None:
+        """Makes the tensors of a message that is waited for, while there is nothing else to do."""
+        channel = self._by_key.get(key[:4])
+        if channel is not None and channel.spare is None:
+            channel.spare = channel.tensors()
+
+    def fill(self, limit: int) -> None:
+        """Reads and keeps what has arrived, as long as less than ``limit`` bytes are kept.
+
+        Raises:
+            TransportError: The stream is damaged.
+        """
+        while self.nbytes < limit:
+            frame = self._next()
+            if frame is None:
+                return
+            self._keep(frame)
+
+    def summary(self) -> str:
+        """Returns in words which messages are kept and which is half read."""
+        parts = [f"{len(kept)} x {describe(key)}" for key, kept in list(self._kept.items())[:4]]
+        if len(self._kept) > 4:
+            parts.append(f"{len(self._kept) - 4} others")
+        if self._frame is not None:
+            parts.append(f"a part of {self._frame.words()}")
+        return ", ".join(parts) or "nothing that was not received before"
+
+    def _keep(self, frame: _Frame) -> None:
+        nbytes = frame.header.payload
+        self._kept.setdefault(frame.key, deque()).append((_value(frame), nbytes))
+        self.nbytes += nbytes
+
+    def _next(self) -> _Frame | None:
+        """Returns the next complete message, or None where the rest of it has not arrived."""
+        if self.damage is not None:
+            raise self.damage
+        try:
+            return self._advance()
+        except TransportError as error:
+            words = "the stream between messages" if self._frame is None else self._frame.words()
+            self.damage = TransportError(
+                f"rank {self._peer} sent bytes that are no message",
+                where=f"{words} from rank {self._peer}",
+                got=str(error),
+                cause="another program or version at the other end, or memory damage there",
+            )
+            self.ended = "its stream was damaged"
+            raise self.damage from error
+
+    def _advance(self) -> _Frame | None:
+        while True:
+            frame = self._frame or self._begin_frame()
+            if frame is None:
+                return None
+            self._pour(frame)
+            if frame.targets:
+                if not self._read(frame):
+                    return None
+                continue
+            if frame.sealed and self._seal is not None:
+                self._seal.check(frame.sealed[:-1], frame.sealed[-1])
+                frame.sealed = []
+            if frame.header.frame == GOODBYE:
+                self.orderly = True
+                self.reason = frame.announcement.decode("utf-8", "replace")
+                self._frame = None
+            elif frame.structure is NOTHING:
+                self._learn(frame)
+            else:
+                self._frame = None
+                return frame
+
+    def _begin_frame(self) -> _Frame | None:
+        while self._end - self._begin < self._header_bytes:
+            if not self._read(None):
+                return None
+        end = self._begin + HEADER_BYTES
+        if self._seal is not None:
+            seal = self._stage[end : end + SEAL_BYTES]
+            self._seal.check([self._stage[self._begin : end]], seal)
+        frame = self._frame = _Frame(unpack_header(self._stage, self._begin))
+        self._begin += self._header_bytes
+        if frame.header.announcement:
+            self._expect(frame, [memoryview(frame.announcement)])
+        elif frame.header.frame != GOODBYE:
+            self._open(frame)
+        return frame
+
+    def _expect(self, frame: _Frame, memories: list[memoryview]) -> None:
+        """Has the next part of the stream, and its seal, read into ``memories``."""
+        frame.targets = memories[::-1]
+        if self._seal is not None and memories:
+            frame.sealed = [*memories, memoryview(bytearray(SEAL_BYTES))]
+            frame.targets.insert(0, frame.sealed[-1])
+
+    def _learn(self, frame: _Frame) -> None:
+        """Takes note of the structure that a channel will have from this message on."""
+        header = frame.header
+        name, structure = decode(bytes(frame.announcement))
+        channel = _Channel(header, name, structure)
+        self._channels[header.channel] = self._by_key[channel.key] = channel
+        self._open(frame)
+
+    def _open(self, frame: _Frame) -> None:
+        """Makes the tensors of a message, to be filled from the stream."""
+        header = frame.header
+        channel = self._channels.get(header.channel)
+        said = (*header[1:4], header.structure, header.payload)
+        if channel is None or said != channel.header:
+            raise TransportError(
+                "a message does not fit what was announced for its channel",
+                expected=f"(kind, source, target, structure, bytes) = {channel and channel.header}",
+                got=str(said),
+            )
+        frame.key = MessageKey(*channel.key, header.micro_batch)
+        frame.structure = channel.structure
+        try:
+            frame.tensors, memories = channel.tensors()
+        except Exception as error:  # Paddle raises all kinds
+            raise TransportError(
+                "there is no memory for the tensors that were announced, or no such dtype",
+                got=f"{header.payload} bytes: {str(error)[:200]}",
+            ) from error
+        self._expect(frame, memories)
+
+    def _pour(self, frame: _Frame) -> None:
+        """Moves what is in the stage to where it belongs."""
+        while frame.targets and self._begin < self._end:
+            target = frame.targets[-1]
+            count = min(len(target), self._end - self._begin)
+            target[:count] = self._stage[self._begin : self._begin + count]
+            self._begin += count
+            _filled(frame, count)
+
+    def _read(self, frame: _Frame | None) -> bool:
+        """Reads once from the socket; False where nothing has arrived or the stream ended."""
+        if self.ended:
+            return False
+        direct = frame is not None and len(frame.targets[-1]) >= STAGE_BYTES
+        if frame is not None and direct:
+            count = self._receive_into(frame.targets[-1])
+            if count:
+                _filled(frame, count)
+            return count > 0
+        if self._begin:
+            rest = bytes(self._stage[self._begin : self._end])
+            self._stage[: len(rest)] = rest
+            self._begin, self._end = 0, len(rest)
+        count = self._receive_into(self._stage[self._end :])
+        self._end += count
+        return count > 0
+
+    def _receive_into(self, target: memoryview) -> int:
+        try:
+            count = self._sock.recv_into(target, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self.ended = f"its connection broke ({error.strerror or error})"
+            return 0
+        if not count:
+            self.ended = self._how_it_closed()
+        return count
+
+    def _how_it_closed(self) -> str:
+        if self.orderly:
+            return "it closed its transport"
+        if self._frame is None and self._begin == self._end:
+            return "its connection closed"
+        words = "header" if self._frame is None else self._frame.words()
+        return f"its connection closed within a message, a truncated {words}"
+
+
+def _filled(frame: _Frame, count: int) -> None:
+    target = frame.targets[-1]
+    if count == len(target):
+        frame.targets.pop()
+    else:
+        frame.targets[-1] = target[count:]
+
+
+def _value(frame: _Frame) -> Any:
+    structure = frame.structure
+    return structure.rebuild(bridge.on_device(frame.tensors, structure.leaves))

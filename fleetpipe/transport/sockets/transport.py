@@ -1,0 +1,331 @@
+"""Ranks in processes of their own: sockets to every peer, waited on together, on one thread.
+
+While a rank waits for anything it keeps reading what any peer sends, within a limit, so that two
+ranks that both send much never block each other, and the death of any rank ends every wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import select
+import socket
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import NoReturn
+
+from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.transport.base import Store, Value
+from fleetpipe.transport.joining.mesh import DEFAULT_TIMEOUT, join
+from fleetpipe.transport.limit import Limit
+from fleetpipe.transport.sockets.connection import Connection
+from fleetpipe.transport.wire.message import MessageKey, Route, check_peer, describe
+from fleetpipe.transport.wire.seal import Seals
+
+# Bytes that may wait for a peer, on either side, before send() waits itself.
+BACKLOG = 256 << 20
+CLOSING_SECONDS = 5.0
+
+_open: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
+
+
+def connect(
+    *,
+    rank: int,
+    ranks: int,
+    store: Store,
+    namespace: str,
+    timeout: float = DEFAULT_TIMEOUT,
+    address: str | None = None,
+    force_tcp: bool | None = None,
+    backlog: int = BACKLOG,
+) -> SocketTransport:
+    """Connects the ranks of a pipeline, each to every other. Collective.
+
+    Args:
+        rank: This process's rank, 0 to ``ranks - 1``.
+        ranks: Ranks of the pipeline.
+        store: Where they find each other; Paddle's ``TCPStore`` fits.
+        namespace: Prefix of this connection's keys in the store. It must be new in that store.
+        timeout: Seconds for all ranks to arrive, and for ``send`` to wait for a slow peer.
+        address: This host's address as other hosts reach it; by default that of
+            :func:`hosts.own_address`.
+        force_tcp: Use TCP within a host too. Default: whether ``FLEETPIPE_FORCE_TCP`` is 1.
+        backlog: Bytes that may wait for one peer before ``send`` waits.
+
+    Returns:
+        This rank's connections.
+
+    Raises:
+        ConfigError: ``FLEETPIPE_SECRET`` cannot be used.
+        PipelineTimeout: Some ranks did not arrive in time; the message says which.
+        TransportError: The namespace was used before, no address can be bound, or the ranks were
+            given different secrets.
+    """
+    sockets, seals = join(
+        rank=rank,
+        ranks=ranks,
+        store=store,
+        namespace=namespace,
+        timeout=timeout,
+        address=address,
+        force_tcp=force_tcp,
+    )
+    return SocketTransport(rank, ranks, sockets, timeout=timeout, backlog=backlog, seals=seals)
+
+
+class SocketTransport:
+    """One rank's connections over sockets; see :class:`base.Transport`.
+
+    Made by :func:`connect`. One thread at a time may use it.
+
+    Attributes:
+        awaited: The peer for whose message :meth:`receive` waits at this moment, or None.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        sockets: Mapping[int, socket.socket],
+        *,
+        timeout: float,
+        backlog: int = BACKLOG,
+        seals: Mapping[int, Seals] | None = None,
+    ) -> None:
+        """Takes over one connected and authenticated socket for each peer.
+
+        Args:
+            rank: This process's rank.
+            ranks: Ranks of the pipeline.
+            sockets: Stream sockets in blocking mode, by peer.
+            timeout: Seconds that ``send`` waits for a slow peer.
+            backlog: Bytes that may wait for one peer before ``send`` waits.
+            seals: What proves who sent each part of a stream, by peer; None where nothing does.
+        """
+        self.rank = rank
+        self.ranks = ranks
+        self.messages = 0
+        self.announcements = 0
+        self.bytes_sent = 0
+        self.awaited: int | None = None
+        self._timeout = timeout
+        self._backlog = backlog
+        self._closed = False
+        self._interrupted = False
+        self._woken, self._waker = os.pipe()
+        for end in (self._woken, self._waker):
+            os.set_blocking(end, False)
+        self._poller = select.poll()
+        self._poller.register(self._woken, select.POLLIN)
+        self._connections = {
+            peer: Connection(sock, rank, peer, self._wake, (seals or {}).get(peer))
+            for peer, sock in sockets.items()
+        }
+        self._by_fd = {c.fd: c for c in self._connections.values()}
+        self._polled: set[int] = set()
+        _open.add(self)
+
+    def post(self, peer: int, key: MessageKey) -> None:
+        """Does nothing: the kernel receives without being asked."""
+
+    def send(self, peer: int, key: MessageKey, value: Value) -> None:
+        """Hands a value to the kernel or the writer; see :meth:`base.Transport.send`.
+
+        Waits only where ``backlog`` bytes already wait for the peer.
+        """
+        connection = self._connections.get(peer) or self._unconnected(peer, key)
+        if connection.outbox.backlog >= self._backlog:
+            self._make_room(connection, key)
+        nbytes, announced = connection.send(key, value)
+        self.messages += 1
+        self.announcements += announced
+        self.bytes_sent += nbytes
+
+    def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
+        """Takes a message that has arrived; see :meth:`base.Transport.try_receive`.
+
+        Raises:
+            TransportError: The peer's stream is damaged.
+        """
+        connection = self._connections.get(peer) or self._unconnected(peer, key)
+        arrived, value = connection.inbox.take(key)
+        if not arrived and connection.inbox.ended:
+            raise connection.failure(Route(key, peer, self.rank))
+        return arrived, value
+
+    def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
+        """Waits for a message; see :meth:`base.Transport.receive`.
+
+        Raises:
+            TransportError: The peer's stream is damaged.
+        """
+        limit = Limit(timeout)
+        while True:
+            arrived, value = self.try_receive(peer, key)
+            if arrived:
+                return value
+            self._connections[peer].inbox.prepare(key)
+            self._raise_if_any_died(Route(key, peer, self.rank))
+            if not self._wait(limit, awaited=peer):
+                raise self._late(peer, key, timeout)
+
+    def flush(self, timeout: float) -> None:
+        """Waits until the kernel has taken everything; see :meth:`base.Transport.flush`."""
+        limit = Limit(timeout)
+        while True:
+            waiting = {p: c.outbox.backlog for p, c in self._connections.items()}
+            behind = [peer for peer, backlog in waiting.items() if backlog]
+            if not behind:
+                return
+            for peer in behind:
+                self._connections[peer].outbox.ask()
+            if any(self._connections[p].outbox.backlog for p in behind) and not self._wait(limit):
+                who = f"ranks {behind}" if behind[1:] else f"rank {behind[0]}"
+                raise PipelineTimeout(
+                    f"rank {self.rank} could not hand over all its messages to {who} "
+                    f"in {timeout:g} s",
+                    got="; ".join(f"{waiting[p]} bytes wait for rank {p}" for p in behind),
+                    cause="these ranks do not receive: they are computing, stuck or stopped",
+                )
+
+    def close(self, reason: str = "") -> None:
+        """Says goodbye to every peer and ends the connections; see :meth:`base.Transport.close`.
+
+        Waits at most ``CLOSING_SECONDS`` for peers that have not taken what was sent.
+
+        Args:
+            reason: Why this rank leaves before its work is done; the peers' errors repeat it.
+        """
+        if self._closed:
+            return
+        for connection in self._connections.values():
+            connection.leave(reason)
+        # After a failure nobody takes what is left, and the peers are told by other means.
+        limit = 0.0 if self._interrupted else CLOSING_SECONDS
+        with contextlib.suppress(PipelineTimeout, TransportError):
+            self.flush(limit)
+        for connection in self._connections.values():
+            connection.close(limit)
+        self._release()
+
+    def abandon(self) -> None:
+        """Drops this process's copies of the sockets after a fork; the parent's stay open."""
+        for connection in self._connections.values():
+            connection.abandon()
+        self._release()
+
+    def _release(self) -> None:
+        self._closed = True
+        self._connections = {}
+        _open.discard(self)
+        os.close(self._woken)
+        os.close(self._waker)
+
+    def _unconnected(self, peer: int, key: MessageKey) -> NoReturn:
+        check_peer(self.rank, self.ranks, peer, key)
+        raise TransportError(
+            f"the transport of rank {self.rank} is closed",
+            where=describe(key),
+            fix="do not use it after close()",
+        )
+
+    def _make_room(self, connection: Connection, key: MessageKey) -> None:
+        """Waits until less than ``backlog`` bytes wait for a peer."""
+        limit = Limit(self._timeout)
+        route = Route(key, self.rank, connection.peer)
+        while True:
+            connection.outbox.ask()
+            if connection.outbox.backlog < self._backlog:
+                return
+            self._raise_if_any_died(route)
+            if not self._wait(limit):
+                raise PipelineTimeout(
+                    f"rank {self.rank} could not send for {self._timeout:g} s",
+                    where=str(route),
+                    expected=f"less than {self._backlog} bytes of earlier messages to be waiting",
+                    got=f"{connection.outbox.backlog} bytes wait for rank {connection.peer}",
+                    cause=f"rank {connection.peer} is stuck, stopped or much slower",
+                )
+
+    def _wait(self, limit: Limit, awaited: int = -1) -> bool:
+        """Sleeps a while, until something arrives or leaves; reads what other peers sent.
+
+        Returns:
+            False where the limit is reached.
+        """
+        nap = limit.nap()
+        if not nap:
+            return False
+        self._choose(awaited)
+        self.awaited = awaited if awaited >= 0 else None
+        ready = self._poller.poll(math.ceil(nap * 1000))
+        self.awaited = None
+        for fd, _ in ready:
+            if fd == self._woken:
+                os.read(fd, 4096)
+            elif self._by_fd[fd].peer != awaited:
+                self._by_fd[fd].inbox.fill(self._backlog)
+        return True
+
+    def _choose(self, awaited: int) -> None:
+        """Polls the awaited peer, and the others as long as they fit in the memory for them."""
+        for peer, connection in self._connections.items():
+            inbox = connection.inbox
+            useful = not inbox.ended and (peer == awaited or inbox.nbytes < self._backlog)
+            if useful and connection.fd not in self._polled:
+                self._poller.register(connection.fd, select.POLLIN)
+                self._polled.add(connection.fd)
+            elif not useful and connection.fd in self._polled:
+                self._poller.unregister(connection.fd)
+                self._polled.discard(connection.fd)
+
+    def interrupt(self) -> None:
+        """Ends every wait of the thread that uses this transport; called from another thread."""
+        self._interrupted = True
+        if not self._closed:
+            self._wake()
+
+    def _raise_if_any_died(self, route: Route) -> None:
+        if self._interrupted:
+            raise PeerFailed("a rank of the job failed while this one waited", where=str(route))
+        for connection in self._connections.values():
+            inbox = connection.inbox
+            if inbox.ended and (not inbox.orderly or inbox.reason):
+                raise connection.failure(route)
+
+    def _late(self, peer: int, key: MessageKey, timeout: float) -> PipelineTimeout:
+        inbox = self._connections[peer].inbox
+        return PipelineTimeout(
+            f"rank {self.rank} waited {timeout:g} s for a message of rank {peer}",
+            where=str(Route(key, peer, self.rank)),
+            expected=f"{describe(key)} to arrive",
+            got=f"from rank {peer}: {inbox.summary()}",
+            cause=f"rank {peer} is computing, is stuck or stopped, or follows another schedule",
+            fix=f"see where rank {peer} is; raise the timeout if it only needs longer",
+        )
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._waker, b"w")
+
+
+def _close_all() -> None:
+    """At the end of the process: what was sent leaves, and peers learn why this rank ended."""
+    error = getattr(sys, "last_value", None)
+    reason = f"{type(error).__name__}: {error}" if error is not None else ""
+    for transport in list(_open):
+        transport.close(reason)
+
+
+def _abandon_all() -> None:
+    """In a forked child (a data loader's worker): a copy must not keep dead connections open."""
+    for transport in list(_open):
+        transport.abandon()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_abandon_all)

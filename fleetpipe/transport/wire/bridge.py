@@ -1,0 +1,164 @@
+"""Paddle's tensors as plain memory, without a copy, on paddlepaddle 2.6.2 and 3.3.x.
+
+A sent tensor is read where it lies. A received one is made first and filled from the socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+from paddle import Tensor as Tensor
+from paddle.base.dygraph.base import guard
+from paddle.utils import dlpack
+
+from fleetpipe._paddle import paddle
+from fleetpipe.transport.wire.structure import SIZES, TensorLeaf
+
+# 2.6.2 has "uint16" as another name of bfloat16, and neither float8 nor the larger uints.
+NAMES: dict[Any, str] = {
+    getattr(paddle, name): name
+    for name in ("uint16", *SIZES)
+    if isinstance(getattr(paddle, name, None), type(paddle.float32))
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+# Copying a small tensor takes 1.3 us, a third of the time of making one through paddle.empty.
+_SMALL = 1 << 14
+# The allocator of Paddle gives large blocks back to the system each time they are freed, so that
+# every page of the next one is touched for the first time: 2.0 ms for 4 MiB. NumPy's takes 0.1 ms.
+_LARGE = 1 << 20
+_CPU_ONLY = not (
+    paddle.device.is_compiled_with_cuda()
+    or paddle.device.is_compiled_with_xpu()
+    or paddle.device.get_all_custom_device_type()
+)
+_CARRIERS = {"bfloat16": "int16", "bool": "uint8", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_EMPTY = memoryview(bytearray())
+_Result = TypeVar("_Result")
+
+
+def _in_dynamic_mode(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Runs ``function`` in dynamic graph mode even where static mode is on.
+
+    In static mode ``detach`` of a dynamic tensor crashes and ``empty`` adds to the program.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> _Result:
+        if paddle.in_dynamic_mode():
+            return function(*args)
+        with guard():
+            return function(*args)
+
+    return run
+
+
+@_in_dynamic_mode
+def detached(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns leaves that share the data and have the same ``stop_gradient``."""
+    leaves = [tensor.detach() for tensor in tensors]
+    for leaf, tensor in zip(leaves, tensors):
+        leaf.stop_gradient = tensor.stop_gradient
+    return leaves
+
+
+@_in_dynamic_mode
+def readable(
+    tensors: list[Tensor], leaves: Iterable[TensorLeaf]
+) -> tuple[list[Tensor], list[memoryview]]:
+    """Returns what to keep alive and, for each tensor with data, its bytes.
+
+    The bytes are those of the tensor itself where it is contiguous and on the CPU.
+    """
+    # A detached tensor keeps the data alive when the stage clears its own handle to it.
+    kept = [_plain(tensor.detach()) for tensor in tensors]
+    return kept, [_memory(t, leaf.nbytes) for t, leaf in zip(kept, leaves) if leaf.nbytes]
+
+
+@_in_dynamic_mode
+def allocate(leaves: Iterable[TensorLeaf]) -> tuple[list[Tensor], list[memoryview]]:
+    """Returns new CPU tensors and, for each that has data, its bytes, to be filled before use."""
+    tensors = []
+    memories = []
+    for leaf in leaves:
+        tensor = _new(leaf)
+        tensor.stop_gradient = leaf.stop_gradient
+        tensors.append(tensor)
+        if leaf.nbytes:
+            memories.append(_memory(tensor, leaf.nbytes))
+    return tensors, memories
+
+
+@_in_dynamic_mode
+def empty(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
+    """Returns new tensors on the device that Paddle computes on, for a transfer to fill."""
+    tensors = [paddle.empty(leaf.shape, DTYPES[leaf.dtype]) for leaf in leaves]
+    for tensor, leaf in zip(tensors, leaves):
+        tensor.stop_gradient = leaf.stop_gradient
+    return tensors
+
+
+@_in_dynamic_mode
+def contiguous(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns detached tensors with the same data in order, where they are."""
+    return [tensor.detach().contiguous() for tensor in tensors]
+
+
+def on_device(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
+    """Moves filled tensors to the device that Paddle computes on, where that is not the CPU."""
+    return tensors if _CPU_ONLY else _moved(tensors, leaves)
+
+
+@_in_dynamic_mode
+def _moved(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
+    device = paddle.device.get_device()
+    if device == "cpu":
+        return tensors
+    moved = [tensor.detach().to(device) for tensor in tensors]
+    for tensor, leaf in zip(moved, leaves):
+        tensor.stop_gradient = leaf.stop_gradient
+    return moved
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if not _CPU_ONLY and not tensor.place.is_cpu_place():
+        tensor = tensor.cpu()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _new(leaf: TensorLeaf) -> Tensor:
+    on_cpu = _CPU_ONLY or paddle.device.get_device() == "cpu"
+    if on_cpu and 0 < leaf.nbytes <= _SMALL:
+        return _template(leaf.dtype, leaf.shape).clone()
+    if on_cpu and not (leaf.nbytes >= _LARGE and _import_shares()):
+        return paddle.empty(leaf.shape, DTYPES[leaf.dtype])
+    array = np.empty(leaf.shape, _CARRIERS.get(leaf.dtype, leaf.dtype))
+    tensor = dlpack.from_dlpack(array.__dlpack__())
+    return tensor.view(DTYPES[leaf.dtype]) if leaf.dtype in _CARRIERS else tensor
+
+
+@functools.lru_cache(maxsize=256)
+def _template(dtype: str, shape: tuple[int, ...]) -> Tensor:
+    return paddle.empty(shape, DTYPES[dtype])
+
+
+@functools.cache
+def _import_shares() -> bool:
+    """Tells whether this Paddle imports an array without a copy: 3.3 does, 2.6 does not."""
+    array = np.zeros(64, "uint8")
+    return bool(dlpack.from_dlpack(array.__dlpack__()).data_ptr() == array.ctypes.data)
+
+
+def _memory(tensor: Tensor, nbytes: int) -> memoryview:
+    if not nbytes:
+        return _EMPTY
+    return memoryview(_block(nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+@functools.lru_cache(maxsize=1024)
+def _block(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+    return ctypes.c_ubyte * nbytes

@@ -1,0 +1,135 @@
+"""What a reader makes of a program: pieces that are run, and the names of what they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from fleetpipe.static.cut.split import Split
+from fleetpipe.static.graph import Graph
+from fleetpipe.static.run.feeding import Declared
+
+PREFIX = "fleetpipe@"
+#: The variable that every gradient is multiplied by where the norm of all stages is clipped.
+CLIP_FACTOR = f"{PREFIX}clip"
+
+
+def incoming_name(stage: int, value: int) -> str:
+    """Returns the variable in which a stage finds a value of an earlier stage."""
+    return f"{PREFIX}{stage}.in.{value}"
+
+
+def outgoing_name(stage: int, value: int) -> str:
+    """Returns the variable in which a stage leaves a value that it makes."""
+    return f"{PREFIX}{stage}.out.{value}"
+
+
+def gradient_name(stage: int, value: int, target: int) -> str:
+    """Returns the variable in which a stage finds what ``target`` says of a value's gradient."""
+    return f"{PREFIX}{stage}.grad.{value}.{target}"
+
+
+def incoming_gradient_name(stage: int, value: int) -> str:
+    """Returns the variable in which a stage leaves the gradient of a value it was given."""
+    return f"{PREFIX}{stage}.in.{value}.grad"
+
+
+def accumulator_name(parameter: str) -> str:
+    """Returns the variable in which the gradient of a parameter is added up."""
+    return f"{parameter}@FLEETPIPE_ACC"
+
+
+class Pieces(NamedTuple):
+    """The native programs of a stage.
+
+    Attributes:
+        forward: Computes the values that leave the stage, and those kept for ``backward``.
+        backward: Adds to the accumulators and computes the gradients that leave the stage; None
+            where no gradient reaches the stage.
+        kept: Names of the variables that ``backward`` takes from ``forward`` or its inputs.
+        shapes: Those of them of which it takes the shape alone.
+    """
+
+    forward: Any
+    backward: Any | None
+    kept: tuple[str, ...]
+    shapes: frozenset[str]
+
+
+class StageProgram(Protocol):
+    """A stage with its own backward, to be cut into pieces.
+
+    Attributes:
+        feeds: Names of the data that the stage is fed.
+        input_gradients: The variable of the gradient of each value that the stage is given, where
+            one comes back to it; two values may share theirs.
+        accumulators: The variable of each parameter's gradient.
+    """
+
+    @property
+    def feeds(self) -> Sequence[str]: ...  # noqa: D102
+
+    @property
+    def input_gradients(self) -> Mapping[int, str]: ...  # noqa: D102
+
+    @property
+    def accumulators(self) -> Mapping[str, str]: ...  # noqa: D102
+
+    def incoming(self, value: int) -> str:
+        """Returns the variable in which the stage finds a value of an earlier one."""
+
+    def outgoing(self, value: int) -> str:
+        """Returns the variable in which the stage leaves a value that it makes."""
+
+    def cut(self, exports: Iterable[int]) -> Pieces:
+        """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
+
+
+class Update(NamedTuple):
+    """The optimizer step of a process.
+
+    Attributes:
+        step: Native program: updates the parameters from the accumulators, which it sets to 0.
+        startup: Native program: makes the optimizer's own variables.
+        rate_name: The variable of the learning rate where a scheduler decides it, else None.
+        variables: Names of the optimizer's own variables.
+    """
+
+    step: Any
+    startup: Any
+    rate_name: str | None
+    variables: tuple[str, ...]
+
+
+class Reader(Protocol):
+    """Reads a forward program of one of Paddle's two IRs.
+
+    Attributes:
+        graph: The program, described.
+        data: What each ``paddle.static.data`` of it declares.
+        unclipped: The parameters of which ``need_clip`` is False.
+    """
+
+    @property
+    def graph(self) -> Graph: ...  # noqa: D102
+
+    @property
+    def data(self) -> Mapping[str, Declared]: ...  # noqa: D102
+
+    @property
+    def unclipped(self) -> frozenset[str]: ...  # noqa: D102
+
+    def number(self, target: Any) -> int | None:
+        """Returns the number of a value that the user fetches; None where it is not of this."""
+
+    def stage(self, split: Split, stage: int, loss: int, weight: float) -> StageProgram:
+        """Gives a stage its backward; ``weight`` is the gradient of the loss."""
+
+    def update(self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]) -> Update:
+        """Makes the optimizer step; the gradients of ``clipped`` are first multiplied by a factor.
+
+        The factor is a variable of the scope, :data:`CLIP_FACTOR`.
+        """
+
+    def startup(self, program: Any, names: Iterable[str]) -> Any:
+        """Returns the initialisation of the named variables alone, drawing as the whole does."""

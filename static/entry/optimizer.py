@@ -1,0 +1,183 @@
+"""``distributed_optimizer`` in static graph: an optimizer whose ``minimize`` makes a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.config import PipelineConfig
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.degrees import Degrees
+from fleetpipe.job.job import Job
+from fleetpipe.schedules import Schedule
+from fleetpipe.schedules.action import parts
+from fleetpipe.schedules.registry import FAMILIES
+from fleetpipe.static.attached import attach
+from fleetpipe.static.cut import checkpoints
+from fleetpipe.static.cut.split import Split, ranks_for, split
+from fleetpipe.static.ir import readers
+from fleetpipe.static.run.pipeline import StaticPipeline
+
+#: Begins the job, or returns the running one if it has these degrees.
+Begin = Callable[[Degrees, PipelineConfig], Job]
+#: Switches of a strategy that change the program in ways that a pipeline here does not.
+_REFUSED = (
+    "amp",
+    "sharding",
+    "gradient_merge",
+    "tensor_parallel",
+    "localsgd",
+    "adaptive_localsgd",
+    "dgc",
+    "lars",
+    "lamb",
+    "qat",
+    "asp",
+    "fp16_allreduce",
+)
+
+#: What would train the program as it stands, on every rank for itself.
+_PARTS_OF_MINIMIZE = ("backward", "apply_gradients", "apply_optimize", "step")
+
+
+class StaticOptimizer:
+    """Cuts the program at :meth:`minimize`; every other attribute is the user's optimizer's."""
+
+    def __init__(self, optimizer: Any, strategy: Any, begin: Begin, world_size: int) -> None:
+        """Wraps an optimizer.
+
+        Args:
+            optimizer: Any Paddle optimizer.
+            strategy: Fleet's strategy with ``pipeline`` switched on.
+            begin: Begins the job once the number of stages is known.
+            world_size: Processes of the job.
+
+        Raises:
+            ConfigError: The strategy asks for what a static pipeline does not run.
+        """
+        self.wrapped, self._checkpoints = checkpoints.marked(optimizer, strategy)
+        self._strategy, self._begin, self._world_size = strategy, begin, world_size
+        self._config = PipelineConfig.from_strategy(strategy)
+        switched_on = [name for name in _REFUSED if getattr(strategy, name, False) is True]
+        if switched_on:
+            raise ConfigError(
+                f"this version does not run strategy.{switched_on[0]} in a static pipeline",
+                fix=f"set strategy.{switched_on[0]} = False",
+            )
+
+    def minimize(
+        self,
+        loss: Any,
+        startup_program: Any = None,
+        parameters: Any = None,
+        no_grad_set: Any = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Cuts the loss's program into stages. Collective over the job.
+
+        Args:
+            loss: The loss; one element.
+            startup_program: What initialises the program; None for the default one.
+            parameters: Must be None: all parameters are trained that need a gradient.
+            no_grad_set: Must be None, as ``parameters``.
+
+        Returns:
+            Two empty lists, in the place of Paddle's operations and gradients: the program stays
+            forward only, its backward is in the stages.
+
+        Raises:
+            PartitionError: The guards of the program do not make stages.
+            BoundaryError: Something cannot be cut.
+            ConfigError: The stages do not fit the ranks, or an option is wrong.
+        """
+        if parameters is not None or no_grad_set is not None:
+            raise ConfigError(
+                "minimize of a static pipeline takes neither parameters nor no_grad_set",
+                fix="set stop_gradient = True on what is not to be trained",
+            )
+        if any(size != 1 for size in loss.shape):
+            raise ConfigError(
+                "the loss of a pipeline has one element in each micro-batch",
+                got=f"a loss of shape {list(loss.shape)}",
+                fix="under the guard of the last stage: loss = paddle.mean(loss)",
+            )
+        program = loss.block.program
+        startup = startup_program or paddle.static.default_startup_program()
+        reader = readers.read(program)
+        number = reader.number(loss)
+        cut = checkpoints.mark(split(reader.graph), reader, self._checkpoints)
+        if number is None or cut.stage_of_value[number] is None:
+            raise ConfigError("the loss is not computed by any stage of its program")
+        degrees, chunks = self._degrees(cut)
+        schedule = self._config.schedule_for(degrees.pp, chunks, cut.edges)
+        _refuse_split_backward(schedule)
+        job = self._begin(degrees, self._config)
+        share = self._config.micro_batches if self._config.loss_reduction == "mean" else 1
+        weight = 1.0 / (share * self._averaged(degrees.dp))
+        pipeline = StaticPipeline(
+            reader, cut, schedule, job, self._config, self.wrapped, (number, weight)
+        )
+        attach(program, startup, pipeline)
+        return [], []
+
+    def _degrees(self, cut: Split) -> tuple[Degrees, int]:
+        """Returns the degrees of the job and the stages on each rank."""
+        configs = self._strategy.hybrid_configs
+        given = int(configs["pp_degree"]) if configs["pp_degree"] > 1 else None
+        interleaved = FAMILIES[self._config.schedule].chunks
+        ranks, chunks = ranks_for(cut, given, self._world_size, interleaved)
+        wanted = {**configs, "pp_degree": ranks}
+        if given is None:
+            wanted["dp_degree"] = -1
+        degrees = Degrees.resolve(wanted, self._world_size)
+        degrees.refuse_beyond(("pp", "dp"), "use dynamic graph, or dp_degree for these ranks")
+        return degrees, chunks
+
+    def _averaged(self, replicas: int) -> int:
+        """Returns by what the gradients of the replicas are divided."""
+        scale = str(self._strategy.gradient_scale_configs["scale_strategy"])
+        if scale not in ("avg", "sum"):
+            raise ConfigError(
+                "gradient_scale_configs['scale_strategy'] is 'avg' or 'sum' here",
+                got=repr(scale),
+                fix="scale the loss in the program for anything else",
+            )
+        return replicas if scale == "avg" else 1
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the wrapped optimizer."""
+        if name == "wrapped":
+            raise AttributeError(name)
+        if name in _PARTS_OF_MINIMIZE:
+            raise ConfigError(
+                f"a static pipeline has no {name} of its own",
+                cause="each stage has its backward and its optimizer step, which minimize makes",
+                fix="fleet.distributed_optimizer(optimizer, strategy).minimize(loss)",
+            )
+        return getattr(self.wrapped, name)
+
+
+def refuse_stages(program: Any) -> None:
+    """Checks that a program that is to be trained whole was not built in stages.
+
+    Raises:
+        ConfigError: Its guards name several stages.
+    """
+    graph = readers.read(program).graph
+    tagged = {op.tag: op for op in graph.operations if op.tag is not None and op.tag >= 0}
+    if len(tagged) > 1:
+        raise ConfigError(
+            "the program is built in stages, and strategy.pipeline is False",
+            where=f"{tagged[max(tagged)]} is of stage {max(tagged)}",
+            fix="strategy.pipeline = True, and fleet.distributed_optimizer(optimizer, strategy)",
+        )
+
+
+def _refuse_split_backward(schedule: Schedule) -> None:
+    kinds = {action.kind for row in schedule.actions for item in row for action in parts(item)}
+    if not kinds <= {"F", "B"}:
+        raise ConfigError(
+            f"a static pipeline does not run {schedule.name}, which splits the backward",
+            cause="Paddle's gradient operations compute both gradients of an operation at once",
+            fix="schedule_mode 1F1B, FThenB, Eager1F1B or Interleaved1F1B",
+        )

@@ -1,0 +1,130 @@
+"""What ``import fleetpipe.fleet`` changes in Paddle for static graph, and takes back on request.
+
+``Executor.run`` asks whether a program is a pipeline's, as do ``save`` and ``load``; under PIR,
+where ``device_guard`` marks nothing, a guard also has every operation carry its stage. Everything
+else runs as it did.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.errors import ConfigError
+from fleetpipe.static._paddle import Executor, static_io, swap_switch_device
+from fleetpipe.static.attached import is_attached, of_main, of_startup, refuse_foreign
+from fleetpipe.static.entry.data_loader import items_for
+from fleetpipe.static.ir.program.loader import items_of, note_starts
+from fleetpipe.static.save import files
+from fleetpipe.static.tags import stage_of_device
+
+_restore: list[Callable[[], None]] = []
+
+
+def install() -> None:
+    """Puts the hooks in, unless they are."""
+    if _restore:
+        return
+    original = Executor.run
+
+    @functools.wraps(original)
+    def run(self: Any, program: Any = None, *more: Any, **named: Any) -> Any:
+        chosen = paddle.static.default_main_program() if program is None else program
+        if not is_attached(chosen):
+            refuse_foreign(chosen, more[4] if len(more) > 4 else named.get("scope"))
+            return original(self, program, *more, **named)
+        return _run(functools.partial(original, self), self, chosen, *more, **named)
+
+    Executor.run = run
+    _restore.append(functools.partial(setattr, Executor, "run", original))
+    for name in ("save", "load", "save_inference_model"):
+        for place in (paddle.static, static_io):
+            _hook_saving(place, name)
+    _restore.extend(note_starts())
+    stamp = _stamp()
+    if stamp is not None:
+        _restore.append(_hook_guard(stamp))
+
+
+def uninstall() -> None:
+    """Takes the hooks back."""
+    while _restore:
+        _restore.pop()()
+
+
+def _run(
+    original: Callable[..., Any],
+    executor: Any,
+    program: Any,
+    feed: Any = None,
+    fetch_list: Any = None,
+    feed_var_name: str = "feed",
+    fetch_var_name: str = "fetch",
+    scope: Any = None,
+    return_numpy: bool = True,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    """Runs a program of a pipeline; the arguments are those of ``Executor.run``."""
+    variables = scope if scope is not None else paddle.static.global_scope()
+    owner = of_startup(program)
+    if owner is not None:
+        return owner.start(functools.partial(original, scope=variables), program, variables)
+    pipeline, is_main = of_main(program)
+    if is_main:
+        wanted = list(_flat(fetch_list))
+        items = items_for(program, feed)
+        if items is None and not feed:
+            items = items_of(program, functools.partial(original, scope=variables))
+        given = feed if items is None else items
+        return pipeline.run(executor.place, given, wanted, variables, return_numpy)
+    if pipeline is not None and not pipeline.local:
+        raise ConfigError(
+            "a clone of a pipeline's program cannot run on a rank",
+            cause="each rank has the parameters of its own stages only",
+            fix="clone the program before minimize and run it in one process on saved parameters",
+        )
+    names = (feed_var_name, fetch_var_name)
+    return original(program, feed, fetch_list, *names, scope, return_numpy, *more, **named)
+
+
+def _flat(fetches: Any) -> Iterator[Any]:
+    """Yields what is fetched; ``Executor.run`` takes lists within the list as well."""
+    if isinstance(fetches, (list, tuple)):
+        for one in fetches:
+            yield from _flat(one)
+    elif fetches is not None:
+        yield fetches
+
+
+def _hook_saving(place: Any, name: str) -> None:
+    """Has a function of Paddle's go through ours of the same name."""
+    original = getattr(place, name)
+    ours = functools.partial(getattr(files, name), original)
+    setattr(place, name, functools.wraps(original)(ours))
+    _restore.append(functools.partial(setattr, place, name, original))
+
+
+def _stamp() -> Callable[[int | None], None] | None:
+    """Returns what stamps operations with a stage; None where guards mark them by themselves."""
+    if not hasattr(getattr(paddle, "pir", None), "set_chunk_id"):
+        return None
+    from fleetpipe.static.ir.pir.reader import stamp
+
+    return stamp
+
+
+def _hook_guard(stamp: Callable[[int | None], None]) -> Callable[[], None]:
+    def switch(device: str | None) -> Any:
+        stamp(stage_of_device(device))
+        return original(device)
+
+    original = swap_switch_device(switch)
+
+    def restore() -> None:
+        swap_switch_device(original)
+        stamp(None)
+
+    return restore

@@ -1,0 +1,1 @@
+"""Paddle's newer representation, PIR. Start with ``reader.py``."""

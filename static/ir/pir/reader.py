@@ -1,0 +1,205 @@
+"""The reader of Paddle's newer IR, PIR, for paddlepaddle 3.3.x; its private names are used here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.errors import ConfigError
+from fleetpipe.static._paddle import core, gradient_clip, static
+from fleetpipe.static.cut.contract import CLIP_FACTOR, PREFIX, Update, accumulator_name
+from fleetpipe.static.cut.split import Split
+from fleetpipe.static.graph import EVERYWHERE, Graph, Operation
+from fleetpipe.static.ir.pir.operations import (
+    DATA,
+    IN_PLACE,
+    PARAMETER,
+    SET_PARAMETER,
+    draws_of,
+    inside,
+    is_constant,
+    line_of,
+    name_of,
+    place,
+    placeholder,
+    taken,
+    to_end,
+)
+from fleetpipe.static.ir.pir.stage import PirStage
+from fleetpipe.static.run.feeding import Declared
+
+_pir: Any = paddle.pir
+_operations: Any = paddle._C_ops
+_creation: Any = paddle._pir_ops
+_STAGE = "chunk_id"
+#: Where an operation carries the names that the user asked for, by result.
+_NAME = "fleetpipe_name"
+#: ``device_guard("gpu:all")`` as a chunk_id: Paddle's own default for "none" is -1.
+_ALL = 1 << 20
+
+
+def stamp(stage: int | None) -> None:
+    """Has every operation made from now on carry a stage, :data:`EVERYWHERE` or none."""
+    _pir.set_chunk_id(-1 if stage is None else _ALL if stage == EVERYWHERE else stage)
+    # Parameters need no stage, and Paddle cannot write one that carries it to a file.
+    for op in static.default_main_program().global_block().ops:
+        if op.name() == PARAMETER and op.has_attr(_STAGE):
+            op.erase_attr(_STAGE)
+
+
+def give_name(value: Any) -> str:
+    """Returns the name of a value, which gets one if it has none."""
+    op = value.get_defining_op()
+    if op.name() in (PARAMETER, DATA):
+        return name_of(op)
+    if value.has_name:
+        return str(value.name)
+    attribute = f"{_NAME}.{value.index()}"
+    if not op.has_attr(attribute):
+        op.set_str_attr(attribute, paddle.utils.unique_name.generate(f"{PREFIX}{op.name()}"))
+    return str(op.str_attr(attribute))
+
+
+class PirReader:
+    """Reads a PIR program."""
+
+    def __init__(self, program: Any) -> None:
+        """Describes ``program``, which must be forward only."""
+        self._program = program
+        self._places: list[tuple[int, int]] = []
+        self._numbers: dict[tuple[int, int], int] = {}
+        ops = program.global_block().ops
+        self.graph = self._read(ops)
+        parameters = {name_of(op): op.result(0) for op in _parameters(program)}
+        self.unclipped = frozenset(n for n, p in parameters.items() if not p.need_clip)
+        self.data = {name_of(op): _declared(op.result(0)) for op in ops if op.name() == DATA}
+
+    def number(self, target: Any) -> int | None:
+        """Returns the number of a value by itself or by its name."""
+        if isinstance(target, str):
+            return next((n for n, name in self.graph.names.items() if name == target), None)
+        return _find(self._numbers, target)
+
+    def stage(self, split: Split, stage: int, loss: int, weight: float) -> PirStage:
+        """Gives a stage its backward."""
+        return PirStage(self._program, self._places, split, stage, (loss, weight))
+
+    def _read(self, ops: Sequence[Any]) -> Graph:
+        operations = []
+        names: dict[int, str] = {}
+        persistable: set[int] = set()
+        differentiable: set[int] = set()
+        written: dict[int, tuple[int, ...]] = {}
+        for index, op in enumerate(ops):
+            reads = tuple(dict.fromkeys(_known(self._numbers, taken(op))))
+            writes = []
+            for position, value in enumerate(op.results()):
+                number = len(self._places)
+                self._places.append((index, position))
+                self._numbers[op.id(), position] = number
+                writes.append(number)
+                if op.name() in (PARAMETER, DATA):
+                    names[number] = name_of(op)
+                elif value.has_name:
+                    names[number] = value.name
+                elif op.has_attr(f"{_NAME}.{position}"):
+                    names[number] = op.str_attr(f"{_NAME}.{position}")
+                if op.name() == PARAMETER:
+                    persistable.add(number)
+                if not value.stop_gradient and value.is_dense_tensor_type():
+                    differentiable.add(number)
+            changed = [op.operand_source(o) for o in IN_PLACE.get(op.name(), {}).values()]
+            if changed:
+                written[index] = tuple(_known(self._numbers, changed))
+            operations.append(_described(op, reads, tuple(writes)))
+        return Graph(operations, names, frozenset(persistable), frozenset(differentiable), written)
+
+    def update(self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]) -> Update:
+        """Makes the optimizer step over the named parameters."""
+        if isinstance(gradient_clip(optimizer), paddle.nn.ClipGradByValue):
+            raise ConfigError(
+                "Paddle has no ClipGradByValue for PIR",
+                fix="ClipGradByNorm or ClipGradByGlobalNorm; paddlepaddle 2.6.2 has it",
+            )
+        originals = {name_of(op): op.result(0) for op in _parameters(self._program)}
+        step, startup = self._program.clone(), static.Program()
+        for op in reversed(step.global_block().ops):
+            if op.name() != PARAMETER or name_of(op) not in parameters:
+                op.erase()
+        own = {name_of(op): op.result(0) for op in _parameters(step)}
+        pairs, sums = [], []
+        with static.program_guard(step, startup):
+            factor: Any = _factor() if clipped else None
+            for name in parameters:
+                parameter = own[name]
+                for attribute in ("optimize_attr", "regularizer"):  # clone() forgets them
+                    setattr(parameter, attribute, getattr(originals[name], attribute))
+                grad = placeholder(accumulator_name(name), parameter)
+                sums.append(grad)
+                if name in clipped:
+                    grad = grad * factor.astype(grad.dtype)
+                pairs.append((parameter, grad))
+            optimizer._dtype = pairs[0][0].dtype if optimizer._dtype is None else optimizer._dtype
+            optimizer.apply_gradients(pairs)
+            for sum_ in sums:
+                _operations.full_(sum_, sum_.shape, 0.0, sum_.dtype, core.Place())
+        fed = [CLIP_FACTOR, *map(accumulator_name, parameters)]
+        kept = [name_of(op) for op in step.global_block().ops if op.name() in (DATA, PARAMETER)]
+        variables = sorted(set(kept) - {*parameters, *fed})
+        return Update(step, startup, getattr(step, "lr_name", None), tuple(variables))
+
+    def startup(self, program: Any, names: Iterable[str]) -> Any:
+        """Returns the initialisation of the named variables, drawing what the whole draws."""
+        wanted = set(names)
+        mine = program.clone()
+        for op in reversed(mine.global_block().ops):
+            if op.name() == SET_PARAMETER and name_of(op) not in wanted:
+                value = op.operand_source(0)
+                op.erase()
+                value.persistable = False
+            elif op.results() and not draws_of(op) and all(v.use_empty() for v in op.results()):
+                op.erase()
+        return mine
+
+
+def _described(op: Any, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
+    tag = _tag(op)
+    inner = frozenset(
+        found for one in inside(op) if (found := _tag(one)) is not None and one.operands()
+    )
+    line, random = line_of(op), any(map(draws_of, (op, *inside(op))))
+    return Operation(op.name(), reads, writes, tag, is_constant(op), line, inner, random)
+
+
+def _known(numbers: dict[tuple[int, int], int], values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
+        number = _find(numbers, value)
+        if number is not None:
+            yield number
+
+
+def _find(numbers: dict[tuple[int, int], int], value: Any) -> int | None:
+    op = value.get_defining_op()
+    return None if op is None else numbers.get(place(value))
+
+
+def _tag(op: Any) -> int | None:
+    tag = op.attrs().get(_STAGE, -1)
+    return EVERYWHERE if tag == _ALL else None if tag < 0 else int(tag)
+
+
+def _parameters(program: Any) -> list[Any]:
+    return [op for op in program.global_block().ops if op.name() == PARAMETER]
+
+
+def _factor() -> Any:
+    _pir.reset_insertion_point_to_start()
+    value = _creation.data(CLIP_FACTOR, [1], paddle.float32, core.Place())
+    value.persistable = True
+    to_end(value.get_defining_op().get_parent_block())
+    return value
+
+
+def _declared(value: Any) -> Declared:
+    return Declared(tuple(value.shape), str(value.dtype).rpartition(".")[2])

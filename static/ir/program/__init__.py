@@ -1,0 +1,1 @@
+"""Paddle's older representation, Program. Start with ``reader.py``."""

@@ -1,0 +1,91 @@
+"""Paddle's own ``DataLoader.from_generator(iterable=False)``, which puts ``read`` into a program.
+
+Only the older Program has it, in ``paddle.base.reader``; its private names are used here. The
+operation is no part of a stage: it is run for itself, and what it gives is fed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paddle.base import reader as _reader
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.static._paddle import EOFException, is_pir
+from fleetpipe.static.ir.program.stage import remove_operations
+
+_Loader: Any = _reader.GeneratorLoader
+_READ = "read"
+_ITEMS, _STARTED = "_fleetpipe_items", "_fleetpipe_started"
+
+
+def belongs_to_loader(op: Any) -> bool:
+    """Whether an operation reads, or makes what is read from."""
+    return bool(op.type == _READ or (op.type.startswith("create_") and op.type.endswith("reader")))
+
+
+def items_of(program: Any, run: Callable[..., Any]) -> Iterator[Any] | None:
+    """Returns the micro-batches that a program reads by itself; None where it reads none.
+
+    Args:
+        program: The program of a pipeline.
+        run: Runs a plain program, as ``Executor.run`` does.
+    """
+    if not hasattr(program, _ITEMS):
+        setattr(program, _ITEMS, None if is_pir(program) else _reading(program))
+    reading = getattr(program, _ITEMS)
+    if reading is None:
+        return None
+    if not getattr(program, _STARTED, False):
+        # Reading would wait for ever.
+        raise ConfigError(
+            "the program reads from a loader that was not started",
+            fix="loader.start() before each epoch, loader.reset() after it; or feed by hand",
+        )
+    part, names = reading
+    return _items(part, names, run)
+
+
+def note_starts() -> list[Callable[[], None]]:
+    """Has Paddle's loaders note on their program whether they are started; returns what undoes it.
+
+    A loader itself cannot be found from its program.
+    """
+    return [_note("start", True), _note("reset", False)]
+
+
+def _note(method: str, started: bool) -> Callable[[], None]:
+    original = getattr(_Loader, method)
+
+    @functools.wraps(original)
+    def noting(self: Any) -> None:
+        original(self)
+        setattr(self._feed_list[0].block.program, _STARTED, started)
+
+    setattr(_Loader, method, noting)
+    return functools.partial(setattr, _Loader, method, original)
+
+
+def _reading(program: Any) -> tuple[Any, list[str]] | None:
+    """Returns the part of a program that reads, and what it reads."""
+    ops = program.global_block().ops
+    names = [name for op in ops if op.type == _READ for name in op.output_arg_names]
+    if not names:
+        return None
+    part = program.clone()
+    foreign = [index for index, op in enumerate(ops) if not belongs_to_loader(op)]
+    remove_operations(part, foreign)
+    for op in part.global_block().ops:
+        op._set_attr("op_device", "")
+    return part, names
+
+
+def _items(part: Any, names: list[str], run: Callable[..., Any]) -> Iterator[Any]:
+    while True:
+        try:
+            values = run(part, fetch_list=names)
+        except EOFException:
+            return
+        yield dict(zip(names, values))

@@ -1,0 +1,1 @@
+"""Running a cut program: feeds, fetches, executors, reductions. Start with ``pipeline.py``."""

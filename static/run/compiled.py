@@ -1,0 +1,169 @@
+"""A static pipeline bound to a scope and a device: its executors, its engine and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fleetpipe.engine.engine import Engine, Stage
+from fleetpipe.engine.trace import Trace
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import Job
+from fleetpipe.schedules import Plan
+from fleetpipe.static._paddle import (
+    dynamic,
+    found_tensor,
+    job_executor,
+    learning_rate,
+    tensor_of,
+)
+from fleetpipe.static.cut.contract import (
+    CLIP_FACTOR,
+    Pieces,
+    StageProgram,
+    Update,
+    accumulator_name,
+)
+from fleetpipe.static.cut.split import Split
+from fleetpipe.static.run import reductions
+from fleetpipe.static.run.random_streams import Streams
+from fleetpipe.static.run.stage import Runner, StaticStage
+from fleetpipe.transport import Transport
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a pipeline is compiled from.
+
+    Attributes:
+        split: The cut.
+        plan: The lowered schedule.
+        stages: This process's stages.
+        update: The optimizer step; None where this process has nothing to train.
+        optimizer: The user's optimizer.
+        parameters: Names of the parameters that this process trains, sorted.
+        shared: Those of the whole program that several ranks train, sorted.
+        counted: Those of this process that count here for the global norm.
+        limit: The limit of the global norm where the ranks clip together, else None.
+        job: The job.
+        trace: Records what runs; None: nothing does.
+    """
+
+    split: Split
+    plan: Plan
+    stages: Mapping[int, StageProgram]
+    update: Update | None
+    optimizer: Any
+    parameters: list[str]
+    shared: list[str]
+    counted: list[str]
+    limit: float | None
+    job: Job
+    trace: Trace | None
+
+    def fetched(self, fetches: Iterable[int], stage: int) -> list[int]:
+        """Returns those of the fetched values that a stage makes, ascending."""
+        of = self.split.stage_of_value
+        return sorted(number for number in fetches if of[number] == stage)
+
+    def cut(self, fetches: frozenset[int]) -> dict[int, Pieces]:
+        """Cuts every stage, so that what is fetched can be read; in static mode."""
+        return {
+            stage: program.cut({*self.fetched(fetches, stage), *self.split.readers(stage)})
+            for stage, program in self.stages.items()
+        }
+
+
+class Compiled:
+    """Runs batches; made anew for another scope or device, or when a new value is fetched."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        pieces: Mapping[int, Pieces],
+        streams: Streams,
+        fetches: frozenset[int],
+        scope: Any,
+        place: Any,
+    ) -> None:
+        """Makes the executors; in dynamic mode.
+
+        Args:
+            recipe: The pipeline.
+            pieces: What each stage was cut into.
+            streams: The random numbers of its stages.
+            fetches: The values that are fetched, of whatever stage.
+            scope: Where the variables are.
+            place: The device.
+
+        Raises:
+            ConfigError: The startup program has not run in ``scope``.
+        """
+        self.fetches, self.scope, self.place = fetches, scope, place
+        self._recipe = recipe
+        for name in recipe.parameters:
+            self._zero(name)
+        runners = {
+            stage: Runner(
+                program,
+                pieces[stage],
+                recipe.split,
+                stage,
+                recipe.fetched(fetches, stage),
+                scope,
+                place,
+            )
+            for stage, program in recipe.stages.items()
+        }
+        self.stage = StaticStage(runners, streams)
+        self.engine = self._engine()
+        self._run_step = None
+        if recipe.update is not None:
+            tensor_of(scope, CLIP_FACTOR)
+            self._run_step = job_executor(recipe.update.step, scope, place).run
+        self._own = {
+            name: dynamic(tensor_of(scope, accumulator_name(name))) for name in recipe.parameters
+        }
+
+    def _engine(self) -> Engine:
+        job, trace = self._recipe.job, self._recipe.trace
+        stage: Stage = self.stage
+        transports: Mapping[int, Transport] = job.connect()
+        if trace is not None:
+            stage, transports = trace.stage(stage), trace.transports(transports)
+        return Engine(self._recipe.plan, stage, transports, job.timeout)
+
+    def reduce(self) -> None:
+        """Makes the accumulators those of the whole batch. Collective over the job."""
+        recipe, job = self._recipe, self._recipe.job
+        reductions.add_shared(self._own, recipe.shared, job.group())
+        reductions.add_replicas(self._own, job.replicas())
+        if recipe.limit is not None:
+            factor = reductions.clip_factor(self._own, recipe.counted, recipe.limit, job.group())
+            tensor_of(self.scope, CLIP_FACTOR)._share_data_with(factor.get_tensor())
+
+    def step(self) -> None:
+        """Updates the parameters and sets the accumulators to 0."""
+        update = self._recipe.update
+        if update is None or self._run_step is None:
+            return
+        if update.rate_name is not None:
+            rate = np.array(learning_rate(self._recipe.optimizer)(), "float32")
+            tensor = tensor_of(self.scope, update.rate_name)
+            tensor.set(rate.reshape(tensor.shape()), self.place)
+        self._run_step([], False)
+
+    def _zero(self, parameter: str) -> None:
+        """Makes a parameter's accumulator."""
+        tensor = found_tensor(self.scope, parameter)
+        if tensor is None:
+            raise ConfigError(
+                f"the parameter {parameter!r} has no value",
+                cause="the startup program has not run in this scope",
+                fix="exe.run(paddle.static.default_startup_program()) before the first batch",
+            )
+        zeros = np.zeros_like(np.array(tensor))
+        tensor_of(self.scope, accumulator_name(parameter)).set(zeros, self.place)

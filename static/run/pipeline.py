@@ -1,0 +1,286 @@
+"""A minimized program as a pipeline: what ``Executor.run`` does with it, on every rank alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fleetpipe import __version__, numerics
+from fleetpipe._paddle import paddle
+from fleetpipe.config import PipelineConfig
+from fleetpipe.engine.trace import Trace
+from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.job.job import Job, current_job
+from fleetpipe.schedules import Schedule
+from fleetpipe.static._paddle import EOFException, dynamic_mode, found_tensor
+from fleetpipe.static.cut.contract import Reader
+from fleetpipe.static.cut.split import Split
+from fleetpipe.static.entry.data_loader import draw
+from fleetpipe.static.run import reductions
+from fleetpipe.static.run.compiled import Compiled, Recipe
+from fleetpipe.static.run.feeding import Batch
+from fleetpipe.static.run.fetching import Fetch, combined
+from fleetpipe.static.run.random_streams import Streams
+
+
+class StaticPipeline:
+    """Runs a program that was cut into stages. Each run is collective over the job."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        split: Split,
+        schedule: Schedule,
+        job: Job,
+        config: PipelineConfig,
+        optimizer: Any,
+        loss: tuple[int, float],
+    ) -> None:
+        """Gives this process's stages their backward and makes the optimizer step. Collective.
+
+        Args:
+            reader: The program.
+            split: Its cut.
+            schedule: The schedule.
+            job: The job whose ranks run it.
+            config: The options.
+            optimizer: The user's optimizer.
+            loss: The number of the loss, and what its gradient is in a micro-batch.
+
+        Raises:
+            ConfigError: The program or the optimizer has what a pipeline cannot run, or the ranks
+                did not build the same.
+        """
+        self.split, self.schedule = split, schedule
+        self._reader, self._job, self._config = reader, job, config
+        with job.guarded(lambda: "building the static pipeline"):
+            self._own = self._own_stages()
+            job.require_agreement(self._facts(*loss))
+            self._recipe = self._make(optimizer, loss)
+        self._compiled: Compiled | None = None
+        self._streams: Streams | None = None
+
+    @property
+    def job(self) -> Job:
+        """The job whose ranks run it."""
+        return self._job
+
+    @property
+    def local(self) -> bool:
+        """Whether this one process plays all ranks."""
+        return self._job.local
+
+    @property
+    def persistable(self) -> list[str]:
+        """Names of the parameters and statistics of this process's stages, sorted."""
+        return sorted({n for stage in self._own for n in self.split.persistable_of(stage)})
+
+    @cached_property
+    def elsewhere(self) -> frozenset[str]:
+        """Names of the parameters and statistics that only other ranks have."""
+        return frozenset(self.split.persistable.difference(self.persistable))
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the parameters that this process trains, sorted."""
+        return self._recipe.parameters
+
+    @property
+    def optimizer_variables(self) -> tuple[str, ...]:
+        """Names of the variables that the optimizer keeps for this process's parameters."""
+        update = self._recipe.update
+        return () if update is None else update.variables
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the pipeline; 0 where it plays all."""
+        return self._job.group().rank
+
+    @property
+    def peak_held(self) -> dict[int, int]:
+        """Most forwards held unreleased in the last run, by rank played here."""
+        return {} if self._compiled is None else self._compiled.engine.peak_held
+
+    def start(self, run: Callable[[Any], object], startup: Any, scope: Any) -> None:
+        """Initialises what this process's stages need, and the optimizer's state. Collective.
+
+        Args:
+            run: Runs a plain program in ``scope``.
+            startup: The user's startup program.
+            scope: Where the variables go.
+        """
+        self._require_current()
+        local = self._job.local
+        run(startup if local else self._reader.startup(startup, self.persistable))
+        if self._recipe.update is not None:
+            run(self._recipe.update.startup)
+        state = {name: found_tensor(scope, name) for name in self.persistable}
+        with dynamic_mode(), self._job.guarded(lambda: "initialising the static pipeline"):
+            reductions.broadcast_state(state, self._job.replicas())
+        self._compiled = self._streams = None
+
+    def run(
+        self, place: Any, feed: Any, fetches: Sequence[Any], scope: Any, return_numpy: bool
+    ) -> list[Any]:
+        """Trains on one mini-batch. Collective over the job.
+
+        Args:
+            place: The device.
+            feed: The mini-batch by name: accumulate_steps x micro_batch_size rows of each. Or an
+                iterator over micro-batches, of which accumulate_steps are taken.
+            fetches: Values of the program, or their names.
+            scope: Where the variables are.
+            return_numpy: Whether to return arrays, else dynamic tensors.
+
+        Returns:
+            A value for each of ``fetches`` on the rank that owns it, None elsewhere; with the
+            option ``fetch_broadcast`` on every rank.
+
+        Raises:
+            ConfigError: The feed or a fetch does not fit.
+            StateError: The job of the program has ended.
+            EOFException: On every rank: the iterator of some rank has too few items left.
+            PeerFailed: Another rank left.
+            PipelineTimeout: A message did not come within the limit.
+        """
+        self._require_current()
+        config = self._config
+        if isinstance(feed, Iterator):
+            feed = self._draw(feed)
+        wanted = [Fetch.of(target, self._reader, self.split) for target in fetches]
+        batch = Batch(feed, self._reader.data, config.micro_batches, config.micro_batch_size, place)
+        batch.require({name for stage in self._recipe.stages.values() for name in stage.feeds})
+        with self._job.guarded(self._where):
+            compiled = self._compile(wanted, scope, place)
+        with dynamic_mode(), self._job.guarded(self._where):
+            first = self._job.replicas().rank * config.micro_batches
+            compiled.stage.begin(batch.put, first)
+            if self._recipe.trace is not None:
+                self._recipe.trace.begin_step(first)
+            compiled.engine.run({"REDUCE": compiled.reduce, "STEP": compiled.step}, first)
+            if self._recipe.trace is not None:
+                self._recipe.trace.end_step()
+            results = [self._result(one, compiled, scope) for one in wanted]
+            if config.fetch_broadcast:
+                results = [self._everywhere(*pair) for pair in zip(wanted, results)]
+            if not return_numpy:
+                results = [None if one is None else paddle.to_tensor(one) for one in results]
+        return results
+
+    def _draw(self, items: Iterator[Any]) -> Any:
+        """Takes a mini-batch from an iterator; all ranks do, or none. Collective over the job."""
+        drawn = draw(items, self._config.micro_batches)
+        job = self._job
+        with dynamic_mode(), job.guarded(lambda: "taking the next mini-batch"):
+            here = all(job.group().all_gather(drawn is not None))
+            everywhere = all(job.replicas().all_gather(here))
+        if not everywhere:
+            raise EOFException("there is no data: the epoch ends on every rank")
+        return drawn
+
+    def _compile(self, wanted: Sequence[Fetch], scope: Any, place: Any) -> Compiled:
+        """Returns what runs a batch; made again only when something is new."""
+        fetches = frozenset(one.number for one in wanted if one.stage is not None)
+        known = self._compiled
+        if known is not None and known.scope is scope and fetches <= known.fetches:
+            return known
+        if known is not None:
+            fetches |= known.fetches
+        if paddle.in_dynamic_mode():
+            raise ConfigError("a pipeline runs in static mode", fix="paddle.enable_static()")
+        if self._streams is None:
+            self._streams = Streams(self._drawing(), self._own, place)
+        pieces = self._recipe.cut(fetches)
+        with dynamic_mode():
+            self._compiled = Compiled(self._recipe, pieces, self._streams, fetches, scope, place)
+        return self._compiled
+
+    def _result(self, fetch: Fetch, compiled: Compiled, scope: Any) -> Any:
+        if fetch.variable is not None:
+            if fetch.variable not in self.persistable:
+                return None
+            return np.array(found_tensor(scope, fetch.variable))
+        found = compiled.stage.fetched.get(fetch.number)
+        if found is None:
+            return None
+        return combined(fetch.name, [found[k] for k in sorted(found)], self._config.fetch)
+
+    def _everywhere(self, fetch: Fetch, result: Any) -> Any:
+        """Gives a result to every rank of the pipeline. Collective over it."""
+        owner = self.schedule.placement.rank_of(self._owner(fetch))
+        value = None if result is None else paddle.to_tensor(result)
+        return np.array(self._job.group().broadcast(value, owner))
+
+    def _owner(self, fetch: Fetch) -> int:
+        if fetch.stage is not None:
+            return fetch.stage
+        stages = range(self.split.stages)
+        return next(s for s in stages if fetch.variable in self.split.persistable_of(s))
+
+    def _make(self, optimizer: Any, loss: tuple[int, float]) -> Recipe:
+        group = self._job.group()
+        stages = {stage: self._reader.stage(self.split, stage, *loss) for stage in self._own}
+        parameters = sorted({name for one in stages.values() for name in one.accumulators})
+        everyone = group.all_gather(parameters)
+        users = {
+            name: [rank for rank, names in enumerate(everyone) if name in names]
+            for name in sorted({name for names in everyone for name in names})
+        }
+        clipped = [name for name in parameters if name not in self._reader.unclipped]
+        limit = reductions.global_norm(optimizer) if group.ranks > 1 else None
+        if self._reader.unclipped.issuperset(users):
+            limit = None
+        update = None
+        if parameters:
+            update = self._reader.update(optimizer, parameters, () if limit is None else clipped)
+        return Recipe(
+            split=self.split,
+            plan=self.schedule.lower(self.split.edges),
+            stages=stages,
+            update=update,
+            optimizer=optimizer,
+            parameters=parameters,
+            shared=[name for name, ranks in users.items() if len(ranks) > 1],
+            counted=[name for name in clipped if users[name][0] == group.rank],
+            limit=limit,
+            job=self._job,
+            trace=Trace.of_job(self._config.trace, self.schedule, self._job),
+        )
+
+    def _own_stages(self) -> list[int]:
+        placement = self.schedule.placement
+        if self._job.local:
+            return list(range(placement.stages))
+        return list(placement.stages_of(self._job.group().rank))
+
+    def _drawing(self) -> list[int]:
+        """Returns the stages that draw random numbers, ascending."""
+        pairs = zip(self.split.stage_of, self.split.graph.operations)
+        return sorted({stage for stage, op in pairs if op.draws and stage is not None})
+
+    def _facts(self, loss: int, weight: float) -> dict[str, str]:
+        """Returns what must be the same on all ranks."""
+        facts = {**numerics.settings(), "fleetpipe": __version__, "schedule": self.schedule.name}
+        facts.update({name: repr(value) for name, value in asdict(self._config).items()})
+        # Which folder it is matters to rank 0 alone.
+        facts["trace"] = str(self._config.trace is not None)
+        outline = self.split.graph.outline()
+        facts["program"] = hashlib.sha256(outline.encode()).hexdigest()
+        facts["cut"] = f"{self.split.stages} stages, edges {list(map(str, self.split.edges))}"
+        facts["loss"] = f"value {loss}, gradient {weight!r}"
+        return facts
+
+    def _where(self) -> str:
+        return "compiling" if self._compiled is None else self._compiled.engine.where()
+
+    def _require_current(self) -> None:
+        if current_job() is not self._job:
+            raise StateError(
+                "the job that this pipeline belongs to has ended",
+                fix="build and minimize the program again after fleet.init",
+            )

@@ -1,0 +1,226 @@
+"""The static-graph stage: runs the pieces of each stage, and keeps what backward needs between.
+
+Values cross between the pieces as variables of one scope under fixed names. What belongs to one
+micro-batch is moved out of the scope after its forward and back before its backward, by sharing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Callable, NamedTuple, Optional
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.engine.engine import Values
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules import Edge
+from fleetpipe.static._paddle import (
+    dynamic,
+    job_executor,
+    put_back,
+    taken,
+    tensor_of,
+)
+from fleetpipe.static.cut.contract import Pieces, StageProgram, gradient_name
+from fleetpipe.static.cut.split import Split
+from fleetpipe.static.run.random_streams import Streams
+
+#: ``feed(name, micro_batch, tensor)`` puts what a micro-batch is fed into a dense tensor.
+Feed = Callable[[str, int, Any], None]
+#: The variables of the values on each edge; None where a value has no gradient.
+EdgeNames = Mapping[Edge, Sequence[Optional[str]]]
+
+
+class Runner:
+    """The pieces of one stage, ready to run in one scope on one device."""
+
+    def __init__(
+        self,
+        program: StageProgram,
+        pieces: Pieces,
+        split: Split,
+        stage: int,
+        fetches: Iterable[int],
+        scope: Any,
+        place: Any,
+    ) -> None:
+        """Makes the executors of a stage.
+
+        Args:
+            program: The stage with its backward.
+            pieces: What it was cut into; ``fetches`` and what leaves the stage are exported.
+            split: The cut of the whole program.
+            stage: The stage.
+            fetches: Values of the stage that the user fetches.
+            scope: Where parameters and everything that crosses between pieces lives.
+            place: The device.
+        """
+        names = _variables(program, split, stage)
+        fetched = {number: program.outgoing(number) for number in fetches}
+        passing = [*_names(names.inputs), *_names(names.outputs), *fetched.values()]
+        forward_names = {*program.feeds, *passing}
+        backward_names = {*pieces.kept, *_names(names.output_grads), *_names(names.input_grads)}
+
+        # Each variable must exist before the executor that takes it is made, the piece that makes
+        # one comes before those that take it, and making an executor may put new variables in the
+        # place of old ones: so ask for the tensors before and after.
+        for name in sorted({*forward_names, *backward_names, *program.accumulators.values()}):
+            tensor_of(scope, name)
+        self.run_forward = job_executor(pieces.forward, scope, place).run
+        self.run_backward = None
+        if pieces.backward is not None:
+            self.run_backward = job_executor(pieces.backward, scope, place).run
+        tensors = {name: tensor_of(scope, name) for name in {*forward_names, *backward_names}}
+
+        def of(group: EdgeNames) -> dict[Edge, list[Any]]:
+            return {
+                edge: [None if name is None else tensors[name] for name in some]
+                for edge, some in group.items()
+            }
+
+        self.fed = [(name, tensors[name]) for name in program.feeds]
+        self.inputs, self.outputs = of(names.inputs), of(names.outputs)
+        self.output_grads, self.input_grads = of(names.output_grads), of(names.input_grads)
+        self.fetched = {number: tensors[name] for number, name in fetched.items()}
+        self.kept = [tensors[name] for name in pieces.kept]
+        self.by_shape = [name in pieces.shapes for name in pieces.kept]
+        self.after_forward = [tensors[name] for name in sorted({*forward_names, *pieces.kept})]
+        self.after_backward = [tensors[name] for name in sorted(backward_names)]
+
+
+class _Variables(NamedTuple):
+    """The variables of the values on the edges of a stage, and of their gradients."""
+
+    inputs: EdgeNames
+    outputs: EdgeNames
+    output_grads: EdgeNames
+    input_grads: EdgeNames
+
+
+def _variables(program: StageProgram, split: Split, stage: int) -> _Variables:
+    crossing, differentiable = split.crossing, split.graph.differentiable
+    into = sorted(edge for edge in crossing if edge.target == stage)
+    out = sorted(edge for edge in crossing if edge.source == stage)
+    return _Variables(
+        {edge: [program.incoming(n) for n in crossing[edge]] for edge in into},
+        {edge: [program.outgoing(n) for n in crossing[edge]] for edge in out},
+        {
+            edge: [
+                gradient_name(stage, n, edge.target) if n in differentiable else None
+                for n in crossing[edge]
+            ]
+            for edge in out
+        },
+        {edge: [program.input_gradients.get(n) for n in crossing[edge]] for edge in into},
+    )
+
+
+def _names(group: EdgeNames) -> list[str]:
+    return [name for names in group.values() for name in names if name is not None]
+
+
+class StaticStage:
+    """Implements the engine's ``Stage`` for the stages of a split program.
+
+    The value of an edge is a tuple of dynamic tensors that share the data of the variables; that of
+    its gradient has None where no gradient comes back. Everything runs in dynamic mode.
+    """
+
+    def __init__(self, runners: Mapping[int, Runner], streams: Streams) -> None:
+        """Serves the stages that have a runner.
+
+        Args:
+            runners: The pieces of each stage that this process owns.
+            streams: The random numbers of each stage.
+        """
+        self._runners = runners
+        self._streams = streams
+        self._kept: dict[tuple[int, int], tuple[list[Any], dict[Edge, list[Any]]]] = {}
+        self._feed: Feed = _nothing_fed
+        self._first = 0
+        self.fetched: dict[int, dict[int, Any]] = {}
+
+    def begin(self, feed: Feed, first_micro_batch: int) -> None:
+        """Takes up a batch.
+
+        Args:
+            feed: Gives a stage what it is fed.
+            first_micro_batch: The global number of its micro-batch 0.
+        """
+        self._feed, self._first = feed, first_micro_batch
+        self._kept.clear()
+        self.fetched = {}
+
+    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
+        """Runs the forward piece on what the edges and the feed give."""
+        runner = self._runners[stage]
+        for edge, tensors in runner.inputs.items():
+            for tensor, value in zip(tensors, inputs[edge]):
+                tensor._share_data_with(value.get_tensor())
+        for name, tensor in runner.fed:
+            self._feed(name, micro_batch - self._first, tensor)
+        with self._streams.of(stage):
+            runner.run_forward([], False)
+        for number, tensor in runner.fetched.items():
+            self.fetched.setdefault(number, {})[micro_batch] = np.array(tensor)
+        outputs = {edge: tuple(map(dynamic, tensors)) for edge, tensors in runner.outputs.items()}
+        shapes = {
+            edge: [(tensor.shape, tensor.dtype) for tensor in tensors]
+            for edge, tensors in outputs.items()
+        }
+        kept = [
+            tensor.shape() if by_shape else taken(tensor)
+            for tensor, by_shape in zip(runner.kept, runner.by_shape)
+        ]
+        self._kept[stage, micro_batch] = (kept, shapes)
+        for tensor in runner.after_forward:
+            tensor._clear()
+        return outputs
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+        """Runs the backward piece, which adds to the accumulators."""
+        runner = self._runners[stage]
+        if runner.run_backward is None:
+            return {edge: (None,) * len(tensors) for edge, tensors in runner.inputs.items()}
+        kept, shapes = self._kept[stage, micro_batch]
+        for tensor, value in zip(runner.kept, kept):
+            put_back(tensor, value)
+        for edge, tensors in runner.output_grads.items():
+            for tensor, value, shape in zip(tensors, output_grads[edge], shapes[edge]):
+                if tensor is not None:
+                    # None: the reader's part of the value does not lead to the loss.
+                    value = paddle.zeros(*shape) if value is None else value
+                    tensor._share_data_with(value.get_tensor())
+        runner.run_backward([], False)
+        grads = {
+            edge: tuple(None if tensor is None else dynamic(tensor) for tensor in tensors)
+            for edge, tensors in runner.input_grads.items()
+        }
+        for tensor in runner.after_backward:
+            tensor._clear()
+        return grads
+
+    def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+        """Refuses: see :meth:`weight_grad`."""
+        raise _split_backward()
+
+    def weight_grad(self, stage: int, micro_batch: int) -> None:
+        """Refuses: a piece of a static program computes both gradients of an operation at once."""
+        raise _split_backward()
+
+    def release(self, stage: int, micro_batch: int) -> None:
+        """Drops what was kept for a stage and micro-batch."""
+        del self._kept[stage, micro_batch]
+
+
+def _nothing_fed(name: str, micro_batch: int, tensor: Any) -> None:
+    raise ConfigError(f"{name!r} is fed outside of a batch")
+
+
+def _split_backward() -> ConfigError:
+    return ConfigError(
+        "a static pipeline cannot split the backward",
+        cause="Paddle's gradient operations compute both gradients of an operation at once",
+        fix="use a schedule with a full backward: 1F1B, FThenB, Eager1F1B, Interleaved1F1B",
+    )

@@ -1,0 +1,1 @@
+"""Parameters and programs of a static pipeline, saved and loaded."""

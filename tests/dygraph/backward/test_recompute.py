@@ -1,0 +1,556 @@
+"""Recompute: the same bits, activations that are gone, buffers that are counted once."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe import fleet, parity
+from fleetpipe.dygraph.backward import recompute
+from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+from tests.dygraph.models import MODELS, WIDTH, Attention, FeedForward
+from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, job, mlp_layers, pipeline
+
+#: What a PyLayer may save beside tensors; not on 2.6.2, where Paddle's hooks refuse it.
+NOTHING = [] if paddle.__version__ < "3" else [None]
+
+CONTEXT = {"mp_group": None, "offload": False, "partition": False}
+
+#: (p, v, schedule), of which the last two split backward.
+RUNS = [
+    (1, 1, "1F1B"),
+    (2, 1, "1F1B"),
+    (3, 1, "FThenB"),
+    (2, 2, "Interleaved1F1B"),
+    (2, 1, "ZBH1"),
+    (2, 2, "ZBV"),
+]
+
+
+def dropout_layers() -> list[Any]:
+    """Linear, BatchNorm and dropout layers and functions; 12 entries."""
+    layers: list[Any] = []
+    width = FEATURES
+    for _ in range(4):
+        layers += [
+            LayerDesc(nn.Linear, width, 8),
+            LayerDesc(nn.BatchNorm1D, 8),
+            lambda x: nn.functional.dropout(nn.functional.relu(x), 0.3),
+        ]
+        width = 8
+    return [*layers[:-1], LayerDesc(nn.Linear, 8, CLASSES)]
+
+
+def trained(
+    layers: list[Any],
+    interval: int,
+    run: tuple[int, int, str] = (2, 1, "1F1B"),
+    data: Callable[[int, int], list[Any]] = batch,
+    **options: Any,
+) -> dict[str, bytes]:
+    """The bits of losses, gradients, parameters and buffers of two steps."""
+    ranks, chunks, schedule = run
+    found = {}
+    with job(ranks, 4, schedule):
+        paddle.seed(7)
+        model = pipeline(
+            layers,
+            num_virtual_pipeline_stages=chunks,
+            recompute_interval=interval,
+            recompute_ctx=CONTEXT,
+            **options,
+        )
+        adam = paddle.optimizer.Adam(0.01, parameters=model.parameters())
+        optimizer = fleet.distributed_optimizer(adam)
+        for step in range(2):
+            loss = model.train_batch(data(4, step), optimizer)
+            found[f"loss {step}"] = loss.numpy().tobytes()
+        loss = model.forward_backward_pipeline(data(4, 2))
+        for name, parameter in model.layers.named_parameters():
+            if not parameter.stop_gradient:
+                found[f"gradient of {name}"] = parameter.grad.numpy().tobytes()
+        return {**found, **bits(model.layers.state_dict())}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("interval", [1, 2, 100])
+def test_bits_with_dropout_and_batch_norm(run: tuple[int, int, str], interval: int) -> None:
+    assert trained(dropout_layers(), interval, run) == trained(dropout_layers(), 0, run)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("run", [(2, 1, "1F1B"), (2, 2, "ZBV")])
+def test_bits_of_models_that_people_train(name: str, run: tuple[int, int, str]) -> None:
+    model = MODELS[name]
+    plain = trained(model.layers(), 0, run, model.batch, loss_fn=model.loss)
+    assert trained(model.layers(), 2, run, model.batch, loss_fn=model.loss) == plain
+
+
+class Recurrent(nn.Layer):
+    """Its own layer has a buffer that is nowhere on a CPU."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.inner = kind(8, 8, num_layers=2, dropout=0.3)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x.unsqueeze(1))[0].squeeze(1)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.SimpleRNN])
+def test_bits_of_recurrent_layers(kind: Any) -> None:
+    layers = [LayerDesc(nn.Linear, FEATURES, 8), *[LayerDesc(Recurrent, kind) for _ in range(2)]]
+    layers.append(LayerDesc(nn.Linear, 8, CLASSES))
+    for run in ((2, 1, "1F1B"), (2, 1, "ZBH1")):
+        assert trained(layers, 1, run) == trained(layers, 0, run)
+
+
+class Mapping(nn.Layer):
+    """Takes and gives a dict; one entry needs no gradient, one passes through unchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        if not isinstance(x, dict):
+            x = {"x": x, "all": (x, x * 2), "mask": (x > 0).astype("float32"), "number": 3}
+        y = self.up(x["x"]) * x["mask"] + sum(x["all"]) + x["x"]
+        return {**x, "x": y, "mask": (y.detach() > 0).astype("float32")}
+
+
+def mapping_layers() -> list[Any]:
+    entries = [LayerDesc(Mapping) for _ in range(4)]
+    return [LayerDesc(nn.Linear, FEATURES, WIDTH), *entries, lambda x: x["x"] + x["all"][1]]
+
+
+def to_loss(output: Any, label: Any) -> Any:
+    return ((output - label.astype("float32").mean()) ** 2).mean()
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("interval", [1, 2])
+def test_dicts_tuples_and_values_without_gradient(run: tuple[int, int, str], interval: int) -> None:
+    layers = mapping_layers
+    if run[0] * run[1] > 1:
+        # Between stages a dict holds tensors only.
+        layers = lambda: [*mapping_layers()[:1], *(LayerDesc(Pair) for _ in range(4)), Pair.first]  # noqa: E731
+    plain = trained(layers(), 0, run, loss_fn=to_loss)
+    assert trained(layers(), interval, run, loss_fn=to_loss) == plain
+
+
+class Pair(nn.Layer):
+    """Takes and gives a tuple that ends with a mask without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        if not isinstance(x, tuple):
+            x = (x, x * 2, (x > 0).astype("float32"))
+        y = self.up(x[0]) * x[2] + x[1] + self.up(x[1])
+        return y, x[1], (y.detach() > 0).astype("float32")
+
+    @staticmethod
+    def first(x: Any) -> Any:
+        return x[0] + x[1]
+
+
+class Sole(nn.Layer):
+    """Gives a tuple of one value, and takes what Fleet makes of one where a piece begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        assert isinstance(x, paddle.Tensor)
+        return (self.up(x),)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_tuple_of_one_is_taken_apart_where_a_piece_begins(run: tuple[int, int, str]) -> None:
+    ends = [LayerDesc(nn.Linear, FEATURES, WIDTH)], [LayerDesc(nn.Linear, WIDTH, WIDTH)]
+    layers = [ends[0][0], *[LayerDesc(Sole) for _ in range(4)], ends[1][0]]
+
+    def in_a_tuple(micro_batches: int, seed: int) -> list[Any]:
+        inputs, labels = batch(micro_batches, seed)
+        return [(inputs,), labels]
+
+    found = trained(layers, 1, run, in_a_tuple, loss_fn=to_loss)
+    plain = [ends[0][0], *[LayerDesc(nn.Linear, WIDTH, WIDTH) for _ in range(4)], ends[1][0]]
+    expected = trained(plain, 0, run, loss_fn=to_loss)
+    assert [*found.values()] == [*expected.values()]
+
+
+def tied_layers() -> list[Any]:
+    def tied() -> Any:
+        return SharedLayerDesc("tied", nn.Linear, times, "weight", WIDTH, WIDTH)
+
+    def times(layer: Any, x: Any) -> Any:
+        return nn.functional.dropout(layer(x), 0.2)
+
+    return [
+        LayerDesc(nn.Linear, FEATURES, WIDTH),
+        *[entry for _ in range(3) for entry in (tied(), LayerDesc(FeedForward))],
+        tied(),
+    ]
+
+
+@pytest.mark.parametrize("run", [(1, 1, "1F1B"), (2, 1, "1F1B"), (2, 2, "Interleaved1F1B")])
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_a_shared_layer_used_several_times(run: tuple[int, int, str], interval: int) -> None:
+    plain = trained(tied_layers(), 0, run, loss_fn=to_loss)
+    assert trained(tied_layers(), interval, run, loss_fn=to_loss) == plain
+
+
+class InPlace(nn.Layer):
+    """Writes into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.scale(nn.functional.relu_(x))
+
+
+def test_a_layer_that_writes_into_its_input() -> None:
+    def layers() -> list[Any]:
+        entries = [LayerDesc(nn.Linear, 8, 8), LayerDesc(InPlace)] * 2
+        return [LayerDesc(nn.Linear, FEATURES, 8), *entries, LayerDesc(nn.Linear, 8, CLASSES)]
+
+    for interval in (1, 2):
+        cut = {"seg_method": [0, 3, 6], "loss_fn": nn.CrossEntropyLoss()}
+        assert trained(layers(), interval, **cut) == trained(layers(), 0, **cut)
+
+
+class Drawing(nn.Layer):
+    """Draws from NumPy and from Python, and has a buffer that its output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("calls", paddle.zeros([1]))
+
+    def forward(self, x: Any) -> Any:
+        self.calls = self.calls + 1
+        return self.inner(x) * (np.random.rand() + random.random() + 0.1 * self.calls)
+
+
+@pytest.mark.parametrize("rng", ["keyed", "fleet"])
+def test_other_generators_and_buffers_are_as_in_the_forward(rng: str) -> None:
+    def run(interval: int) -> dict[str, bytes]:
+        layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(Drawing), LayerDesc(nn.Dropout)]
+        random.seed(1)
+        np.random.seed(1)
+        with job(2, 4, "FThenB", rng=rng):
+            paddle.seed(3)
+            model = pipeline(
+                [*layers, *layers[1:], LayerDesc(nn.Linear, 8, CLASSES)],
+                recompute_interval=interval,
+                recompute_ctx=CONTEXT,
+            )
+            model.forward_backward_pipeline(batch())
+            grads = {n: p.grad.numpy().tobytes() for n, p in model.layers.named_parameters()}
+            after = repr((np.random.rand(), random.random())).encode()
+            drawn = paddle.rand([3]).numpy().tobytes()
+            return {**grads, **bits(model.layers.state_dict()), "after": after, "drawn": drawn}
+
+    assert run(1) == run(0)
+    assert run(2) == run(0)
+
+
+class CountsInTraining(Drawing):
+    """Its buffer changes in training alone."""
+
+    def forward(self, x: Any) -> Any:
+        if self.training:
+            self.calls = self.calls + 1
+        return self.inner(x) * (1 + self.calls)
+
+
+def test_what_a_first_call_in_evaluation_showed_does_not_hold_for_training() -> None:
+    def run(interval: int) -> dict[str, bytes]:
+        layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(CountsInTraining)]
+        with job(2, 4, "FThenB"):
+            model = pipeline(
+                [*layers, layers[1], LayerDesc(nn.Linear, 8, CLASSES)],
+                recompute_interval=interval,
+                recompute_ctx=CONTEXT,
+            )
+            model.eval()
+            model(batch()[0])
+            model.forward_backward_pipeline(batch())
+            return {n: p.grad.numpy().tobytes() for n, p in model.layers.named_parameters()}
+
+    assert run(1) == run(0)
+
+
+def test_activations_are_dropped_after_forward_and_come_back_once() -> None:
+    inner: list[weakref.ref[Any]] = []
+    forwards: list[bool] = []
+    with job(1, 1):
+        model = PipelineLayer(
+            [nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8)],
+            num_stages=1,
+            recompute_interval=3,
+            recompute_ctx=CONTEXT,
+        )
+        for layer in list(model.sublayers())[-5:]:
+            layer.register_forward_post_hook(
+                lambda _layer, _inputs, output: inner.append(weakref.ref(output))
+            )
+            layer.register_forward_post_hook(
+                lambda *_: forwards.append(recompute.rerunning()) or None
+            )
+        x = paddle.randn([ROWS, 8])
+        x.stop_gradient = False
+        output = model(x)
+        gc.collect()
+        assert [one() is not None for one in inner] == [False] * 4 + [True]
+        output.sum().backward()
+        assert forwards == [False] * 5 + [True] * 5
+
+
+def test_memory_of_a_stage() -> None:
+    from fleetpipe.dygraph._paddle import allocated_bytes
+
+    held = {}
+    for interval in (0, 4):
+        with job(1, 1):
+            model = PipelineLayer(
+                [LayerDesc(nn.Linear, 64, 64) for _ in range(16)],
+                num_stages=1,
+                recompute_interval=interval,
+                recompute_ctx=CONTEXT,
+            )
+            x = paddle.randn([512, 64])
+            x.stop_gradient = False
+            model(x).sum().backward()
+            before = allocated_bytes()
+            output = model(x)
+            held[interval] = allocated_bytes() - before
+            output.sum().backward()
+    rows = 512 * 64 * 4
+    assert held[4] <= 5 * rows
+    assert held[0] >= 15 * rows
+
+
+def reruns() -> list[int]:
+    return sorted(id(one) for one in gc.get_objects() if type(one) is recompute._Rerun)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_nothing_is_left_after_a_batch_without_the_collector(schedule: str) -> None:
+    with job(2, 4, schedule):
+        model = pipeline(dropout_layers(), recompute_interval=2, recompute_ctx=CONTEXT)
+        model.forward_backward_pipeline(batch())
+        gc.collect()
+        # A batch of another test that failed on its way may have left some.
+        before = reruns()
+        gc.disable()
+        try:
+            model.forward_backward_pipeline(batch())
+            left = reruns()
+        finally:
+            gc.enable()
+    assert left == before
+
+
+def test_each_piece_runs_twice_and_no_more() -> None:
+    for run, interval in (((2, 1, "1F1B"), 2), ((2, 1, "ZBH1"), 2), ((2, 1, "ZBH1"), 100)):
+        counted: list[bool] = []
+
+        class Counted(nn.Linear):
+            def forward(self, x: Any, counted: list[bool] = counted) -> Any:
+                counted.append(recompute.rerunning())
+                return super().forward(x)
+
+        layers = [LayerDesc(Counted, FEATURES, 8), *(LayerDesc(Counted, 8, 8) for _ in range(5))]
+        trained(layers, interval, run, loss_fn=to_loss)
+        # Three batches of 4 micro-batches; the first piece takes data, which needs no gradient.
+        first = min(interval, 3)
+        # Where backward is split, the layers of that piece are also examined once.
+        examined = first if run[2] == "ZBH1" else 0
+        assert counted.count(False) == 72 + examined
+        assert counted.count(True) == 12 * (6 - first)
+
+
+def test_what_needs_no_recompute_is_not_recomputed() -> None:
+    seen: list[bool] = []
+
+    def spy(x: Any) -> Any:
+        seen.append(recompute.in_piece())
+        return x * 1.0
+
+    layers = [nn.Linear(FEATURES, 8), spy, nn.ReLU(), spy, nn.Linear(8, CLASSES), spy]
+    with job(1, 2):
+        model = pipeline(layers, recompute_interval=2, recompute_ctx=CONTEXT)
+        model.forward_backward_pipeline(batch(2))
+        # The first piece takes data, the second has no parameters.
+        assert seen == [False, False, True, True] * 2
+        seen.clear()
+        model.eval_batch(batch(2), compute_loss=True)
+        assert not any(seen)
+
+
+def test_a_split_backward_says_that_recomputed_weights_do_not_wait() -> None:
+    with job(2, 4, "ZBH1"):
+        model = pipeline(recompute_interval=1, recompute_ctx=CONTEXT)
+        model.forward_backward_pipeline(batch())
+        report = model.deferral_report()
+    assert report.deferred == ("0.weight", "0.bias")
+    assert report.immediate["4.weight"] == "its layer is recomputed"
+    assert "its layer is recomputed" in str(report)
+
+
+def test_parity_of_a_recomputed_pipeline() -> None:
+    with job(3, 4):
+        model = pipeline(dropout_layers(), recompute_interval=2, recompute_ctx=CONTEXT)
+        sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        session = parity.begin(model, fleet.distributed_optimizer(sgd))
+        for step in range(2):
+            session.step(batch(seed=step))
+    assert session.report.bit_exact, session.report.verdict()
+
+
+def test_profile_runs_recomputed_layers() -> None:
+    with job(2, 2):
+        model = pipeline(dropout_layers(), recompute_interval=2, recompute_ctx=CONTEXT)
+        before = bits(model.layers.state_dict())
+        assert len(model.profile(batch(2))["forward"]) == 2
+        assert bits(model.layers.state_dict()) == before
+
+
+def test_an_error_of_a_recomputed_layer_names_the_stage() -> None:
+    layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(nn.Linear, 5, CLASSES)]
+    with job(2, 2):
+        model = pipeline(layers, recompute_interval=1, recompute_ctx=CONTEXT)
+        with pytest.raises(BoundaryError, match="stage 1"):
+            model.forward_backward_pipeline(batch(2))
+
+
+class Changing(nn.Linear):
+    """Does something else when it is called again."""
+
+    def forward(self, x: Any) -> Any:
+        x = super().forward(x)
+        return x if recompute.rerunning() else nn.functional.sigmoid(x)
+
+
+class Failing(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        if recompute.rerunning():
+            raise KeyError("mine")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [(Changing, ConfigError, "fewer tensors"), (Failing, KeyError, "mine")],
+)
+def test_what_goes_wrong_in_the_second_run_is_told(
+    kind: Any, error: type[Exception], message: str
+) -> None:
+    with job(2, 2):
+        layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(kind, 8, CLASSES)]
+        model = pipeline(layers, recompute_interval=1, recompute_ctx=CONTEXT)
+        with pytest.raises(error, match=message):
+            model.forward_backward_pipeline(batch(2))
+    assert not recompute.in_piece()
+    assert not recompute.rerunning()
+
+
+def test_a_failure_of_the_users_own_backward_is_not_told_of_a_later_batch() -> None:
+    failing = True
+
+    class Sometimes(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            if failing and recompute.rerunning():
+                raise KeyError("mine")
+            return super().forward(x)
+
+    layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(Sometimes, 8, CLASSES)]
+    with job(2, 2):
+        model = pipeline(
+            layers, recompute_interval=1, recompute_ctx=CONTEXT, loss_fn=lambda x, _: x.mean()
+        )
+        with pytest.raises(Exception, match=r"."):
+            model(batch(2)[0]).sum().backward()
+        assert paddle.is_grad_enabled()
+        failing = False
+        model.layers.clear_gradients()
+        model.forward_backward_pipeline(batch(2))
+    assert recompute.cause_of(ValueError("another")).args == ("another",)
+
+
+def test_a_saved_tensor_that_is_changed_in_place_is_refused() -> None:
+    class Wrong(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            y = nn.functional.sigmoid(super().forward(x))
+            y.add_(paddle.ones([1]))
+            return y
+
+    with job(1, 1):
+        layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(Wrong, 8, CLASSES)]
+        model = pipeline(layers, recompute_interval=1, recompute_ctx=CONTEXT)
+        with pytest.raises(ConfigError, match="changed in place"):
+            model.forward_backward_pipeline(batch(1))
+
+
+def test_layers_that_use_pylayers_and_fleets_own_recompute() -> None:
+    class Scaled(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            y = paddle.tanh(x)
+            ctx.save_for_backward(y, weight, *NOTHING)
+            return y * weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            y, weight, *nothing = ctx.saved_tensor()
+            assert nothing == NOTHING
+            assert weight.of_the_users_own == "attribute"
+            return grad * weight * (1 - y * y), (grad * y).sum([0, 1])
+
+    class Block(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention()
+            self.forward_part = FeedForward()
+            self.scale = self.create_parameter([WIDTH])
+            self.scale.of_the_users_own = "attribute"
+
+        def forward(self, x: Any) -> Any:
+            scaled = Scaled.apply(self.attention(x), self.scale)
+            return fleet.utils.recompute(self.forward_part, scaled)
+
+    model = MODELS["gpt"]
+
+    def layers() -> list[Any]:
+        first, *_, norm, last = model.layers()
+        return [first, LayerDesc(Block), LayerDesc(Block), norm, last]
+
+    plain = trained(layers(), 0, data=model.batch, loss_fn=model.loss)
+    assert trained(layers(), 2, data=model.batch, loss_fn=model.loss) == plain
+
+
+def test_the_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="recompute_ctx"):
+        PipelineLayer(mlp_layers(), num_stages=1, recompute_interval=1)
+    for interval in (-1, 1.5, True):
+        with pytest.raises(ConfigError, match="number of layers"):
+            PipelineLayer(
+                mlp_layers(), num_stages=1, recompute_interval=interval, recompute_ctx=CONTEXT
+            )

@@ -1,0 +1,225 @@
+"""Every form in which a batch may be given, and what of them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+import pytest
+
+from fleetpipe.dygraph.batch.micro_batches import Cut, ragged_weights, split
+from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.fleet.meta_parallel import PipelineDatasetPreprocessor
+from fleetpipe.fleet.meta_parallel.pipeline_parallel import FakeMicroDataset
+from tests.pipelines import ROWS, batch, job, mlp_layers, pipeline, sgd
+
+STEPS = 4
+INPUTS, LABELS = batch(STEPS)
+CUT = Cut(STEPS, ROWS)
+
+
+def cut(tensor: Any) -> list[Any]:
+    return [tensor[k * ROWS : (k + 1) * ROWS] for k in range(STEPS)]
+
+
+def items() -> Iterator[tuple[Any, Any]]:
+    yield from zip(cut(INPUTS), cut(LABELS))
+
+
+class Bare:
+    """An iterator that has no ``__iter__``: Fleet only calls ``next``."""
+
+    def __init__(self) -> None:
+        self.items = items()
+
+    def __next__(self) -> Any:
+        return next(self.items)
+
+
+WHOLE: dict[str, Callable[[], Any]] = {
+    "list": lambda: [INPUTS, LABELS],
+    "tuple": lambda: (INPUTS, LABELS),
+    "labels of one dimension": lambda: [INPUTS, LABELS.flatten()],
+    "lists": lambda: [cut(INPUTS), cut(LABELS)],
+    "one list": lambda: (INPUTS, cut(LABELS.flatten())),
+    "generator": items,
+    "iterator": lambda: iter(list(items())),
+    "next alone": Bare,
+    "generator of lists": lambda: (list(item) for item in items()),
+    "preprocessor of a list": lambda: PipelineDatasetPreprocessor(lambda: [INPUTS, LABELS]),
+    "preprocessor of a generator": lambda: PipelineDatasetPreprocessor(items),
+    "micro data set": lambda: FakeMicroDataset([INPUTS, LABELS.flatten()], True, True, STEPS, ROWS),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("form", WHOLE)
+def test_all_forms_of_a_batch_train_alike(form: str, ranks: int) -> None:
+    with job(ranks, STEPS):
+        model = pipeline()
+        expected = float(model.forward_backward_pipeline([INPUTS, LABELS]))
+        assert float(model.forward_backward_pipeline(WHOLE[form]())) == expected
+        assert float(model.eval_batch(WHOLE[form](), compute_loss=True)) == expected
+
+
+LEFT, RIGHT = INPUTS[:, :2], INPUTS[:, 2:]
+SEVERAL: dict[str, Callable[[], Any]] = {
+    "tuple": lambda: (LEFT, RIGHT),
+    "tuple of lists": lambda: (cut(LEFT), RIGHT),
+    "tuple with None": lambda: (LEFT, None, RIGHT),
+    "dict": lambda: {"left": LEFT, "right": RIGHT},
+    "dict with a list and None": lambda: {"left": cut(LEFT), "none": None, "right": RIGHT},
+    "nested": lambda: {"left": (LEFT,), "right": {"deep": RIGHT}},
+    "list of tuples": lambda: list(zip(cut(LEFT), cut(RIGHT))),
+    "list of lists": lambda: [[left, None, right] for left, right in zip(cut(LEFT), cut(RIGHT))],
+    "list of dicts": lambda: [{"l": a, "r": b} for a, b in zip(cut(LEFT), cut(RIGHT))],
+}
+
+
+def joined(value: Any) -> Any:
+    """Puts the tensors in a value side by side again."""
+
+    def tensors(part: Any) -> Iterator[Any]:
+        if isinstance(part, paddle.Tensor):
+            yield part
+        elif part is not None:
+            for one in part.values() if isinstance(part, dict) else part:
+                yield from tensors(one)
+
+    return paddle.concat(list(tensors(value)), axis=1)
+
+
+@pytest.mark.parametrize("form", SEVERAL)
+def test_all_forms_of_several_inputs_train_alike(form: str) -> None:
+    with job(2, STEPS):
+        model = pipeline([joined, *mlp_layers()])
+        expected = float(model.forward_backward_pipeline([(INPUTS,), LABELS]))
+        assert float(model.forward_backward_pipeline([SEVERAL[form](), LABELS])) == expected
+        pairs = iter(list(zip(split([SEVERAL[form](), None], CUT).inputs, cut(LABELS))))
+        assert float(model.forward_backward_pipeline(pairs)) == expected
+
+
+class Sides(NamedTuple):
+    left: Any
+    right: Any
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_named_tuple_stays_one(whole: bool) -> None:
+    sides = Sides(LEFT, RIGHT) if whole else list(map(Sides, cut(LEFT), cut(RIGHT)))
+    with job(2, STEPS):
+        plain = pipeline([lambda x: x, *mlp_layers()])
+        expected = float(plain.forward_backward_pipeline([INPUTS, LABELS]))
+        model = pipeline([lambda x: paddle.concat([x.left, x.right], 1), *mlp_layers()])
+        assert float(model.forward_backward_pipeline([sides, LABELS])) == expected
+
+
+def test_several_labels_reach_the_loss_as_they_were_given() -> None:
+    seen: list[Any] = []
+
+    def loss(output: Any, label: Any) -> Any:
+        seen.append(label)
+        return output.mean()
+
+    with job(2, STEPS):
+        model = pipeline(loss_fn=loss)
+        optimizer = sgd(model)
+        model.train_batch([INPUTS, (LABELS, None, cut(LABELS))], optimizer)
+        assert [len(label) for label in seen] == [3] * STEPS
+        assert all(label[1] is None for label in seen)
+        assert all((label[0] == label[2]).all() for label in seen)
+        seen.clear()
+        model.train_batch([INPUTS, {"y": LABELS.flatten()}], optimizer)
+        assert [label["y"].shape for label in seen] == [[ROWS]] * STEPS
+        seen.clear()
+        model.train_batch([INPUTS, [None] * STEPS], optimizer)
+        assert seen == [None] * STEPS
+
+
+def test_pieces_are_detached_and_the_users_tensors_are_left_alone() -> None:
+    inputs = INPUTS.clone()
+    inputs.stop_gradient = False
+    parts = split([(inputs, cut(inputs)), None], CUT).inputs
+    assert all(piece.stop_gradient for part in parts for piece in part)
+    assert not inputs.stop_gradient
+
+
+def test_an_iterator_gives_exactly_the_items_of_a_step() -> None:
+    taken: list[int] = []
+
+    def endless() -> Iterator[Any]:
+        k = 0
+        while True:
+            taken.append(k)
+            yield INPUTS[:ROWS], LABELS[:ROWS]
+            k += 1
+
+    with job(2, STEPS):
+        model = pipeline()
+        source = endless()
+        for step in (1, 2):
+            model.train_batch(source, sgd(model))
+            assert len(taken) == step * STEPS
+
+
+def test_the_preprocessor_is_called_once_for_each_batch() -> None:
+    calls: list[int] = []
+
+    def load() -> Any:
+        calls.append(1)
+        return [INPUTS, LABELS]
+
+    with job(2, STEPS):
+        model = pipeline()
+        optimizer = sgd(model)
+        model.train_batch(PipelineDatasetPreprocessor(load), optimizer)
+        model.eval_batch(PipelineDatasetPreprocessor(load), compute_loss=True)
+    assert calls == [1, 1]
+
+
+def test_a_micro_data_set_leaves_out_what_a_stage_does_not_need() -> None:
+    dataset = FakeMicroDataset([INPUTS, LABELS], True, False, STEPS, ROWS)
+    assert iter(dataset) is dataset
+    inputs, label = next(dataset)
+    assert (inputs.shape, label) == ([ROWS, 6], None)
+    assert len(list(dataset)) == STEPS - 1
+    assert next(FakeMicroDataset([None, LABELS], False, True, STEPS, ROWS))[1].shape == [ROWS, 1]
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "text"),
+    [
+        ([INPUTS], ConfigError, "2 entries"),
+        ([INPUTS[:-1], LABELS], ConfigError, "7 rows"),
+        ([INPUTS.sum(), LABELS], ConfigError, "0-D"),
+        ([cut(INPUTS)[1:], LABELS], ConfigError, "one value per micro-batch"),
+        ([(INPUTS, RIGHT[1:]), LABELS], ConfigError, r"inputs\[1\]"),
+        ([np.zeros((8, 6)), LABELS], BoundaryError, "inputs is not a Tensor"),
+        ([{"a": (INPUTS, 3)}, LABELS], BoundaryError, r"inputs\['a'\]\[1\]"),
+        (iter([(INPUTS, LABELS)]), ConfigError, "after 1 of 4"),
+        (iter([INPUTS] * 4), ConfigError, "micro-batch 0"),
+        (iter([(INPUTS, "label")] * 4), BoundaryError, "labels of micro-batch 0"),
+        (INPUTS, ConfigError, r"pass \[inputs, labels\]"),
+        ("batch", ConfigError, r"pass \[inputs, labels\]"),
+        ({"x": INPUTS}, ConfigError, "dict"),
+        (range(4), ConfigError, r"iter\(loader\)"),
+    ],
+)
+def test_what_is_no_batch_is_refused_by_its_place(data: Any, error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        split(data, CUT)
+
+
+def test_rows_that_do_not_fit_are_cut_only_where_that_is_allowed() -> None:
+    any_rows = CUT._replace(any_rows=True)
+    parts = split([(INPUTS[:5], LABELS[:5]), None], any_rows).inputs
+    assert [(a.shape[0], b.shape[0]) for a, b in parts] == [(2, 2), (2, 2), (1, 1)]
+    with pytest.raises(ConfigError, match="2 and 3"):
+        split([(INPUTS[:5], LABELS[:4]), None], any_rows)
+    weights = ragged_weights({"y": (None, LABELS[:5])}, any_rows)
+    assert weights is not None
+    assert [str(weight) for weight in weights] == ["2/5", "2/5", "1/5"]
+    assert ragged_weights(LABELS[:6], any_rows) is None
+    assert ragged_weights(cut(LABELS), any_rows) is None

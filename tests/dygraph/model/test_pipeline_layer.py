@@ -1,0 +1,268 @@
+"""What scripts written for Fleet's PipelineLayer read and call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe import fleet
+from fleetpipe.errors import ConfigError, PartitionError
+from fleetpipe.fleet import meta_parallel
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+from fleetpipe.job.job import current_job
+from fleetpipe.job.say_once import tell_once
+from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+
+NEWER = hasattr(meta_parallel, "LayerSpec")
+
+
+def test_the_attributes_that_users_read() -> None:
+    loss = nn.CrossEntropyLoss()
+    entries = mlp_layers()
+    with job(2):
+        layers = pipeline(entries, loss_fn=loss, recompute_ctx={"mp_group": None}).layers
+        topology = fleet.get_hybrid_communicate_group().topology()
+        assert layers._loss_fn == ([loss] if NEWER else loss)
+        assert layers.loss_fn() is loss
+        assert layers._topo is topology
+    assert layers._layers_desc == entries
+    assert layers._num_layers == 7
+    assert (layers._num_stages, layers._stage_id) == (2, 0)
+    assert layers.segment_parts == [0, 3, 7]
+    assert (layers._start_pos, layers._end_pos) == (0, 7)
+    assert [type(f).__name__ for f in layers.run_function][:2] == ["Linear", "function"]
+    assert list(layers.shared_layers) == []
+    assert layers.shared_comm == {}
+    assert layers._model_chunks == []
+    assert layers.recompute_ctx == {"mp_group": None}
+    assert (layers.device_id, layers.global_rank) == (0, 0)
+    assert layers.layers == entries
+    assert layers.get_num_virtual_stages() == 1
+    assert [layers.get_stage_from_index(i) for i in range(7)] == [0, 0, 0, 1, 1, 1, 1]
+
+
+def test_the_attributes_of_chunks() -> None:
+    with job(2, 4, "ZBV"):
+        layers = pipeline().layers
+    assert (layers._start_poss, layers._end_poss) == ([0, 1, 3, 5], [1, 3, 5, 7])
+    assert layers.get_model_chunks() is layers._model_chunks
+    assert [len(chunk.get_run_function()) for chunk in layers._model_chunks] == [1, 2, 2, 2]
+
+
+def test_a_part_of_the_run_functions() -> None:
+    with job(2, 4, "ZBV"):
+        layers = pipeline().layers
+        value, _ = batch()
+        expected = layers(value).numpy().tobytes()
+        middle = layers.forward_function(0, 3)(value)
+        assert layers.forward_function(3, 7)(middle).numpy().tobytes() == expected
+        layers.update_run_function(1)
+        assert layers.run_function == layers._model_chunks[1].run_function
+        layers.update_run_function(None)
+        assert len(layers.run_function) == 2
+        with pytest.raises(ConfigError, match="no chunk 4"):
+            layers.update_run_function(4)
+        two = layers.forward_function(0, 0)
+        assert two(1, 2) == (1, 2)
+        with pytest.raises(ConfigError, match="schedule_mode"):
+            layers.get_schedule_chunk(0)
+        with pytest.raises(ConfigError, match="schedule_mode"):
+            layers.build_schedule_nodes(0, 1)
+
+
+def test_without_a_job_the_topology_is_of_data_and_pipe() -> None:
+    fleet.shutdown()
+    layers = PipelineLayer(mlp_layers(), num_stages=2)
+    assert layers._topo.get_dim("pipe") == 2
+    assert layers._topo.get_dim("data") == 1
+
+
+def test_a_model_of_one_stage_stands_in_any_job_and_cannot_be_wrapped() -> None:
+    with job(2):
+        layers = PipelineLayer(mlp_layers(), num_stages=1, loss_fn=nn.CrossEntropyLoss())
+        assert layers._topo.get_dim("pipe") == 1
+        assert layers.segment_parts == [0, 7]
+        value, _ = batch()
+        assert layers(value).shape == [8, 4]
+        assert list(layers.full_state_dict()) == list(layers.state_dict())
+        with pytest.raises(ConfigError, match="another number of stages than the job"):
+            fleet.distributed_model(layers)
+        with pytest.raises(ConfigError, match="differs"):
+            PipelineLayer(mlp_layers(), num_stages=3)
+
+
+def test_the_number_of_stages_must_be_told() -> None:
+    for running in (True, False):
+        with job(2):
+            if not running:
+                fleet.shutdown()
+            with pytest.raises(ConfigError, match="needs num_stages or topology"):
+                PipelineLayer(mlp_layers())
+
+
+def test_shared_layers_need_no_topology() -> None:
+    # On 2.6.2 Fleet asks the topology that it makes of num_stages for an axis that it lacks.
+    tied = SharedLayerDesc("k", nn.Linear, None, "weight", 6, 6)
+    entries = [tied, nn.functional.tanh, tied, LayerDesc(nn.Linear, 6, 4)]
+    assert len(PipelineLayer(entries, num_stages=2).parameters()) == 4
+    three_axes = fleet.CommunicateTopology(["data", "pipe", "model"], [1, 2, 1])
+    for given in ({"num_stages": 2}, {"topology": three_axes}):
+        with job(2):
+            layers = PipelineLayer(entries, loss_fn=nn.CrossEntropyLoss(), **given)
+            model = fleet.distributed_model(layers)
+            assert model.layers.segment_parts == [0, 2, 4]
+            assert float(model.train_batch(batch(), sgd(model))) > 0
+
+
+def test_a_built_layer_keeps_its_values_and_a_description_builds_when_asked() -> None:
+    built: list[int] = []
+
+    class Counted(nn.Linear):
+        def __init__(self, *sizes: int) -> None:
+            built.append(1)
+            super().__init__(*sizes)
+
+    description = LayerDesc(Counted, 8, 4)
+    assert built == []
+    assert repr(description) == "Counted(8, 4)"
+    with pytest.raises(TypeError):
+        LayerDesc(lambda x: x)
+    layer = nn.Linear(6, 8)
+    before = layer.weight.numpy().tobytes()
+    with job(2):
+        first, second = pipeline([layer, description]).layers.run_function
+    assert first is layer
+    assert layer.weight.numpy().tobytes() == before
+    assert isinstance(second, Counted)
+
+
+def test_each_layer_gets_one_argument_unchanged() -> None:
+    seen: list[Any] = []
+
+    def fork(x: Any) -> Any:
+        return x, (x * 2,), [x * 3]
+
+    def note(*arguments: Any) -> Any:
+        seen.append(arguments)
+        return arguments[0]
+
+    def join(value: Any) -> Any:
+        first, (second,), (third,) = value
+        return first + second + third
+
+    entries = [LayerDesc(nn.Linear, 6, 6), fork, note, note, join, LayerDesc(nn.Linear, 6, 4)]
+    results = []
+    # Cut nowhere, and between the two that note.
+    for cut in ([0], [0, 3]):
+        seen.clear()
+        with job(len(cut)):
+            model = pipeline(entries, seg_method=cut)
+            results.append(model.train_batch(batch(), sgd(model)).numpy().tobytes())
+        assert len(seen) == 2 * 4
+        for (value,) in seen:
+            assert [type(part) for part in value[1:]] == [tuple, list]
+    assert results[0] == results[1]
+
+
+def test_fewer_layers_than_stages_are_refused_with_both_numbers() -> None:
+    with job(4), pytest.raises(PartitionError) as caught:
+        pipeline([LayerDesc(nn.Linear, 6, 6), LayerDesc(nn.Linear, 6, 4)])
+    assert "4" in str(caught.value)
+    assert "2" in str(caught.value)
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, 0), (1, 1)])
+def test_a_rank_without_parameters_is_told_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, told: int
+) -> None:
+    tell_once.cache_clear()
+    with job(2), monkeypatch.context() as played:
+        running = current_job()
+        assert running is not None
+        played.setattr(running, "local", False)
+        played.setattr(running.hcg, "get_stage_id", lambda: rank)
+        PipelineLayer([LayerDesc(nn.Linear, 6, 4), nn.functional.relu], num_stages=2)
+    notice = f"fleetpipe: the layers of rank {rank} of the pipeline have no parameters"
+    assert capsys.readouterr().err.count(notice) == told
+
+
+@pytest.mark.skipif(not NEWER, reason="2.6.2 has no LayerSpec")
+def test_a_layer_spec_describes_a_layer() -> None:
+    spec = meta_parallel.LayerSpec
+    by_name = spec(("paddle.nn", "Linear"), {"in_features": 8, "out_features": 4})
+    wide = spec(nn.Linear, {"in_features": 6})
+    entries = [
+        LayerDesc(wide, out_features=8),
+        nn.functional.tanh,
+        SharedLayerDesc("k", spec(nn.Linear, {"in_features": 8, "out_features": 8})),
+        SharedLayerDesc("k", spec(nn.Linear, {"in_features": 8, "out_features": 8})),
+        LayerDesc(by_name),
+    ]
+    with job(2):
+        model = pipeline(entries)
+        assert [name for name, _ in model.layers.named_parameters()][::2] == [
+            "shared_layers.k.weight",
+            "0.weight",
+            "4.weight",
+        ]
+        assert float(model.train_batch(batch(), sgd(model))) > 0
+    with job(2):
+        # The name of a class given as (module, name) is not known before it is built.
+        assert pipeline(entries, seg_method="layer:Linear$|tanh").layers.segment_parts == [0, 2, 5]
+    # Building wrote nothing into a specification that another entry may use.
+    assert wide.extra_kwargs == {"in_features": 6}
+    layer = meta_parallel.build_spec_layer(wide, out_features=3)
+    assert layer.weight.shape == [6, 3]
+
+
+def test_building_leaves_the_random_streams_as_they_were() -> None:
+    tracker = meta_parallel.get_rng_state_tracker()
+    tracker.reset()
+    paddle.seed(3)
+    tracker.add("stream", 11)
+
+    def draw() -> tuple[list[float], list[float]]:
+        with tracker.rng_state("stream"):
+            theirs = paddle.rand([2]).tolist()
+        return paddle.rand([2]).tolist(), theirs
+
+    class Random(nn.Linear):
+        def __init__(self) -> None:
+            with tracker.rng_state("stream"):
+                super().__init__(4, 4)
+
+    try:
+        first = PipelineLayer([LayerDesc(Random), LayerDesc(Random)], num_stages=1)
+        found = draw()
+        weights = [layer.weight.tolist() for layer in first.run_function]
+        # Two layers do not begin with the same numbers.
+        assert weights[0] != weights[1]
+        tracker.reset()
+        paddle.seed(3)
+        tracker.add("stream", 11)
+        assert draw() == found
+    finally:
+        tracker.reset()
+
+
+def test_weights_depend_on_the_place_in_the_list_alone() -> None:
+    found: list[Any] = []
+    for ranks, seed in ((1, 1), (3, 2)):
+        paddle.seed(seed)
+        with job(ranks):
+            layers = pipeline().layers
+            found.append({n: t.numpy().tobytes() for n, t in layers.state_dict().items()})
+    assert found[0] == found[1]
+    paddle.seed(1234 + 2)
+    assert nn.Linear(8, 8).weight.numpy().tobytes() == found[0]["2.weight"]
+
+
+def test_a_description_that_its_constructor_does_not_take_is_named() -> None:
+    layers = [LayerDesc(nn.Linear, 3, 4), LayerDesc(nn.Linear, 3)]
+    with pytest.raises(ConfigError, match=r"layer 1 \(Linear\) cannot be built") as raised:
+        PipelineLayer(layers, num_stages=1)
+    assert "arguments (3,), {}" in str(raised.value)
+    assert "TypeError" in str(raised.value)

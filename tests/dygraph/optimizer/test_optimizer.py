@@ -1,0 +1,390 @@
+"""Optimizers of a pipeline against Paddle's own on the single model, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import (
+    HybridParallelOptimizer,
+)
+
+from fleetpipe import fleet
+from fleetpipe.errors import ConfigError
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from fleetpipe.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
+from fleetpipe.job.say_once import tell_once
+from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd
+
+Make = Callable[[list[Any]], Any]
+optimizers = paddle.optimizer
+
+
+def single_step(model: Any, optimizer: Any, data: Any, loss_of: Any, pieces: int = 4) -> None:
+    """Trains a single model on the micro-batches of a batch."""
+    for number in range(pieces):
+        inputs, labels = (tensor[number * ROWS : (number + 1) * ROWS] for tensor in data)
+        (loss_of(model(inputs), labels) * (1 / pieces)).backward()
+    optimizer.step()
+    optimizer.clear_grad()
+
+
+def assert_same_training(
+    make: Make, schedule: str = "1F1B", scheduler: Callable[[], Any] | None = None
+) -> Any:
+    """Trains a pipeline in one process and the single model; returns the pipeline's optimizer.
+
+    With ``scheduler`` the optimizers are made with a rate of their own each.
+    """
+    with job(3, schedule=schedule):
+        model = pipeline()
+        single = model.layers.single_model()
+        single.set_state_dict(model.layers.full_state_dict())
+        rates = [None, None] if scheduler is None else [scheduler(), scheduler()]
+        made = [
+            make(parameters) if rate is None else make(parameters, rate)  # type: ignore[call-arg]
+            for parameters, rate in zip((model.parameters(), single.parameters()), rates)
+        ]
+        optimizer = fleet.distributed_optimizer(made[0])
+        start = bits(single.state_dict())
+        for step in range(4):
+            data = batch(seed=step)
+            model.train_batch(data, optimizer, rates[0])
+            single_step(single, made[1], data, nn.functional.cross_entropy)
+            if rates[1] is not None:
+                rates[1].step()
+            assert bits(model.layers.full_state_dict()) == bits(single.state_dict()), step
+            assert optimizer.get_lr() == made[1].get_lr()
+        assert all(value != start[name] for name, value in bits(single.state_dict()).items())
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: optimizers.SGD(0.1, parameters=p, weight_decay=0.01),
+    "Momentum": lambda p: optimizers.Momentum(0.1, parameters=p, use_nesterov=True),
+    "Adam": lambda p: optimizers.Adam(0.01, parameters=p),
+    "AdamW": lambda p: optimizers.AdamW(0.01, parameters=p, weight_decay=0.1),
+    "Adamax": lambda p: optimizers.Adamax(0.01, parameters=p),
+    "Adagrad": lambda p: optimizers.Adagrad(0.1, parameters=p),
+    "Adadelta": lambda p: optimizers.Adadelta(0.5, parameters=p),
+    "RMSProp": lambda p: optimizers.RMSProp(0.01, parameters=p, centered=True),
+    "Lamb": lambda p: optimizers.Lamb(0.01, parameters=p),
+    "a global norm": lambda p: optimizers.Adam(
+        0.01, parameters=p, grad_clip=nn.ClipGradByGlobalNorm(0.1)
+    ),
+    "a global norm that is not reached": lambda p: optimizers.Adam(
+        0.01, parameters=p, grad_clip=nn.ClipGradByGlobalNorm(1e3)
+    ),
+    "a global norm only where it is passed": lambda p: optimizers.Adam(
+        0.01, parameters=p, grad_clip=nn.ClipGradByGlobalNorm(1.0, auto_skip_clip=True)
+    ),
+    "a norm for each": lambda p: optimizers.SGD(
+        0.1, parameters=p, grad_clip=nn.ClipGradByNorm(0.05)
+    ),
+    "a largest value": lambda p: optimizers.SGD(
+        0.1, parameters=p, grad_clip=nn.ClipGradByValue(0.01)
+    ),
+}
+
+
+# Not in Paddle 2.6.2.
+NEWER: dict[str, Make] = {
+    "NAdam": lambda p: optimizers.NAdam(0.01, parameters=p),
+    "RAdam": lambda p: optimizers.RAdam(0.01, parameters=p),
+    "ASGD": lambda p: optimizers.ASGD(0.1, batch_num=2, parameters=p),
+    "Rprop": lambda p: optimizers.Rprop(0.01, parameters=p),
+}
+OPTIMIZERS.update({name: make for name, make in NEWER.items() if hasattr(optimizers, name)})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_and_clip_trains_as_on_one_device(name: str) -> None:
+    assert_same_training(OPTIMIZERS[name])
+
+
+def in_groups(parameters: list[Any]) -> Any:
+    """Weights and biases with rates, decay and clips of their own."""
+    return optimizers.AdamW(
+        0.01,
+        parameters=[
+            {"params": [p for p in parameters if len(p.shape) > 1], "weight_decay": 0.2},
+            {
+                "params": [p for p in parameters if len(p.shape) == 1],
+                "learning_rate": 0.5,
+                "grad_clip": nn.ClipGradByNorm(0.02),
+            },
+        ],
+        grad_clip=nn.ClipGradByGlobalNorm(0.1),
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_parameter_groups_keep_their_options(schedule: str) -> None:
+    optimizer = assert_same_training(in_groups, schedule)
+    # One group has a norm; that of the other is local.
+    assert optimizer.gradient_norm > 0
+
+
+def test_what_needs_no_clip_is_neither_counted_nor_clipped() -> None:
+    def make(parameters: list[Any]) -> Any:
+        parameters[0].need_clip = False
+        return OPTIMIZERS["a global norm"](parameters)
+
+    assert_same_training(make)
+
+
+def test_a_schedule_of_rates_advances_once_for_each_batch() -> None:
+    def make(parameters: list[Any], rate: Any) -> Any:
+        return optimizers.SGD(rate, parameters=parameters)
+
+    assert_same_training(
+        make, scheduler=lambda: optimizers.lr.StepDecay(0.2, step_size=1, gamma=0.5)
+    )
+
+
+def test_the_optimizer_is_fleets_to_the_outside() -> None:
+    with job(2):
+        model = pipeline()
+        theirs = optimizers.Adam(0.01, parameters=model.parameters())
+        optimizer = fleet.distributed_optimizer(theirs)
+        assert isinstance(optimizer, HybridParallelOptimizer)
+        assert optimizer._inner_opt is optimizer.wrapped is theirs
+        assert optimizer.gradient_norm is None
+        optimizer.set_lr(0.5)
+        assert optimizer.get_lr() == theirs.get_lr() == 0.5
+        assert optimizer._parameter_list is theirs._parameter_list
+        model.forward_backward_pipeline(batch())
+        assert model.parameters()[0].grad is not None
+        before = bits(model.state_dict())
+        _, pairs = optimizer.minimize(paddle.zeros([]))
+        assert len(pairs) == len(model.parameters())
+        assert all(value != before[name] for name, value in bits(model.state_dict()).items())
+        optimizer.clear_grad(set_to_zero=False)
+        assert model.parameters()[0].grad is None
+
+
+@pytest.mark.parametrize("by", [lambda p: p, lambda p: p.name])
+def test_minimize_updates_what_it_is_told_alone(by: Any) -> None:
+    with job(2):
+        model = pipeline()
+        first, second, third, *others = model.parameters()
+        clip = nn.ClipGradByGlobalNorm(0.1)
+        optimizer = fleet.distributed_optimizer(
+            optimizers.SGD(0.1, parameters=[second, third, *others], grad_clip=clip)
+        )
+        model.forward_backward_pipeline(batch())
+        before = [p.numpy().tobytes() for p in model.parameters()]
+        # None of the optimizer's: Paddle takes an empty list for all.
+        assert optimizer.minimize(paddle.zeros([]), parameters=[by(first)]) == ([], [])
+        assert [p.numpy().tobytes() for p in model.parameters()] == before
+        _, pairs = optimizer.minimize(
+            paddle.zeros([]), parameters=[by(second), by(third)], no_grad_set={by(third)}
+        )
+        assert [parameter.name for parameter, _ in pairs] == [second.name]
+        after = [p.numpy().tobytes() for p in model.parameters()]
+        assert [i for i, bytes_ in enumerate(after) if bytes_ != before[i]] == [1]
+
+
+def test_a_clip_that_is_put_in_later_counts_too() -> None:
+    def make(parameters: list[Any]) -> Any:
+        return optimizers.SGD(0.1, parameters=parameters)
+
+    with job(2):
+        model = pipeline()
+        optimizer = fleet.distributed_optimizer(make(model.parameters()))
+        optimizer.wrapped._grad_clip = nn.ClipGradByGlobalNorm(0.1)
+        model.train_batch(batch(), optimizer)
+        assert optimizer.gradient_norm > 0
+
+
+def test_the_state_of_an_optimizer_goes_round() -> None:
+    ends = []
+    saved: Any = None
+    for resumed in (False, True):
+        with job(2), paddle.utils.unique_name.guard():
+            model = pipeline()
+            optimizer = fleet.distributed_optimizer(
+                optimizers.Adam(0.01, parameters=model.parameters())
+            )
+            if resumed:
+                weights, moments = saved
+                model.set_state_dict(weights)
+                optimizer.set_state_dict(moments)
+            else:
+                model.train_batch(batch(seed=0), optimizer)
+                saved = (
+                    {name: tensor.clone() for name, tensor in model.state_dict().items()},
+                    {
+                        name: value.clone() if isinstance(value, paddle.Tensor) else value
+                        for name, value in optimizer.state_dict().items()
+                    },
+                )
+            model.train_batch(batch(seed=1), optimizer)
+            ends.append(bits(model.state_dict()))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_an_optimizer_on_the_wrong_parameters_is_refused(groups: bool) -> None:
+    with job(2):
+        model = pipeline()
+        other = [*nn.Linear(6, 8).parameters()]
+        for parameters in (other, [*model.parameters(), *other]):
+            listed = [{"params": parameters}] if groups else parameters
+            theirs = optimizers.SGD(0.1, parameters=listed)
+            with pytest.raises(ConfigError, match=f"wrong parameters(.|\n)*{other[0].name}"):
+                model.train_batch(batch(), fleet.distributed_optimizer(theirs))
+        frozen = nn.Linear(6, 8)
+        for parameter in frozen.parameters():
+            parameter.stop_gradient = True
+        theirs = optimizers.SGD(0.1, parameters=frozen.parameters())
+        with pytest.raises(ConfigError, match="none of them, 2 in all"):
+            model.train_batch(batch(), fleet.distributed_optimizer(theirs))
+
+
+def test_an_optimizer_may_leave_out_what_is_not_to_be_trained() -> None:
+    with job(2):
+        model = pipeline()
+        kept, *trained = model.parameters()
+        before = kept.numpy().tobytes()
+        theirs = optimizers.SGD(0.1, parameters=trained)
+        model.train_batch(batch(), fleet.distributed_optimizer(theirs))
+        assert kept.numpy().tobytes() == before
+
+
+def test_an_optimizer_of_the_models_loss_is_right() -> None:
+    class Loss(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = self.create_parameter([1])
+
+        def forward(self, output: Any, label: Any) -> Any:
+            return nn.functional.cross_entropy(output * self.scale, label)
+
+    with job(2):
+        loss = Loss()
+        model = pipeline(loss_fn=loss)
+        own = {id(p): p for p in [*model.parameters(), *loss.parameters()]}
+        theirs = optimizers.SGD(0.1, parameters=list(own.values()))
+        before = loss.scale.numpy().tobytes()
+        model.train_batch(batch(), fleet.distributed_optimizer(theirs))
+        assert loss.scale.numpy().tobytes() != before
+
+
+def test_an_optimizer_that_needs_several_losses_in_a_step_is_refused() -> None:
+    with job(2):
+        model = pipeline()
+        with pytest.raises(ConfigError, match="LBFGS"):
+            fleet.distributed_optimizer(optimizers.LBFGS(parameters=model.parameters()))
+
+
+def test_an_optimizer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job(2):
+        model = pipeline()
+        optimizer = sgd(model)
+        model.train_batch(batch(), optimizer)
+        monkeypatch.setattr("fleetpipe.dygraph.optimizer.optimizer._require_parameters_of", None)
+        model.train_batch(batch(), optimizer)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+@pytest.mark.parametrize("wrap", ["discarded", "kept"])
+def test_gradients_in_float32_of_a_mixed_precision_layer(schedule: str, wrap: str) -> None:
+    def make(parameters: list[Any]) -> Any:
+        return MixPrecisionOptimizer(OPTIMIZERS["a global norm"](parameters))
+
+    with job(3, schedule=schedule):
+        topology = fleet.get_hybrid_communicate_group().topology()
+        layers = PipelineLayer(mlp_layers(), topology=topology, loss_fn=nn.CrossEntropyLoss())
+        single = layers.single_model()
+        single.set_state_dict(layers.full_state_dict())
+        mixed = MixPrecisionLayer(layers, dtype="bfloat16")
+        model = fleet.distributed_model(mixed if wrap == "kept" else layers)
+        optimizer, theirs = make(layers.parameters()), make(single.parameters())
+        optimizer = fleet.distributed_optimizer(optimizer)
+        mixed_single = MixPrecisionLayer(single, dtype="bfloat16")
+        for step in range(3):
+            data = batch(seed=step)
+            model.train_batch(data, optimizer)
+            assert layers.parameters()[0].grad is None
+            assert layers.parameters()[0].main_grad.dtype == paddle.float32
+            single_step(mixed_single, theirs, data, nn.functional.cross_entropy)
+            assert bits(layers.full_state_dict()) == bits(single.state_dict())
+
+
+class Scale(nn.Layer):
+    """A product that Paddle has for bfloat16 on CPU; it has none of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        uniform = nn.initializer.Uniform(0.5, 1.5)
+        self.weight = self.create_parameter([8], default_initializer=uniform)
+
+    def forward(self, x: Any) -> Any:
+        assert x.dtype == self.weight.dtype
+        return x * self.weight
+
+
+def require_bfloat16() -> None:
+    """Skips where Paddle cannot do in bfloat16 on this CPU what the test asks of it."""
+    table, weight = (paddle.ones([3, 8]).astype("bfloat16") for _ in range(2))
+    table.stop_gradient = weight.stop_gradient = False
+    try:
+        found = nn.functional.embedding(paddle.to_tensor([1, 2, 0]), table) * weight
+        found.astype("float32").sum().backward()
+    except RuntimeError as error:
+        pytest.skip(f"no bfloat16 on this CPU: {str(error).strip().splitlines()[-1]}")
+
+
+def test_bfloat16_parameters_are_computed_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_bfloat16()
+    # As on a CPU without AVX-512, where Layer.bfloat16() keeps float32.
+    monkeypatch.setattr(paddle.amp, "is_bfloat16_supported", lambda device=None: False)
+
+    def loss_of(output: Any, label: Any) -> Any:
+        assert output.dtype == paddle.bfloat16
+        return nn.functional.cross_entropy(output.astype("float32").mean(1), label)
+
+    numbers = np.random.default_rng(0)
+    data = [
+        paddle.to_tensor(numbers.integers(0, 11, (8, 5))),
+        paddle.to_tensor(numbers.integers(0, 8, (8, 1))),
+    ]
+    with job(2):
+        model = pipeline([LayerDesc(nn.Embedding, 11, 8), *[LayerDesc(Scale)] * 3], loss_fn=loss_of)
+        single = model.layers.single_model()
+        single.set_state_dict(model.layers.full_state_dict())
+        model.layers.to(dtype="bfloat16")
+        single.to(dtype="bfloat16")
+        optimizer = sgd(model, 1.0)
+        theirs = optimizers.SGD(1.0, parameters=single.parameters())
+        for _ in range(3):
+            before = bits(single.state_dict())
+            model.train_batch(data, optimizer)
+            single_step(single, theirs, data, loss_of)
+            assert bits(model.layers.full_state_dict()) == bits(single.state_dict()) != before
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_mixed_precision_by_strategy_is_float32_on_cpu_and_that_is_told_once(
+    level: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tell_once.cache_clear()
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"pp_degree": 2}
+    strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": ROWS}
+    strategy.amp = True
+    strategy.amp_configs = {"use_pure_bf16": level == "O2"}
+    for _ in range(2):
+        fleet.init(is_collective=True, strategy=strategy)
+        try:
+            model = pipeline()
+            assert model.train_batch(batch(), sgd(model)).dtype == paddle.float32
+            assert {p.dtype for p in model.parameters()} == {paddle.float32}
+        finally:
+            fleet.shutdown()
+    assert capfd.readouterr().err.count("strategy.amp has no effect on CPU") == 1

@@ -1,0 +1,152 @@
+"""GradScalers: one verdict and one state for all ranks, the bits of Paddle's own where alone."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.amp import grad_scaler
+from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionScaler
+
+from fleetpipe import fleet
+from fleetpipe.dygraph.optimizer import scaler as scaling
+from fleetpipe.errors import ConfigError
+from tests.groups import members, on_all
+from tests.pipelines import batch, bits, job, pipeline, sgd
+from tests.scalers import enabled_scaler, half_precision
+
+
+def states(scaler: Any) -> tuple[float, int, int]:
+    state = scaler.state_dict()
+    return float(state["scale"].item()), state["incr_count"], state["decr_count"]
+
+
+@pytest.mark.parametrize("scale", [1024.0, 1000.0])
+def test_scaled_training_has_the_bits_of_paddles_own_scaler(scale: float) -> None:
+    arguments = {"init_loss_scaling": scale, "incr_every_n_steps": 2}
+    with job(3), half_precision():
+        model = pipeline()
+        single = model.layers.single_model()
+        single.set_state_dict(model.layers.full_state_dict())
+        optimizer = sgd(model)
+        theirs = paddle.optimizer.SGD(0.1, parameters=single.parameters())
+        ours, stock = enabled_scaler(**arguments), enabled_scaler(**arguments)
+        for step in range(5):
+            data = batch(seed=step)
+            model.train_batch(data, optimizer, scaler=ours)
+            for number in range(4):
+                inputs, labels = (tensor[number * 2 : number * 2 + 2] for tensor in data)
+                loss = nn.functional.cross_entropy(single(inputs), labels) * 0.25
+                stock.scale(loss).backward()
+            stock.step(theirs)
+            stock.update()
+            theirs.clear_grad()
+            assert bits(model.layers.full_state_dict()) == bits(single.state_dict())
+            assert states(ours) == states(stock)
+        assert states(ours)[0] == 4 * scale
+
+
+@pytest.mark.parametrize("wrap", [lambda scaler: scaler, MixPrecisionScaler])
+def test_a_gradient_that_overflows_skips_the_step_and_lowers_the_scale(wrap: Any) -> None:
+    with job(2), half_precision():
+        model = pipeline()
+        optimizer = sgd(model)
+        scaler = enabled_scaler(init_loss_scaling=1024.0)
+        weight = model.parameters()[0]
+        hook = weight.register_hook(lambda gradient: gradient * float("inf"))
+        before = bits(model.state_dict())
+        rate = paddle.optimizer.lr.StepDecay(0.1, step_size=1)
+        model.train_batch(batch(), optimizer, rate, scaler=wrap(scaler))
+        assert bits(model.state_dict()) == before
+        # The rate goes by batches, whether they stepped or not.
+        assert rate.last_epoch == 1
+        assert states(scaler) == (512.0, 0, 0)
+        hook.remove()
+        expected = float(model.eval_batch(batch(), compute_loss=True))
+        loss = model.train_batch(batch(), optimizer, scaler=wrap(scaler))
+        assert (float(loss), loss.stop_gradient) == (expected, True)  # without the scale
+        assert bits(model.state_dict()) != before
+        assert states(scaler) == (512.0, 1, 0)
+
+
+def verdicts(found: list[bool], scales: list[float], monkeypatch: Any) -> list[Any]:
+    """By how much each rank of a job moves a weight, after what it has found itself."""
+    ranks = len(found)
+    here = threading.local()
+    monkeypatch.setattr(scaling, "current_job", lambda: here)
+    groups = members(ranks)
+
+    def run(rank: int) -> float:
+        here.everyone = lambda: groups[rank]
+        linear = nn.Linear(1, 1)
+        scaler = scaling.agreeing(enabled_scaler(init_loss_scaling=scales[rank]))
+        optimizer = paddle.optimizer.SGD(1.0, parameters=linear.parameters())
+        before = linear.weight.numpy()
+        linear.weight.grad = paddle.full([1, 1], float("nan") if found[rank] else scales[rank])
+        scaler.step(optimizer)
+        return float((before - linear.weight.numpy()).item())
+
+    return on_all(ranks, run)
+
+
+def test_all_ranks_step_or_none(monkeypatch: Any) -> None:
+    assert verdicts([False, True, False], [8.0] * 3, monkeypatch) == [0.0] * 3
+    assert np.allclose(verdicts([False] * 3, [8.0] * 3, monkeypatch), 1.0)
+
+
+def test_scalers_in_other_states_are_refused_on_every_rank(monkeypatch: Any) -> None:
+    for result in verdicts([False] * 3, [8.0, 8.0, 4.0], monkeypatch):
+        assert isinstance(result, ConfigError)
+        assert "ranks 0 and 2" in str(result)
+        assert "'scale': 4.0" in str(result)
+
+
+def test_unscaling_twice_in_one_step_is_refused() -> None:
+    with job(2):
+        model = pipeline()
+        scaler = fleet.distributed_scaler(enabled_scaler())
+        optimizer = sgd(model)
+        scaler.unscale_(optimizer)
+        with pytest.raises(ConfigError, match="unscaled before"):
+            scaler.unscale_(optimizer)
+
+
+def test_a_scaler_that_switches_itself_off_does_so_before_the_first_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Paddle's auto_cast leaves the dtype that it was last used with there.
+    monkeypatch.setattr(grad_scaler.amp_global_state(), "amp_dtype", "float32")
+    with job(2):
+        model = pipeline()
+        scaler = enabled_scaler()
+        with pytest.warns(UserWarning, match="not recommended"):
+            model.train_batch(batch(), sgd(model), scaler=scaler)
+        assert not scaler.is_enable()
+
+
+def test_a_scaler_on_cpu_trains_as_none_does_and_that_is_told_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    results = []
+    scaling.tell_once.cache_clear()
+    for scaler in (None, fleet.distributed_scaler):
+        with job(2):
+            model = pipeline()
+            made = None if scaler is None else scaler(paddle.amp.GradScaler(enable=False))
+            optimizer = sgd(model)
+            for seed in range(2):
+                model.train_batch(batch(seed=seed), optimizer, scaler=made)
+            results.append(bits(model.state_dict()))
+    assert results[0] == results[1]
+    assert capfd.readouterr().err.count("a GradScaler does nothing on CPU") == 1
+
+
+def test_a_scaler_without_a_loss_is_refused() -> None:
+    with job(2):
+        model = pipeline(loss_fn=None)
+        with half_precision(), pytest.raises(ConfigError, match="no loss function"):
+            model.train_batch(batch(), sgd(model), scaler=enabled_scaler())

@@ -1,0 +1,279 @@
+"""Fleet's checkpoint folders, state dicts and the state of optimizers: written and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+from paddle.distributed.fleet.meta_parallel import PipelineLayer as StockPipelineLayer
+
+from fleetpipe import fleet
+from fleetpipe.dygraph.state import files
+from fleetpipe.errors import CheckpointError
+from fleetpipe.fleet import meta_parallel
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+from tests.dygraph import tied
+from tests.dygraph.models import MODELS
+from tests.pipelines import batch, bits, job, mlp_layers, pipeline
+
+IN_THE_SECOND_CHUNK = [f"{layer:02d}-virtual_pp_stage_01" for layer in (4, 6, 7)]
+WEIGHT = "shared_layers.embed.table.weight"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name.replace("-model_states.pdparams", "") for path in folder.iterdir())
+
+
+def moved(layers: Any) -> dict[str, bytes]:
+    """Gives every parameter other values; returns the bits of all."""
+    for parameter in layers.parameters():
+        parameter.set_value(paddle.randn(parameter.shape))
+    return bits(layers.full_state_dict())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "chunks", "expected"),
+    [
+        (2, "1F1B", None, ["00", "02", "04", "06", "07"]),
+        (
+            2,
+            "Interleaved1F1B",
+            2,
+            ["00-virtual_pp_stage_00", "02-virtual_pp_stage_00", *IN_THE_SECOND_CHUNK],
+        ),
+        (
+            2,
+            "ZBV",
+            None,
+            ["00-virtual_pp_stage_00", "02-virtual_pp_stage_00", *IN_THE_SECOND_CHUNK],
+        ),
+    ],
+)
+def test_each_layer_has_a_file_under_fleets_name(
+    tmp_path: Path, ranks: int, schedule: str, chunks: int | None, expected: list[str]
+) -> None:
+    # 0 1 | 2 3 | 4 5 | 6 7: functions at 1, 3 and 5 have none, a layer without parameters has one.
+    layers = [*mlp_layers(), LayerDesc(nn.Identity)]
+    with job(ranks, 4, schedule):
+        model = pipeline(layers, num_virtual_pipeline_stages=chunks).layers
+        model.save_state_dict(tmp_path / "new" / "folder")
+    assert names(tmp_path / "new" / "folder") == [f"layer_{name}-tensor_00" for name in expected]
+
+
+@pytest.mark.parametrize("reader", [(1, "1F1B", None), (3, "ZBH1", None), (2, "ZBV", None)])
+@pytest.mark.parametrize("writer", [(2, "1F1B", None), (2, "Interleaved1F1B", 3)])
+def test_a_folder_is_read_by_any_number_of_ranks_and_chunks(
+    tmp_path: Path, writer: tuple[int, str, int | None], reader: tuple[int, str, int | None]
+) -> None:
+    for turn, (ranks, schedule, chunks) in enumerate((writer, reader)):
+        with job(ranks, 4, schedule):
+            layers = pipeline(
+                tied.layers(), loss_fn=tied.loss, num_virtual_pipeline_stages=chunks
+            ).layers
+            if turn == 0:
+                expected = moved(layers)
+                layers.save_state_dict(str(tmp_path))
+            else:
+                assert bits(layers.full_state_dict()) != expected
+                layers.set_state_dir(str(tmp_path))
+                assert bits(layers.full_state_dict()) == expected
+
+
+@pytest.mark.skipif(
+    not hasattr(meta_parallel, "LayerSpec"), reason="2.6.2 cannot build a PipelineLayer alone"
+)
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_what_stock_fleet_wrote_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int | None
+) -> None:
+    fleet.shutdown()
+    # Without this attribute, which CPU wheels lack, Paddle's class cannot be built there.
+    monkeypatch.setattr(paddle.distributed.ParallelEnv, "device_id", 0, raising=False)
+    entries = [*tied.layers(), LayerDesc(nn.Identity)]
+    options: dict[str, Any] = {"num_stages": 1, "loss_fn": tied.loss}
+    if chunks:
+        options.update(num_virtual_pipeline_stages=chunks, seg_method="layer:FeedForward")
+    stock = StockPipelineLayer(layers=entries, **options)
+    for parameter in stock.parameters():
+        parameter.set_value(paddle.randn(parameter.shape))
+    stock.save_state_dict(str(tmp_path / "theirs"))
+    ours = PipelineLayer(entries, **options)
+    ours.set_state_dir(tmp_path / "theirs")
+    for mine, theirs in zip(ours.parameters(), stock.parameters()):
+        assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+    if chunks is None:
+        assert list(ours.state_dict()) == list(stock.state_dict())
+    ours.save_state_dict(tmp_path / "ours")
+    assert names(tmp_path / "ours") == names(tmp_path / "theirs")
+    for parameter in stock.parameters():
+        parameter.set_value(paddle.zeros(parameter.shape))
+    stock.set_state_dir(str(tmp_path / "ours"))
+    for mine, theirs in zip(ours.parameters(), stock.parameters()):
+        assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("functions", "written"),
+    [
+        ((None, tied.logits), [0]),
+        ((tied.logits, None), [2]),
+        ((tied.logits, tied.logits), [0]),
+        ((None, None), [0, 2]),
+    ],
+)
+def test_a_shared_layer_is_written_where_it_is_called(
+    tmp_path: Path, functions: tuple[Any, Any], written: list[int]
+) -> None:
+    entries = [tied.tied(functions[0]), nn.functional.relu, tied.tied(functions[1])]
+    layers = PipelineLayer(entries, num_stages=1)
+    expected = moved(layers)
+    layers.save_state_dict(tmp_path)
+    assert names(tmp_path) == [f"layer_{index:02d}-tensor_00" for index in written]
+    moved(layers)
+    layers.set_state_dir(tmp_path)
+    assert bits(layers.full_state_dict()) == expected
+
+
+def test_what_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
+    layers = PipelineLayer(mlp_layers(), num_stages=1)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        layers.set_state_dir(tmp_path / "nowhere")
+    layers.save_state_dict(tmp_path)
+    expected = moved(layers)
+    last = tmp_path / "layer_06-tensor_00-model_states.pdparams"
+    kept = last.read_bytes()
+    for contents, message in [
+        (None, r"layer 6 was not saved[\s\S]*layer_06-tensor_\*"),
+        ({"weight": paddle.ones([8, 5]), "bias": paddle.ones([4])}, r"shape \[8, 4\]"),
+        ({"weight": paddle.ones([8, 4])}, r"'bias' in layer_06[\s\S]*nothing of that name"),
+        (
+            {"weight": paddle.ones([8, 4], "float64"), "bias": paddle.ones([4])},
+            r"expected: shape \[8, 4\] of float32\s+got: shape \[8, 4\] of float64",
+        ),
+        ({"weight": [1], "bias": paddle.ones([4])}, r"got: a list"),
+        (b"", "it is empty"),
+        (kept[:-100], "layer_06-tensor_00-model_states.pdparams is not what paddle.save writes"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", r"the name 'os\.system'"),
+    ]:
+        last.unlink()
+        if isinstance(contents, bytes):
+            last.write_bytes(contents)
+        elif contents is not None:
+            paddle.save(contents, str(last))
+        with pytest.raises(CheckpointError, match=message):
+            layers.set_state_dir(tmp_path)
+        assert bits(layers.full_state_dict()) == expected
+        last.touch()
+    for chunk in (0, 1):
+        name = f"layer_06-virtual_pp_stage_{chunk:02d}-tensor_00-model_states.pdparams"
+        (tmp_path / name).write_bytes(kept)
+    last.unlink()
+    with pytest.raises(CheckpointError, match="layer 6 was saved here as part of several chunks"):
+        layers.set_state_dir(tmp_path)
+
+
+def test_values_of_another_dtype_change_nothing() -> None:
+    layers = PipelineLayer(mlp_layers(), num_stages=1)
+    expected = moved(layers)
+    state = {name: value + 1 for name, value in layers.full_state_dict().items()}
+    last = list(state)[-1]
+    for wrong in (state[last].astype("float64"), state[last].numpy().astype("float64")):
+        with pytest.raises(CheckpointError, match=rf"'{last}' does not fit[\s\S]*float64"):
+            layers.load_from({**state, last: wrong})
+    assert bits(layers.full_state_dict()) == expected
+    layers.load_from(state)
+    assert bits(layers.full_state_dict()) != expected
+
+
+def test_slices_are_read_as_fleet_assigns_them(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    for tensor_slice in range(4):
+        layer.bias.set_value(paddle.full([2], float(tensor_slice)))
+        files.save(tmp_path, {files.Place(104, None): layer}, tensor_slice)
+    files.save(tmp_path, {files.Place(10, None): nn.Linear(2, 2)}, 0)
+    assert names(tmp_path)[1:3] == ["layer_104-tensor_00", "layer_104-tensor_01"]
+    for tensor_slice, slices, expected in [(1, 4, 1), (1, 2, 2), (0, 1, 0), (5, 8, 2)]:
+        files.load(tmp_path, {files.Place(104, None): layer}, tensor_slice, slices)
+        assert layer.bias.tolist() == [expected, expected]
+
+
+def test_the_first_replica_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = PipelineLayer(mlp_layers(), num_stages=1)
+    monkeypatch.setattr(PipelineLayer, "_replica", lambda _: 1)
+    layers.save_state_dict(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
+def test_state_dicts_have_fleets_keys(schedule: str) -> None:
+    with job(2, 4, schedule):
+        model = pipeline(tied.layers(), loss_fn=tied.loss)
+        state = model.state_dict()
+        assert list(state)[:2] == ["_layers.shared_layers.embed.scale", f"_layers.{WEIGHT}"]
+        assert list(state) == [f"_layers.{name}" for name in model.layers.state_dict()]
+        saved = {name: tensor.numpy() for name, tensor in state.items()}
+        expected = bits(model.layers.state_dict())
+        moved(model.layers)
+        missing, unexpected = model.set_state_dict(saved)
+        assert (missing, unexpected) == ([], [])
+        assert bits(model.layers.state_dict()) == expected
+
+
+def test_training_goes_on_after_a_reload_with_the_same_bits(tmp_path: Path) -> None:
+    def train(model: Any, optimizer: Any, rate: Any, steps: range) -> list[bytes]:
+        losses = [model.train_batch(batch(seed=s), optimizer, rate) for s in steps]
+        return [loss.numpy().tobytes() for loss in losses]
+
+    def fresh() -> tuple[Any, Any, Any]:
+        model = pipeline()
+        rate = paddle.optimizer.lr.StepDecay(0.05, step_size=2, gamma=0.3)
+        adam = paddle.optimizer.Adam(rate, parameters=model.parameters(), weight_decay=0.1)
+        return model, fleet.distributed_optimizer(adam), rate
+
+    with job(2, 4, "ZBH1"), paddle.utils.unique_name.guard():
+        model, optimizer, rate = fresh()
+        train(model, optimizer, rate, range(3))
+        paddle.save(model.state_dict(), str(tmp_path / "model.pdparams"))
+        paddle.save(optimizer.state_dict(), str(tmp_path / "model.pdopt"))
+        further = train(model, optimizer, rate, range(3, 7))
+        end = bits(model.state_dict())
+    with job(2, 4, "ZBH1"), paddle.utils.unique_name.guard():
+        model, optimizer, rate = fresh()
+        model.set_state_dict(paddle.load(str(tmp_path / "model.pdparams")))
+        optimizer.set_state_dict(paddle.load(str(tmp_path / "model.pdopt")))
+        assert train(model, optimizer, rate, range(3, 7)) == further
+        assert bits(model.state_dict()) == end
+
+
+def test_a_single_model_comes_and_goes_at_any_cut() -> None:
+    single = PipelineLayer(tied.layers(), num_stages=1).single_model()
+    for parameter in single.parameters():
+        parameter.set_value(paddle.randn(parameter.shape))
+    ids, _ = MODELS["gpt"].batch(4, 0)
+    expected = single(ids).numpy().tobytes()
+    for ranks, schedule, chunks in [(1, "1F1B", 3), (2, "ZBV", None), (4, "FThenB", None)]:
+        with job(ranks, 4, schedule):
+            layers = pipeline(
+                tied.layers(), loss_fn=tied.loss, num_virtual_pipeline_stages=chunks
+            ).layers
+            for source in (single, single.state_dict()):
+                moved(layers)
+                layers.load_from(source)
+                assert layers(ids).numpy().tobytes() == expected
+            other = layers.single_model()
+            layers.copy_to(other)
+            assert other(ids).numpy().tobytes() == expected
+
+
+def test_shared_entries_with_other_arguments_have_files_of_their_own(tmp_path: Path) -> None:
+    entries = [tied.tied(), SharedLayerDesc("embed", tied.Head, None, "embedding_weight")]
+    layers = PipelineLayer(entries, num_stages=1)
+    expected = moved(layers)
+    layers.save_state_dict(tmp_path)
+    assert len(names(tmp_path)) == 2
+    moved(layers)
+    layers.set_state_dir(tmp_path)
+    assert bits(layers.full_state_dict()) == expected

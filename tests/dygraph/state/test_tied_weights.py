@@ -1,0 +1,273 @@
+"""Tied weights: one parameter in one process, copies that stay equal on several ranks."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from fleetpipe import fleet
+from fleetpipe.dygraph.layers.tied import SharedLayer
+from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, holders
+from fleetpipe.errors import ConfigError
+from tests.dygraph import tied
+from tests.dygraph.models import MODELS
+from tests.pipelines import job, pipeline
+
+MICRO_BATCHES = 4
+WEIGHT = "shared_layers.embed.table.weight"
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    """The gradient of each parameter, by its name in the whole model."""
+    return {name: tensor.grad.numpy() for name, tensor in model.items() if tensor.grad is not None}
+
+
+def by_hand(pipe: Any, data: list[Any]) -> dict[str, Any]:
+    """The gradients of the single model, which accumulates them micro-batch by micro-batch."""
+    single = pipe.layers.single_model()
+    pipe.layers.copy_to(single)
+    for inputs, labels in zip(*(tensor.split(MICRO_BATCHES) for tensor in data)):
+        (tied.loss(single(inputs), labels) / MICRO_BATCHES).backward()
+    return gradients(single.state_dict())
+
+
+def require_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Every gradient, and the norm of all together, is the expected one but for rounding."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = np.linalg.norm(found[name] - gradient)
+        assert error <= 1e-6 * np.linalg.norm(gradient) + 1e-9, name
+    norms = [
+        np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in grads.values()))
+        for grads in (found, expected)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("FThenB", None), ("1F1B", None), ("Interleaved1F1B", 2), ("ZBH1", None), ("ZBV", None)],
+)
+@pytest.mark.parametrize("middle", [False, True])
+def test_all_gradients_are_the_single_models(
+    middle: bool, schedule: str, chunks: int | None, ranks: int
+) -> None:
+    with job(ranks, MICRO_BATCHES, schedule):
+        pipe = pipeline(tied.layers(middle), loss_fn=tied.loss, num_virtual_pipeline_stages=chunks)
+        names = [name for name, _ in pipe.layers.named_parameters()]
+        assert names[:2] == ["shared_layers.embed.scale", WEIGHT]
+        assert len(set(map(id, pipe.parameters()))) == len(names)
+        data = MODELS["gpt"].batch(MICRO_BATCHES, 0)
+        expected = by_hand(pipe, data)
+        for _ in range(2):
+            # Twice: the second batch must not find anything that the first left.
+            pipe.forward_backward_pipeline(data)
+            require_close(gradients(pipe.layers.state_dict()), expected)
+            for parameter in pipe.parameters():
+                parameter.clear_gradient(set_to_zero=False)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "ZBV"])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_recomputed_pieces_have_the_same_gradients(schedule: str, interval: int) -> None:
+    with job(2, MICRO_BATCHES, schedule):
+        pipe = pipeline(
+            tied.layers(),
+            loss_fn=tied.loss,
+            recompute_interval=interval,
+            recompute_ctx={"mp_group": None, "offload": False, "partition": False},
+        )
+        data = MODELS["gpt"].batch(MICRO_BATCHES, 0)
+        expected = by_hand(pipe, data)
+        pipe.forward_backward_pipeline(data)
+        require_close(gradients(pipe.layers.state_dict()), expected)
+
+
+def test_one_stage_has_the_bits_of_the_single_model() -> None:
+    with job(1, MICRO_BATCHES):
+        pipe = pipeline(tied.layers(), loss_fn=tied.loss)
+        data = MODELS["gpt"].batch(MICRO_BATCHES, 0)
+        expected = by_hand(pipe, data)
+        pipe.forward_backward_pipeline(data)
+        for name, gradient in gradients(pipe.layers.state_dict()).items():
+            assert gradient.tobytes() == expected[name].tobytes(), name
+
+
+def test_the_cut_does_not_change_initial_weights() -> None:
+    starts = []
+    for ranks in (1, 3):
+        with job(ranks):
+            layers = pipeline(tied.layers(), loss_fn=tied.loss).layers
+            starts.append({n: t.numpy().tobytes() for n, t in layers.full_state_dict().items()})
+    assert starts[0] == starts[1]
+
+
+def test_training_goes_on_as_the_single_model_does() -> None:
+    with job(3, MICRO_BATCHES, "ZBH1"):
+        pipe = pipeline(tied.layers(), loss_fn=tied.loss)
+        single = pipe.layers.single_model()
+        pipe.layers.copy_to(single)
+        ours, theirs = (
+            paddle.optimizer.AdamW(0.01, parameters=model.parameters()) for model in (pipe, single)
+        )
+        wrapped = fleet.distributed_optimizer(ours)
+        for step in range(4):
+            data = MODELS["gpt"].batch(MICRO_BATCHES, step)
+            pipe.train_batch(data, wrapped)
+            for inputs, labels in zip(*(tensor.split(MICRO_BATCHES) for tensor in data)):
+                (tied.loss(single(inputs), labels) / MICRO_BATCHES).backward()
+            theirs.step()
+            theirs.clear_grad()
+        for name, tensor in single.state_dict().items():
+            found = pipe.layers.state_dict()[name].numpy()
+            np.testing.assert_allclose(found, tensor.numpy(), rtol=1e-4, atol=1e-5)
+
+
+class Meeting:
+    """Groups whose members are threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._barriers: dict[tuple[int, ...], threading.Barrier] = {}
+        self._values: dict[tuple[int, ...], dict[int, Any]] = {}
+
+    def group(self, rank: int, members: tuple[int, ...]) -> Any:
+        with self._lock:
+            values = self._values.setdefault(members, {})
+            barrier = self._barriers.setdefault(
+                members, threading.Barrier(len(members), timeout=20)
+            )
+
+        class Members:
+            def all_gather(self, value: Any) -> list[Any]:
+                values[rank] = value
+                barrier.wait()
+                gathered = [values[member] for member in members]
+                barrier.wait()
+                return gathered
+
+            def broadcast(self, value: Any, source: int) -> Any:
+                return self.all_gather(value)[members.index(source)]
+
+        return Members()
+
+
+def played(ranks: int, weights: list[SharedWeight], act: Any) -> list[dict[str, Any]]:
+    """Runs ``act(rank, tensors, copies)`` on every rank; returns each rank's tensors."""
+    meeting = Meeting()
+    everyones: list[dict[str, Any]] = []
+    for rank in range(ranks):
+        held = [w.name for w in weights if rank in w.holders]
+        layers = {name: paddle.nn.Linear(4, 4, bias_attr=False) for name in held}
+        everyones.append({name: layer.weight for name, layer in layers.items()})
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        tensors = everyones[rank]
+        try:
+            act(
+                rank,
+                tensors,
+                SharedWeights(weights, tensors, rank, lambda m: meeting.group(rank, m)),
+            )
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not errors, errors
+    return everyones
+
+
+def noise(seed: int) -> Any:
+    return paddle.to_tensor(np.random.default_rng(seed).standard_normal((4, 4)).astype("float32"))
+
+
+EVERYWHERE = [SharedWeight("a", (0, 1, 2)), SharedWeight("b", (0, 1, 2))]
+
+
+def test_the_sum_over_three_ranks_has_the_same_bits_on_all() -> None:
+    def act(rank: int, tensors: dict[str, Any], copies: SharedWeights) -> None:
+        tensors["a"].grad = noise(rank)
+        if rank == 1:
+            tensors["b"].grad = noise(7)
+        copies.sum_gradients()
+
+    everyones = played(3, EVERYWHERE, act)
+    # From the last user to the first, as backward adds.
+    expected = (noise(2) + noise(1)) + noise(0)
+    for tensors in everyones:
+        assert tensors["a"].grad.numpy().tobytes() == expected.numpy().tobytes()
+        assert tensors["b"].grad.numpy().tobytes() == noise(7).numpy().tobytes()
+
+
+def test_a_weight_that_nobody_used_has_no_gradient() -> None:
+    everyones = played(3, EVERYWHERE, lambda _rank, _tensors, copies: copies.sum_gradients())
+    assert all(tensor.grad is None for tensors in everyones for tensor in tensors.values())
+
+
+def test_a_main_gradient_is_summed_in_its_place() -> None:
+    def act(rank: int, tensors: dict[str, Any], copies: SharedWeights) -> None:
+        for tensor in tensors.values():
+            tensor.main_grad = noise(rank)
+        copies.sum_gradients()
+
+    for tensors in played(2, [SharedWeight("a", (0, 1))], act):
+        assert tensors["a"].grad is None
+        assert tensors["a"].main_grad.numpy().tobytes() == (noise(1) + noise(0)).numpy().tobytes()
+
+
+def test_only_sharing_ranks_meet_and_each_weight_has_its_own() -> None:
+    weights = [
+        SharedWeight("alone", (1,)),
+        SharedWeight("ends", (0, 3)),
+        SharedWeight("all", (0, 1, 3)),
+        SharedWeight("late", (3, 1)),
+    ]
+
+    def act(rank: int, tensors: dict[str, Any], copies: SharedWeights) -> None:
+        for tensor in tensors.values():
+            tensor.grad = paddle.full([4, 4], 10.0**rank)
+        copies.equalize({"all": 1})
+        copies.sum_gradients()
+
+    everyones = played(4, weights, act)
+    assert everyones[2] == {}
+    for name, users, source in [
+        ("ends", (0, 3), 0),
+        ("all", (0, 1, 3), 1),
+        ("late", (3, 1), 3),
+    ]:
+        for rank in users:
+            tensor = everyones[rank][name]
+            assert float(tensor.grad[0, 0]) == sum(10.0**user for user in users)
+            assert tensor.numpy().tobytes() == everyones[source][name].numpy().tobytes()
+            assert tensor.is_firstly_shared == (rank == users[0])
+    assert float(everyones[1]["alone"].grad[0, 0]) == 10.0
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    layer = paddle.nn.Embedding(4, 4, sparse=True)
+    layer(paddle.to_tensor([1])).sum().backward()
+    group = Meeting().group(0, (0, 1))
+    copies = SharedWeights([SharedWeight("a", (0, 1))], {"a": layer.weight}, 0, lambda _: group)
+    with pytest.raises(ConfigError, match="sparse"):
+        copies.sum_gradients()
+
+
+def test_who_holds_what_under_a_vee() -> None:
+    layers = (
+        SharedLayer("k", (0, 5), {"w": "shared_layers.k.w"}),
+        SharedLayer("k", (2,), {"t": "shared_layers.k.w", "b": "2.b"}),
+    )
+    ranks = [0, 1, 2, 2, 1, 0]
+    found = {weight.name: weight.holders for weight in holders(layers, ranks.__getitem__)}
+    assert found == {"shared_layers.k.w": (0, 2), "2.b": (2,)}

@@ -1,0 +1,365 @@
+"""Dropout depends on the draw, the layer and the micro-batch: not on ranks, schedules or chunks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe import parity
+from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.random_keys import Keys, draws_nothing, key, keyed
+from fleetpipe.errors import ConfigError
+from fleetpipe.fleet.meta_parallel import LayerDesc, get_rng_state_tracker
+from fleetpipe.transport import SoleGroup
+from tests.launching import ROOT, Finished
+from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, job, pipeline, sgd
+
+#: (p, v, schedule)
+RUNS = [
+    (1, 1, "1F1B"),
+    (2, 1, "1F1B"),
+    (4, 1, "1F1B"),
+    (3, 1, "FThenB"),
+    (4, 1, "Eager1F1B"),
+    (2, 2, "Interleaved1F1B"),
+    (4, 2, "Interleaved1F1B"),
+    (2, 1, "ZBH1"),
+    (2, 2, "ZBV"),
+    (4, 2, "DualPipeV"),
+]
+
+
+class Noisy(nn.Layer):
+    """Draws a dropout mask and a noise, with a Linear between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.inner = nn.Dropout(0.3), nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(self.dropout(x)) + 0.1 * paddle.randn(x.shape)
+
+
+def noisy_layers() -> list[Any]:
+    """12 entries that draw from Paddle's generator in four ways."""
+    layers: list[Any] = [LayerDesc(nn.Linear, FEATURES, 8)]
+    for _ in range(3):
+        layers += [LayerDesc(Noisy), LayerDesc(nn.BatchNorm1D, 8), nn.functional.dropout]
+    return [*layers, LayerDesc(nn.Dropout, 0.1), LayerDesc(nn.Linear, 8, CLASSES)]
+
+
+def drawing_loss(output: Any, label: Any) -> Any:
+    return nn.functional.cross_entropy(nn.functional.dropout(output, 0.2), label)
+
+
+def trained(run: tuple[int, int, str], **fleetpipe_configs: Any) -> dict[str, bytes]:
+    """The bits of losses, gradients, parameters and running statistics, and of a user's draws."""
+    ranks, chunks, schedule = run
+    found = {}
+    # 8 micro-batches, which DualPipeV needs on 4 ranks.
+    with job(ranks, 8, schedule, **fleetpipe_configs):
+        paddle.seed(11)
+        model = pipeline(noisy_layers(), num_virtual_pipeline_stages=chunks, loss_fn=drawing_loss)
+        optimizer = sgd(model)
+        for step in range(2):
+            found[f"loss {step}"] = model.train_batch(batch(8, step), optimizer).numpy().tobytes()
+            found[f"drawn {step}"] = paddle.rand([3]).numpy().tobytes()
+        model.forward_backward_pipeline(batch(8, 2))
+        for name, parameter in model.layers.named_parameters():
+            if not parameter.stop_gradient:
+                found[f"gradient of {name}"] = parameter.grad.numpy().tobytes()
+        return {**found, **bits(model.layers.state_dict())}
+
+
+def test_one_seed_gives_the_same_bits_for_every_partition_and_schedule() -> None:
+    expected = trained(RUNS[0])
+    for run in RUNS[1:]:
+        assert trained(run) == expected, run
+
+
+def test_another_seed_and_another_step_give_other_masks() -> None:
+    with job(2, 2):
+        losses = []
+        model = pipeline(noisy_layers())
+        for seed in (1, 1, 2):
+            paddle.seed(seed)
+            for _ in range(2):
+                losses.append(float(model.forward_backward_pipeline(batch(2))))
+    assert losses[:2] == losses[2:4]
+    assert len(set(losses)) == 4
+
+
+def test_micro_batches_and_layers_have_masks_of_their_own() -> None:
+    masks: list[bytes] = []
+
+    def keep(x: Any) -> Any:
+        masks.append((x == 0).numpy().tobytes())
+        return paddle.ones_like(x) + 0 * x
+
+    layers = [lambda x: paddle.ones([64, FEATURES]), *[nn.Dropout(0.5), keep] * 3]
+    with job(1, 2):
+        model = pipeline([*layers, nn.Linear(FEATURES, CLASSES)], loss_fn=lambda y, _: y.sum())
+        model.forward_backward_pipeline(batch(2))
+    assert len(set(masks)) == len(masks) == 6
+
+
+def test_fleets_own_behaviour_can_be_asked_for() -> None:
+    fleets = [trained(run, rng="fleet") for run in ((1, 1, "1F1B"), (2, 1, "1F1B"))]
+    assert fleets[0]["loss 0"] != fleets[1]["loss 0"]
+    assert fleets[0] == trained((1, 1, "1F1B"), rng="fleet")
+    assert fleets[0]["loss 0"] != trained((1, 1, "1F1B"))["loss 0"]
+    with pytest.raises(ConfigError, match="'keyed'"), job(2, rng="other"):
+        pipeline(noisy_layers())
+
+
+def test_without_keys_the_generator_goes_on_from_layer_to_layer() -> None:
+    """What Fleet does in one process: a plain loop of the same layers draws the same."""
+    layers = [nn.Linear(FEATURES, CLASSES), nn.Dropout(0.5)]
+    with job(1, 2, rng="fleet"):
+        model = pipeline(layers)
+        paddle.seed(5)
+        loss = model.forward_backward_pipeline(batch(2))
+    paddle.seed(5)
+    inputs, labels = batch(2)
+    losses = []
+    for k in range(2):
+        rows = slice(k * ROWS, (k + 1) * ROWS)
+        output = layers[1](layers[0](inputs[rows]))
+        losses.append(nn.functional.cross_entropy(output, labels[rows]) / 2)
+    assert float(loss) == float(losses[0] + losses[1])
+
+
+def test_evaluation_draws_from_the_users_generator() -> None:
+    with job(2, 2):
+        model = pipeline([*noisy_layers()])
+        paddle.seed(5)
+        first = float(model.eval_batch(batch(2), compute_loss=True))
+        again = float(model.eval_batch(batch(2), compute_loss=True))
+        paddle.seed(5)
+        assert float(model.eval_batch(batch(2), compute_loss=True)) == first != again
+    assert random_keys.current() is None
+
+
+def test_the_generator_is_put_back_when_a_batch_fails() -> None:
+    def fail(x: Any) -> Any:
+        raise KeyError("mine")
+
+    with job(2, 2):
+        model = pipeline([*noisy_layers()[:4], fail])
+        paddle.seed(9)
+        with pytest.raises(KeyError):
+            model.forward_backward_pipeline(batch(2))
+        after = paddle.rand([2]).tolist()
+    paddle.seed(9)
+    random_keys.draw("keyed")
+    assert paddle.rand([2]).tolist() == after
+    assert random_keys.current() is None
+
+
+def test_keys_are_mixed_and_fixed() -> None:
+    assert key(0) == 8147104208329303767
+    assert key(1, 2, 3) == 3851293329796251419
+    parts = list(itertools.product(range(20), range(-1, 20), range(20)))
+    # The CPU generator takes the low 32 bits.
+    assert len({key(*part) % 2**32 for part in parts}) == len(parts)
+    assert all(0 <= key(*part) < 2**63 for part in parts[:100])
+
+
+def mask(draw: int, layer: int, micro_batch: int) -> list[float]:
+    keys = Keys(draw)
+    with keyed(keys, SoleGroup()):
+        keys.micro_batch = micro_batch
+        keys.enter(layer)
+        found: list[float] = paddle.rand([4]).tolist()
+        return found
+
+
+def test_a_replicas_micro_batches_have_the_masks_of_their_global_numbers() -> None:
+    """The runner of replica r is told micro-batch r * m + k: what the split is does not matter."""
+    whole = [mask(3, 1, k) for k in range(8)]
+    for replicas in (2, 4):
+        count = 8 // replicas
+        for replica in range(replicas):
+            with job(2, count):
+                seen: list[list[float]] = []
+                drawing = functools.partial(_drawn, seen)
+                model = pipeline([nn.Linear(FEATURES, 8), drawing, nn.Linear(8, CLASSES)])
+                with keyed(Keys(3), SoleGroup()):
+                    for k in range(count):
+                        for stage in range(2):
+                            x = paddle.ones([1, 6 if stage == 0 else 8])
+                            model.layers.run_stage(stage, x, replica * count + k)
+            assert seen == whole[replica * count : (replica + 1) * count]
+
+
+def _drawn(seen: list[list[float]], x: Any) -> Any:
+    seen.append(paddle.rand([4]).tolist())
+    return x
+
+
+class Sliced(SoleGroup):
+    """Member ``rank`` of two: both have a stream "local" of their own, and share "global"."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.ranks = rank, 2
+
+    def all_gather(self, value: Any) -> list[Any]:
+        own_draw, seeds = value
+        assert own_draw == 100 + self.rank
+        return [(100 + rank, {**seeds, "local": 1 + rank}) for rank in range(2)]
+
+
+def streams(rank: int, layer: int = 2, micro_batch: int = 0, name: str = "local") -> list[Any]:
+    """What a layer draws outside of, within, outside of and again within a tracker's stream."""
+    tracker = get_rng_state_tracker()
+    keys = Keys(100 + rank)
+    with keyed(keys, Sliced(rank)):
+        keys.micro_batch = micro_batch
+        keys.enter(layer)
+        drawn = []
+        for _ in range(2):
+            drawn.append(paddle.rand([2]).tolist())
+            with tracker.rng_state(name):
+                drawn.append(paddle.rand([2]).tolist())
+        return drawn
+
+
+def test_streams_of_tensor_parallelism_are_keyed_too() -> None:
+    tracker = get_rng_state_tracker()
+    tracker.reset()
+    tracker.add("local", 1)
+    tracker.add("global", 5)
+    try:
+        before = paddle.get_rng_state()
+        first, second = streams(0), streams(1)
+        # Outside of the stream all slices draw the same, though they began with other draws.
+        assert first[::2] == second[::2]
+        assert first[1::2] != second[1::2]
+        everything = [*first, *second[1::2], *streams(0, 3)[1::2], *streams(0, 2, 1)[1::2]]
+        common = streams(0, name="global")
+        assert streams(1, name="global") == common
+        everything += common[1::2]
+        assert len({tuple(drawn) for drawn in everything}) == len(everything)
+        assert streams(0) == first
+        with pytest.raises(ValueError, match="not exist"):
+            streams(0, name="unknown")
+        # Outside of a batch Paddle's own states go on as if nothing had been.
+        paddle.set_rng_state(before)
+        with tracker.rng_state("local"):
+            own = paddle.rand([2]).tolist()
+        paddle.seed(1)
+        assert paddle.rand([2]).tolist() == own
+    finally:
+        tracker.reset()
+
+
+def test_what_draws_nothing_is_known_only_of_paddles_own() -> None:
+    class Mine(nn.Linear):
+        """Might do anything."""
+
+    quiet = [nn.Linear(2, 2), nn.ReLU(), nn.functional.relu, paddle.flatten]
+    unknown = [Mine(2, 2), nn.Dropout(), nn.RReLU(), nn.Sequential(nn.ReLU()), lambda x: x, list]
+    assert all(map(draws_nothing, quiet))
+    assert not any(map(draws_nothing, unknown))
+    hooked, patched = nn.Linear(2, 2), nn.Linear(2, 2)
+    hooked.register_forward_pre_hook(lambda _layer, x: x)
+    patched.forward = lambda x: x
+    assert not draws_nothing(hooked)
+    assert not draws_nothing(patched)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", ["FThenB", "1F1B"])
+def test_parity_of_a_model_with_dropout_and_running_statistics(ranks: int, schedule: str) -> None:
+    with job(ranks, 4, schedule):
+        model = pipeline(noisy_layers(), loss_fn=drawing_loss)
+        session = parity.begin(model, sgd(model))
+        for step in range(3):
+            session.step(batch(seed=step))
+    assert session.report.bit_exact, session.report.verdict()
+
+
+def test_parity_under_fleets_randomness_holds_in_one_stage_and_fails_in_two() -> None:
+    passed = []
+    for ranks in (1, 2):
+        with job(ranks, 4, rng="fleet"):
+            model = pipeline(noisy_layers())
+            session = parity.begin(model, sgd(model))
+            session.step(batch())
+            passed.append(session.report.bit_exact)
+    assert passed == [True, False]
+
+
+@pytest.mark.parametrize("run", [*RUNS[:6]])
+@pytest.mark.parametrize("interval", [0, 1])
+def test_running_statistics_see_each_micro_batch_once_and_in_order(
+    run: tuple[int, int, str], interval: int
+) -> None:
+    layers = [LayerDesc(nn.Linear, FEATURES, 8)]
+    layers += [LayerDesc(nn.BatchNorm1D, 8), LayerDesc(nn.Linear, 8, 8)] * 3
+    with job(run[0], 4, run[2]):
+        model = pipeline(
+            [*layers, LayerDesc(nn.Linear, 8, CLASSES)],
+            num_virtual_pipeline_stages=run[1],
+            recompute_interval=interval,
+            recompute_ctx={},
+        )
+        single = model.layers.single_model()
+        model.layers.copy_to(single)
+        model.forward_backward_pipeline(batch())
+        single.train()
+        for k in range(4):
+            single(batch()[0][k * ROWS : (k + 1) * ROWS])
+        assert bits(model.layers.state_dict()) == bits(single.state_dict())
+
+
+REPLICAS = f"""
+import json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import paddle
+from fleetpipe import fleet, parity
+from tests.dygraph.test_random_keys import drawing_loss, noisy_layers
+from tests.pipelines import ROWS, batch, pipeline, sgd
+
+rank = int(os.environ["PADDLE_TRAINER_ID"])
+strategy = fleet.DistributedStrategy()
+strategy.hybrid_configs = {{"dp_degree": int(sys.argv[2]), "pp_degree": 2}}
+strategy.pipeline_configs = {{"accumulate_steps": 2, "micro_batch_size": ROWS}}
+fleet.init(is_collective=True, strategy=strategy)
+replica = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
+# Batch statistics are of each micro-batch, running ones of each replica: not to be compared here.
+layers = [entry for entry in noisy_layers() if "BatchNorm" not in repr(entry)]
+model = pipeline(
+    layers, loss_fn=drawing_loss, recompute_interval=2, recompute_ctx={{"mp_group": None}}
+)
+paddle.seed(4)
+session = parity.begin(model, sgd(model))
+for step in range(3):
+    mine = slice(replica * 2 * ROWS, (replica + 1) * 2 * ROWS)
+    session.step([part[mine] for part in batch(4, step)])
+report = session.report
+with open(os.path.join(sys.argv[1], f"rank{{rank}}.json"), "w") as file:
+    json.dump([report.passed, report.bit_exact, report.pipeline_loss, report.verdict()], file)
+fleet.shutdown()
+"""
+
+
+def test_ranks_and_replicas_draw_what_one_device_draws(
+    launch: Callable[..., Finished], tmp_path: Path
+) -> None:
+    for dp in (1, 2):
+        launch(REPLICAS, 2 * dp, args=[str(tmp_path), str(dp)])
+        ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2 * dp)]
+        for passed, bit_exact, losses, verdict in ranks:
+            assert passed, verdict
+            assert bit_exact or dp == 2
+            assert losses == ranks[0][2]
+            assert len(set(losses)) == 3

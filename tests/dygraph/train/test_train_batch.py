@@ -1,0 +1,583 @@
+"""``train_batch`` with all its parameters, and what Fleet's users read of the wrapper."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe import fleet
+from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.fleet.meta_parallel import (
+    DualPipeVParallel,
+    LayerDesc,
+    NoPipelineParallel,
+    PipelineLayer,
+    PipelineParallel,
+    PipelineParallelWithInterleave,
+    PipelineParallelWithInterleaveFthenB,
+    VPPFhenBInBalancedMemory,
+)
+from tests.launching import ROOT, Finished
+from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd
+
+
+def switch(**switches: Any) -> None:
+    """Turns on switches of ``pp_configs`` in the running job's strategy."""
+    strategy = fleet.fleet._user_defined_strategy
+    known = strategy.hybrid_configs["pp_configs"]
+    for name, value in switches.items():
+        if not hasattr(known, name):
+            pytest.skip(f"this Paddle has no pp_configs.{name}")
+        setattr(known, name, value)
+
+
+def cross_entropy(output: Any, label: Any) -> Any:
+    return nn.functional.cross_entropy(output, label)
+
+
+def spread(output: Any, label: Any) -> Any:
+    return (output * output).mean().reshape([1]) * 3
+
+
+def by_hand(chosen: int, micro_batches: int, delayed: bool = False) -> tuple[Any, dict[str, bytes]]:
+    """Losses of each function and micro-batch, and the parameters after one step."""
+    with job(1, micro_batches):
+        model = pipeline(loss_fn=cross_entropy).layers.single_model()
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    inputs, labels = batch(micro_batches)
+    losses: list[list[Any]] = [[], []]
+    for k in range(micro_batches):
+        rows = slice(k * ROWS, (k + 1) * ROWS)
+        output = model(inputs[rows])
+        for number, function in enumerate((cross_entropy, spread)):
+            loss = function(output, labels[rows])
+            losses[number].append(loss.detach() if delayed else loss.detach() / micro_batches)
+            if number == chosen:
+                (loss if delayed else loss / micro_batches).backward()
+    if delayed:
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad / micro_batches
+    optimizer.step()
+    return losses, bits(model.state_dict())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_all_losses_are_returned_and_the_chosen_one_trains(ranks: int, chosen: int) -> None:
+    expected, parameters = by_hand(chosen, 3)
+    with job(ranks, 3):
+        model = pipeline(loss_fn=[cross_entropy, spread])
+        losses = model.train_batch(batch(3), sgd(model), loss_fn_idx=chosen)
+        assert [loss.shape for loss in losses] == [[], [1]]
+        for loss, parts in zip(losses, expected):
+            assert loss.numpy().tobytes() == (parts[0] + parts[1] + parts[2]).numpy().tobytes()
+        assert bits(model.layers.state_dict()) == parameters
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_the_losses_of_micro_batches_are_shares_of_the_batch_loss(delayed: bool) -> None:
+    expected, parameters = by_hand(0, 3, delayed)
+    with job(2, 3):
+        switch(delay_scale_loss=delayed)
+        model = pipeline(loss_fn=[cross_entropy, spread])
+        first, second = model.train_batch(batch(3), sgd(model), return_micro_batch_loss=True)
+        assert (first.shape, second.shape) == ([3], [3])
+        for found, parts in zip((first, second), expected):
+            assert found.numpy().tolist() == [part.numpy().item() for part in parts]
+        assert [loss.numpy().tolist() for loss in model.total_loss] == [
+            first.numpy().tolist(),
+            second.numpy().tolist(),
+        ]
+        assert bits(model.layers.state_dict()) == parameters
+    with job(2, 3):
+        switch(delay_scale_loss=delayed)
+        model = pipeline(loss_fn=cross_entropy)
+        total = model.train_batch(batch(3), sgd(model))
+        if delayed:
+            assert float(total) == float((first[0] + first[1] + first[2]) / 3)
+        else:
+            assert float(total) == float(first[0] + first[1] + first[2])
+
+
+def test_delayed_scaling_leaves_gradients_undivided_until_the_step() -> None:
+    gradients = []
+    for delayed in (False, True):
+        with job(2, 4):
+            switch(delay_scale_loss=delayed)
+            model = pipeline()
+            model.forward_backward_pipeline(batch(4))
+            gradients.append([p.grad.numpy() for p in model.parameters()])
+    # A quotient by a power of two is exact.
+    assert all((a * 4 == b).all() for a, b in zip(*gradients))
+
+
+@pytest.mark.parametrize("index", [1, -1, 7])
+def test_a_loss_function_that_is_not_there_is_refused_at_once(index: int) -> None:
+    with job(2):
+        model = pipeline()
+        with pytest.raises(ConfigError, match="no loss function"):
+            model.train_batch(batch(), sgd(model), loss_fn_idx=index)
+
+
+def test_a_loss_that_trains_nothing_is_refused() -> None:
+    with job(2):
+        model = pipeline(loss_fn=lambda output, label: output.detach().mean())
+        with pytest.raises(BoundaryError, match="does not depend on any parameter"):
+            model.train_batch(batch(), sgd(model))
+
+
+def test_a_bare_optimizer_trains_where_there_is_no_pipeline() -> None:
+    with job(1):
+        model = pipeline()
+        before = bits(model.layers.state_dict())
+        model.train_batch(batch(), paddle.optimizer.SGD(0.1, parameters=model.parameters()))
+        assert bits(model.layers.state_dict()) != before
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "micro_batches", "schedule", "kind"),
+    [
+        (1, None, 4, "1F1B", NoPipelineParallel),
+        (2, None, 4, "1F1B", PipelineParallel),
+        (2, 2, 4, "1F1B", PipelineParallelWithInterleave),
+        (2, 2, 3, "1F1B", PipelineParallelWithInterleaveFthenB),
+        (2, 2, 1, "1F1B", PipelineParallelWithInterleave),
+        (2, None, 4, "ZBV", PipelineParallelWithInterleave),
+        (2, None, 4, "DualPipeV", DualPipeVParallel),
+    ],
+)
+def test_the_type_is_the_one_that_fleet_would_choose(
+    ranks: int, chunks: int | None, micro_batches: int, schedule: str, kind: type
+) -> None:
+    with job(ranks, micro_batches, schedule):
+        model = pipeline(num_virtual_pipeline_stages=chunks)
+        assert type(model) is kind
+        assert isinstance(model, PipelineParallel)
+        assert isinstance(model, paddle.nn.Layer)
+        if isinstance(model, PipelineParallelWithInterleave):
+            assert model.schedule.name in model._get_scheduler_name()
+
+
+def test_the_switch_for_an_unbalanced_pipeline_chooses_its_type() -> None:
+    with job(2, 3):
+        switch(best_unbalanced_scheduler=True)
+        model = pipeline(num_virtual_pipeline_stages=2)
+        assert type(model) is VPPFhenBInBalancedMemory
+        assert model.bubble_pipeline_parallel_hook_capacity == 2
+
+
+def test_the_switch_for_dualpipev_chooses_the_schedule() -> None:
+    with job(2, 4):
+        switch(use_dualpipev=True)
+        model = pipeline()
+        assert (type(model), model.schedule.name) == (DualPipeVParallel, "DualPipeV")
+        assert (model.is_pipeline_first_stage(), model.is_pipeline_last_stage()) == (True, True)
+
+
+def test_switches_that_tune_a_gpu_change_nothing() -> None:
+    results = []
+    for switches in (
+        {},
+        {
+            "dp_comm_overlap": True,
+            "sharding_comm_overlap": True,
+            "overlap_p2p_comm": True,
+            "use_batch_p2p_comm": False,
+            "clear_every_step_cache": True,
+            "enable_dynamic_shape": True,
+            "enable_offload_queue": True,
+            "sync_param": True,
+            "sync_moment": True,
+            "release_gradients": True,
+            "forward_backward_overlap_scheduler": True,
+        },
+    ):
+        with job(2):
+            switch(**switches)
+            model = pipeline()
+            optimizer = sgd(model)
+            losses = [float(model.train_batch(batch(seed=s), optimizer)) for s in range(2)]
+            results.append((losses, bits(model.layers.state_dict())))
+            released = [p.grad is None for p in model.parameters()]
+    assert results[0] == results[1]
+    assert all(released)
+
+
+def test_a_model_that_orders_its_own_overlap_is_refused() -> None:
+    class Overlapped(PipelineLayer):
+        def overlapped_forward_backward(self) -> None: ...
+
+    with job(2):
+        switch(forward_backward_overlap_scheduler=True)
+        model = Overlapped(mlp_layers(), num_stages=2, loss_fn=cross_entropy)
+        with pytest.raises(ConfigError, match="DualPipeV"):
+            fleet.distributed_model(model)
+
+
+def test_timers_are_logged_each_step(capfd: pytest.CaptureFixture[str]) -> None:
+    with job(2):
+        strategy = fleet.fleet._user_defined_strategy
+        strategy.hybrid_configs["pp_configs"].enable_timer = True
+        model = pipeline()
+        optimizer = sgd(model)
+        capfd.readouterr()
+        for _ in range(2):
+            model.train_batch(batch(), optimizer)
+        lines = [line for line in capfd.readouterr().err.splitlines() if "time (ms)" in line]
+        assert len(lines) == 2
+        for name in (
+            "forward_step",
+            "backward_step",
+            "send_forward",
+            "recv_backward",
+            "allreduce_shared_weight_gradients",
+            "allreduce_gradients",
+            "broadcast_final_loss",
+        ):
+            assert f"{name}: " in lines[0]
+        model.timers("mine").start()
+        with pytest.raises(ConfigError, match="started already"):
+            model.timers("mine").start()
+        model.timers("mine").stop()
+        assert 0 < model.timers("mine").elapsed() < 10
+        assert model.timers("mine").elapsed() == 0
+
+
+def test_the_attributes_of_the_wrapper() -> None:
+    with job(3, 4):
+        seen: list[int] = []
+        model = pipeline(
+            loss_fn=lambda output, label: (
+                seen.append(model.micro_batch_id),
+                cross_entropy(output, label),
+            )[1]
+        )
+        assert (model.stage_id, model.num_stages, model.global_rank) == (0, 3, 0)
+        assert (model.micro_batch_size, model.accumulate_steps) == (ROWS, 4)
+        assert (model.num_model_chunks, model.model_chunks) == (1, None)
+        assert (model.timers, model.total_loss, model.micro_batch_id) == (None, None, 0)
+        assert model._hcg is fleet.get_hybrid_communicate_group()
+        assert model.pp_group is model._hcg.get_pipe_parallel_group()
+        assert isinstance(model._layers, PipelineLayer)
+        assert model._layers is model.layers
+        assert all(name.startswith("_layers.") for name in model.state_dict())
+        assert len(model.state_dict()) == len(model.layers.state_dict())
+        model.train_batch(batch(), sgd(model))
+        assert (seen, model.micro_batch_id) == ([0, 1, 2, 3], 4)
+        inputs, _ = batch()
+        assert (model(inputs).numpy() == model.layers(inputs).numpy()).all()
+
+
+def test_the_chunk_that_first_and_last_are_asked_of() -> None:
+    with job(2, 4):
+        model = pipeline(num_virtual_pipeline_stages=2)
+        assert (model.num_model_chunks, len(model.model_chunks)) == (2, 4)
+        assert (model.is_pipeline_first_stage(), model.is_pipeline_last_stage()) == (True, True)
+        model.set_virtual_pipeline_rank(0)
+        assert (model.is_pipeline_first_stage(), model.is_pipeline_last_stage()) == (True, False)
+        assert model.is_pipeline_last_stage(ignore_virtual=True)
+        model.set_virtual_pipeline_rank(1)
+        assert (model.is_pipeline_first_stage(), model.is_pipeline_last_stage()) == (False, True)
+
+
+def test_the_number_of_micro_batches_may_be_set() -> None:
+    results = []
+    for begun in (4, 2):
+        with job(2, begun):
+            model = pipeline()
+            optimizer = sgd(model)
+            model.micro_batch_size, model.accumulate_steps = 4, 2
+            loss = model.train_batch(batch(4), optimizer)
+            assert model.schedule.micro_batches == 2
+            results.append((float(loss), bits(model.layers.state_dict())))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("begun", "placed"), [(4, "loop"), (2, "vee")])
+def test_stages_stay_where_they_are_when_auto_would_now_place_them_elsewhere(
+    begun: int, placed: str
+) -> None:
+    with job(3, begun, "auto"):
+        model = pipeline(num_virtual_pipeline_stages=2)
+        optimizer = sgd(model)
+        for micro_batches in (4, 2):
+            model.accumulate_steps = micro_batches
+            model.train_batch(batch(micro_batches), optimizer)
+            assert model.schedule.placement.name == placed
+
+
+def test_shapes_may_change_between_micro_batches() -> None:
+    sizes = (1, 3, 2, 5)
+    results = []
+    for ranks in (1, 2, 3):
+        with job(ranks, 4):
+            model = pipeline()
+            paddle.seed(1)
+            inputs = [paddle.randn([rows, 6]) for rows in sizes]
+            labels = [paddle.randint(0, 4, [rows]) for rows in sizes]
+            loss = model.train_batch([inputs, labels], sgd(model))
+            results.append((float(loss), bits(model.layers.state_dict())))
+    assert results[0] == results[1] == results[2]
+
+
+class Named(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Any) -> Any:
+        return {"left": self.left(x), "rights": [self.right(x), x.sign()], "the mask": x[:, :5] > 0}
+
+
+class Unnamed(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(5, 4)
+
+    def forward(self, value: Any) -> Any:
+        assert isinstance(value, dict)
+        kept = value["left"] * value["the mask"].astype("float32")
+        return self.out(kept + value["rights"][0] * value["rights"][1][:, :5])
+
+
+def test_a_dict_crosses_between_stages() -> None:
+    results = []
+    for ranks in (1, 2):
+        with job(ranks):
+            model = pipeline([LayerDesc(Named), LayerDesc(Unnamed)])
+            loss = model.train_batch(batch(), sgd(model))
+            results.append((float(loss), bits(model.layers.state_dict())))
+    assert results[0] == results[1]
+
+
+def half_layers() -> list[Any]:
+    half = nn.Linear(8, 4)
+    half.to(dtype="bfloat16")
+    return [LayerDesc(nn.Linear, 6, 8), half]
+
+
+def test_a_dtype_that_the_next_stage_cannot_take_names_both_layers() -> None:
+    with job(2):
+        model = pipeline(half_layers())
+        with pytest.raises(BoundaryError) as caught:
+            model.train_batch(batch(), sgd(model))
+    message = str(caught.value)
+    assert "layer 1 (Linear) cannot take what layer 0 returned" in message
+    assert "float32[2, 8], from layer 0 (Linear)" in message
+
+
+def test_nan_is_not_sent_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, labels = batch()
+    inputs[2 * ROWS, 0] = float("nan")
+    with job(2):
+        model = pipeline()
+        model.train_batch([inputs, labels], sgd(model))
+    monkeypatch.setenv("FLAGS_pp_check_naninf", "1")
+    with job(2):
+        model = pipeline()
+        with pytest.raises(ValueError, match="the output of stage 0 holds NaN") as caught:
+            model.train_batch([inputs, labels], sgd(model))
+        assert "rank 0, stage 0, micro-batch 2" in str(caught.value)
+        model.train_batch(batch(), sgd(model))
+    with job(2):
+        model = pipeline(loss_fn=lambda output, label: (output * 0).sqrt().sum())
+        with pytest.raises(ValueError, match="the gradient of the input of stage 1 holds NaN"):
+            model.train_batch(batch(), sgd(model))
+
+
+def test_the_schedule_in_fleets_spelling() -> None:
+    with job(2, 3):
+        model = pipeline()
+        assert model.get_static_scheduler() == "f0;f1;b0;f2;b1;b2;"
+        assert model.forward_backward_pipeline(None, static_scheduler=True) == (
+            "f0;f1;b0;f2;b1;b2;"
+        )
+    with job(2, 2):
+        model = pipeline(num_virtual_pipeline_stages=2)
+        assert model.get_static_scheduler() == (
+            "f0_vp0;f1_vp0;f0_vp1;f1_vp1;b0_vp1;b1_vp1;b0_vp0;b1_vp0;"
+        )
+
+
+@pytest.mark.parametrize(
+    ("option", "dtype"), [("use_pure_fp16", "float16"), ("use_pure_bf16", "bfloat16")]
+)
+def test_pure_half_precision_is_asked_of_paddle(
+    monkeypatch: pytest.MonkeyPatch, option: str, dtype: str
+) -> None:
+    asked: list[tuple[str, str]] = []
+    original = paddle.amp.decorate
+
+    def note(models: Any, level: str, dtype: str) -> Any:
+        asked.append((level, dtype))
+        return original(models=models, level=level, dtype=dtype)
+
+    monkeypatch.setattr(paddle.amp, "decorate", note)
+    with job(2):
+        strategy = fleet.fleet._user_defined_strategy
+        strategy.amp = True
+        model = pipeline()
+        assert asked == []
+        strategy.amp_configs = {option: True}
+        model = pipeline()
+        assert asked == [("O2", dtype)]
+        # Which on CPU changes nothing.
+        assert {str(p.dtype) for p in model.parameters()} == {"paddle.float32"}
+        assert float(model.train_batch(batch(), sgd(model))) > 0
+
+
+PLAIN = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import paddle
+from fleetpipe import fleet
+
+fleet.init(is_collective=True)
+model = paddle.nn.Linear(3, 2)
+assert fleet.distributed_model(model) is model
+optimizer = fleet.distributed_optimizer(
+    paddle.optimizer.SGD(0.1, parameters=model.parameters())
+)
+before = model.weight.numpy()
+model(paddle.ones([4, 3])).mean().backward()
+optimizer.step()
+optimizer.clear_grad()
+assert (before != model.weight.numpy()).any()
+"""
+
+
+def test_a_plain_layer_in_one_process_comes_back_as_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN)
+    subprocess.run([sys.executable, str(script)], check=True, timeout=120)
+
+
+RANKS = f"""
+import json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import paddle
+from fleetpipe import fleet
+from fleetpipe.fleet.meta_parallel import PipelineParallelMicroStepLocations as Locations
+from fleetpipe.fleet.meta_parallel import register_global_pipeline_parallel_hook
+from tests.dygraph.train.test_train_batch import cross_entropy, spread
+from tests.pipelines import batch, bits, job, pipeline, sgd
+
+launched = "PADDLE_TRAINER_ID" in os.environ
+rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+def given(inputs, labels):
+    return [[inputs, None], None, [None, labels]][rank] if launched else [inputs, labels]
+
+with job(3, micro_batches=4):
+    model = pipeline(loss_fn=[cross_entropy, spread])
+    optimizer = sgd(model)
+    result = {{"first evaluation": model.eval_batch(given(*batch(5)), compute_loss=True)}}
+    result["losses"] = model.train_batch(given(*batch()), optimizer, loss_fn_idx=1)
+    seen = []
+    model.register_forward_pipeline_parallel_hook(1, seen.append)
+    register_global_pipeline_parallel_hook(
+        Locations.BACKWARD_END, lambda **values: seen.append(values["step_id"])
+    )
+    result["shares"] = model.train_batch(
+        given(*batch(seed=1)), optimizer, return_micro_batch_loss=True
+    )
+    result["last evaluation"] = model.eval_batch(given(*batch(7)), compute_loss=True)
+    inputs = batch(3)[0]
+    result["prediction"] = [model.predict_batch(inputs if rank == 0 else None)]
+    own = model.predict_batch(inputs if rank == 0 else None, broadcast=False)
+    outputs = model.eval_batch(given(*batch()))
+    held = lambda tensors: [t.numpy().tobytes().hex() for t in tensors]
+    result = {{name: held(tensors) for name, tensors in result.items()}}
+    result["own"] = None if own is None else held([own])
+    result["outputs"] = held(outputs)
+    result["seen"] = seen
+    result["state"] = {{n: b.hex() for n, b in bits(model.layers.full_state_dict()).items()}}
+    result["scheduler"] = model.get_static_scheduler()
+    result["total_loss"] = model.total_loss and held(model.total_loss)
+    with open(os.path.join(sys.argv[1], f"rank{{rank}}.json"), "w") as file:
+        json.dump(result, file)
+"""
+
+
+def test_three_ranks_do_what_one_process_does(
+    launch: Callable[..., Finished], tmp_path: Path
+) -> None:
+    launch(RANKS, 3, args=[str(tmp_path)])
+    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(3)]
+    launch(RANKS, None, args=[str(tmp_path)])
+    alone = json.loads((tmp_path / "rank0.json").read_text())
+    same = ["first evaluation", "losses", "shares", "last evaluation", "prediction", "state"]
+    for rank in ranks:
+        for what in same:
+            assert rank[what] == alone[what], what
+        # The numbered hook once, and the end of each backward.
+        assert sorted(rank["seen"]) == [0, 1, 1, 2, 3]
+    assert [len(alone[what]) for what in same[:5]] == [2, 2, 2, 2, 1]
+    assert [rank["own"] for rank in ranks] == [None, None, alone["prediction"]]
+    assert [rank["outputs"] for rank in ranks] == [[], [], alone["outputs"]]
+    assert [rank["scheduler"] for rank in ranks] == [
+        "f0;f1;f2;b0;f3;b1;b2;b3;",
+        "f0;f1;b0;f2;b1;f3;b2;b3;",
+        "f0;b0;f1;b1;f2;b2;f3;b3;",
+    ]
+
+
+REPLICAS = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import paddle
+from fleetpipe import fleet
+from fleetpipe.fleet.meta_parallel import NoPipelineParallel, PipelineLayer
+from tests.pipelines import batch, mlp_layers, ROWS
+
+rank = int(os.environ["PADDLE_TRAINER_ID"])
+strategy = fleet.DistributedStrategy()
+strategy.pipeline_configs = {{"accumulate_steps": 2, "micro_batch_size": ROWS}}
+fleet.init(is_collective=True, strategy=strategy)
+model = PipelineLayer(mlp_layers(), num_stages=1, loss_fn=paddle.nn.CrossEntropyLoss())
+model = fleet.distributed_model(model)
+assert type(model) is NoPipelineParallel
+optimizer = fleet.distributed_optimizer(
+    paddle.optimizer.SGD(0.1, parameters=model.parameters())
+)
+inputs, labels = batch(4)
+own = slice(rank * 2 * ROWS, (rank + 1) * 2 * ROWS)
+losses = [float(model.train_batch([inputs[own], labels[own]], optimizer)) for _ in range(3)]
+loss = float(model.eval_batch([inputs[own], labels[own]], compute_loss=True))
+print("losses", losses, loss, len(model.eval_batch([inputs[own], None])))
+
+plain = paddle.nn.Linear(6, 4)
+wrapped = fleet.distributed_model(plain)
+assert isinstance(wrapped, paddle.DataParallel)
+optimizer = fleet.distributed_optimizer(
+    paddle.optimizer.SGD(0.1, parameters=wrapped.parameters())
+)
+paddle.nn.functional.cross_entropy(wrapped(inputs[own]), labels[own]).backward()
+optimizer.step()
+print("plain", float(plain.weight.sum()), float((plain.weight ** 2).sum()))
+fleet.shutdown()
+"""
+
+
+def test_two_replicas_without_a_pipeline(launch: Callable[..., Finished]) -> None:
+    done = launch(REPLICAS, 2)
+    with job(1, 4):
+        model = pipeline()
+        optimizer = sgd(model)
+        losses = [float(model.train_batch(batch(4), optimizer)) for _ in range(3)]
+        losses.append(float(model.eval_batch(batch(4), compute_loss=True)))
+    lines = [
+        [line for line in log.splitlines() if line[:6] in ("losses", "plain ")] for log in done.logs
+    ]
+    assert lines[0] == lines[1]
+    found = [float(word.strip("[],")) for word in lines[0][0].split()[1:5]]
+    assert found == pytest.approx(losses, rel=1e-6)
+    assert lines[0][0].endswith(" 2")

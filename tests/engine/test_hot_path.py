@@ -1,0 +1,249 @@
+"""What a steady step must not do: announce, compile, keep, or call more than the step before."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import paddle
+import pytest
+
+from fleetpipe.engine.engine import Walker
+from fleetpipe.job.job import current_job
+from fleetpipe.schedules import Plan, Schedule, Send
+from fleetpipe.transport import memory
+from fleetpipe.transport.wire import structure
+from tests.launching import ROOT, Finished
+from tests.pipelines import batch, job, pipeline, sgd
+
+SCHEDULES = ["1F1B", "FThenB", "Eager1F1B"]
+PACKAGE = (str(ROOT / "fleetpipe"), str(ROOT / "dygraph"))
+
+
+def counters() -> dict[int, tuple[int, int, int]]:
+    """Messages, announcements and bytes that each rank of this process has sent so far."""
+    current = current_job()
+    assert current is not None
+    return {
+        rank: (end.messages, end.announcements, end.bytes_sent)
+        for rank, end in current.connect().items()
+    }
+
+
+def sends(plan: Plan) -> list[int]:
+    return [sum(isinstance(op, Send) for op in row) for row in plan.ops]
+
+
+def own_calls(run: Callable[[], Any]) -> Counter[str]:
+    """Counts the calls of this package's own functions while ``run`` runs."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_sends_what_the_plan_says_and_announces_nothing(schedule: str) -> None:
+    with job(3, micro_batches=5, schedule=schedule):
+        model = pipeline()
+        optimizer = sgd(model)
+        model.train_batch(batch(5), optimizer)
+        before = counters()
+        for seed in range(1, 5):
+            model.train_batch(batch(5, seed), optimizer)
+        after = counters()
+        for rank, expected in enumerate(sends(model.schedule.lower())):
+            assert after[rank][0] - before[rank][0] == 4 * expected
+            assert after[rank][1] == before[rank][1]
+            # The first and the last rank send one tensor for each micro-batch, others two.
+            assert expected == 5 * (1 if rank in (0, 2) else 2)
+
+
+def test_another_shape_is_announced_once_for_each_channel() -> None:
+    with job(2, micro_batches=2):
+        model = pipeline()
+        optimizer = sgd(model)
+        model.train_batch(batch(2), optimizer)
+        before = counters()
+        wide = [[tensor[:1] for tensor in (part[:2], part[2:])] for part in batch(2)]
+        for _ in range(3):
+            model.train_batch(wide, optimizer)
+        after = counters()
+    assert {rank: after[rank][1] - before[rank][1] for rank in after} == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_held_is_what_was_planned(schedule: str) -> None:
+    with job(3, micro_batches=6, schedule=schedule):
+        model = pipeline()
+        optimizer = sgd(model)
+        planned = dict(enumerate(model.schedule.simulate().peak_activations))
+        for seed in range(3):
+            model.train_batch(batch(6, seed), optimizer)
+            assert model.peak_held == planned
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_compiled_or_announced_after_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, training: bool
+) -> None:
+    with job(2):
+        model = pipeline()
+        optimizer = sgd(model)
+
+        def step(seed: int) -> None:
+            if training:
+                model.train_batch(batch(seed=seed), optimizer)
+            else:
+                model.eval_batch(batch(seed=seed), compute_loss=True)
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise AssertionError("this belongs into the first step")
+
+        step(0)
+        for owner, name in (
+            (Walker, "_compile"),
+            (Schedule, "lower"),
+            (Schedule, "verify"),
+            (Plan, "verify"),
+            (structure.Structure, "__init__"),
+            (memory, "check_key"),
+        ):
+            monkeypatch.setattr(owner, name, refuse)
+        step(1)
+
+
+def test_every_step_makes_the_same_calls_as_the_one_before() -> None:
+    with job(2, micro_batches=4):
+        model = pipeline()
+        optimizer = sgd(model)
+        data = batch()
+
+        def step() -> None:
+            model.train_batch(data, optimizer)
+
+        step()
+        second = own_calls(step)
+        assert own_calls(step) == second
+        assert second["memory.py:send"] == second["value.py:take_apart"] == 8
+        assert second["engine.py:_compute"] == 16
+
+
+def test_the_calls_of_a_step_grow_with_the_micro_batches_and_no_faster() -> None:
+    totals = []
+    for micro_batches in (4, 8, 16):
+        with job(2, micro_batches=micro_batches):
+            model = pipeline()
+            optimizer = sgd(model)
+            data = batch(micro_batches)
+            model.train_batch(data, optimizer)
+            calls = own_calls(lambda m=model, o=optimizer, d=data: m.train_batch(d, o))
+            totals.append(sum(calls.values()))
+    assert totals[2] - totals[1] == 2 * (totals[1] - totals[0])
+
+
+def test_nothing_grows_from_step_to_step() -> None:
+    with job(3, micro_batches=4):
+        model = pipeline()
+        optimizer = sgd(model)
+        data = batch()
+
+        def alive() -> tuple[int, int]:
+            gc.collect()
+            everything = gc.get_objects()
+            # By type: isinstance() would follow weak proxies whose objects are gone.
+            tensors = sum(issubclass(type(item), paddle.Tensor) for item in everything)
+            return len(everything), tensors
+
+        for _ in range(3):
+            model.train_batch(data, optimizer)
+        objects, tensors = alive()
+        for _ in range(20):
+            model.train_batch(data, optimizer)
+        later_objects, later_tensors = alive()
+    assert later_tensors == tensors
+    # One more for each step would be 20.
+    assert later_objects - objects < 20
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_activations_are_freed_with_their_backward_without_the_collector(schedule: str) -> None:
+    with job(2, micro_batches=4, schedule=schedule):
+        model = pipeline()
+        optimizer = sgd(model)
+        outputs: list[weakref.ref[Any]] = []
+        alive: list[int] = []
+
+        def watch(layer: Any, inputs: Any, output: Any) -> None:
+            outputs.append(weakref.ref(output))
+            alive.append(sum(one() is not None for one in outputs))
+
+        for layer in model.layers.sublayers():
+            layer.register_forward_post_hook(watch)
+        gc.disable()
+        try:
+            model.train_batch(batch(), optimizer)
+        finally:
+            gc.enable()
+        assert len(outputs) == 16
+        assert [one() for one in outputs] == [None] * 16
+        # Two Linear on each rank, for as many micro-batches as the ranks hold at once.
+        assert max(alive) <= 2 * sum(model.schedule.simulate().peak_activations)
+
+
+COUNTED = f"""
+import json, os, sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+from fleetpipe.transport.wire import bridge
+from tests.pipelines import batch, job, pipeline, sgd
+from tests.engine.test_hot_path import counters, sends
+
+rank = int(os.environ["PADDLE_TRAINER_ID"])
+with job(2, micro_batches=4):
+    model = pipeline()
+    optimizer = sgd(model)
+    def facts():
+        return {{
+            "sent": counters()[rank],
+            "block types": bridge._block.cache_info().misses,
+            "templates": bridge._template.cache_info().misses,
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+        }}
+    for seed in range(2):
+        model.train_batch(batch(seed=seed), optimizer)
+    before = facts()
+    for seed in range(2, 7):
+        model.train_batch(batch(seed=seed), optimizer)
+    result = {{"before": before, "after": facts(), "plan": sends(model.schedule.lower())[rank]}}
+    with open(os.path.join(sys.argv[1], f"rank{{rank}}.json"), "w") as file:
+        json.dump(result, file)
+"""
+
+
+def test_steady_steps_over_sockets(launch: Callable[..., Finished], tmp_path: Path) -> None:
+    launch(COUNTED, 2, args=[str(tmp_path)])
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        before, after = found["before"], found["after"]
+        # The owner of the last stage also sends the loss of each step.
+        messages = 5 * (found["plan"] + (1 if rank == 1 else 0))
+        assert after["sent"][0] - before["sent"][0] == messages
+        for what in ("block types", "templates", "threads"):
+            assert after[what] == before[what]
+        assert after["sent"][1] == before["sent"][1]
+        assert "fleetpipe-writer" not in after["threads"]

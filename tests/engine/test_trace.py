@@ -1,0 +1,124 @@
+"""What is recorded of real steps: every action in the order of the schedule, and the files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetpipe import fleet
+from fleetpipe.engine.trace import Trace, measured_costs
+from fleetpipe.schedules import Costs, build
+from fleetpipe.schedules.forms.events import Event, events_of
+from fleetpipe.transport import SoleGroup
+from tests.pipelines import batch, job, pipeline, sgd
+
+
+def actions(document: dict[str, Any], ranks: int) -> list[list[str]]:
+    """The names of the measured actions of each rank, by time."""
+    labels = {
+        event["pid"]: event["args"]["name"]
+        for event in document["traceEvents"]
+        if event["name"] == "process_name"
+    }
+    found: list[list[str]] = []
+    for rank in range(ranks):
+        slices = [
+            event
+            for event in document["traceEvents"]
+            if event["ph"] == "X" and labels[event["pid"]] == f"rank {rank} measured"
+        ]
+        slices.sort(key=lambda event: event["ts"])
+        found.append([event["name"] for event in slices if event["name"][0] in "FBIW"])
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "FThenB"])
+def test_the_actions_of_every_step_stand_in_the_order_of_the_schedule(
+    tmp_path: Path, schedule: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with job(3, micro_batches=4, schedule=schedule, trace=tmp_path / "new"):
+        model = pipeline()
+        optimizer = sgd(model)
+        model.eval_batch(batch(4))
+        for _ in range(2):
+            model.train_batch(batch(4), optimizer)
+    document = json.loads((tmp_path / "new" / "trace.json").read_text())
+    rows = build(schedule, ranks=3, micro_batches=4).actions
+    assert actions(document, 3) == [[str(action) for action in row] * 2 for row in rows]
+    for picture in ("measured.png", "predicted.png"):
+        assert (tmp_path / "new" / picture).read_bytes().startswith(b"\x89PNG")
+    told = capfd.readouterr().err
+    assert "trace of 2 of 2 steps" in told
+    assert "measured after the first step, " in told
+    assert "clocks agree within 0 us" in told
+
+
+@pytest.mark.parametrize(("kept", "told"), [(3, "measured after the first step"), (2, "measured")])
+def test_the_first_step_of_a_job_counts_in_no_figure(tmp_path: Path, kept: int, told: str) -> None:
+    schedule = build("1F1B", ranks=2, micro_batches=2)
+    trace = Trace(tmp_path, schedule, range(2), SoleGroup(), most_steps=kept)
+    for forward in ((100, 1), (1, 1), (1, 1)):
+        trace.begin_step(0)
+        for event in events_of(schedule.simulate(Costs(forward))):
+            trace.recorders[event.rank].records.append((event.name, event.start, event.end))
+        trace.end_step()
+    assert f"bubble rate 0.3333 {told}, 0.3333 predicted" in str(trace.write())
+
+
+def test_without_matplotlib_a_trace_is_written_and_the_job_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for folder in ("first", "second"):
+        with job(2, trace=tmp_path / folder):
+            model = pipeline()
+            model.train_batch(batch(), sgd(model))
+        assert [file.name for file in (tmp_path / folder).iterdir()] == ["trace.json"]
+    told = capfd.readouterr().err
+    assert told.count("no pictures: they need matplotlib") == 2
+    assert told.count("trace of 1 of 1 steps") == 2
+
+
+def test_nothing_is_recorded_without_being_asked() -> None:
+    with job(2):
+        model = pipeline()
+        model.train_batch(batch(), sgd(model))
+        assert model.trace is None
+
+
+def test_fleets_switch_for_profiling_records_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"pp_degree": 2}
+    if not hasattr(strategy.hybrid_configs["pp_configs"], "profiling"):
+        pytest.skip("Paddle 2.6.2 has no pp_configs.profiling")
+    strategy.hybrid_configs["pp_configs"].profiling = True
+    strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    model = pipeline()
+    model.train_batch(batch(), sgd(model))
+    fleet.shutdown()
+    assert (tmp_path / "pipeline_trace" / "trace.json").exists()
+
+
+def test_measured_costs_are_means_by_kind_and_stage() -> None:
+    schedule = build("1F1B", ranks=2, micro_batches=2)
+    events = [
+        Event(0, "F0.0", 0.0, 1.0),
+        Event(0, "F0.1", 1.0, 4.0),
+        Event(1, "F1.0", 1.0, 1.5),
+        Event(1, "F1.1", 4.0, 4.5),
+        Event(1, "SB0>1.0", 4.5, 9.0),
+        Event(0, "B0.0", 5.0, 8.0),
+        Event(1, "B1.0", 2.0, 4.0),
+    ]
+    costs = measured_costs(schedule, events)
+    assert costs.forward == (2.0, 0.5)
+    assert costs.backward == (3.0, 2.0)
+    assert costs.weight_grad == 0

@@ -1,0 +1,176 @@
+"""Degrees of a job, worked out and refused, and the ranks that a group of it has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from paddle.distributed.fleet.base.topology import CommunicateTopology
+
+from fleetpipe import fleet
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.degrees import Degrees, refuse_sharding_options, runs_without_pipeline
+from fleetpipe.job.job import Job
+from fleetpipe.transport import SoleGroup
+
+AXES = {"dp": "data", "pp": "pipe", "sharding": "sharding", "sep": "sep", "mp": "model"}
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "expected"),
+    [
+        ({"dp": -1, "pp": 2, "mp": 2, "sharding": 2}, 16, Degrees(dp=2, pp=2, mp=2, sharding=2)),
+        ({"dp": -1, "sharding": 4}, 8, Degrees(dp=2, sharding=4)),
+        ({"dp": 2, "pp": 2, "sharding": 1, "mp": 2}, 8, Degrees(dp=2, pp=2, mp=2)),
+        ({"dp": 0}, 3, Degrees(dp=3)),
+        ({"pp": 7}, 1, Degrees(pp=7)),
+    ],
+)
+def test_the_data_parallel_degree_is_what_all_others_leave(
+    given: dict[str, int], world: int, expected: Degrees
+) -> None:
+    configs = {f"{axis}_degree": degree for axis, degree in given.items()}
+    assert Degrees.resolve(configs, world) == expected
+    assert expected.replicas == expected.dp * expected.sharding
+
+
+@pytest.mark.parametrize("axis", ["pp", "mp", "sharding", "sep"])
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, "2", True, None])
+def test_a_degree_that_is_no_number_of_ranks_is_refused(axis: str, wrong: Any) -> None:
+    message = rf"{axis}_degree must be a whole number of at least 1(.|\n)*={wrong!r}\n"
+    with pytest.raises(ConfigError, match=message):
+        Degrees.resolve({f"{axis}_degree": wrong}, 1)
+    with pytest.raises(ConfigError, match=message):
+        fleet.DistributedStrategy().hybrid_configs = {f"{axis}_degree": wrong}
+
+
+def test_degrees_that_a_graph_mode_does_not_run_are_refused_with_what_to_do() -> None:
+    degrees = Degrees(pp=2, sep=2)
+    with pytest.raises(ConfigError, match=r"sep_degree=2(.|\n)*use mp_degree"):
+        degrees.refuse_beyond(("pp", "dp", "sharding", "mp"), "use mp_degree")
+    Degrees(pp=2, mp=2).refuse_beyond(("pp", "mp"), "nothing")
+
+
+def test_axes_of_fleets_without_a_pipeline_are_left_to_it() -> None:
+    assert not runs_without_pipeline({"pp_degree": 4, "cp_degree": 1})
+    assert runs_without_pipeline({"pp_degree": 1, "cp_degree": 2})
+    with pytest.raises(ConfigError, match="does not run with cp_degree=2"):
+        runs_without_pipeline({"pp_degree": 2, "cp_degree": 2})
+
+
+@pytest.mark.parametrize("option", ["split_param", "tensor_fusion", "comm_overlap"])
+def test_sharding_beyond_stage_1_is_refused(option: str) -> None:
+    strategy = fleet.DistributedStrategy()
+    refuse_sharding_options(strategy)
+    setattr(strategy.hybrid_configs["sharding_configs"], option, True)
+    with pytest.raises(ConfigError, match=f"{option} = True(.|\n)*reduce_scatter"):
+        refuse_sharding_options(strategy)
+
+
+def test_another_stage_of_sharding_is_refused() -> None:
+    strategy = fleet.DistributedStrategy()
+    strategy.sharding = True
+    strategy.sharding_configs = {"stage": 1}
+    refuse_sharding_options(strategy)
+    strategy.sharding_configs = {"stage": 2}
+    with pytest.raises(ConfigError, match=r"\['stage'\] = 2(.|\n)*reduce_scatter"):
+        refuse_sharding_options(strategy)
+
+
+class Topology:
+    """Paddle's topology of one rank, without the groups that it would make."""
+
+    def __init__(self, degrees: Degrees, order: list[str], rank: int) -> None:
+        self._topo = CommunicateTopology(
+            [AXES[axis] for axis in order], [getattr(degrees, axis) for axis in order]
+        )
+        self.global_rank, self.nranks = rank, self._topo.world_size()
+        self.place = self._topo.get_coord(rank)
+
+    def get_stage_id(self) -> int:
+        return int(self.place.pipe)
+
+    def get_data_parallel_rank(self) -> int:
+        return int(self.place.data)
+
+    def get_sharding_parallel_rank(self) -> int:
+        return int(self.place.sharding)
+
+    def get_model_parallel_rank(self) -> int:
+        return int(self.place.model)
+
+    def get_rank_from_stage(self, stage: int, **axes: int) -> int:
+        return int(self._topo.get_rank_from_stage(self.global_rank, pipe=stage, **axes))
+
+    def _along(self, axis: str) -> Any:
+        lists = self._topo.get_comm_list(axis)
+        return SimpleNamespace(ranks=next(ranks for ranks in lists if self.global_rank in ranks))
+
+    def get_model_parallel_group(self) -> Any:
+        return self._along("model")
+
+    def get_sharding_parallel_group(self) -> Any:
+        return self._along("sharding")
+
+    def get_data_parallel_group(self) -> Any:
+        return self._along("data")
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["dp", "pp", "sharding", "sep", "mp"],
+        ["mp", "sharding", "pp", "sep", "dp"],
+        ["sharding", "mp", "sep", "dp", "pp"],
+    ],
+)
+def test_groups_have_the_right_ranks_in_every_order(
+    order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    degrees = Degrees(dp=2, pp=2, sharding=2, mp=2)
+    joined: dict[str, list[list[int]]] = {}
+
+    def join(self: Job, store: Any, name: str, rank: int, ranks: list[int]) -> Any:
+        # Who joins under a name must be who is meant, each at its own place.
+        assert ranks[rank] == self.hcg.global_rank
+        joined.setdefault(name, []).append(ranks)
+        return SimpleNamespace(rank=rank, ranks=len(ranks))
+
+    monkeypatch.setattr(Job, "_join", join)
+    store: Any = object()
+    replicas: dict[int, list[Any]] = {}
+    for rank in range(16):
+        topology = Topology(degrees, order, rank)
+        job = Job(degrees, topology, 10.0, store=store, fused_replicas="fused")
+        for group in (job.replicas, job.model_parallel, job.sharding, job.everyone):
+            made = group()
+            assert group() is made
+        assert job.replicas().paddle_group == "fused"
+        replicas.setdefault(job.replica, []).append(topology.place)
+        places = [topology._topo.get_coord(member) for member in joined_last(joined, rank)]
+        assert [(p.data, p.sharding) for p in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert {(p.pipe, p.model) for p in places} == {(topology.place.pipe, topology.place.model)}
+    for name, lists in joined.items():
+        # Everyone who is named joins, and names the same.
+        assert lists == [lists[0]] * len(lists[0]), name
+    assert len(joined) == 4 + 8 + 8 + 1
+    for number, found in replicas.items():
+        assert {(2 * place.data + place.sharding) for place in found} == {number}
+
+
+def joined_last(joined: dict[str, list[list[int]]], rank: int) -> list[int]:
+    """The replicas among which a rank is."""
+    return next(
+        lists[0]
+        for name, lists in joined.items()
+        if name.startswith("replicas/") and rank in lists[0]
+    )
+
+
+def test_a_process_alone_is_every_group() -> None:
+    topology = Topology(Degrees(), list(AXES), 0)
+    job = Job(Degrees(pp=3), topology, 10.0)
+    for group in (job.replicas(), job.model_parallel(), job.sharding(), job.everyone()):
+        assert isinstance(group, SoleGroup)
+    assert job.replica == 0

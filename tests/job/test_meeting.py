@@ -1,0 +1,212 @@
+"""The start of a job, its ranks played by threads over a store in memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.job import meeting
+
+
+class MemoryStore:
+    """What Paddle's store does, for threads."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.counts: Counter[str] = Counter()
+        self.lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        with self.lock:
+            self.counts[key] += amount
+            return self.counts[key]
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    act: Callable[[int], Any],
+    only: tuple[int, ...] | None = None,
+) -> dict[int, Any]:
+    """Runs ``act(rank)`` on a thread for each rank; returns what each returned or raised."""
+    local = threading.local()
+    monkeypatch.setattr(meeting, "own_rank", lambda: local.rank)
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", str(ranks))
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        local.rank = rank
+        try:
+            results[rank] = act(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (only or tuple(range(ranks)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def test_all_go_on_when_the_last_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    def act(rank: int) -> float:
+        time.sleep(0.1 * rank)
+        meeting.wait_for_all(store, 0, 5)
+        return time.monotonic()
+
+    moments = play(monkeypatch, 3, act)
+    assert max(moments.values()) - min(moments.values()) < 0.09
+
+
+def test_those_that_came_name_those_that_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    def act(rank: int) -> None:
+        # One whose limit is far gives up with the first, too.
+        meeting.wait_for_all(store, 0, 0.2 if rank else 60)
+
+    began = time.monotonic()
+    raised = play(monkeypatch, 4, act, only=(0, 2))
+    assert time.monotonic() - began < 3
+    for error in raised.values():
+        assert isinstance(error, PipelineTimeout)
+        assert str(error).startswith("ranks [1, 3] did not call fleet.init within")
+
+
+def test_nobody_waits_for_a_rank_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    raised = play(
+        monkeypatch,
+        3,
+        lambda _: meeting.meet(store, "there", 60.0, "the check", lambda: [1]),
+        only=(0, 2),
+    )
+    for rank in (0, 2):
+        assert isinstance(raised[rank], PeerFailed)
+        assert str(raised[rank]) == "rank 1 ended and did not come to the check"
+
+
+def test_a_rank_that_came_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    ended: list[int] = []
+
+    def act(rank: int) -> None:
+        time.sleep(0.05 * rank)
+        meeting.meet(store, "there", 60.0, "the check", lambda: ended)
+        ended.append(rank)
+
+    assert play(monkeypatch, 3, act) == {0: None, 1: None, 2: None}
+
+
+class FailedStore(MemoryStore):
+    """As a ``JobStore`` that knows of a failed rank: raises where an answer is still zero."""
+
+    def add(self, key: str, amount: int) -> int:
+        value = super().add(key, amount)
+        if value == 0:
+            raise PeerFailed("rank 1 raised")
+        return value
+
+
+def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FailedStore()
+    raised = play(monkeypatch, 2, lambda _: meeting.meet(store, "there", 60.0, "it"), only=(0,))
+    assert str(raised[0]) == "rank 1 raised"
+
+
+def test_a_rank_that_came_may_fail_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FailedStore()
+    store.add("there/1", 1)
+    found = play(monkeypatch, 2, lambda _: meeting.meet(store, "there", 60.0, "it"), only=(0,))
+    assert found == {0: None}
+
+
+def test_rank_0_stays_until_the_others_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    def act(rank: int) -> float:
+        time.sleep(0.3 * rank)
+        meeting.let_others_go(store, "end")
+        return time.monotonic()
+
+    moments = play(monkeypatch, 3, act)
+    assert moments[0] >= moments[2] > moments[1]
+
+
+def environment(monkeypatch: pytest.MonkeyPatch, rank: int, port: int) -> None:
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:1")
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
+
+
+def test_a_port_that_is_taken_is_refused_and_not_taken_for_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        environment(monkeypatch, 0, taken.getsockname()[1])
+        with pytest.raises(TransportError, match="cannot open the job's store") as raised:
+            meeting.open_store(5)
+        assert "another program listens there" in str(raised.value)
+        monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 0.2)
+        environment(monkeypatch, 1, taken.getsockname()[1])
+        with pytest.raises(PipelineTimeout, match="rank 0 did not call") as late:
+            meeting.open_store(0.5)
+        assert "does not answer as the job's store" in str(late.value)
+
+
+def test_an_address_of_another_host_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch, 0, 0)
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "192.0.2.1:20000")
+    with pytest.raises(TransportError, match=r"192\.0\.2\.1 is no address of this host"):
+        meeting.open_store(5)
+
+
+def test_the_store_of_another_job_is_not_taken_for_ones_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment(monkeypatch, 0, port)
+    mine = meeting.open_store(5)
+    environment(monkeypatch, 1, port)
+    theirs = meeting.open_store(5)
+    assert [mine.add("x", 1), theirs.add("x", 1)] == [1, 2]
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:2")
+    with pytest.raises(PipelineTimeout, match="rank 0 did not call"):
+        meeting.open_store(0.3)
+
+
+def test_paddle_gets_an_address_for_a_store_of_its_own_where_it_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    monkeypatch.setenv("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:1")
+    for name in ("PADDLE_MASTER", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PADDLE_MASTER", "gone")
+    monkeypatch.delenv("PADDLE_MASTER")
+    came = play(monkeypatch, 2, lambda _: meeting.give_paddle_an_address(store, 5))
+    assert came == {0: None, 1: None}
+    host, _, port = os.environ["PADDLE_MASTER"].rpartition(":")
+    assert (host, f"{host}:{port}") == ("127.0.0.1", store.values["fleetpipe/master"])
+    assert int(port) != 1

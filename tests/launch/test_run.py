@@ -1,0 +1,179 @@
+"""``fleetpipe run``: what a script finds in the place of Paddle, and how it sees and ends."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+from paddle.distributed import fleet as theirs
+
+from fleetpipe import fleet
+from fleetpipe.cli import main
+from fleetpipe.launch.substitution import in_place_of_paddles
+from tests.check_types import sources
+from tests.launching import ROOT
+
+PADDLES = "paddle.distributed.fleet"
+
+
+def found_by(code: str) -> dict[str, Any]:
+    """Runs ``code`` with fleetpipe in the place of Paddle and returns its names."""
+    names: dict[str, Any] = {}
+    with in_place_of_paddles():
+        exec(code, names)
+    return names
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import paddle.distributed.fleet as found",
+        "from paddle.distributed import fleet as found",
+        "import paddle.distributed as dist; found = dist.fleet",
+        "import paddle.distributed.fleet; found = paddle.distributed.fleet",
+        "import importlib; found = importlib.import_module('paddle.distributed.fleet')",
+    ],
+)
+def test_every_way_to_import_fleet_finds_fleetpipes(code: str) -> None:
+    assert found_by(code)["found"] is fleet
+    assert found_by("import paddle.distributed; x = paddle.distributed.fleet.init")["x"] is (
+        fleet.init
+    )
+
+
+@pytest.mark.parametrize(
+    "path", ["", ".meta_parallel", ".parallel_layers", ".parallel_layers.pp_layers"]
+)
+def test_the_pipeline_layer_is_fleetpipes_at_every_path(path: str) -> None:
+    if path:
+        path = ".meta_parallel" + path.replace(".meta_parallel", "")
+        module = found_by(f"from {PADDLES}{path} import PipelineLayer as found")
+    else:
+        module = found_by(f"from {PADDLES} import *\nfound = meta_parallel.PipelineLayer")
+    assert module["found"] is fleet.meta_parallel.PipelineLayer
+
+
+def test_what_fleetpipe_does_not_define_stays_paddles() -> None:
+    names = found_by(
+        f"from {PADDLES}.utils import recompute\n"
+        f"from {PADDLES}.base.topology import CommunicateTopology\n"
+        f"from {PADDLES} import UserDefinedRoleMaker, fleet\n"
+        f"import {PADDLES}.utils.hybrid_parallel_util as util\n"
+    )
+    assert names["CommunicateTopology"] is theirs.CommunicateTopology
+    assert names["UserDefinedRoleMaker"] is theirs.UserDefinedRoleMaker
+    assert names["fleet"] is theirs.fleet
+    util = f"{PADDLES}.utils.hybrid_parallel_util"
+    assert names["util"] is importlib.import_module(util)
+
+
+def test_a_module_of_paddles_that_nobody_loaded_yet_is_found_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = theirs.cloud_utils
+    monkeypatch.setattr(fleet, "cloud_utils", before)
+    for name in (f"{PADDLES}.cloud_utils", "fleetpipe.fleet.cloud_utils"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    names = found_by(
+        f"import {PADDLES}.cloud_utils as first\n"
+        "import fleetpipe.fleet.cloud_utils\n"
+        f"from {PADDLES} import cloud_utils as second\n"
+    )
+    assert names["first"] is not before
+    assert names["first"] is names["second"]
+    assert names["first"].__file__ == before.__file__
+    with pytest.raises(ModuleNotFoundError, match=r"paddle\.distributed\.fleet\.nonsense"):
+        found_by(f"import {PADDLES}.nonsense")
+
+
+def test_afterwards_paddles_modules_are_back() -> None:
+    finders = list(sys.meta_path)
+    with pytest.raises(ZeroDivisionError):
+        found_by(f"import {PADDLES}\n1 / 0")
+    assert sys.modules[PADDLES] is theirs is paddle.distributed.fleet
+    assert sys.modules[f"{PADDLES}.meta_parallel"] is theirs.meta_parallel
+    assert sys.meta_path == finders
+
+
+def test_fleetpipe_imports_paddles_fleet_before_anything_stands_in_its_place() -> None:
+    """What is imported within a function would find fleetpipe's own modules while a script runs."""
+    late = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in sources(ROOT)
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and _reaches_fleet(node)
+    ]
+    assert late == []
+
+
+def _reaches_fleet(node: ast.Import | ast.ImportFrom) -> bool:
+    module = getattr(node, "module", None)
+    names = [f"{module}.{alias.name}" if module else alias.name for alias in node.names]
+    return any(f"{name}.".startswith(f"{PADDLES}.") for name in names)
+
+
+SHOW = """
+import sys
+import helper
+def told(): return [__name__, __file__, sys.argv, sys.path[0], __doc__, __spec__, __package__]
+print(told(), sys.modules["__main__"].told is told, helper.__file__)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("", 0),
+        ("sys.exit(7)", 7),
+        ("sys.exit()", 0),
+        ("sys.exit('enough')", 1),
+        ("raise OSError('no such thing')", 1),
+        ("def inner():\n    {}['key']\ninner()", 1),
+        ("x = = 1", 1),
+    ],
+)
+def test_a_script_sees_and_ends_what_it_would_under_python(
+    end: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "helper.py").write_text("")
+    (tmp_path / "scripts" / "show.py").write_text(SHOW.format(end=end))
+    words = ["scripts/show.py", "--steps", "3", "-h"]
+    expected, found = (
+        subprocess.run(
+            [sys.executable, "-W", "ignore", *how, *words],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for how in ([], ["-m", "fleetpipe", "run"])
+    )
+    assert found.returncode == expected.returncode == code
+    assert found.stdout == expected.stdout
+    tail = found.stderr[len(found.stderr) - len(expected.stderr) :]
+    assert tail == expected.stderr
+
+
+def test_a_script_that_is_not_there_and_a_wrong_number_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(tmp_path / "missing.py")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["run", "--nproc", "0", str(script)]) == 2
+    assert "invalid number of processes: '0'; give 1 to 1024" in capsys.readouterr().err
+    assert main(["run", str(script)]) == 0

@@ -1,0 +1,87 @@
+"""Both ends prove that they know the secret, and tell nothing to who does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleetpipe.transport.joining.handshake import Exchange, Stranger, accepts, connects
+from fleetpipe.transport.wire.seal import Seals
+
+SECRET, OTHER = b"s" * 32, b"o" * 32
+
+
+Met = tuple[int, Seals]
+
+
+def talk(one: Exchange, other: Exchange) -> tuple[Met, Met, list[bytes]]:
+    """Runs both sides against each other; returns their results and all that was said."""
+    results: dict[Exchange, Met] = {}
+    steps = {one: next(one), other: next(other)}
+    said: list[bytes] = []
+    pipes: dict[Exchange, bytes] = {one: b"", other: b""}
+    while len(results) < 2:
+        for side, peer in ((one, other), (other, one)):
+            if side in results:
+                continue
+            step = steps[side]
+            try:
+                if isinstance(step, bytes):
+                    said.append(step)
+                    pipes[peer] += step
+                    steps[side] = next(side)
+                elif len(pipes[side]) >= step:
+                    given, pipes[side] = pipes[side][:step], pipes[side][step:]
+                    steps[side] = side.send(given)
+            except StopIteration as end:
+                results[side] = end.value
+    return results[one], results[other], said
+
+
+def test_peers_learn_who_the_other_is() -> None:
+    (peer, _), (known, _), said = talk(connects(SECRET, 2, 1, 4), accepts(SECRET, 1, 4))
+    assert (peer, known) == (1, 2)
+    assert not any(SECRET in text for text in said)
+
+
+def test_no_two_handshakes_are_alike() -> None:
+    _, _, said = talk(connects(SECRET, 1, 0, 2), accepts(SECRET, 0, 2))
+    _, _, again = talk(connects(SECRET, 1, 0, 2), accepts(SECRET, 0, 2))
+    assert not set(said) & set(again)
+
+
+@pytest.mark.parametrize(
+    ("connecting", "accepting"),
+    [
+        (connects(OTHER, 1, 0, 2), accepts(SECRET, 0, 2)),
+        (connects(SECRET, 1, 0, 3), accepts(SECRET, 0, 2)),
+        (connects(SECRET, 2, 1, 3), accepts(SECRET, 0, 3)),
+        (connects(SECRET, 0, 1, 3), accepts(SECRET, 1, 3)),
+        (connects(SECRET, 7, 0, 3), accepts(SECRET, 0, 3)),
+    ],
+    ids=["secret", "ranks", "address", "lower", "unknown"],
+)
+def test_who_does_not_belong_is_refused(connecting: Exchange, accepting: Exchange) -> None:
+    with pytest.raises(Stranger):
+        talk(connecting, accepting)
+
+
+def test_the_connecting_end_is_not_deceived_either() -> None:
+    side = connects(SECRET, 1, 0, 2)
+    next(side)
+    next(side)
+    side.send(b"n" * 32)
+    next(side)
+    with pytest.raises(Stranger, match="did not prove"):
+        side.send(b"p" * 32)
+
+
+def test_a_reflected_proof_does_not_help() -> None:
+    """What the connecting end says cannot be sent back to it as the answer."""
+    side = connects(SECRET, 1, 0, 2)
+    next(side)
+    next(side)
+    proof = side.send(b"n" * 32)
+    next(side)
+    assert isinstance(proof, bytes)
+    with pytest.raises(Stranger):
+        side.send(proof)

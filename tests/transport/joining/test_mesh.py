@@ -1,0 +1,348 @@
+"""Ranks find each other through the store, whoever is missing and whoever else knocks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from fleetpipe.errors import PipelineTimeout, TransportError
+from fleetpipe.transport import SocketTransport, connect
+from fleetpipe.transport.joining import hosts, mesh
+from fleetpipe.transport.joining.handshake import connects
+from fleetpipe.transport.wire.message import VERSION
+from tests.transport.helpers import LIMIT, ThreadStore, forward, join_all
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def begin(
+    threads: ThreadPoolExecutor, store: ThreadStore, rank: int, ranks: int = 2, **options: Any
+) -> Future[SocketTransport]:
+    given = {"timeout": LIMIT, "namespace": "test", "store": store, **options}
+    return threads.submit(connect, rank=rank, ranks=ranks, **given)
+
+
+def finish(*joining: Future[SocketTransport]) -> None:
+    """Lets ranks 0 and 1 exchange a message and closes all."""
+    transports = [future.result() for future in joining]
+    transports[0].send(1, forward(0), "hello")
+    assert transports[1].receive(0, forward(0), LIMIT) == "hello"
+    for transport in transports:
+        transport.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def address_of(store: ThreadStore, rank: int = 0) -> str:
+    """Returns where a rank listens, once it does."""
+    key = f"test/{rank}/addresses"
+    wait_until(lambda: key in store.values)
+    return str(json.loads(store.values[key])["addresses"].split(",")[0])
+
+
+def knock(address: str) -> socket.socket:
+    sock = hosts.dial(address)
+    sock.setblocking(True)
+    sock.settimeout(LIMIT)
+    return sock
+
+
+def card_of(host: str) -> str:
+    """Returns what rank 1 of 2 publishes of itself."""
+    about = {"host": host, "secret": "", "token": ""}
+    return json.dumps({"version": VERSION, "ranks": 2, **about})
+
+
+def waiting_rank(threads: ThreadPoolExecutor, store: ThreadStore) -> Future[SocketTransport]:
+    """Begins rank 0 and lets it listen: rank 1's first card is there, rank 1 is not."""
+    future = begin(threads, store, 0)
+    store.set("test/1/host", card_of(hosts.host_identity()))
+    store.add("test/1/host/ready", 1)
+    return future
+
+
+def family(transport: SocketTransport, peer: int) -> int:
+    with socket.socket(fileno=os.dup(transport._connections[peer].fd)) as sock:
+        return sock.family
+
+
+def test_ranks_of_a_host_use_unix_sockets_and_are_all_connected() -> None:
+    ranks = join_all(4)
+    for transport in ranks:
+        for peer in set(range(4)) - {transport.rank}:
+            assert family(transport, peer) == socket.AF_UNIX
+            transport.send(peer, forward(0), [transport.rank, peer])
+    for transport in ranks:
+        for peer in set(range(4)) - {transport.rank}:
+            assert transport.receive(peer, forward(0), LIMIT) == [peer, transport.rank]
+    for transport in ranks:
+        transport.close()
+
+
+def test_hosts_decide_between_unix_and_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 are on one host, rank 2 is on another."""
+    threads: dict[int, str] = {}
+    monkeypatch.setattr(hosts, "host_identity", lambda: threads[threading.get_ident()])
+    store, ranks = ThreadStore(), {}
+
+    def join(rank: int) -> None:
+        threads[threading.get_ident()] = "far" if rank == 2 else "near"
+        ranks[rank] = connect(
+            rank=rank, ranks=3, store=store, namespace="test", timeout=LIMIT, address="127.0.0.1"
+        )
+
+    joining = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+    for thread in joining:
+        thread.start()
+    for thread in joining:
+        thread.join(LIMIT)
+    families = {(r, p): family(ranks[r], p) for r in range(3) for p in range(3) if r != p}
+    for transport in ranks.values():
+        transport.close()
+    near = {(0, 1), (1, 0)}
+    assert {edge for edge, kind in families.items() if kind == socket.AF_UNIX} == near
+    assert {edge for edge, kind in families.items() if kind == socket.AF_INET} == set(
+        families
+    ) - near
+
+
+def test_the_environment_can_ask_for_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEETPIPE_FORCE_TCP", "1")
+    one, other = join_all(2)
+    assert family(one, 1) == socket.AF_INET
+    one.close()
+    other.close()
+
+
+def test_within_one_host_tcp_is_bound_to_loopback() -> None:
+    store = ThreadStore()
+    with ThreadPoolExecutor(2) as threads:
+        joining = [begin(threads, store, rank, force_tcp=True) for rank in range(2)]
+        finish(*joining)
+    assert address_of(store).startswith("tcp 127.0.0.1 ")
+
+
+def test_host_identity_is_the_kernel_and_its_network() -> None:
+    identity = hosts.host_identity()
+    assert os.readlink("/proc/self/ns/net") in identity
+    assert identity == hosts.host_identity()
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.1"):
+        hosts.listen_tcp("192.0.2.1")
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(TransportError, match=r"cannot be told to connect to 0\.0\.0\.0"):
+        hosts.listen_tcp("0.0.0.0")
+
+
+def test_missing_ranks_are_named() -> None:
+    with pytest.raises(PipelineTimeout, match=r"rank 0 waited 0\.3 s for rank\(s\) 1, 2") as raised:
+        connect(rank=0, ranks=3, store=ThreadStore(), namespace="test", timeout=0.3)
+    assert "connecting the 3 ranks of 'test'" in str(raised.value)
+
+
+def test_a_rank_that_published_but_never_connected_is_named(threads: ThreadPoolExecutor) -> None:
+    store = ThreadStore()
+    store.set("test/1/host", card_of("elsewhere"))
+    store.add("test/1/host/ready", 1)
+    with pytest.raises(PipelineTimeout, match=r"for rank\(s\) 1 to connect"):
+        begin(threads, store, 0, timeout=0.3, address="127.0.0.1").result()
+
+
+def test_a_namespace_is_entered_once() -> None:
+    store = ThreadStore()
+    with ThreadPoolExecutor(2) as threads:
+        finish(*[begin(threads, store, rank) for rank in range(2)])
+    with pytest.raises(TransportError, match="rank 0 entered the namespace 'test' twice"):
+        connect(rank=0, ranks=2, store=store, namespace="test", timeout=0.3)
+
+
+def test_namespaces_of_one_store_do_not_meet(threads: ThreadPoolExecutor) -> None:
+    store = ThreadStore()
+    for namespace in ("a", "b"):
+        finish(*[begin(threads, store, rank, namespace=namespace) for rank in range(2)])
+    tokens = {json.loads(store.values[f"{name}/0/host"])["token"] for name in "ab"}
+    assert len(tokens) == 2
+
+
+def test_ranks_that_disagree_on_their_number_are_told(threads: ThreadPoolExecutor) -> None:
+    store = ThreadStore()
+    begin(threads, store, 0, ranks=3, timeout=0.5)
+    with pytest.raises(TransportError, match="rank 0 and rank 1 do not fit together") as raised:
+        begin(threads, store, 1, timeout=0.5).result()
+    assert "3 ranks" in str(raised.value)
+
+
+def join_rank_1(threads: ThreadPoolExecutor, store: ThreadStore) -> Future[SocketTransport]:
+    """Lets the real rank 1 come; its first card is there already."""
+    store.add("test/1/host/ready", -1)
+    return begin(threads, store, 1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"GET / HTTP/1.1\r\n\r\n" * 9, b"", b"FLEETPIP", os.urandom(500)],
+    ids=["http", "silence", "half", "noise"],
+)
+def test_strangers_do_no_harm(threads: ThreadPoolExecutor, said: bytes) -> None:
+    store = ThreadStore()
+    rank_0 = waiting_rank(threads, store)
+    strangers = [knock(address_of(store)) for _ in range(5)]
+    for stranger in strangers:
+        stranger.sendall(said)
+    begun = time.monotonic()
+    finish(rank_0, join_rank_1(threads, store))
+    assert time.monotonic() - begun < 2.0
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_stranger_with_another_secret_is_dropped_without_an_answer(
+    threads: ThreadPoolExecutor,
+) -> None:
+    store = ThreadStore()
+    rank_0 = waiting_rank(threads, store)
+    with knock(address_of(store)) as stranger:
+        side = connects(b"wrong" * 6, 1, 0, 2)
+        stranger.sendall(next(side))
+        next(side)
+        challenge = stranger.recv(32, socket.MSG_WAITALL)
+        stranger.sendall(side.send(challenge))
+        assert stranger.recv(1) == b""
+    finish(rank_0, join_rank_1(threads, store))
+
+
+def test_silent_strangers_are_dropped_in_time(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mesh, "STRANGER_SECONDS", 0.2)
+    store = ThreadStore()
+    rank_0 = waiting_rank(threads, store)
+    with knock(address_of(store)) as stranger:
+        begun = time.monotonic()
+        assert stranger.recv(1) == b""
+        assert 0.1 < time.monotonic() - begun < 2.0
+    finish(rank_0, join_rank_1(threads, store))
+
+
+def test_a_crowd_of_strangers_keeps_nobody_out(threads: ThreadPoolExecutor) -> None:
+    store = ThreadStore()
+    rank_0 = waiting_rank(threads, store)
+    strangers = [knock(address_of(store)) for _ in range(mesh.MOST_STRANGERS + 20)]
+    finish(rank_0, join_rank_1(threads, store))
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, free = threading.Event(), threading.Event()
+    accepted: list[mesh._Attempt] = []
+
+    class Attempt(mesh._Attempt):
+        def __init__(self, *options: Any) -> None:
+            super().__init__(*options)
+            accepted.append(self)
+
+        def advance(self) -> Any:
+            if self is accepted[1]:
+                busy.set()
+                free.wait(LIMIT)
+            return super().advance()
+
+    monkeypatch.setattr(mesh, "_Attempt", Attempt)
+    store = ThreadStore()
+    rank_0 = waiting_rank(threads, store)
+    strangers = [knock(address_of(store)) for _ in range(mesh.MOST_STRANGERS)]
+    wait_until(lambda: len(accepted) == mesh.MOST_STRANGERS)
+    strangers[1].sendall(b"GET")
+    assert busy.wait(LIMIT)
+    strangers.append(knock(address_of(store)))
+    strangers[0].sendall(b"GET")
+    free.set()
+    finish(rank_0, join_rank_1(threads, store))
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_ten_thousand_strangers_keep_nobody_out(threads: ThreadPoolExecutor) -> None:
+    """Rank 1 comes after the first 10,000, in the midst of more."""
+    store = ThreadStore()
+    rank_0 = waiting_rank(threads, store)
+    name = "\0" + address_of(store).removeprefix("unix ")
+    many, done = threading.Event(), threading.Event()
+
+    def flood() -> int:
+        crowd: deque[socket.socket] = deque()
+        count = 0
+        with contextlib.suppress(OSError):  # nobody listens any more, at the end
+            while not done.is_set():
+                crowd.append(socket.socket(socket.AF_UNIX))
+                crowd[-1].connect(name)
+                count += 1
+                with contextlib.suppress(OSError):
+                    crowd[-1].send(b"FLEETPIP" * (count % 20))
+                if len(crowd) > 2 * mesh.MOST_STRANGERS:
+                    crowd.popleft().close()
+                if count == 10_000:
+                    many.set()
+        for sock in crowd:
+            sock.close()
+        return count
+
+    flooding = threads.submit(flood)
+    assert many.wait(60), rank_0.exception(0)
+    finish(rank_0, join_rank_1(threads, store))
+    done.set()
+    assert flooding.result() >= 10_000
+
+
+def test_nobody_listens_any_more_once_all_are_connected(threads: ThreadPoolExecutor) -> None:
+    store = ThreadStore()
+    finish(*[begin(threads, store, rank) for rank in range(2)])
+    with pytest.raises(OSError, match="refused"):
+        hosts.dial(address_of(store))
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "7",
+        "[]",
+        "[" * 1000,
+        "{}",
+        '{"version": 2, "ranks": 2}',
+        '{"version": 2, "ranks": 2, "host": 7, "secret": "", "token": ""}',
+        "x" * 1_000_000,
+    ],
+)
+def test_a_card_that_is_none_is_refused_by_name(threads: ThreadPoolExecutor, card: str) -> None:
+    store = ThreadStore()
+    store.set("test/1/host", card)
+    store.add("test/1/host/ready", 1)
+    with pytest.raises(TransportError, match="as the card of rank 1 is none") as raised:
+        begin(threads, store, 0).result()
+    assert len(str(raised.value)) < 1000

@@ -1,0 +1,367 @@
+"""The contract of a transport, over sockets and memory alike, and what only sockets do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.transport import SocketTransport, Transport
+from tests.transport.helpers import (
+    DTYPES,
+    LIMIT,
+    backward,
+    content,
+    forward,
+    join_all,
+    same,
+    sample,
+)
+
+Join = Callable[..., list[SocketTransport]]
+
+TENSORS = st.builds(
+    sample,
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.integers(0, 2**31),
+)
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), TENSORS
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda values: st.one_of(
+        st.lists(values, max_size=3),
+        st.lists(values, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=4), values, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Any:
+    """Two connected ranks that a whole property uses."""
+    transports = join_all(2)
+    yield transports
+    for transport in transports:
+        transport.close()
+
+
+@settings(max_examples=60)
+@given(value=VALUES, flip=st.booleans())
+def test_any_value_arrives_as_it_was(lasting: list[Transport], value: Any, flip: bool) -> None:
+    if isinstance(value, paddle.Tensor):
+        value.stop_gradient = flip
+    source, target = (1, 0) if flip else (0, 1)
+    lasting[source].send(target, forward(0), value)
+    assert same(lasting[target].receive(source, forward(0), LIMIT), value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(pair: list[Transport], dtype: str) -> None:
+    value = [sample(dtype, shape) for shape in ([], [3], [0], [2, 5], [40, 1000])]
+    pair[0].send(1, forward(0), value)
+    assert same(pair[1].receive(0, forward(0), LIMIT), value)
+
+
+def test_one_key_is_first_in_first_out(pair: list[Transport]) -> None:
+    for number in range(5):
+        pair[0].send(1, forward(0), number)
+    assert [pair[1].receive(0, forward(0), LIMIT) for _ in range(5)] == list(range(5))
+
+
+def test_keys_may_be_received_in_any_order(pair: list[Transport]) -> None:
+    keys = [forward(0), forward(1), backward(0), forward(0, name="mask"), forward(0, 0, 2)]
+    for number, key in enumerate(keys):
+        pair[0].send(1, key, sample("float32", [number + 1]))
+    for number, key in reversed(list(enumerate(keys))):
+        assert pair[1].receive(0, key, LIMIT).shape[0] == number + 1
+
+
+def test_try_receive_says_what_is_there(pair: list[Transport]) -> None:
+    assert pair[1].try_receive(0, forward(0)) == (False, None)
+    pair[0].send(1, forward(0), None)
+    deadline = time.monotonic() + LIMIT
+    while not (found := pair[1].try_receive(0, forward(0)))[0]:
+        assert time.monotonic() < deadline
+    assert found == (True, None)
+    assert pair[1].try_receive(0, forward(0)) == (False, None)
+
+
+def test_steady_steps_announce_nothing(pair: list[Transport]) -> None:
+    """Each edge and direction is described once, however many micro-batches follow."""
+    for step in range(3):
+        for k in range(4):
+            pair[0].send(1, forward(k), (sample("float32", [2, 3], seed=step), 7))
+            pair[1].receive(0, forward(k), LIMIT)
+            pair[1].send(0, backward(k), sample("float32", [2, 3]))
+            pair[0].receive(1, backward(k), LIMIT)
+    assert [transport.announcements for transport in pair] == [1, 1]
+    assert [transport.messages for transport in pair] == [12, 12]
+    assert [transport.bytes_sent for transport in pair] == [12 * 24, 12 * 24]
+
+
+def test_a_changed_structure_is_announced_again(pair: list[Transport]) -> None:
+    frozen, trained = sample("float32", [2]), sample("float32", [2])
+    trained.stop_gradient = False
+    values = [
+        sample("float32", [2, 3]),
+        sample("float32", [3, 2]),
+        sample("float32", [3, 2]),
+        sample("int32", [3, 2]),
+        (sample("int32", [3, 2]), 1),
+        (sample("int32", [3, 2]), 2),
+        frozen,
+        trained,
+        trained,
+    ]
+    for k, value in enumerate(values):
+        pair[0].send(1, forward(k), value)
+        assert same(pair[1].receive(0, forward(k), LIMIT), value)
+    assert pair[0].announcements == 7
+
+
+def test_a_value_that_cannot_cross_leaves_the_channel_as_it_was(pair: list[Transport]) -> None:
+    pair[0].send(1, forward(0), [1, 2])
+    with pytest.raises(BoundaryError, match=r"value\[1\]") as raised:
+        pair[0].send(1, forward(1), [1, object()])
+    assert "F of edge 0>1, micro-batch 1 from rank 0 to rank 1" in str(raised.value)
+    pair[0].send(1, forward(2), [1, 2])
+    assert pair[1].receive(0, forward(0), LIMIT) == [1, 2]
+    assert pair[1].receive(0, forward(2), LIMIT) == [1, 2]
+    assert (pair[0].announcements, pair[0].messages) == (1, 2)
+
+
+def test_what_was_sent_before_a_close_is_delivered(pair: list[Transport]) -> None:
+    tensor = sample("float32", [1000])
+    pair[0].send(1, forward(0), tensor)
+    pair[0].close()
+    pair[0].close()
+    assert same(pair[1].receive(0, forward(0), LIMIT), tensor)
+    with pytest.raises(PeerFailed, match="rank 0 has") as raised:
+        pair[1].receive(0, forward(1), LIMIT)
+    assert "F of edge 0>1, micro-batch 1 from rank 0 to rank 1" in str(raised.value)
+    with pytest.raises(PeerFailed):
+        pair[1].try_receive(0, forward(1))
+
+
+@pytest.mark.parametrize("peer", [0, 2, -1])
+def test_peers_that_are_none_are_refused(pair: list[Transport], peer: int) -> None:
+    with pytest.raises(TransportError, match=f"no connection to rank {peer}"):
+        pair[0].send(peer, forward(0), 1)
+    with pytest.raises(TransportError, match=f"no connection to rank {peer}"):
+        pair[0].receive(peer, forward(0), 0.1)
+
+
+def test_keys_that_are_none_are_refused(pair: list[Transport]) -> None:
+    pair[0].send(1, forward(0), 1)
+    with pytest.raises(TransportError, match="kind F, B or C"):
+        pair[0].send(1, forward(0)._replace(kind="W"), 1)
+
+
+def test_a_micro_batch_that_no_header_holds_is_refused(sockets: Join) -> None:
+    one, _ = sockets(2)
+    one.send(1, forward(0), 1)
+    with pytest.raises(TransportError, match="numbers from 0"):
+        one.send(1, forward(2**32), 1)
+
+
+@pytest.mark.parametrize("force_tcp", [False, True])
+def test_both_may_send_much_before_either_receives(sockets: Join, force_tcp: bool) -> None:
+    """Neither the sends nor the receives may wait for the other rank's thread."""
+    pair = sockets(2, force_tcp=force_tcp)
+    tensors = [paddle.arange(rank, 3 << 20) for rank in range(2)]
+    for rank in range(2):
+        for k in range(2):
+            pair[rank].send(1 - rank, forward(k), tensors[rank])
+    for rank in range(2):
+        for k in (1, 0):
+            assert same(pair[rank].receive(1 - rank, forward(k), LIMIT), tensors[1 - rank])
+    for transport in pair:
+        transport.flush(LIMIT)
+
+
+def test_small_messages_queue_behind_a_large_one(sockets: Join) -> None:
+    one, other = sockets(2)
+    large = paddle.arange(5 << 20)
+    one.send(1, forward(0), large)
+    for k in range(1, 5):
+        one.send(1, forward(0), k)
+    assert same(other.receive(0, forward(0), LIMIT), large)
+    assert [other.receive(0, forward(0), LIMIT) for _ in range(4)] == [1, 2, 3, 4]
+
+
+def test_many_tensors_in_one_message(sockets: Join) -> None:
+    one, other = sockets(2)
+    value = [sample("int64", [3], seed=number) for number in range(3000)]
+    one.send(1, forward(0), value)
+    assert same(other.receive(0, forward(0), LIMIT), value)
+
+
+def test_the_data_survives_what_the_sender_does_to_its_handle(sockets: Join) -> None:
+    one, other = sockets(2)
+    tensor = paddle.full([40 << 20], 3, "uint8")
+    one.send(1, forward(0), tensor)
+    tensor._clear_dataptr()
+    del tensor
+    filler = [paddle.full([40 << 20], 9, "uint8") for _ in range(2)]
+    assert same(other.receive(0, forward(0), LIMIT), paddle.full([40 << 20], 3, "uint8"))
+    del filler
+
+
+def test_a_sender_waits_when_too_much_is_waiting(sockets: Join) -> None:
+    """Memory stays bounded: about two kernel buffers and the backlog, then send() waits."""
+    one, _ = sockets(2, timeout=0.5, backlog=1 << 20)
+    large = paddle.zeros([1 << 20], "uint8")
+    while not one.messages or one._connections[1].outbox.backlog < 1 << 20:
+        one.send(1, forward(0), large)
+    assert one.messages < 60
+    begin = time.monotonic()
+    with pytest.raises(PipelineTimeout, match=r"could not send for 0\.5 s") as raised:
+        one.send(1, forward(1), large)
+    assert 0.4 < time.monotonic() - begin < LIMIT
+    assert "bytes wait for rank 1" in str(raised.value)
+
+
+def test_a_waiting_sender_goes_on_when_the_peer_receives(sockets: Join) -> None:
+    one, other = sockets(2, backlog=1 << 20)
+    received: list[int] = []
+
+    def receive() -> None:
+        for k in range(60):
+            received.append(int(other.receive(0, forward(k), LIMIT)[0]))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    for k in range(60):
+        one.send(1, forward(k), paddle.full([1 << 20], k, "uint8"))
+    thread.join(LIMIT)
+    assert received == list(range(60))
+
+
+def test_two_waiting_senders_read_what_the_other_sends(sockets: Join) -> None:
+    """Both send more than buffers and backlog hold; reading meanwhile lets both go on."""
+    pair = sockets(2, backlog=16 << 20)
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            for k in range(32):
+                pair[rank].send(1 - rank, forward(k), paddle.full([1 << 20], k, "uint8"))
+            for k in range(32):
+                assert int(pair[rank].receive(1 - rank, forward(k), LIMIT)[-1]) == k
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT)
+    assert not failures
+
+
+def test_a_late_message_is_waited_for(sockets: Join) -> None:
+    one, other = sockets(2)
+    timer = threading.Timer(0.2, one.send, (1, forward(0), 5))
+    timer.start()
+    assert other.receive(0, forward(0), LIMIT) == 5
+    timer.join()
+
+
+def test_a_wait_does_not_spin(sockets: Join) -> None:
+    one, _ = sockets(2)
+    begin = time.process_time()
+    with pytest.raises(PipelineTimeout):
+        one.receive(1, forward(0), 0.5)
+    assert time.process_time() - begin < 0.2
+
+
+def test_a_timeout_names_who_what_and_what_came_instead(sockets: Join) -> None:
+    one, other = sockets(2)
+    one.send(1, forward(4, name="mask"), 1)
+    begin = time.monotonic()
+    with pytest.raises(PipelineTimeout) as raised:
+        other.receive(0, forward(3), 0.2)
+    assert 0.19 < time.monotonic() - begin < 2.0
+    message = str(raised.value)
+    assert "rank 1 waited 0.2 s for a message of rank 0" in message
+    assert "F of edge 0>1, micro-batch 3 from rank 0 to rank 1" in message
+    assert "1 x F of edge 0>1:mask, micro-batch 4" in message
+
+
+def test_the_death_of_a_third_rank_ends_a_wait(sockets: Join) -> None:
+    ranks = sockets(3)
+    threading.Timer(0.1, ranks[2].abandon).start()
+    begin = time.monotonic()
+    with pytest.raises(PeerFailed, match="rank 2 is gone") as raised:
+        ranks[1].receive(0, forward(0), LIMIT)
+    assert time.monotonic() - begin < LIMIT / 2
+    assert "from rank 0 to rank 1" in str(raised.value)
+
+
+def test_the_reason_of_a_leaving_rank_reaches_the_others(sockets: Join) -> None:
+    ranks = sockets(3)
+    ranks[2].close("ValueError: out of data")
+    for rank in range(2):
+        with pytest.raises(PeerFailed, match="rank 2 has left: ValueError: out of data"):
+            ranks[rank].receive(1 - rank, forward(0), LIMIT)
+    with pytest.raises(PeerFailed, match="ValueError: out of data"):
+        ranks[0].send(2, forward(0), 1)
+
+
+def test_the_orderly_end_of_a_third_rank_ends_no_wait(sockets: Join) -> None:
+    ranks = sockets(3)
+    ranks[2].close()
+    threading.Timer(0.2, ranks[0].send, (1, forward(0), 5)).start()
+    assert ranks[1].receive(0, forward(0), LIMIT) == 5
+
+
+def test_a_closed_transport_says_so(sockets: Join) -> None:
+    one, _ = sockets(2)
+    one.close()
+    with pytest.raises(TransportError, match="transport of rank 0 is closed"):
+        one.send(1, forward(0), 1)
+
+
+@pytest.mark.parametrize("force_tcp", [False, True])
+def test_close_delivers_what_waits_and_leaves_nothing(sockets: Join, force_tcp: bool) -> None:
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    one, other = sockets(2, force_tcp=force_tcp)
+    large = paddle.arange(4 << 20)
+    one.send(1, forward(0), large)
+    other.send(0, backward(0), 1)
+    closing = threading.Thread(target=one.close)
+    closing.start()
+    assert same(other.receive(0, forward(0), LIMIT), large)
+    closing.join(LIMIT)
+    other.close()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_one_rank_alone(sockets: Join) -> None:
+    (alone,) = sockets(1)
+    alone.flush(0.1)
+
+
+def test_in_static_mode(sockets: Join) -> None:
+    one, other = sockets(2)
+    tensor = sample("bfloat16", [3, 4])
+    expected = content(tensor)
+    paddle.enable_static()
+    try:
+        one.send(1, forward(0), {"x": tensor})
+        received = other.receive(0, forward(0), LIMIT)
+    finally:
+        paddle.disable_static()
+    assert content(received["x"]) == expected

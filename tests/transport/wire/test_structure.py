@@ -1,0 +1,149 @@
+"""Structures survive their serialised form; anything else is refused before memory is taken."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetpipe.errors import BoundaryError, TransportError
+from fleetpipe.transport import MessageKey
+from fleetpipe.transport.wire import structure
+from fleetpipe.transport.wire.message import LARGEST_ANNOUNCEMENT, Route
+from fleetpipe.transport.wire.structure import DEEPEST, SIZES, Structure, decode, encode
+
+ROUTE = Route(MessageKey("F", 0, 1, "", 3), 0, 1)
+SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+LEAVES = st.one_of(
+    st.just(("none",)),
+    st.tuples(st.just("bool"), st.booleans()),
+    st.tuples(st.just("int"), st.integers().map(hex)),
+    st.tuples(st.just("float"), st.floats().map(repr)),
+    st.tuples(st.just("str"), st.text()),
+    st.tuples(st.just("tensor"), st.sampled_from(sorted(SIZES)), SHAPES, st.booleans()),
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda trees: st.one_of(
+        st.lists(trees, max_size=4).map(lambda parts: ("tuple", *parts)),
+        st.lists(trees, max_size=4).map(lambda parts: ("list", *parts)),
+        st.dictionaries(st.text(), trees, max_size=4).map(lambda d: ("dict", *d.items())),
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.text(), TREES)
+def test_round_trip(name: str, tree: Any) -> None:
+    again, structure = decode(encode(name, Structure(tree), ROUTE))
+    assert again == name
+    assert structure.tree == tree
+    assert structure.nbytes == Structure(tree).nbytes
+
+
+def test_scalars_come_back_exactly() -> None:
+    tree = (
+        "list",
+        ("float", "nan"),
+        ("float", "-0.0"),
+        ("float", "1e-323"),
+        ("int", hex(-(10**30))),
+        ("bool", False),
+        ("none",),
+        ("str", "\ud800 é"),
+    )
+    nan, zero, tiny, big, flag, nothing, text = decode(encode("", Structure(tree), ROUTE))[
+        1
+    ].rebuild([])
+    assert math.isnan(nan)
+    assert math.copysign(1, zero) == -1
+    assert (tiny, big, flag, nothing, text) == (1e-323, -(10**30), False, None, "\ud800 é")
+
+
+def test_sizes_of_tensors() -> None:
+    structure = Structure(
+        ("tuple", ("tensor", "bfloat16", (2, 3), True), ("tensor", "bool", (), True))
+    )
+    assert [leaf.nbytes for leaf in structure.leaves] == [12, 1]
+    assert structure.nbytes == 13
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        [],
+        ["what"],
+        ["tensor", "float31", [1], True],
+        ["tensor", "float32", [-1], True],
+        ["tensor", "float32", [2**20, 2**20], True],
+        ["tensor", "float32", [1.5], True],
+        ["tensor", "float32", [1]],
+        ["int", "ten"],
+        ["float"],
+        ["dict", ["key"]],
+        ["none", 1],
+        ["bool", "yes"],
+        ["str", 7],
+        ["float", "1" * 9_000_000],
+        ["dict", [["key"], ["none"]]],
+        ["tensor", "float32", 7, True],
+        ["tensor", "float32", [1] * 10, True],
+        ["tensor", "float32", [2**63, 0], True],
+        ["tensor", {}, [1], True],
+        7,
+    ],
+)
+def test_what_no_sender_makes_is_refused(tree: Any) -> None:
+    with pytest.raises(TransportError, match="announcement is damaged"):
+        decode(json.dumps(["", tree]).encode())
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100000])
+def test_what_is_no_announcement_is_refused(text: bytes) -> None:
+    with pytest.raises(TransportError, match="announcement is damaged"):
+        decode(text)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        ["tensor", "uint8", [10**18] * 450_000 + [0], True],
+        ["list", *[["none"]] * 1_000_000],
+        ["dict", *[["k", ["none"]]] * 600_000],
+        ["tensor", "uint8", [0.1] * 2_000_000, True],
+    ],
+    ids=["sizes", "parts", "entries", "fractions"],
+)
+def test_nine_megabytes_are_refused_at_once(tree: Any) -> None:
+    """The first of these was not done after five minutes, for the product of its sizes."""
+    text = json.dumps(["", tree], separators=(",", ":")).encode()
+    begun = time.process_time()
+    with pytest.raises(TransportError, match="announcement is damaged"):
+        decode(text)
+    assert time.process_time() - begun < 2
+
+
+def test_more_tensors_than_this_host_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structure, "_MEMORY_BYTES", 1 << 34)
+    tree = ["tensor", "uint8", [(1 << 34) + 1], True]
+    with pytest.raises(TransportError, match="bytes of tensors, where this host has"):
+        decode(json.dumps(["", tree]).encode())
+
+
+def test_a_structure_nested_too_deep_is_refused() -> None:
+    tree = ("none",)
+    for _ in range(DEEPEST + 1):
+        tree = ("list", tree)
+    with pytest.raises(TransportError, match="too deep"):
+        decode(json.dumps(["", tree]).encode())
+
+
+def test_more_text_than_an_announcement_carries() -> None:
+    with pytest.raises(BoundaryError, match="too large") as raised:
+        encode("", Structure(("str", "x" * LARGEST_ANNOUNCEMENT)), ROUTE)
+    assert "F of edge 0>1, micro-batch 3 from rank 0 to rank 1" in str(raised.value)
