@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.edges import Edge
-from fleetpipe.schedules.forms.text import window
+from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Op, Recv, Send, ranks_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, Fused
-from fleetpipe.schedules.forms.text import window
+from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Op, Recv, Reduce, Send, Step, ranks_of
 
 if TYPE_CHECKING:

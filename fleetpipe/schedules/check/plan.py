@@ -9,7 +9,7 @@ from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.check.channels import check_channels
 from fleetpipe.schedules.check.deadlock import check_rendezvous
 from fleetpipe.schedules.edges import Edge, crossing_edges
-from fleetpipe.schedules.forms.text import window
+from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step, ranks_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
-from fleetpipe.schedules.explain.completeness import where
+from fleetpipe.schedules.explain.window import where
 from fleetpipe.schedules.play.held import held_after
 from fleetpipe.schedules.play.replay import replay
 

@@ -6,15 +6,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from fleetpipe.errors import FleetPipeError, ScheduleError
 from fleetpipe.schedules.action import KINDS, Action, parts
-from fleetpipe.schedules.forms.text import window
+from fleetpipe.schedules.explain.window import where, window
 
 if TYPE_CHECKING:
     from fleetpipe.schedules.schedule import Schedule
-
-
-def where(schedule: Schedule, rank: int, position: int) -> str:
-    """Returns "rank 1 at #17: ..F0.2 >>B0.1<< F0.3.." for an error."""
-    return f"rank {rank} at #{position}: {window(schedule.actions[rank], position)}"
 
 
 def raise_incomplete(schedule: Schedule) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, parts
 from fleetpipe.schedules.edges import Dependencies
-from fleetpipe.schedules.explain.completeness import where
+from fleetpipe.schedules.explain.window import where
 
 if TYPE_CHECKING:
     from fleetpipe.schedules.schedule import Schedule

@@ -16,7 +16,7 @@ from typing import NamedTuple, Union
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, Fused, Item, parts
 from fleetpipe.schedules.edges import Edge, chain
-from fleetpipe.schedules.forms.text import window
+from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.plan import Plan

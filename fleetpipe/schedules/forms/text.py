@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.placement import Placement
 
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
@@ -150,14 +151,3 @@ def _read_number(key: str, value: str) -> int:
 
 def _header_error(summary: str, expected: str, got: str) -> ScheduleError:
     return ScheduleError(summary, where="line 1, the header", expected=expected, got=got)
-
-
-def window(row: Sequence[object], position: int, reach: int = 3) -> str:
-    """Returns the entries of a row around ``position``, that one marked ``>>F0.3<<``."""
-    first, last = max(0, position - reach), min(len(row), position + reach + 1)
-    shown = [str(entry) for entry in row[first:last]]
-    if position < len(row):
-        shown[position - first] = f">>{shown[position - first]}<<"
-    before = ["..."] if first else []
-    after = ["..."] if last < len(row) else []
-    return " ".join(before + shown + after)
