@@ -6,6 +6,7 @@ from fleetpipe.schedules.action import Action, Fused, Item
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, Edge, chain
 from fleetpipe.schedules.families.forward_only import forward_only
+from fleetpipe.schedules.forms.csv_form import read_csv
 from fleetpipe.schedules.forms.terminal import render
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.placement import Placement
@@ -38,5 +39,6 @@ __all__ = [
     "chain",
     "forward_only",
     "names",
+    "read_csv",
     "render",
 ]

@@ -13,7 +13,7 @@ from fleetpipe.arguments import new_file, number, using
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.forms.chrome import write_trace
-from fleetpipe.schedules.forms.csv_form import is_csv, is_lowered, read_plan, read_schedule
+from fleetpipe.schedules.forms.csv_form import is_csv, read_csv
 from fleetpipe.schedules.forms.events import events_of
 from fleetpipe.schedules.forms.picture import plot
 from fleetpipe.schedules.forms.terminal import render, summary
@@ -224,8 +224,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedule | Plan:
     """Reads a schedule or plan in its text form or the CSV form."""
     if is_csv(text):
-        read = read_plan if is_lowered(text) else read_schedule
-        return read(text, placement, micro_batches)
+        return read_csv(text, placement, micro_batches)
     text = _with_header(text, micro_batches, placement)
     return Plan.parse(text) if text.startswith("# fleetpipe-plan") else Schedule.parse(text)
 

@@ -81,27 +81,12 @@ class Plan:
         verify_plan(self)
 
     @classmethod
-    def parse(
-        cls, text: str, *, placement: str | None = None, micro_batches: int | None = None
-    ) -> Plan:
-        """Reads the text form, or the CSV form of torch.distributed.pipelining. Verifies nothing.
-
-        Args:
-            text: A header and a line for each rank; or lines of cells like ``0F0,0SEND_F0``, to
-                which releases, REDUCE and STEP are added.
-            placement: For a CSV, "loop" or "vee"; None finds which of them has its stages.
-            micro_batches: For a CSV, m; None means as many as it names.
+    def parse(cls, text: str) -> Plan:
+        """Reads the text form: a header and a line for each rank. Verifies nothing.
 
         Raises:
             ScheduleError: Names the line, the token and what was expected.
         """
-        from fleetpipe.schedules.forms.csv_form import (  # it knows plans, so it is imported late
-            is_csv,
-            read_plan,
-        )
-
-        if is_csv(text):
-            return read_plan(text, placement, micro_batches)
         document: tuple[_text.Header, tuple[tuple[Op, ...], ...]] = _text.read(
             _FORM, text, parse_op, "F0.3, SF0>1.3, RF0>1.3, SB.., RB.., FREE0.3, REDUCE or STEP"
         )

@@ -118,24 +118,12 @@ class Schedule:
         return lower(self, edges)
 
     @classmethod
-    def parse(
-        cls, text: str, *, placement: str | None = None, micro_batches: int | None = None
-    ) -> Schedule:
-        """Reads the text form, or the CSV form of torch.distributed.pipelining. Verifies nothing.
-
-        Args:
-            text: A header and a line for each rank; or lines of cells like ``0F0,1B2``.
-            placement: For a CSV, "loop" or "vee"; None finds which of them has its stages.
-            micro_batches: For a CSV, m; None means as many as it names.
+    def parse(cls, text: str) -> Schedule:
+        """Reads the text form: a header and a line for each rank. Verifies nothing.
 
         Raises:
             ScheduleError: Names the line, the token and what was expected.
         """
-        # It knows schedules, so it is imported late.
-        from fleetpipe.schedules.forms.csv_form import is_csv, read_schedule
-
-        if is_csv(text):
-            return read_schedule(text, placement, micro_batches)
         document: tuple[_text.Header, tuple[tuple[Item, ...], ...]] = _text.read(
             _FORM, text, parse_item, "an action like F0.3 or (F0.3|B1.2)"
         )

@@ -50,44 +50,43 @@ def is_csv(text: str) -> bool:
     return not text.startswith("#") and ("," in text or _START.match(text) is not None)
 
 
-def is_lowered(text: str) -> bool:
-    """Whether a text of the CSV form has sends or receives, so that it is a plan."""
-    return "SEND_" in text or "RECV_" in text
-
-
-def read_schedule(
+def read_csv(
     text: str, placement: str | None = None, micro_batches: int | None = None
-) -> Schedule:
-    """Reads a CSV of computations; see ``Schedule.parse``."""
-    if is_lowered(text):
-        raise ScheduleError(
-            "the CSV has sends and receives, so it is a plan and no schedule",
-            fix="read it with Plan.parse, or give the form with computations only",
-        )
-    sheet = _read(text, placement, micro_batches)
-    rows = tuple(
-        tuple(cell for cell in row if isinstance(cell, (Action, Fused))) for row in sheet.rows
-    )
-    return Schedule("CSV", sheet.placement, sheet.micro_batches, rows)
+) -> Schedule | Plan:
+    """Reads the CSV form of torch.distributed.pipelining. Verifies nothing.
 
+    With sends and receives it is a plan. What the form leaves unsaid is put in: activations are
+    released after B or W, and every row ends with the reductions and the optimizer step.
 
-def read_plan(text: str, placement: str | None = None, micro_batches: int | None = None) -> Plan:
-    """Reads a CSV with sends and receives; see ``Plan.parse``.
+    Args:
+        text: Lines of cells like ``0F0,1B2`` or ``0F0,0SEND_F0``, one for each rank.
+        placement: "loop" or "vee"; None finds which of them has its stages.
+        micro_batches: Micro-batches of a batch, m; None means as many as it names.
 
-    What the form leaves unsaid is put in: activations are released after B or W, and every row
-    ends with the reductions and the optimizer step.
+    Raises:
+        ScheduleError: Names the line, the cell and what was expected.
+        ConfigError: An unknown placement, or fewer than one micro-batch.
     """
     sheet = _read(text, placement, micro_batches)
-    rows = []
-    for cells in sheet.rows:
-        row: list[Op] = []
-        for cell in cells:
-            row.append(cell)
-            if isinstance(cell, (Action, Fused)):
-                row += (Free(*action[1:]) for action in parts(cell) if action.kind in "BW")
-        rows.append((*row, Reduce(), Step()))
+    if not any(isinstance(cell, (Send, Recv)) for row in sheet.rows for cell in row):
+        rows = tuple(
+            tuple(cell for cell in row if isinstance(cell, (Action, Fused))) for row in sheet.rows
+        )
+        return Schedule("CSV", sheet.placement, sheet.micro_batches, rows)
     edges = chain(sheet.placement.stages)
-    return Plan("CSV", sheet.placement, sheet.micro_batches, edges, tuple(rows))
+    return Plan(
+        "CSV", sheet.placement, sheet.micro_batches, edges, tuple(map(_completed, sheet.rows))
+    )
+
+
+def _completed(cells: Sequence[_Cell]) -> tuple[Op, ...]:
+    """Returns the row of a plan with the releases, the reductions and the step that it lacks."""
+    row: list[Op] = []
+    for cell in cells:
+        row.append(cell)
+        if isinstance(cell, (Action, Fused)):
+            row += (Free(*action[1:]) for action in parts(cell) if action.kind in "BW")
+    return (*row, Reduce(), Step())
 
 
 def _read(text: str, placement: str | None, micro_batches: int | None) -> _Sheet:

@@ -13,6 +13,9 @@ from fleetpipe.schedules.placement import Placement
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _KEYS = ("name", "ranks", "micro_batches", "chunks", "placement")
 
+#: Where an error of the first line happened.
+_HEADER = "line 1, the header"
+
 #: The line of a rank that does nothing.
 IDLE = "-"
 
@@ -111,7 +114,13 @@ def _read_row(
 def _read_header(form: str, line: str) -> Header:
     words = line.split()
     if words[:3] != ["#", form, "1"]:
-        raise _header_error("the first line is no header", f"'# {form} 1 name=..'", line)
+        raise ScheduleError(
+            "the first line is no header",
+            where=_HEADER,
+            expected=f"'# {form} 1 name=..'",
+            got=line,
+            fix="fleetpipe.schedules.read_csv reads the CSV form" if "," in line else None,
+        )
     fields: dict[str, str] = {}
     wanted = (*_KEYS, "edges") if form == "fleetpipe-plan" else _KEYS
     for word in words[3:]:
@@ -150,4 +159,4 @@ def _read_number(key: str, value: str) -> int:
 
 
 def _header_error(summary: str, expected: str, got: str) -> ScheduleError:
-    return ScheduleError(summary, where="line 1, the header", expected=expected, got=got)
+    return ScheduleError(summary, where=_HEADER, expected=expected, got=got)
