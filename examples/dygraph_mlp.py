@@ -29,7 +29,7 @@ from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.io import DistributedBatchSampler
 from fleetpipe.schedules import Action, Placement
-from fleetpipe.schedules.registry import FAMILIES, Family
+from fleetpipe.schedules.families.table import FAMILIES, Family
 
 HIDDEN_LAYERS, CLASSES, LOGGED_EVERY = 8, 10, 20
 

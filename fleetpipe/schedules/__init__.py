@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from fleetpipe.schedules.action import Action, Fused, Item
+from fleetpipe.schedules.api import Plan, Schedule, forward_only, read_csv
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, Edge, chain
-from fleetpipe.schedules.families.forward_only import forward_only
-from fleetpipe.schedules.forms.csv_form import read_csv
 from fleetpipe.schedules.forms.terminal import render
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.placement import Placement
-from fleetpipe.schedules.plan import Plan
 from fleetpipe.schedules.play.timeline import Timeline
 from fleetpipe.schedules.registry import build, canonical_name, names
-from fleetpipe.schedules.schedule import Schedule
 from fleetpipe.schedules.verified import build_verified
 
 __all__ = [

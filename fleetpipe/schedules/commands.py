@@ -11,17 +11,16 @@ from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, using
 from fleetpipe.errors import ConfigError
+from fleetpipe.schedules.api import Plan, Schedule, read_csv
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.forms.chrome import write_trace
-from fleetpipe.schedules.forms.csv_form import is_csv, read_csv
+from fleetpipe.schedules.forms.csv_form import is_csv
 from fleetpipe.schedules.forms.events import events_of
 from fleetpipe.schedules.forms.picture import plot
 from fleetpipe.schedules.forms.terminal import render, summary
 from fleetpipe.schedules.placement import PLACEMENTS
-from fleetpipe.schedules.plan import Plan
 from fleetpipe.schedules.play.timeline import Timeline
-from fleetpipe.schedules.registry import FAMILIES, canonical_name, names
-from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.registry import canonical_name, default_chunks, names
 from fleetpipe.schedules.verified import build_verified
 
 _TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
@@ -154,7 +153,7 @@ def _check_size(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: Too many ranks, or too many forwards in all.
     """
-    chunks = arguments.chunks or FAMILIES[canonical_name(arguments.name)].chunks
+    chunks = arguments.chunks or default_chunks(canonical_name(arguments.name))
     forwards = arguments.ranks * chunks * arguments.micro_batches
     if arguments.ranks > MOST_RANKS or forwards > MOST_FORWARDS:
         raise ConfigError(

@@ -1,69 +1,27 @@
-"""The table of schedules by name. A new family is one file, and one line here."""
+"""Schedules by name: those of the families, the search, and users' own."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Union
+from collections.abc import Iterator
+from typing import Any
 
 from fleetpipe.errors import ConfigError, nearest
-from fleetpipe.schedules.action import Item
-from fleetpipe.schedules.families.controllable_memory import v_half, v_min
-from fleetpipe.schedules.families.dualpipev import dual_pipe_v
-from fleetpipe.schedules.families.f_then_b import f_then_b
-from fleetpipe.schedules.families.interleaved import interleaved_one_f_one_b
-from fleetpipe.schedules.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from fleetpipe.schedules.families.zbv import zb_v
-from fleetpipe.schedules.families.zero_bubble import zb_h1, zb_h2
-from fleetpipe.schedules.garbage import collector_paused
+from fleetpipe.schedules.api import Schedule
+from fleetpipe.schedules.check.groups import refuse_groups
+from fleetpipe.schedules.families.table import FAMILIES, check_options, schedule_rows
 from fleetpipe.schedules.placement import Placement, check_count
-from fleetpipe.schedules.schedule import Schedule
 from fleetpipe.schedules.search.auto import auto
 
-#: Makes the rows of all ranks from a placement, m, and options of its own given by keyword. One
-#: that chooses the placement itself makes a schedule.
-Generator = Callable[..., Union[Schedule, Sequence[Sequence[Item]]]]
+#: The name of the search, which has no rows of its own.
+AUTO = "auto"
 
-
-class Family(NamedTuple):
-    """A schedule that :func:`build` makes.
-
-    Args:
-        rows: Makes the rows of all ranks.
-        aliases: Other names for it.
-        placement: Its placement.
-        chunks: Chunks on a rank where the caller names none.
-        most_chunks: Most chunks on a rank; None where there is no limit.
-        interleaved: The schedule that is meant where a rank has several chunks; empty for itself.
-    """
-
-    rows: Generator
-    aliases: tuple[str, ...] = ()
-    placement: str = "loop"
-    chunks: int = 1
-    most_chunks: int | None = 1
-    interleaved: str = ""
-
-
-FAMILIES: dict[str, Family] = {
-    "FThenB": Family(f_then_b, ("F-then-B", "GPipe", "AFAB"), most_chunks=None),
-    "1F1B": Family(one_f_one_b, interleaved="Interleaved1F1B"),
-    "Eager1F1B": Family(eager_one_f_one_b),
-    "Interleaved1F1B": Family(interleaved_one_f_one_b, ("VPP",), chunks=2, most_chunks=None),
-    "ZBH1": Family(zb_h1, ("InterleavedZeroBubble",), most_chunks=None),
-    "ZBH2": Family(zb_h2),
-    "ZBV": Family(zb_v, ("ZBVPP",), "vee", 2, 2),
-    "VHalf": Family(v_half, (), "vee", 2, 2),
-    "VMin": Family(v_min, (), "vee", 2, 2),
-    "DualPipeV": Family(dual_pipe_v, (), "vee", 2, 2),
-    "auto": Family(auto, most_chunks=None),
-}
+_INTERLEAVED = "Interleaved1F1B"
 
 
 def names() -> tuple[str, ...]:
     """Returns the names that :func:`build` knows, without aliases."""
-    return tuple(FAMILIES)
+    return (*FAMILIES, AUTO)
 
 
 def canonical_name(name: str) -> str:
@@ -72,23 +30,23 @@ def canonical_name(name: str) -> str:
     Raises:
         ConfigError: No such schedule; the message names the nearest ones.
     """
-    known = {
-        _plain(spelling): canonical
-        for canonical, family in FAMILIES.items()
-        for spelling in (canonical, *family.aliases)
-    }
+    known = {_plain(spelling): canonical for spelling, canonical in _spellings()}
     try:
         return known[_plain(name)]
     except KeyError:
-        spellings = [s for key, family in FAMILIES.items() for s in (key, *family.aliases)]
         raise ConfigError(
             f"there is no schedule {name!r}",
-            fix=nearest(name, spellings),
+            fix=nearest(name, [spelling for spelling, _ in _spellings()]),
         ) from None
 
 
+def default_chunks(name: str) -> int:
+    """Returns the chunks on a rank where none are named, by canonical name."""
+    return 1 if name == AUTO else FAMILIES[name].chunks
+
+
 def build(
-    name: str, *, ranks: int, micro_batches: int, chunks: int | None = None, **options: object
+    name: str, *, ranks: int, micro_batches: int, chunks: int | None = None, **options: Any
 ) -> Schedule:
     """Builds a schedule by name.
 
@@ -110,39 +68,26 @@ def build(
         9
     """
     canonical = canonical_name(name)
-    if chunks is not None and chunks != 1:
-        canonical = FAMILIES[canonical].interleaved or canonical
-    family = FAMILIES[canonical]
     check_count("micro_batches", micro_batches)
-    placement = Placement(family.placement, ranks, family.chunks if chunks is None else chunks)
-    _check_chunks(canonical, family, placement.chunks)
-    _check_options(canonical, family, options)
-    with collector_paused():
-        made = family.rows(placement, micro_batches, **options)
-        if isinstance(made, Schedule):
-            return made
-        rows = tuple(map(tuple, made))
-    return Schedule(canonical, placement, micro_batches, rows)
+    if canonical == AUTO:
+        placement = Placement("loop", ranks, 1 if chunks is None else chunks)
+        check_options(AUTO, auto, options)
+        schedule = Schedule.of(auto(placement, micro_batches, **options))
+        limits = ("memory_cap", "costs")
+        schedule.verify(**{option: options[option] for option in limits if option in options})
+        return schedule
+    schedule = Schedule.of(schedule_rows(canonical, ranks, micro_batches, chunks, options))
+    if schedule.name == _INTERLEAVED and options.get("groups") is not None:
+        refuse_groups(schedule, options["groups"])
+    return schedule
 
 
-def _check_chunks(name: str, family: Family, chunks: int) -> None:
-    most = family.most_chunks
-    if most is not None and chunks > most:
-        raise ConfigError(
-            f"{name} cannot place {chunks} chunks on a rank",
-            expected=f"chunks={most}",
-            got=f"chunks={chunks}",
-        )
-
-
-def _check_options(name: str, family: Family, options: Iterable[str]) -> None:
-    known = list(inspect.signature(family.rows).parameters)[2:]
-    for option in options:
-        if option not in known:
-            raise ConfigError(
-                f"{name} has no option {option!r}",
-                fix=nearest(option, known) if known else "leave it out",
-            )
+def _spellings() -> Iterator[tuple[str, str]]:
+    """Yields every name and alias, each with the name that it stands for."""
+    for name, family in FAMILIES.items():
+        for spelling in (name, *family.aliases):
+            yield spelling, name
+    yield AUTO, AUTO
 
 
 def _plain(name: str) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
-from fleetpipe.schedules.registry import build, canonical_name
-from fleetpipe.schedules.schedule import Schedule
-from fleetpipe.schedules.search.auto import NAME as AUTO
+from fleetpipe.schedules.registry import AUTO, build, canonical_name
 
 
 def build_verified(

@@ -12,7 +12,7 @@ from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.job import Job
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import parts
-from fleetpipe.schedules.registry import FAMILIES
+from fleetpipe.schedules.registry import default_chunks
 from fleetpipe.static.attached import attach
 from fleetpipe.static.cut import checkpoints
 from fleetpipe.static.cut.split import Split, ranks_for, split
@@ -124,7 +124,7 @@ class StaticOptimizer:
         """Returns the degrees of the job and the stages on each rank."""
         configs = self._strategy.hybrid_configs
         given = int(configs["pp_degree"]) if configs["pp_degree"] > 1 else None
-        interleaved = FAMILIES[self._config.schedule].chunks
+        interleaved = default_chunks(self._config.schedule)
         ranks, chunks = ranks_for(cut, given, self._world_size, interleaved)
         wanted = {**configs, "pp_degree": ranks}
         if given is None:

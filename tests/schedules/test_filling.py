@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetpipe.schedules import Costs, Placement, build
+from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.search.fill_weight_grads import Policy, fill
 from fleetpipe.schedules.search.list_scheduler import Preference, listed_order
 from fleetpipe.schedules.search.problem import Problem
@@ -79,7 +79,7 @@ def test_its_times_are_those_of_the_simulator(
     problem = Problem(Placement(placement, ranks, 2), m, costs, 2 * ranks)
     filled = fill(problem, listed_order(problem, Preference()), Policy(patience, tail))
     assert filled is not None
-    schedule = problem.schedule_of("Filled", filled.rows)
+    schedule = Schedule.of(problem.schedule_of("Filled", filled.rows))
     schedule.verify(memory_cap=problem.cap)
     timeline = schedule.simulate(costs)
     assert timeline.spans == pytest.approx(filled.spans)

@@ -4,7 +4,7 @@ import pytest
 
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Costs, Placement, Schedule, Timeline, build
-from fleetpipe.schedules.families.interleaved import balanced_groups, interleaved_rows
+from fleetpipe.schedules.families.interleaved import balanced_groups, interleaved_one_f_one_b
 
 
 def play(m: int, costs: Costs | None = None, *, chunks: int = 2, **options: object) -> Timeline:
@@ -70,7 +70,7 @@ def test_bad_groups_are_refused_with_the_reason(
 
 def test_growing_groups_are_found_by_verification_too() -> None:
     placement = Placement("loop", 4, 2)
-    rows = tuple(map(tuple, interleaved_rows(placement, [4, 6], 2)))
+    rows = tuple(map(tuple, interleaved_one_f_one_b(placement, 10, [4, 6])))
     with pytest.raises(ScheduleError, match=r"B7\.4 stands before F7\.4, which it waits for"):
         Schedule("Grown", placement, 10, rows).verify()
 

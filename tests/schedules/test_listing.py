@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.schedules import Costs, Placement
+from fleetpipe.schedules import Costs, Placement, Schedule
 from fleetpipe.schedules.search.fill_weight_grads import Policy, fill
 from fleetpipe.schedules.search.list_scheduler import Preference, listed_order
 from fleetpipe.schedules.search.problem import Problem
@@ -35,7 +35,7 @@ def test_any_cap_that_lets_one_micro_batch_pass_can_be_kept(
     problem.check_cap()
     filled = fill(problem, listed_order(problem, Preference(alternate, shallow)), Policy())
     assert filled is not None
-    schedule = problem.schedule_of("Listed", filled.rows)
+    schedule = Schedule.of(problem.schedule_of("Listed", filled.rows))
     schedule.verify(memory_cap=problem.cap, costs=costs)
 
 
@@ -49,7 +49,9 @@ def test_stages_of_different_bytes(m: int, sizes: list[int], spare: int) -> None
     filled = fill(problem, listed_order(problem, Preference()), Policy())
     assert filled is not None
     if problem.cap > 0:
-        problem.schedule_of("Listed", filled.rows).verify(memory_cap=problem.cap, costs=costs)
+        Schedule.of(problem.schedule_of("Listed", filled.rows)).verify(
+            memory_cap=problem.cap, costs=costs
+        )
     with pytest.raises(ConfigError, match=f"at least {least}"):
         Problem(placement, m, costs, least - 1).check_cap()
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import NoReturn, cast
 
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Op, Recv, Send, ranks_of
-
-if TYPE_CHECKING:
-    from fleetpipe.schedules.plan import Plan
+from fleetpipe.schedules.rows import PlanRows
 
 #: Source rank, target rank, "F" or "B".
 Channel = tuple[int, int, str]
 _Positions = dict[Channel, list[int]]
 
 
-def check_channels(plan: Plan) -> None:
+def check_channels(plan: PlanRows) -> None:
     """Raises the ScheduleError of a plan in which the two ends of a channel disagree."""
     sends: _Positions = defaultdict(list)
     receives: _Positions = defaultdict(list)
@@ -31,7 +29,7 @@ def check_channels(plan: Plan) -> None:
         _check_channel(plan, channel, sends[channel], receives[channel])
 
 
-def _check_channel(plan: Plan, channel: Channel, sends: list[int], receives: list[int]) -> None:
+def _check_channel(plan: PlanRows, channel: Channel, sends: list[int], receives: list[int]) -> None:
     sender, receiver = plan.ops[channel[0]], plan.ops[channel[1]]
     sent = [_content(sender[position]) for position in sends]
     received = [_content(receiver[position]) for position in receives]
@@ -61,7 +59,7 @@ def _content(op: Op) -> tuple[str, Edge, int]:
 
 
 def _raise_alone(
-    plan: Plan, rank: int, position: int, what: str, partner: Send | Recv, peer: int
+    plan: PlanRows, rank: int, position: int, what: str, partner: Send | Recv, peer: int
 ) -> NoReturn:
     raise ScheduleError(
         f"{plan.ops[rank][position]} has no {what}",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Op, Recv, Reduce, Send, Step, ranks_of
-
-if TYPE_CHECKING:
-    from fleetpipe.schedules.plan import Plan
+from fleetpipe.schedules.rows import PlanRows
 
 _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
@@ -18,28 +16,28 @@ _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 _LAST = 10**15
 
 
-def check_rendezvous(plan: Plan) -> None:
+def check_rendezvous(plan: PlanRows) -> None:
     """Raises the ScheduleError of a plan that deadlocks where sends wait for their receives.
 
     Which rank is visited first does not matter: a rank has one next op, and a transfer that two
     ranks stand at stays possible until they make it.
     """
-    _Replay(plan).run()
+    _Rendezvous(plan).run()
 
 
-def linear_order(plan: Plan) -> tuple[int, ...]:
+def linear_order(plan: PlanRows) -> tuple[int, ...]:
     """Returns the ranks of all ops in an order that never blocks; see ``Plan.order``."""
-    replay = _Replay(plan)
+    replay = _Rendezvous(plan)
     replay.run()
     # Times never fall along a rank or from a send to its receive, and the sort is stable.
     by_time = sorted(range(len(replay.ranks)), key=replay.times.__getitem__)
     return tuple(replay.ranks[index] for index in by_time)
 
 
-class _Replay:
+class _Rendezvous:
     """How far each rank is, and the ops done so far: the rank of each, and a nominal time."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanRows) -> None:
         self.plan = plan
         self.at = [0] * len(plan.ops)
         self.clock = [0] * len(plan.ops)
@@ -88,7 +86,7 @@ def _cost(op: Op) -> int:
     return _LAST if isinstance(op, (Reduce, Step)) else 0
 
 
-def _meets(plan: Plan, op: Send | Recv, peer: int, position: int) -> bool:
+def _meets(plan: PlanRows, op: Send | Recv, peer: int, position: int) -> bool:
     """Whether ``peer`` stands at the other end of ``op``."""
     row = plan.ops[peer]
     if position == len(row):
@@ -101,7 +99,7 @@ def _meets(plan: Plan, op: Send | Recv, peer: int, position: int) -> bool:
     )
 
 
-def _raise_deadlock(plan: Plan, at: list[int]) -> NoReturn:
+def _raise_deadlock(plan: PlanRows, at: list[int]) -> NoReturn:
     waits: dict[int, int] = {}
     for rank, row in enumerate(plan.ops):
         op = row[at[rank]] if at[rank] < len(row) else None
@@ -124,7 +122,7 @@ def _raise_deadlock(plan: Plan, at: list[int]) -> NoReturn:
     )
 
 
-def _waiting(plan: Plan, at: list[int], rank: int, peer: int) -> str:
+def _waiting(plan: PlanRows, at: list[int], rank: int, peer: int) -> str:
     ended = at[peer] == len(plan.ops[peer])
     there = "at its end" if ended else f"at #{at[peer]} {plan.ops[peer][at[peer]]}"
     here = f"rank {rank} at #{at[rank]} {plan.ops[rank][at[rank]]}"

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.check.channels import check_channels
 from fleetpipe.schedules.check.deadlock import check_rendezvous
+from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.edges import Edge, crossing_edges
 from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step, ranks_of
-
-if TYPE_CHECKING:
-    from fleetpipe.schedules.plan import Plan
+from fleetpipe.schedules.rows import PlanRows, computations
 
 #: For each stage, its edges from or to another rank, with that rank.
 _Crossing = list[list[tuple[Edge, int]]]
 
 
-def verify_plan(plan: Plan) -> None:
+def verify_plan(plan: PlanRows) -> None:
     """Checks a plan; see ``Plan.verify``."""
     try:
-        plan.schedule.verify(plan.edges)
+        verify(computations(plan), plan.edges)
     except ScheduleError as error:
         raise ScheduleError(
             f"the computations of the plan are no valid schedule: {error}",
@@ -46,7 +45,7 @@ class _RankChecker:
     like for the transfers that belong to this rank.
     """
 
-    def __init__(self, plan: Plan, rank: int, leaving: _Crossing, entering: _Crossing) -> None:
+    def __init__(self, plan: PlanRows, rank: int, leaving: _Crossing, entering: _Crossing) -> None:
         self.plan, self.rank, self.row = plan, rank, plan.ops[rank]
         self.position = 0
         self.marks: dict[tuple[str, int | Edge], bytearray] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules.costs import Costs
@@ -11,24 +10,22 @@ from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.explain.window import where
 from fleetpipe.schedules.play.held import held_after
 from fleetpipe.schedules.play.replay import replay
-
-if TYPE_CHECKING:
-    from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.rows import ScheduleRows
 
 
 def verify(
-    schedule: Schedule,
+    schedule: ScheduleRows,
     edges: Iterable[Edge] | None = None,
     memory_cap: float | None = None,
     costs: Costs | None = None,
 ) -> None:
-    """Checks a schedule; see :meth:`Schedule.verify`."""
+    """Checks a schedule; see ``Schedule.verify``."""
     replay(schedule, edges, Costs())
     if memory_cap is not None:
         _check_memory(schedule, memory_cap, costs or Costs())
 
 
-def _check_memory(schedule: Schedule, cap: float, costs: Costs) -> None:
+def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
     if not cap > 0:
         raise ConfigError("`memory_cap` must be above 0", got=str(cap))
     in_bytes = costs.bytes is not None

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from fleetpipe.errors import FleetPipeError, ScheduleError
 from fleetpipe.schedules.action import KINDS, Action, parts
 from fleetpipe.schedules.explain.window import where, window
-
-if TYPE_CHECKING:
-    from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.rows import ScheduleRows
 
 
-def raise_incomplete(schedule: Schedule) -> NoReturn:
+def raise_incomplete(schedule: ScheduleRows) -> NoReturn:
     """Raises the ScheduleError of a schedule whose multiset of actions is wrong."""
     found: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(schedule.actions):
@@ -26,7 +24,7 @@ def raise_incomplete(schedule: Schedule) -> NoReturn:
     raise _missing(schedule, found)
 
 
-def _check_place(schedule: Schedule, action: Action, rank: int, position: int) -> None:
+def _check_place(schedule: ScheduleRows, action: Action, rank: int, position: int) -> None:
     placement = schedule.placement
     kind, stage, micro_batch = action
     culprit = f"{kind}{stage}.{micro_batch}"
@@ -57,7 +55,7 @@ def _check_place(schedule: Schedule, action: Action, rank: int, position: int) -
 
 
 def _doubled(
-    schedule: Schedule, action: Action, first: tuple[int, int], second: tuple[int, int]
+    schedule: ScheduleRows, action: Action, first: tuple[int, int], second: tuple[int, int]
 ) -> FleetPipeError:
     return ScheduleError(
         f"{action} stands twice",
@@ -67,7 +65,7 @@ def _doubled(
     )
 
 
-def _check_backwards(schedule: Schedule, found: dict[Action, tuple[int, int]]) -> None:
+def _check_backwards(schedule: ScheduleRows, found: dict[Action, tuple[int, int]]) -> None:
     for action, place in found.items():
         kind, stage, micro_batch = action
         whole = Action("B", stage, micro_batch)
@@ -86,7 +84,7 @@ def _check_backwards(schedule: Schedule, found: dict[Action, tuple[int, int]]) -
             )
 
 
-def _missing(schedule: Schedule, found: dict[Action, tuple[int, int]]) -> FleetPipeError:
+def _missing(schedule: ScheduleRows, found: dict[Action, tuple[int, int]]) -> FleetPipeError:
     for micro_batch in range(schedule.micro_batches):
         for stage in range(schedule.placement.stages):
             lacking = _lacking(schedule, found, stage, micro_batch)
@@ -104,7 +102,7 @@ def _missing(schedule: Schedule, found: dict[Action, tuple[int, int]]) -> FleetP
 
 
 def _lacking(
-    schedule: Schedule, found: dict[Action, tuple[int, int]], stage: int, micro_batch: int
+    schedule: ScheduleRows, found: dict[Action, tuple[int, int]], stage: int, micro_batch: int
 ) -> Action | None:
     have = {kind for kind in KINDS if Action(kind, stage, micro_batch) in found}
     if "F" not in have:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, parts
 from fleetpipe.schedules.edges import Dependencies
 from fleetpipe.schedules.explain.window import where
-
-if TYPE_CHECKING:
-    from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.rows import ScheduleRows
 
 
 class _Place(NamedTuple):
@@ -29,7 +27,7 @@ class _Wait(NamedTuple):
 
 
 def raise_stalled(
-    schedule: Schedule, dependencies: Dependencies, reached: Sequence[int]
+    schedule: ScheduleRows, dependencies: Dependencies, reached: Sequence[int]
 ) -> NoReturn:
     """Raises the ScheduleError of a schedule in which rank r got no further than ``reached[r]``."""
     places = {
@@ -55,7 +53,7 @@ def raise_stalled(
 
 
 def _raise_out_of_order(
-    schedule: Schedule, action: Action, needed: Action, at: _Place, place: _Place
+    schedule: ScheduleRows, action: Action, needed: Action, at: _Place, place: _Place
 ) -> NoReturn:
     if at == place:
         raise ScheduleError(
@@ -73,7 +71,7 @@ def _raise_out_of_order(
 
 
 def _raise_cycle(
-    schedule: Schedule, cycle: Sequence[tuple[int, _Wait]], reached: Sequence[int]
+    schedule: ScheduleRows, cycle: Sequence[tuple[int, _Wait]], reached: Sequence[int]
 ) -> NoReturn:
     lines = []
     for rank, wait in cycle:

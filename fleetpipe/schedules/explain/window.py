@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.rows import ScheduleRows
 
 
 def window(row: Sequence[object], position: int, reach: int = 3) -> str:
@@ -20,6 +18,6 @@ def window(row: Sequence[object], position: int, reach: int = 3) -> str:
     return " ".join(before + shown + after)
 
 
-def where(schedule: Schedule, rank: int, position: int) -> str:
+def where(schedule: ScheduleRows, rank: int, position: int) -> str:
     """Returns "rank 1 at #17: ..F0.2 >>B0.1<< F0.3.." for an error."""
     return f"rank {rank} at #{position}: {window(schedule.actions[rank], position)}"

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.errors import ConfigError
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.placement import Placement, check_count
-from fleetpipe.schedules.schedule import Schedule
 
 
 def interleaved_one_f_one_b(
@@ -36,33 +35,24 @@ def interleaved_one_f_one_b(
         placement: A loop of p ranks with v chunks each.
         micro_batches: Micro-batches of a batch, m.
         groups: Sizes of the groups. None means :func:`balanced_groups`, with which the figures
-            above hold; a group of less than p micro-batches costs bubble.
+            above hold; a group of less than p micro-batches costs bubble, and other groups can
+            deadlock, which is for the caller to check.
         warmup_slack: Forwards that a rank warms up with for each rank after it: 2 hides latency,
             as Eager1F1B does, 1 holds fewer activations.
 
     Raises:
-        ConfigError: Groups that are not m micro-batches in all, or that deadlock; another slack.
+        ConfigError: Groups that are not m micro-batches in all; another slack.
     """
     if warmup_slack not in (1, 2):
         raise ConfigError(
             "`warmup_slack` is out of range", expected="1 or 2", got=f"{warmup_slack!r}"
         )
     if groups is None:
-        return interleaved_rows(
-            placement, balanced_groups(placement.ranks, micro_batches), warmup_slack
-        )
-    sizes = _checked(groups, micro_batches)
-    rows = interleaved_rows(placement, sizes, warmup_slack)
-    _refuse_deadlock(placement, sizes, rows)
-    return rows
-
-
-def interleaved_rows(
-    placement: Placement, groups: Sequence[int], warmup_slack: int
-) -> list[list[Action]]:
-    """Returns the rows for groups of any sizes, also of those that deadlock."""
+        sizes = balanced_groups(placement.ranks, micro_batches)
+    else:
+        sizes = _checked(groups, micro_batches)
     slacks = [warmup_slack * (placement.ranks - 1 - rank) for rank in range(placement.ranks)]
-    return [_row(placement.stages_of(rank), groups, slack) for rank, slack in enumerate(slacks)]
+    return [_row(placement.stages_of(rank), sizes, slack) for rank, slack in enumerate(slacks)]
 
 
 def _row(stages: Sequence[int], groups: Sequence[int], slack: int) -> list[Action]:
@@ -109,19 +99,3 @@ def _checked(groups: Sequence[int], micro_batches: int) -> list[int]:
             got=f"{list(groups)}, which is {sum(groups)}",
         )
     return list(groups)
-
-
-def _refuse_deadlock(
-    placement: Placement, groups: list[int], rows: Sequence[Sequence[Action]]
-) -> None:
-    schedule = Schedule("Interleaved1F1B", placement, sum(groups), tuple(map(tuple, rows)))
-    try:
-        schedule.verify()
-    except ScheduleError as error:
-        raise ConfigError(
-            f"`groups` {groups} deadlock",
-            got=str(error),
-            cause="the warm-up fits the first group, so a larger one comes too late; and a group of"
-            f" fewer than {placement.ranks} micro-batches can leave the ranks without work",
-            fix=f"groups={balanced_groups(placement.ranks, sum(groups))}",
-        ) from error

@@ -19,8 +19,7 @@ from fleetpipe.schedules.edges import Edge, chain
 from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.placement import Placement
-from fleetpipe.schedules.plan import Plan
-from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.rows import PlanRows, ScheduleRows
 
 _NUMBER = r"(0|[1-9][0-9]*)"
 _ACTION = re.compile(f"{_NUMBER}([FIBW]){_NUMBER}")
@@ -52,7 +51,7 @@ def is_csv(text: str) -> bool:
 
 def read_csv(
     text: str, placement: str | None = None, micro_batches: int | None = None
-) -> Schedule | Plan:
+) -> ScheduleRows | PlanRows:
     """Reads the CSV form of torch.distributed.pipelining. Verifies nothing.
 
     With sends and receives it is a plan. What the form leaves unsaid is put in: activations are
@@ -72,9 +71,9 @@ def read_csv(
         rows = tuple(
             tuple(cell for cell in row if isinstance(cell, (Action, Fused))) for row in sheet.rows
         )
-        return Schedule("CSV", sheet.placement, sheet.micro_batches, rows)
+        return ScheduleRows("CSV", sheet.placement, sheet.micro_batches, rows)
     edges = chain(sheet.placement.stages)
-    return Plan(
+    return PlanRows(
         "CSV", sheet.placement, sheet.micro_batches, edges, tuple(map(_completed, sheet.rows))
     )
 

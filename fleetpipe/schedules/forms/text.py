@@ -7,8 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.schedules.action import Item, parse_item
+from fleetpipe.schedules.edges import Edge, checked_edges, parse_edge
 from fleetpipe.schedules.explain.window import window
+from fleetpipe.schedules.operations import Op, parse_op
 from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.rows import PlanRows, ScheduleRows
+
+_SCHEDULE = "fleetpipe-schedule"
+_PLAN = "fleetpipe-plan"
 
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _KEYS = ("name", "ranks", "micro_batches", "chunks", "placement")
@@ -22,7 +29,7 @@ IDLE = "-"
 Entry = TypeVar("Entry")
 
 
-class Header(NamedTuple):
+class _Header(NamedTuple):
     """The first line of a document: ``# fleetpipe-schedule 1 name=.. ranks=.. ..``.
 
     Args:
@@ -40,7 +47,49 @@ class Header(NamedTuple):
     edges: str | None = None
 
 
-def write(form: str, header: Header, rows: Sequence[Sequence[object]]) -> str:
+def write_schedule(schedule: ScheduleRows) -> str:
+    """Returns the text form of a schedule, without a final line break."""
+    header = _Header(
+        schedule.name, schedule.placement, schedule.micro_batches, schedule.forward_only
+    )
+    return _write(_SCHEDULE, header, schedule.actions)
+
+
+def read_schedule(text: str) -> ScheduleRows:
+    """Reads what :func:`write_schedule` writes.
+
+    Raises:
+        ScheduleError: Names the line, the token and what was expected there.
+    """
+    document: tuple[_Header, tuple[tuple[Item, ...], ...]] = _read(
+        _SCHEDULE, text, parse_item, "an action like F0.3 or (F0.3|B1.2)"
+    )
+    header, rows = document
+    return ScheduleRows(
+        header.name, header.placement, header.micro_batches, rows, header.forward_only
+    )
+
+
+def write_plan(plan: PlanRows) -> str:
+    """Returns the text form of a plan, without a final line break."""
+    edges = ",".join(map(str, plan.edges))
+    header = _Header(plan.name, plan.placement, plan.micro_batches, plan.forward_only, edges)
+    return _write(_PLAN, header, plan.ops)
+
+
+def read_plan(text: str) -> PlanRows:
+    """Reads what :func:`write_plan` writes; raises like :func:`read_schedule`."""
+    document: tuple[_Header, tuple[tuple[Op, ...], ...]] = _read(
+        _PLAN, text, parse_op, "F0.3, SF0>1.3, RF0>1.3, SB.., RB.., FREE0.3, REDUCE or STEP"
+    )
+    header, rows = document
+    edges = _read_edges(header.edges or "", header.placement.stages)
+    return PlanRows(
+        header.name, header.placement, header.micro_batches, edges, rows, header.forward_only
+    )
+
+
+def _write(form: str, header: _Header, rows: Sequence[Sequence[object]]) -> str:
     """Returns the text form of a schedule or plan (``form``), without a final line break."""
     placement = header.placement
     fields = [
@@ -59,13 +108,13 @@ def write(form: str, header: Header, rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def read(
+def _read(
     form: str, text: str, entry: Callable[[str], Entry | None], expected: str
-) -> tuple[Header, tuple[tuple[Entry, ...], ...]]:
-    """Reads what :func:`write` writes.
+) -> tuple[_Header, tuple[tuple[Entry, ...], ...]]:
+    """Reads what :func:`_write` writes.
 
     Args:
-        form: "fleetpipe-schedule" or "fleetpipe-plan".
+        form: What kind of document it is.
         text: The document. Blank lines at its end are ignored.
         entry: Reads one token, or returns None where the whole token cannot be read.
         expected: What a token looks like, for the error.
@@ -111,7 +160,7 @@ def _read_row(
     return tuple(row)
 
 
-def _read_header(form: str, line: str) -> Header:
+def _read_header(form: str, line: str) -> _Header:
     words = line.split()
     if words[:3] != ["#", form, "1"]:
         raise ScheduleError(
@@ -122,7 +171,7 @@ def _read_header(form: str, line: str) -> Header:
             fix="fleetpipe.schedules.read_csv reads the CSV form" if "," in line else None,
         )
     fields: dict[str, str] = {}
-    wanted = (*_KEYS, "edges") if form == "fleetpipe-plan" else _KEYS
+    wanted = (*_KEYS, "edges") if form == _PLAN else _KEYS
     for word in words[3:]:
         key, equals, value = word.partition("=")
         if not (equals and value) or key not in (*wanted, "forward_only"):
@@ -143,13 +192,38 @@ def _read_header(form: str, line: str) -> Header:
     except ConfigError as error:
         raise ScheduleError(str(error), where="line 1") from error
     edges = fields.get("edges")
-    return Header(
+    return _Header(
         fields["name"],
         placement,
         numbers["micro_batches"],
         "forward_only" in fields,
         "" if edges == IDLE else edges,
     )
+
+
+def _read_edges(text: str, stages: int) -> tuple[Edge, ...]:
+    edges = []
+    for word in text.split(",") if text else ():
+        edge = parse_edge(word)
+        if edge is None:
+            raise ScheduleError(
+                f"cannot read the edge {word!r}",
+                where=_HEADER,
+                expected="edges like 0>1 or 0>2:mask, separated by commas",
+            )
+        edges.append(edge)
+    try:
+        ordered = checked_edges(edges, stages)
+    except ConfigError as error:
+        raise ScheduleError(str(error), where=_HEADER) from error
+    if list(ordered) != edges:
+        raise ScheduleError(
+            "the edges are not sorted",
+            where=_HEADER,
+            expected=",".join(map(str, ordered)),
+            got=text,
+        )
+    return ordered
 
 
 def _read_number(key: str, value: str) -> int:

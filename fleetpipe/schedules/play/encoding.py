@@ -8,13 +8,10 @@ distance. I shares the *slot* of B: whoever waits for a stage's gradient need no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fleetpipe.schedules.action import Action, Fused, parts
 from fleetpipe.schedules.explain.completeness import raise_incomplete
-
-if TYPE_CHECKING:
-    from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.rows import ScheduleRows
 
 _MARK = {"F": 1, "B": 2, "W": 3, "I": 4}
 
@@ -52,12 +49,22 @@ def column(kind: str, stage: int, stages: int) -> int:
     return {"F": 0, "B": 1, "W": 2, "I": 3}[kind] * stages + stage
 
 
-def encode(schedule: Schedule) -> Encoding:
+def encoding_of(schedule: ScheduleRows) -> Encoding:
     """Returns the schedule as integers, having checked that it is complete.
+
+    It is made once and kept with the schedule, as a cached property would be.
 
     Raises:
         ScheduleError: An action is missing, doubled, unknown, or on the wrong rank.
     """
+    kept = vars(schedule)
+    if "_encoding" not in kept:
+        kept["_encoding"] = _encode(schedule)
+    encoding: Encoding = kept["_encoding"]
+    return encoding
+
+
+def _encode(schedule: ScheduleRows) -> Encoding:
     stages, needed = schedule.placement.stages, schedule.placement.stages * schedule.micro_batches
     # Counted first, since the table of marks has a byte for every action that there should be.
     if sum(map(len, schedule.actions)) < needed and _count(schedule) < needed:
@@ -81,7 +88,7 @@ def encode(schedule: Schedule) -> Encoding:
     return encoding
 
 
-def _encode_row(schedule: Schedule, rank: int, encoding: Encoding, marks: bytearray) -> None:
+def _encode_row(schedule: ScheduleRows, rank: int, encoding: Encoding, marks: bytearray) -> None:
     """Adds a rank's row to the encoding, and marks the slot of each of its actions."""
     columns = _columns(schedule, rank)
     width, micro_batches = encoding.width, schedule.micro_batches
@@ -105,7 +112,7 @@ def _encode_row(schedule: Schedule, rank: int, encoding: Encoding, marks: bytear
             codes[first:] = [-len(encoding.fused)]
 
 
-def _columns(schedule: Schedule, rank: int) -> dict[str, dict[int, tuple[int, int, int]]]:
+def _columns(schedule: ScheduleRows, rank: int) -> dict[str, dict[int, tuple[int, int, int]]]:
     """Returns column, distance to the slot, and mark of each kind and stage on ``rank``."""
     stages = schedule.placement.stages
     return {
@@ -117,5 +124,5 @@ def _columns(schedule: Schedule, rank: int) -> dict[str, dict[int, tuple[int, in
     }
 
 
-def _count(schedule: Schedule) -> int:
+def _count(schedule: ScheduleRows) -> int:
     return sum(len(parts(item)) for row in schedule.actions for item in row)

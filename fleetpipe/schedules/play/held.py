@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.costs import Costs
-
-if TYPE_CHECKING:
-    from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.rows import ScheduleRows
 
 
 def held_after(
-    schedule: Schedule, rank: int, costs: Costs | None = None, *, in_bytes: bool = False
+    schedule: ScheduleRows, rank: int, costs: Costs | None = None, *, in_bytes: bool = False
 ) -> Iterator[float]:
     """Yields what a rank holds while each of its entries runs, before that entry's releases.
 

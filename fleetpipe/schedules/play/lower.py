@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain as concatenate
-from typing import TYPE_CHECKING
 
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge, checked_edges, crossing_edges
 from fleetpipe.schedules.garbage import collector_paused
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
-from fleetpipe.schedules.plan import Plan
 from fleetpipe.schedules.play.replay import replay
-
-if TYPE_CHECKING:
-    from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.rows import PlanRows, ScheduleRows
 
 
-def lower(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Plan:
-    """Lowers a schedule; see :meth:`Schedule.lower`.
+def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRows:
+    """Lowers a schedule; see ``Schedule.lower``.
 
     All entries of all ranks are put into one linear order, that of their simulated ends, and every
     transfer is written into both its ranks' rows at one place of that order. So the rows are
@@ -44,7 +40,7 @@ def lower(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Plan:
     if not schedule.forward_only:
         for row in emitter.rows:
             row += (Reduce(), Step())
-    return Plan(
+    return PlanRows(
         schedule.name,
         placement,
         schedule.micro_batches,
@@ -57,7 +53,7 @@ def lower(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Plan:
 class _Emitter:
     """The rows of a plan that is being written."""
 
-    def __init__(self, schedule: Schedule, edges: Sequence[Edge]) -> None:
+    def __init__(self, schedule: ScheduleRows, edges: Sequence[Edge]) -> None:
         self.rows: list[list[Op]] = [[] for _ in range(schedule.placement.ranks)]
         self.forward_only = schedule.forward_only
         self.leaving, self.entering = crossing_edges(schedule.placement, edges)

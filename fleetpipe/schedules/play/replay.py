@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, Edge, checked_edges
 from fleetpipe.schedules.explain.stall import raise_stalled
-from fleetpipe.schedules.play.encoding import Encoding, column
-
-if TYPE_CHECKING:
-    from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.play.encoding import Encoding, column, encoding_of
+from fleetpipe.schedules.rows import ScheduleRows
 
 #: What an entry waits for: (distance from its code to a slot, latency of the value).
 _Waits = list[list[tuple[int, float]]]
@@ -33,7 +30,7 @@ class Replay:
     busy: list[float]
 
 
-def replay(schedule: Schedule, edges: Iterable[Edge] | None, costs: Costs) -> Replay:
+def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -> Replay:
     """Returns the times of all entries.
 
     Every rank runs its row in order; an entry begins when its rank is free and all that it waits
@@ -43,7 +40,7 @@ def replay(schedule: Schedule, edges: Iterable[Edge] | None, costs: Costs) -> Re
         ScheduleError: Ranks wait for each other, or for something later in their own row; or the
             schedule is incomplete.
     """
-    stages = schedule.encoding.stages
+    stages = encoding_of(schedule).stages
     dependencies = Dependencies(checked_edges(edges, stages), stages)
     runner = _Runner(schedule, dependencies, costs)
     runner.run()
@@ -56,8 +53,8 @@ def replay(schedule: Schedule, edges: Iterable[Edge] | None, costs: Costs) -> Re
 class _Runner:
     """The state of a replay: how far each rank is, and which rank waits for which slot."""
 
-    def __init__(self, schedule: Schedule, dependencies: Dependencies, costs: Costs) -> None:
-        self.encoding = encoding = schedule.encoding
+    def __init__(self, schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> None:
+        self.encoding = encoding = encoding_of(schedule)
         ranks, stages = schedule.placement.ranks, encoding.stages
         self.times = Replay(
             [[] for _ in range(ranks)], [[] for _ in range(ranks)], [0 for _ in range(ranks)]
@@ -119,7 +116,7 @@ class _Runner:
         return begin + duration
 
 
-def _waits(schedule: Schedule, dependencies: Dependencies, comm: float) -> _Waits:
+def _waits(schedule: ScheduleRows, dependencies: Dependencies, comm: float) -> _Waits:
     """Returns for each column the distances to what it waits for, with their latencies."""
     placement = schedule.placement
     stages = placement.stages

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fleetpipe.schedules.action import Item
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.play.held import held_after
 from fleetpipe.schedules.play.replay import replay
-
-if TYPE_CHECKING:
-    from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.rows import ScheduleRows
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,7 +29,7 @@ class Timeline:
         peak_bytes: Likewise in bytes, where the costs give them; else None.
     """
 
-    schedule: Schedule
+    schedule: ScheduleRows
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
     makespan: float
@@ -70,9 +67,9 @@ class Timeline:
 
 
 def simulate(
-    schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edge] | None = None
+    schedule: ScheduleRows, costs: Costs | None = None, edges: Iterable[Edge] | None = None
 ) -> Timeline:
-    """Plays a schedule; see :meth:`Schedule.simulate`."""
+    """Plays a schedule; see ``Schedule.simulate``."""
     costs = costs or Costs()
     placement = schedule.placement
     costs.check_stages(placement.stages)

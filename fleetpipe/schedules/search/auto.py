@@ -11,7 +11,7 @@ The rules grew from the heuristic in section 3 of Zero Bubble Pipeline Paralleli
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -19,8 +19,10 @@ from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.families.table import FAMILIES, options_of, schedule_rows
 from fleetpipe.schedules.placement import PLACEMENTS, Placement
-from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.play.timeline import simulate
+from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.search.fill_weight_grads import Policy, fill
 from fleetpipe.schedules.search.list_scheduler import Preference, listed_order
 from fleetpipe.schedules.search.problem import Problem
@@ -31,8 +33,6 @@ from fleetpipe.schedules.search.warm_up import (
     warm_up_order,
     warm_ups,
 )
-
-NAME = "auto"
 
 #: Preferences of the list scheduler.
 _FLAGS = tuple(itertools.product((False, True), repeat=2))
@@ -54,7 +54,7 @@ class _Found(NamedTuple):
 
     score: _Score
     problem: Problem
-    made: Schedule | list[list[int]]
+    made: ScheduleRows | list[list[int]]
     warm_up: WarmUp = ()
     policy: Policy = Policy()
 
@@ -65,7 +65,7 @@ def auto(
     memory_cap: float | None = None,
     costs: Costs | None = None,
     placed: str | None = None,
-) -> Schedule:
+) -> ScheduleRows:
     """Returns the schedule with the shortest span that is found; among equals, makespan.
 
     Args:
@@ -133,22 +133,17 @@ class _Search:
         if starts:
             self._climb(problem)
 
-    def result(self) -> Schedule:
-        """Returns the best schedule, verified."""
+    def result(self) -> ScheduleRows:
+        """Returns the best schedule."""
         if self.best is None:
             raise AssertionError("a listed order keeps within every cap that is not refused")
         problem, made = self.best.problem, self.best.made
-        if isinstance(made, Schedule):
-            schedule = Schedule(NAME, made.placement, made.micro_batches, made.actions)
-        else:
-            schedule = problem.schedule_of(NAME, made)
-        schedule.verify(
-            memory_cap=None if problem.cap == math.inf else problem.cap, costs=problem.costs
-        )
-        return schedule
+        if isinstance(made, ScheduleRows):
+            return dataclasses.replace(made, name="auto")
+        return problem.schedule_of("auto", made)
 
-    def _try_family(self, problem: Problem, schedule: Schedule) -> None:
-        timeline = schedule.simulate(problem.costs)
+    def _try_family(self, problem: Problem, schedule: ScheduleRows) -> None:
+        timeline = simulate(schedule, problem.costs)
         if problem.holds(timeline):
             score = _score(problem, timeline.spans, timeline.makespan)
             self._keep(_Found(score, problem, schedule))
@@ -223,24 +218,17 @@ def _policies(problem: Problem, budget: int, orders: int) -> list[tuple[float, i
     return pairs[: max(1, budget // (orders * problem.micro_batches * problem.width))]
 
 
-def _families(problem: Problem) -> Iterator[Schedule]:
+def _families(problem: Problem) -> Iterator[ScheduleRows]:
     """Yields the families' schedules for the placement of a problem."""
-    # The table knows this search, so this imports it late.
-    from fleetpipe.schedules.registry import FAMILIES, build
-
     placement = problem.placement
     for name, family in FAMILIES.items():
-        if name == NAME or family.placement != placement.name:
+        if family.placement != placement.name:
             continue
-        slacks = "warmup_slack" in inspect.signature(family.rows).parameters
+        slacks = "warmup_slack" in options_of(family.rows)
         for options in ({"warmup_slack": 1}, {"warmup_slack": 2}) if slacks else ({},):
             try:
-                schedule = build(
-                    name,
-                    ranks=placement.ranks,
-                    micro_batches=problem.micro_batches,
-                    chunks=placement.chunks,
-                    **options,
+                schedule = schedule_rows(
+                    name, placement.ranks, problem.micro_batches, placement.chunks, options
                 )
             except ConfigError:  # it does not take these numbers
                 continue

@@ -12,7 +12,7 @@ from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, chain
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.play.timeline import Timeline
-from fleetpipe.schedules.schedule import Schedule
+from fleetpipe.schedules.rows import ScheduleRows
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Problem:
         peaks = timeline.peak_bytes
         return max(timeline.peak_activations if peaks is None else peaks) <= self.cap
 
-    def order_of(self, schedule: Schedule) -> list[list[int]]:
+    def order_of(self, schedule: ScheduleRows) -> list[list[int]]:
         """Returns the order of F and I in the rows of a schedule; a B counts as its I."""
         offset = {"F": 0, "B": self.placement.stages, "I": self.placement.stages}
         return [
@@ -138,7 +138,7 @@ class Problem:
             for row in map(flatten, schedule.actions)
         ]
 
-    def schedule_of(self, name: str, rows: list[list[int]]) -> Schedule:
+    def schedule_of(self, name: str, rows: list[list[int]]) -> ScheduleRows:
         """Returns the schedule of rows of codes."""
         stages = self.placement.stages
         kinds = [(kind, stage) for kind in "FIW" for stage in range(stages)]
@@ -146,4 +146,4 @@ class Problem:
             tuple(Action(*kinds[code % self.width], code // self.width) for code in row)
             for row in rows
         )
-        return Schedule(name, self.placement, self.micro_batches, actions)
+        return ScheduleRows(name, self.placement, self.micro_batches, actions)

@@ -1,0 +1,195 @@
+"""What users hold: schedules and plans with methods for all that is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from fleetpipe.schedules.check.deadlock import linear_order
+from fleetpipe.schedules.check.plan import verify_plan
+from fleetpipe.schedules.check.schedule import verify
+from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.edges import Edge
+from fleetpipe.schedules.families.forward_only import forward_rows
+from fleetpipe.schedules.forms import csv_form
+from fleetpipe.schedules.forms.text import read_plan, read_schedule, write_plan, write_schedule
+from fleetpipe.schedules.placement import Placement, check_count
+from fleetpipe.schedules.play.lower import lower
+from fleetpipe.schedules.play.timeline import Timeline, simulate
+from fleetpipe.schedules.rows import PlanRows, ScheduleRows, computations
+
+
+class Schedule(ScheduleRows):
+    """Computations of every rank in order; communication is derived from it, never written.
+
+    Immutable and hashable; its fields are those of :class:`ScheduleRows`. ``str(schedule)`` and
+    :meth:`parse` are exact inverses::
+
+        >>> print(build("1F1B", ranks=2, micro_batches=2))
+        # fleetpipe-schedule 1 name=1F1B ranks=2 micro_batches=2 chunks=1 placement=loop
+        F0.0 F0.1 B0.0 B0.1
+        F1.0 B1.0 F1.1 B1.1
+    """
+
+    @classmethod
+    def of(cls, rows: ScheduleRows) -> Schedule:
+        """Returns the schedule of these rows."""
+        return cls(rows.name, rows.placement, rows.micro_batches, rows.actions, rows.forward_only)
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Reads the text form: a header and a line for each rank. Verifies nothing.
+
+        Raises:
+            ScheduleError: Names the line, the token and what was expected.
+        """
+        return cls.of(read_schedule(text))
+
+    def __str__(self) -> str:
+        return write_schedule(self)
+
+    def verify(
+        self,
+        edges: Iterable[Edge] | None = None,
+        memory_cap: float | None = None,
+        costs: Costs | None = None,
+    ) -> None:
+        """Checks that the schedule is complete, in order, free of deadlock and within memory.
+
+        Args:
+            edges: Values that pass between stages; None means the chain.
+            memory_cap: Most that a rank may hold at once; None means no limit. In the sense of
+                ``Timeline.peak_bytes`` where ``costs`` gives bytes, else of
+                ``Timeline.peak_activations``: forwards of one stage.
+            costs: Says what I releases, and bytes; times do not matter here. Default ``Costs()``.
+
+        Raises:
+            ScheduleError: Names the culprit, its rank and its position (counted from 0).
+        """
+        verify(self, edges, memory_cap, costs)
+
+    def simulate(self, costs: Costs | None = None, edges: Iterable[Edge] | None = None) -> Timeline:
+        """Returns when every action begins and ends.
+
+        Args:
+            costs: What each action costs; None means F = I = W = 1, B = 2, no latency.
+            edges: As for :meth:`verify`.
+
+        Raises:
+            ScheduleError: The schedule is incomplete or deadlocks.
+            ConfigError: Per-stage costs that do not fit the number of stages.
+        """
+        return simulate(self, costs, edges)
+
+    def lower(self, edges: Iterable[Edge] | None = None) -> Plan:
+        """Returns the plan that the engine runs: sends, receives and releases put in.
+
+        Args:
+            edges: As for :meth:`verify`.
+
+        Raises:
+            ScheduleError: The schedule is incomplete or deadlocks.
+        """
+        return Plan.of(lower(self, edges))
+
+
+class Plan(PlanRows):
+    """What every rank does, in order; derived by ``schedule.lower()``, never written by hand.
+
+    Immutable and hashable; its fields are those of :class:`PlanRows`. ``str(plan)`` and
+    :meth:`parse` are exact inverses::
+
+        >>> print(build("1F1B", ranks=2, micro_batches=1).lower())
+        # fleetpipe-plan 1 name=1F1B ranks=2 micro_batches=1 chunks=1 placement=loop edges=0>1
+        F0.0 SF0>1.0 RB0>1.0 B0.0 FREE0.0 REDUCE STEP
+        RF0>1.0 F1.0 B1.0 SB0>1.0 FREE1.0 REDUCE STEP
+
+    A receive says "post it here"; its value is needed by an action that follows. An edge between
+    two stages of one rank has neither send nor receive.
+    """
+
+    @classmethod
+    def of(cls, rows: PlanRows) -> Plan:
+        """Returns the plan of these rows."""
+        return cls(
+            rows.name, rows.placement, rows.micro_batches, rows.edges, rows.ops, rows.forward_only
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Reads the text form: a header and a line for each rank. Verifies nothing.
+
+        Raises:
+            ScheduleError: Names the line, the token and what was expected.
+        """
+        return cls.of(read_plan(text))
+
+    def __str__(self) -> str:
+        return write_plan(self)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The computations of the plan alone."""
+        return Schedule.of(computations(self))
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """One linear order of all ranks' ops: the rank whose next op is to run, again and again.
+
+        One process that plays all ranks follows it and never has to wait: what an op needs was
+        done before. All ranks' REDUCE come after all computations, and all STEP after those.
+
+        Raises:
+            ScheduleError: The plan deadlocks, so there is no such order.
+        """
+        return linear_order(self)
+
+    def verify(self) -> None:
+        """Checks the plan.
+
+        - Its computations are a valid schedule.
+        - Every action has its receives before it, every send follows the action that makes its
+          value, and on each channel (source rank, target rank, direction) sends and receives agree.
+        - It does not deadlock even if each send waits for its receive.
+        - Activations are released once, after their last use; REDUCE and STEP end every row.
+
+        Raises:
+            ScheduleError: Names the culprit, its rank and its position (counted from 0).
+        """
+        verify_plan(self)
+
+
+def forward_only(placement: Placement, micro_batches: int) -> Schedule:
+    """Returns a schedule of F only, in an order that never deadlocks on any placement.
+
+    Args:
+        placement: Which rank owns which stage.
+        micro_batches: Micro-batches of a batch, m.
+
+    Raises:
+        ConfigError: Fewer than one micro-batch.
+    """
+    check_count("micro_batches", micro_batches)
+    rows = tuple(map(tuple, forward_rows(placement, micro_batches)))
+    return Schedule("ForwardOnly", placement, micro_batches, rows, forward_only=True)
+
+
+def read_csv(
+    text: str, placement: str | None = None, micro_batches: int | None = None
+) -> Schedule | Plan:
+    """Reads the CSV form of torch.distributed.pipelining. Verifies nothing.
+
+    With sends and receives it is a plan. What the form leaves unsaid is put in: activations are
+    released after B or W, and every row ends with the reductions and the optimizer step.
+
+    Args:
+        text: Lines of cells like ``0F0,1B2`` or ``0F0,0SEND_F0``, one for each rank.
+        placement: "loop" or "vee"; None finds which of them has its stages.
+        micro_batches: Micro-batches of a batch, m; None means as many as it names.
+
+    Raises:
+        ScheduleError: Names the line, the cell and what was expected.
+        ConfigError: An unknown placement, or fewer than one micro-batch.
+    """
+    rows = csv_form.read_csv(text, placement, micro_batches)
+    return Schedule.of(rows) if isinstance(rows, ScheduleRows) else Plan.of(rows)

@@ -1,0 +1,104 @@
+"""The table of the families: what makes the rows of each, on which placement, with which chunks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.schedules.action import Item
+from fleetpipe.schedules.families.controllable_memory import v_half, v_min
+from fleetpipe.schedules.families.dualpipev import dual_pipe_v
+from fleetpipe.schedules.families.f_then_b import f_then_b
+from fleetpipe.schedules.families.interleaved import interleaved_one_f_one_b
+from fleetpipe.schedules.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from fleetpipe.schedules.families.zbv import zb_v
+from fleetpipe.schedules.families.zero_bubble import zb_h1, zb_h2
+from fleetpipe.schedules.garbage import collector_paused
+from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.rows import ScheduleRows
+
+#: Makes the rows of all ranks from a placement, m, and options of its own given by keyword.
+Rows = Callable[..., Sequence[Sequence[Item]]]
+
+
+class Family(NamedTuple):
+    """A schedule that a function makes.
+
+    Args:
+        rows: Makes the rows of all ranks.
+        aliases: Other names for it.
+        placement: Its placement.
+        chunks: Chunks on a rank where the caller names none.
+        most_chunks: Most chunks on a rank; None where there is no limit.
+        interleaved: The schedule that is meant where a rank has several chunks; empty for itself.
+    """
+
+    rows: Rows
+    aliases: tuple[str, ...] = ()
+    placement: str = "loop"
+    chunks: int = 1
+    most_chunks: int | None = 1
+    interleaved: str = ""
+
+
+FAMILIES: dict[str, Family] = {
+    "FThenB": Family(f_then_b, ("F-then-B", "GPipe", "AFAB"), most_chunks=None),
+    "1F1B": Family(one_f_one_b, interleaved="Interleaved1F1B"),
+    "Eager1F1B": Family(eager_one_f_one_b),
+    "Interleaved1F1B": Family(interleaved_one_f_one_b, ("VPP",), chunks=2, most_chunks=None),
+    "ZBH1": Family(zb_h1, ("InterleavedZeroBubble",), most_chunks=None),
+    "ZBH2": Family(zb_h2),
+    "ZBV": Family(zb_v, ("ZBVPP",), "vee", 2, 2),
+    "VHalf": Family(v_half, (), "vee", 2, 2),
+    "VMin": Family(v_min, (), "vee", 2, 2),
+    "DualPipeV": Family(dual_pipe_v, (), "vee", 2, 2),
+}
+
+
+def schedule_rows(
+    name: str, ranks: int, micro_batches: int, chunks: int | None, options: Mapping[str, object]
+) -> ScheduleRows:
+    """Returns the schedule of a family, or of the one that its name means for several chunks.
+
+    Args:
+        name: A key of the table.
+        ranks: Ranks of the pipeline, p.
+        micro_batches: Micro-batches of a batch, m.
+        chunks: Chunks on a rank; None means the family's own number.
+        options: Options of the family.
+
+    Raises:
+        ConfigError: An unknown option, or numbers that the family does not take.
+    """
+    if chunks is not None and chunks != 1:
+        name = FAMILIES[name].interleaved or name
+    family = FAMILIES[name]
+    placement = Placement(family.placement, ranks, family.chunks if chunks is None else chunks)
+    if family.most_chunks is not None and placement.chunks > family.most_chunks:
+        raise ConfigError(
+            f"{name} cannot place {chunks} chunks on a rank",
+            expected=f"chunks={family.most_chunks}",
+            got=f"chunks={chunks}",
+        )
+    check_options(name, family.rows, options)
+    with collector_paused():
+        rows = tuple(map(tuple, family.rows(placement, micro_batches, **options)))
+    return ScheduleRows(name, placement, micro_batches, rows)
+
+
+def options_of(rows: Callable[..., object]) -> list[str]:
+    """Returns the names of the options that follow the placement and m."""
+    return list(inspect.signature(rows).parameters)[2:]
+
+
+def check_options(name: str, rows: Callable[..., object], options: Iterable[str]) -> None:
+    """Raises ConfigError where ``rows``, which makes the schedule ``name``, lacks an option."""
+    known = options_of(rows)
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"{name} has no option {option!r}",
+                fix=nearest(option, known) if known else "leave it out",
+            )
