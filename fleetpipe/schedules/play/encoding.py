@@ -1,8 +1,9 @@
-"""A schedule as integers, so that verify, simulate and lowering cost about a microsecond an action.
+"""Actions as integers, so that verify, simulate and lowering cost about a microsecond an action.
 
 With S stages, the action (kind, stage, k) has the code ``k * 4S + column`` where ``column`` is
-``offset[kind] + stage``. The codes of one micro-batch stand together, so a dependency is a fixed
-distance. I shares the *slot* of B: whoever waits for a stage's gradient need not know which it is.
+``offset[kind] + stage``, the offsets of F, I, W and B being 0, S, 2S and 3S. The codes of one
+micro-batch stand together, so a dependency is a fixed distance. B shares the *slot* of I: whoever
+waits for a stage's gradient need not know which it is. A search orders F, I and W by these codes.
 """
 
 from __future__ import annotations
@@ -10,10 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleetpipe.schedules.action import Action, Fused, parts
+from fleetpipe.schedules.edges import Dependencies
 from fleetpipe.schedules.explain.completeness import raise_incomplete
+from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
 
-_MARK = {"F": 1, "B": 2, "W": 3, "I": 4}
+#: Kinds in the order of their columns, S of each.
+COLUMNS = "FIWB"
+
+_MARK = {"F": 1, "I": 2, "W": 3, "B": 4}
+
+#: For each column what its action waits for: (distance to that slot, latency of the value).
+Waits = list[list[tuple[int, float]]]
 
 
 @dataclass
@@ -36,7 +45,7 @@ class Encoding:
         return 4 * self.stages
 
     def slot(self, code: int) -> int:
-        """Returns where the end of ``code`` is noted: that of I where a B's would be."""
+        """Returns where the end of ``code`` is noted: that of B where an I's would be."""
         return code - 2 * self.stages if code % self.width >= 3 * self.stages else code
 
     def codes(self, entry: int) -> tuple[int, ...]:
@@ -45,8 +54,29 @@ class Encoding:
 
 
 def column(kind: str, stage: int, stages: int) -> int:
-    """Returns the column of a kind and stage; the slot of "B" also holds I."""
-    return {"F": 0, "B": 1, "W": 2, "I": 3}[kind] * stages + stage
+    """Returns the column of a kind and stage."""
+    return COLUMNS.index(kind) * stages + stage
+
+
+def slot_column(kind: str, stage: int, stages: int) -> int:
+    """Returns the column where the end of a kind and stage is noted: that of B is I's."""
+    return column("I" if kind == "B" else kind, stage, stages)
+
+
+def waits_of(placement: Placement, dependencies: Dependencies, comm: float) -> Waits:
+    """Returns for each column the distances to what it waits for, with their latencies."""
+    stages = placement.stages
+    return [
+        [
+            (
+                slot_column(other_kind, other, stages) - column(kind, stage, stages),
+                comm if placement.rank_of(other) != placement.rank_of(stage) else 0,
+            )
+            for other_kind, other in dependencies.of(kind, stage)
+        ]
+        for kind in COLUMNS
+        for stage in range(stages)
+    ]
 
 
 def encoding_of(schedule: ScheduleRows) -> Encoding:
@@ -117,7 +147,7 @@ def _columns(schedule: ScheduleRows, rank: int) -> dict[str, dict[int, tuple[int
     stages = schedule.placement.stages
     return {
         kind: {
-            stage: (column(kind, stage, stages), 2 * stages if kind == "I" else 0, mark)
+            stage: (column(kind, stage, stages), 2 * stages if kind == "B" else 0, mark)
             for stage in schedule.placement.stages_of(rank)
         }
         for kind, mark in _MARK.items()

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, Edge, checked_edges
 from fleetpipe.schedules.explain.stall import raise_stalled
-from fleetpipe.schedules.play.encoding import Encoding, column, encoding_of
+from fleetpipe.schedules.play.encoding import COLUMNS, Encoding, Waits, encoding_of, waits_of
 from fleetpipe.schedules.rows import ScheduleRows
-
-#: What an entry waits for: (distance from its code to a slot, latency of the value).
-_Waits = list[list[tuple[int, float]]]
 
 
 @dataclass
@@ -42,7 +39,7 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
     """
     stages = encoding_of(schedule).stages
     dependencies = Dependencies(checked_edges(edges, stages), stages)
-    runner = _Runner(schedule, dependencies, costs)
+    runner = _Player(schedule, dependencies, costs)
     runner.run()
     reached = [len(ends) for ends in runner.times.ends]
     if reached != [len(row) for row in schedule.actions]:
@@ -50,7 +47,7 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
     return runner.times
 
 
-class _Runner:
+class _Player:
     """The state of a replay: how far each rank is, and which rank waits for which slot."""
 
     def __init__(self, schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> None:
@@ -60,9 +57,9 @@ class _Runner:
             [[] for _ in range(ranks)], [[] for _ in range(ranks)], [0 for _ in range(ranks)]
         )
         self.finished: list[float] = [-1] * (encoding.width * schedule.micro_batches)
-        self.waits = _waits(schedule, dependencies, costs.comm)
+        self.waits = waits_of(schedule.placement, dependencies, costs.comm)
         self.fused_waits = _fused_waits(encoding, self.waits)
-        self.durations = [costs.of(kind, stage) for kind in "FBWI" for stage in range(stages)]
+        self.durations = [costs.of(kind, stage) for kind in COLUMNS for stage in range(stages)]
         self.fused_durations = [costs.of_fused(unit) for _, unit in encoding.fused]
         # The ranks that wait for one slot are a linked list: the first here, the next there.
         self.first_waiting: dict[int, int] = {}
@@ -116,24 +113,7 @@ class _Runner:
         return begin + duration
 
 
-def _waits(schedule: ScheduleRows, dependencies: Dependencies, comm: float) -> _Waits:
-    """Returns for each column the distances to what it waits for, with their latencies."""
-    placement = schedule.placement
-    stages = placement.stages
-    return [
-        [
-            (
-                column(other_kind, other, stages) - column(kind, stage, stages),
-                comm if placement.rank_of(other) != placement.rank_of(stage) else 0,
-            )
-            for other_kind, other in dependencies.of(kind, stage)
-        ]
-        for kind in "FBWI"
-        for stage in range(stages)
-    ]
-
-
-def _fused_waits(encoding: Encoding, waits: _Waits) -> _Waits:
+def _fused_waits(encoding: Encoding, waits: Waits) -> Waits:
     """Returns the same for each fused unit, as distances from its (negative) code."""
     return [
         [

@@ -166,7 +166,7 @@ class _Search:
         """Puts W into an order and keeps the result if it is best; False where nothing is left."""
         if self.left <= 0 or self._at_bound(problem):
             return False
-        self.left -= problem.micro_batches * problem.width
+        self.left -= problem.length
         longest = math.inf if self.best is None else self.best.score.span * _unit(problem)
         filled = fill(problem, order, policy, longest * (1 + 1e-9))
         if filled is not None:
@@ -215,7 +215,7 @@ def _policies(problem: Problem, budget: int, orders: int) -> list[tuple[float, i
     ranks = problem.placement.ranks
     half = ranks // 2
     pairs = [(0, 0), (0, half), (0, 2 * ranks), (0.5, half), (1, 0), (0.5, 0), (1, ranks)]
-    return pairs[: max(1, budget // (orders * problem.micro_batches * problem.width))]
+    return pairs[: max(1, budget // (orders * problem.length))]
 
 
 def _families(problem: Problem) -> Iterator[ScheduleRows]:

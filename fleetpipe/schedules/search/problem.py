@@ -11,6 +11,7 @@ from fleetpipe.schedules.action import Action, flatten
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, chain
 from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.play.encoding import COLUMNS, slot_column, waits_of
 from fleetpipe.schedules.play.timeline import Timeline
 from fleetpipe.schedules.rows import ScheduleRows
 
@@ -19,8 +20,7 @@ from fleetpipe.schedules.rows import ScheduleRows
 class Problem:
     """A placement, m and costs for which an order of actions is wanted.
 
-    Orders are rows of integers: with S stages the code of (kind, stage, k) is
-    ``k * 3S + offset[kind] + stage``, the offsets of F, I and W being 0, S and 2S.
+    Orders are rows of the codes that ``play.encoding`` gives F, I and W.
 
     Args:
         placement: Which rank owns which stage.
@@ -38,13 +38,18 @@ class Problem:
     @property
     def width(self) -> int:
         """Distance between the codes of one action in consecutive micro-batches."""
-        return 3 * self.placement.stages
+        return 4 * self.placement.stages
+
+    @property
+    def length(self) -> int:
+        """Number of actions, which are F, I and W of each stage and micro-batch."""
+        return 3 * self.placement.stages * self.micro_batches
 
     @cached_property
     def durations(self) -> list[float]:
         """Time of the action in each column of a code."""
         stages = range(self.placement.stages)
-        return [self.costs.of(kind, stage) for kind in "FIW" for stage in stages]
+        return [self.costs.of(kind, stage) for kind in COLUMNS for stage in stages]
 
     @cached_property
     def amounts(self) -> list[float]:
@@ -60,20 +65,10 @@ class Problem:
         Of several dependencies along a chain the last one implies the others. A distance of 0
         means that there is none.
         """
-        stages, rank_of = self.placement.stages, self.placement.rank_of
+        stages = self.placement.stages
         rule = Dependencies(chain(stages), stages)
-        waits: list[tuple[int, float]] = []
-        for kind, offset in (("F", 0), ("I", stages)):
-            for stage in range(stages):
-                needs = rule.of(kind, stage)
-                if not needs:
-                    waits.append((0, 0))
-                    continue
-                other_kind, other = needs[-1]
-                place = other + (0 if other_kind == "F" else stages)
-                delay = self.costs.comm if rank_of(other) != rank_of(stage) else 0
-                waits.append((place - offset - stage, delay))
-        return waits
+        waits = waits_of(self.placement, rule, self.costs.comm)[: 2 * stages]
+        return [needs[-1] if needs else (0, 0) for needs in waits]
 
     @cached_property
     def followers(self) -> list[int]:
@@ -132,16 +127,16 @@ class Problem:
 
     def order_of(self, schedule: ScheduleRows) -> list[list[int]]:
         """Returns the order of F and I in the rows of a schedule; a B counts as its I."""
-        offset = {"F": 0, "B": self.placement.stages, "I": self.placement.stages}
+        width, stages = self.width, self.placement.stages
         return [
-            [k * self.width + offset[kind] + stage for kind, stage, k in row if kind != "W"]
+            [k * width + slot_column(kind, stage, stages) for kind, stage, k in row if kind != "W"]
             for row in map(flatten, schedule.actions)
         ]
 
     def schedule_of(self, name: str, rows: list[list[int]]) -> ScheduleRows:
         """Returns the schedule of rows of codes."""
         stages = self.placement.stages
-        kinds = [(kind, stage) for kind in "FIW" for stage in range(stages)]
+        kinds = [(kind, stage) for kind in COLUMNS for stage in range(stages)]
         actions = tuple(
             tuple(Action(*kinds[code % self.width], code // self.width) for code in row)
             for row in rows
