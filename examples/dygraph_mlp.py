@@ -28,8 +28,7 @@ from paddle.nn import functional as F
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.io import DistributedBatchSampler
-from fleetpipe.schedules import Action, Placement
-from fleetpipe.schedules.families.table import FAMILIES, Family
+from fleetpipe.schedules import Action, Placement, register
 
 HIDDEN_LAYERS, CLASSES, LOGGED_EVERY = 8, 10, 20
 
@@ -43,7 +42,7 @@ def sequential(placement: Placement, micro_batches: int) -> list[list[Action]]:
 
 
 # A schedule of one's own is a function: from here on it has a name, and is verified like any other.
-FAMILIES["sequential"] = Family(sequential)
+register("sequential", sequential)
 
 
 class MLP(PipelineLayer):

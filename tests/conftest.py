@@ -8,7 +8,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from fleetpipe.schedules.families.table import FAMILIES
 from tests.launching import Finished, run
 
 # More threads would change the bits of a product. Paddle reads this once, when it is imported.
@@ -85,6 +86,15 @@ def seed() -> None:
         sys.modules["numpy"].random.seed(0)
     if hasattr(sys.modules.get("paddle"), "seed"):
         sys.modules["paddle"].seed(0)
+
+
+@pytest.fixture
+def own_names() -> Iterator[None]:
+    """Forgets at the end which schedules a test registered."""
+    known = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(known)
 
 
 @pytest.fixture

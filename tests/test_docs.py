@@ -44,6 +44,7 @@ def nothing_stays() -> Iterator[None]:
     paddle.set_rng_state(generator)
 
 
+@pytest.mark.usefixtures("own_names")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_python_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -52,7 +53,7 @@ def test_the_python_of_a_page_runs(
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
     for match in BLOCK.finditer(text):
-        if "schedules.plot" in match["code"]:
+        if "plot" in match["code"]:
             pytest.importorskip("matplotlib")
         exec(match["given"] or "", names)
         # Empty lines before it, so that an error has the line of the page.

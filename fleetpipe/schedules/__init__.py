@@ -10,7 +10,7 @@ from fleetpipe.schedules.forms.terminal import render
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.play.timeline import Timeline
-from fleetpipe.schedules.registry import build, canonical_name, names
+from fleetpipe.schedules.registry import build, canonical_name, names, register
 from fleetpipe.schedules.verified import build_verified
 
 __all__ = [
@@ -37,5 +37,6 @@ __all__ = [
     "forward_only",
     "names",
     "read_csv",
+    "register",
     "render",
 ]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.errors import ConfigError, ScheduleError, nearest
+from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.check.groups import refuse_groups
-from fleetpipe.schedules.families.table import FAMILIES, check_options, schedule_rows
+from fleetpipe.schedules.check.schedule import verify
+from fleetpipe.schedules.families.table import FAMILIES, Family, Rows, check_options, schedule_rows
 from fleetpipe.schedules.placement import Placement, check_count
+from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.search.auto import auto
 
 #: The name of the search, which has no rows of its own.
@@ -45,6 +49,88 @@ def default_chunks(name: str) -> int:
     return 1 if name == AUTO else FAMILIES[name].chunks
 
 
+def register(
+    name: str,
+    rows: Rows,
+    *,
+    aliases: Sequence[str] = (),
+    placement: str = "loop",
+    chunks: int | None = None,
+    any_chunks: bool = False,
+) -> None:
+    """Gives a schedule of one's own a name, by which :func:`build` and strategies find it.
+
+    Whatever the function returns is verified each time. In a job every rank has to register it,
+    before ``fleet.init``. A name of one's own may be registered again, and means the new function.
+
+    Args:
+        name: The name, one word; case, ``-``, ``_`` and spaces do not count where it is looked up.
+        rows: A function of a :class:`Placement` and m that returns for each rank the
+            :class:`Action` (or :class:`Fused`) values in the order in which it runs them. Further
+            parameters are options of :func:`build`. It raises ConfigError for numbers that it does
+            not take.
+        aliases: Other names for it.
+        placement: "loop" or "vee".
+        chunks: Chunks on a rank where the caller names none; None means 1, or 2 on a vee.
+        any_chunks: It takes any other number of chunks too.
+
+    Raises:
+        ConfigError: A name or alias that another schedule has, a name of several words, or an
+            unknown placement.
+
+    Example:
+        >>> def one_by_one(placement, micro_batches):
+        ...     return [
+        ...         [Action(kind, rank, k) for k in range(micro_batches) for kind in "FB"]
+        ...         for rank in range(placement.ranks)
+        ...     ]
+        >>> register("OneByOne", one_by_one)
+        >>> build("one-by-one", ranks=2, micro_batches=4).simulate().makespan
+        24
+    """
+    if name.split() != [name] or not callable(rows):
+        raise ConfigError(
+            "a schedule is registered with a name of one word and a function",
+            got=f"register({name!r}, {rows!r})",
+        )
+    replaced = name in FAMILIES and FAMILIES[name].own
+    wanted = {_plain(spelling) for spelling in (name, *aliases)}
+    for spelling, other in _spellings():
+        if _plain(spelling) in wanted and not (replaced and other == name):
+            raise ConfigError(
+                f"there is a schedule {spelling!r} already",
+                got=f"register({name!r}, ..)",
+                fix="choose another name",
+            )
+    number = (2 if placement == "vee" else 1) if chunks is None else chunks
+    Placement(placement, 1, number)  # refuses what no rank could have
+    most = None if any_chunks else number
+    FAMILIES[name] = Family(
+        _verified(name, rows), tuple(aliases), placement, number, most, own=True
+    )
+
+
+def _verified(name: str, rows: Rows) -> Rows:
+    """Returns ``rows``, what they return verified."""
+
+    @functools.wraps(rows)
+    def verified(placement: Placement, micro_batches: int, **options: object) -> Any:
+        made = tuple(map(tuple, rows(placement, micro_batches, **options)))
+        for rank, row in enumerate(made):
+            for entry in row:
+                if not isinstance(entry, (Action, Fused)):
+                    raise ScheduleError(
+                        f"{name} made an entry that is no action",
+                        where=f"rank {rank}",
+                        expected="Action or Fused values",
+                        got=repr(entry),
+                    )
+        verify(ScheduleRows(name, placement, micro_batches, made))
+        return made
+
+    return verified
+
+
 def build(
     name: str, *, ranks: int, micro_batches: int, chunks: int | None = None, **options: Any
 ) -> Schedule:
@@ -62,6 +148,7 @@ def build(
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.
+        ScheduleError: What a registered function made is no valid schedule.
 
     Example:
         >>> build("1F1B", ranks=4, micro_batches=8).simulate().bubble

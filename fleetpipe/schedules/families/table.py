@@ -33,6 +33,7 @@ class Family(NamedTuple):
         chunks: Chunks on a rank where the caller names none.
         most_chunks: Most chunks on a rank; None where there is no limit.
         interleaved: The schedule that is meant where a rank has several chunks; empty for itself.
+        own: A user registered it.
     """
 
     rows: Rows
@@ -41,6 +42,7 @@ class Family(NamedTuple):
     chunks: int = 1
     most_chunks: int | None = 1
     interleaved: str = ""
+    own: bool = False
 
 
 FAMILIES: dict[str, Family] = {

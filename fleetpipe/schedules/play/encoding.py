@@ -48,10 +48,6 @@ class Encoding:
         """Returns where the end of ``code`` is noted: that of B where an I's would be."""
         return code - 2 * self.stages if code % self.width >= 3 * self.stages else code
 
-    def codes(self, entry: int) -> tuple[int, ...]:
-        """Returns the codes of a row's entry, several where it is a fused unit."""
-        return (entry,) if entry >= 0 else self.fused[-1 - entry][0]
-
 
 def column(kind: str, stage: int, stages: int) -> int:
     """Returns the column of a kind and stage."""
