@@ -30,7 +30,7 @@ from paddle.base import core
 from fleetpipe import fleet
 from fleetpipe.engine.trace import measured_costs
 from fleetpipe.fleet.meta_parallel import PipelineLayer
-from fleetpipe.schedules.forms.events import figures_of
+from fleetpipe.schedules.forms import figures_of
 
 SCHEDULES = ("FThenB", "1F1B", "Interleaved1F1B", "ZBH1", "ZBV")
 MICRO_BATCHES = (8, 16)

@@ -1,1 +1,5 @@
-"""Whether a schedule or a plan can run: complete, in order, free of deadlock, within memory."""
+"""Whether a schedule or a plan can run: complete, in order, free of deadlock, within memory.
+
+Begin with ``schedule.py`` and ``plan.py``. It imports values, families, explanations and players;
+faces and the registry import it.
+"""

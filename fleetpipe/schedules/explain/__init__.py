@@ -1,4 +1,4 @@
 """Who is to blame, in words: for a schedule that is not complete, or cannot go on.
 
-Imports values alone; the checks use it when they refuse something.
+It imports values alone; players, checks and forms use it when they refuse something.
 """

@@ -1,1 +1,28 @@
-"""How schedules are written and drawn: as text, in a terminal, as a trace and as a picture."""
+"""How schedules are written and drawn: as text, in a terminal, as a trace and as a picture.
+
+Users import events, pictures and traces from here; ``text.py`` and ``csv_form.py`` are behind
+``str(schedule)``, ``Schedule.parse`` and ``schedules.read_csv``. To draw what ran, begin with
+:class:`Event`. It imports values, explanations and players; faces and commands import it.
+"""
+
+from __future__ import annotations
+
+from fleetpipe.schedules.forms.chrome import chrome_trace, write_trace
+from fleetpipe.schedules.forms.events import Event, Figures, events_of, figures_of
+from fleetpipe.schedules.forms.picture import Panel, draw, panel_of, plot
+from fleetpipe.schedules.forms.terminal import render, summary
+
+__all__ = [
+    "Event",
+    "Figures",
+    "Panel",
+    "chrome_trace",
+    "draw",
+    "events_of",
+    "figures_of",
+    "panel_of",
+    "plot",
+    "render",
+    "summary",
+    "write_trace",
+]

@@ -1,4 +1,5 @@
-"""Playing a schedule: as integers, against costs, and lowered to a plan.
+"""What becomes of a schedule: its times, what is held, and the plan that the engine runs.
 
-Start with ``replay.py``. Checks, forms and searches stand on it.
+Begin with ``replay.py``, which says when each entry begins and ends. It imports values and
+explanations; checks, forms, the search and faces import it.
 """

@@ -1,1 +1,5 @@
-"""``auto``: a greedy search for the best schedule under a memory cap. Start with ``auto.py``."""
+"""The schedule named auto: a greedy search over orders of F and I, and where W goes in each.
+
+Begin with ``auto.py``. It imports values, the table of the families and players; the registry alone
+imports it.
+"""
