@@ -1,0 +1,120 @@
+"""The plan of the house: which file may import which, late imports and those for types included.
+
+``FLOORS`` is read from the ground up. Each string is a room: files and folders of the package,
+without ``.py``. A file imports its own room and lower floors, never another room of its floor.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "fleetpipe"
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    (
+        "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"
+        " schedules/rows schedules/garbage",
+        "partition",
+    ),
+    ("schedules/families", "schedules/explain"),
+    ("schedules/play",),
+    ("schedules/check", "schedules/forms", "schedules/search"),
+    ("schedules/api",),
+    ("schedules/registry",),
+    ("schedules/commands", "schedules/__init__"),
+)
+
+#: Folders of which every file has a floor, and which import nothing but what stands here.
+CLOSED = {
+    "schedules": ("fleetpipe.errors", "fleetpipe.schedules", "matplotlib"),
+    "partition": ("fleetpipe.errors", "fleetpipe.partition"),
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Returns the files of the package by dotted name; a package's own ends in ``__init__``."""
+    folders = {PACKAGE: PACKAGE, "dygraph": f"{PACKAGE}/dygraph", "static": f"{PACKAGE}/static"}
+    return {
+        f"{place}/{path.relative_to(ROOT / folder).with_suffix('')}".replace("/", "."): path
+        for folder, place in folders.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+
+
+def imports(name: str) -> Iterator[str]:
+    """Yields what a module imports, wherever in the file: modules of the package, or any other."""
+    for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (found(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name} has a relative import"
+            base = node.module or ""
+            inside = [f"{base}.{alias.name}" for alias in node.names]
+            yield from {
+                found(target) if found(target) in modules() else found(base) for target in inside
+            }
+
+
+def found(target: str) -> str:
+    """Returns the module of the package that ``target`` is, or ``target`` itself."""
+    package = f"{target}.__init__"
+    return package if package in modules() else target
+
+
+@cache
+def place(name: str) -> tuple[int, str] | None:
+    """Returns the floor of a module and its room; None where it has none yet."""
+    path = name.replace(".", "/") + "/"
+    for floor, rooms in enumerate(FLOORS):
+        for room in rooms:
+            if any(path.startswith(f"{PACKAGE}/{part}/") for part in room.split()):
+                return floor, room
+    return None
+
+
+PLACED = sorted(name for name in modules() if place(name))
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_file_imports_its_own_room_and_lower_floors(name: str) -> None:
+    own = place(name)
+    assert own is not None
+    for target in imports(name):
+        other = place(target)
+        assert other is None or other == own or other[0] < own[0], f"{name} imports {target}"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {name: [target for target in imports(name) if target in modules()] for name in PLACED}
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("folder", CLOSED)
+def test_a_closed_folder_imports_nothing_else(folder: str) -> None:
+    inside = [name for name in modules() if name.startswith(f"{PACKAGE}.{folder}.")]
+    assert inside
+    for name in inside:
+        assert place(name), f"{name} has no floor"
+        for target in imports(name):
+            known = target.split(".")[0] in sys.stdlib_module_names
+            assert known or f"{target}.".startswith(tuple(f"{own}." for own in CLOSED[folder])), (
+                f"{name} imports {target}"
+            )
+
+
+def test_every_room_is_there() -> None:
+    for rooms in FLOORS:
+        for part in " ".join(rooms).split():
+            assert any(f"{PACKAGE}/{part}/" in name.replace(".", "/") + "/" for name in PLACED), (
+                part
+            )
