@@ -11,10 +11,10 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Union
+from typing import Union
 
 from fleetpipe.errors import ScheduleError
-from fleetpipe.schedules.action import Action, Fused, Item, parts
+from fleetpipe.schedules.action import Action, Fused, Item, flatten, parts
 from fleetpipe.schedules.edges import Edge, chain
 from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
@@ -36,46 +36,31 @@ _EXPECTED = (
 _Cell = Union[Item, Send, Recv]
 
 
-class _Sheet(NamedTuple):
-    """What a text says: where its stages are, m, and the cells of each rank that count."""
-
-    placement: Placement
-    micro_batches: int
-    rows: tuple[tuple[_Cell, ...], ...]
-
-
 def is_csv(text: str) -> bool:
     """Whether ``text`` has the CSV form, not that of ``str(schedule)`` or ``str(plan)``."""
     return not text.startswith("#") and ("," in text or _START.match(text) is not None)
 
 
 def read_csv(
-    text: str, placement: str | None = None, micro_batches: int | None = None
+    text: str, placement: str | None, micro_batches: int | None
 ) -> ScheduleRows | PlanRows:
-    """Reads the CSV form of torch.distributed.pipelining. Verifies nothing.
+    """Reads a schedule, or with sends and receives a plan; see ``schedules.read_csv``."""
+    lines = list(csv.reader(text.rstrip("\r\n").splitlines()))
+    rows = [_read_row(rank, [cell.strip() for cell in line]) for rank, line in enumerate(lines)]
+    computed = [[cell for cell in row if isinstance(cell, (Action, Fused))] for row in rows]
+    owners = {a.stage: rank for rank, row in enumerate(computed) for a in flatten(row)}
+    placed = _place(owners, len(rows), placement)
+    if micro_batches is None:
+        named = (part.micro_batch for row in rows for cell in row for part in _parts(cell))
+        micro_batches = 1 + max(named, default=0)
+    if computed == rows:
+        return ScheduleRows("CSV", placed, micro_batches, tuple(map(tuple, computed)))
+    edges = chain(placed.stages)
+    return PlanRows("CSV", placed, micro_batches, edges, tuple(map(_completed, rows)))
 
-    With sends and receives it is a plan. What the form leaves unsaid is put in: activations are
-    released after B or W, and every row ends with the reductions and the optimizer step.
 
-    Args:
-        text: Lines of cells like ``0F0,1B2`` or ``0F0,0SEND_F0``, one for each rank.
-        placement: "loop" or "vee"; None finds which of them has its stages.
-        micro_batches: Micro-batches of a batch, m; None means as many as it names.
-
-    Raises:
-        ScheduleError: Names the line, the cell and what was expected.
-        ConfigError: An unknown placement, or fewer than one micro-batch.
-    """
-    sheet = _read(text, placement, micro_batches)
-    if not any(isinstance(cell, (Send, Recv)) for row in sheet.rows for cell in row):
-        rows = tuple(
-            tuple(cell for cell in row if isinstance(cell, (Action, Fused))) for row in sheet.rows
-        )
-        return ScheduleRows("CSV", sheet.placement, sheet.micro_batches, rows)
-    edges = chain(sheet.placement.stages)
-    return PlanRows(
-        "CSV", sheet.placement, sheet.micro_batches, edges, tuple(map(_completed, sheet.rows))
-    )
+def _parts(cell: _Cell) -> tuple[Action | Send | Recv, ...]:
+    return (cell,) if isinstance(cell, (Send, Recv)) else parts(cell)
 
 
 def _completed(cells: Sequence[_Cell]) -> tuple[Op, ...]:
@@ -88,28 +73,7 @@ def _completed(cells: Sequence[_Cell]) -> tuple[Op, ...]:
     return (*row, Reduce(), Step())
 
 
-def _read(text: str, placement: str | None, micro_batches: int | None) -> _Sheet:
-    lines = list(csv.reader(text.rstrip("\r\n").splitlines()))
-    rows = tuple(
-        _read_row(rank, [cell.strip() for cell in line]) for rank, line in enumerate(lines)
-    )
-    owners = {
-        action.stage: rank
-        for rank, row in enumerate(rows)
-        for cell in row
-        if isinstance(cell, (Action, Fused))
-        for action in parts(cell)
-    }
-    last = max((cell.micro_batch for row in rows for cell in _flat(row)), default=0)
-    count = last + 1 if micro_batches is None else micro_batches
-    return _Sheet(_place(owners, len(rows), placement), count, rows)
-
-
-def _flat(row: Sequence[_Cell]) -> list[Action | Send | Recv]:
-    return [part for cell in row for part in (cell.actions if isinstance(cell, Fused) else (cell,))]
-
-
-def _read_row(rank: int, cells: Sequence[str]) -> tuple[_Cell, ...]:
+def _read_row(rank: int, cells: Sequence[str]) -> list[_Cell]:
     row = []
     for index, cell in enumerate(cells):
         if not cell or _OF_ONE_RANK.fullmatch(cell):
@@ -123,7 +87,7 @@ def _read_row(rank: int, cells: Sequence[str]) -> tuple[_Cell, ...]:
                 got=window(cells, index),
             )
         row.append(value)
-    return tuple(row)
+    return row
 
 
 def _read_cell(cell: str) -> _Cell | None:
