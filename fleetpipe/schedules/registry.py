@@ -125,7 +125,10 @@ def _verified(name: str, rows: Rows) -> Rows:
                         expected="Action or Fused values",
                         got=repr(entry),
                     )
-        verify(ScheduleRows(name, placement, micro_batches, made))
+        try:
+            verify(ScheduleRows(name, placement, micro_batches, made))
+        except ScheduleError as error:
+            raise ScheduleError(f"{name} made no valid schedule: {error}") from error
         return made
 
     return verified

@@ -37,7 +37,7 @@ def test_it_is_built_like_any_other() -> None:
 
 def test_what_it_makes_is_verified() -> None:
     register("OneByOne", one_by_one)
-    with pytest.raises(ScheduleError, match=r"F0\.0 stands twice"):
+    with pytest.raises(ScheduleError, match=r"OneByOne made no valid schedule: F0\.0 stands twice"):
         build("OneByOne", ranks=3, micro_batches=4, twice=True)
     with pytest.raises(ConfigError, match="no option 'thrice'"):
         build("OneByOne", ranks=3, micro_batches=4, thrice=True)
@@ -60,6 +60,9 @@ def test_the_search_knows_it() -> None:
     register("Odd", odd)
     build("auto", ranks=2, micro_batches=3)
     assert called == [(2, 3)]
+    register("Broken", lambda placement, m: [[]] * placement.ranks)
+    with pytest.raises(ScheduleError, match="Broken made no valid schedule"):
+        build("auto", ranks=2, micro_batches=3)
 
 
 def test_a_name_of_ones_own_may_mean_something_new() -> None:
