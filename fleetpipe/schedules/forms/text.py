@@ -49,10 +49,7 @@ class _Header(NamedTuple):
 
 def write_schedule(schedule: ScheduleRows) -> str:
     """Returns the text form of a schedule, without a final line break."""
-    header = _Header(
-        schedule.name, schedule.placement, schedule.micro_batches, schedule.forward_only
-    )
-    return _write(_SCHEDULE, header, schedule.actions)
+    return _write(_SCHEDULE, schedule, schedule.actions)
 
 
 def read_schedule(text: str) -> ScheduleRows:
@@ -72,9 +69,8 @@ def read_schedule(text: str) -> ScheduleRows:
 
 def write_plan(plan: PlanRows) -> str:
     """Returns the text form of a plan, without a final line break."""
-    edges = ",".join(map(str, plan.edges))
-    header = _Header(plan.name, plan.placement, plan.micro_batches, plan.forward_only, edges)
-    return _write(_PLAN, header, plan.ops)
+    edges = ",".join(map(str, plan.edges)) or IDLE
+    return _write(_PLAN, plan, plan.ops, f"edges={edges}")
 
 
 def read_plan(text: str) -> PlanRows:
@@ -89,29 +85,27 @@ def read_plan(text: str) -> PlanRows:
     )
 
 
-def _write(form: str, header: _Header, rows: Sequence[Sequence[object]]) -> str:
-    """Returns the text form of a schedule or plan (``form``), without a final line break."""
-    placement = header.placement
+def _write(
+    form: str, value: ScheduleRows | PlanRows, rows: Sequence[Sequence[object]], *last: str
+) -> str:
+    """Returns a header, with ``last`` at its end, and a line for each row."""
+    placement = value.placement
     fields = [
-        f"# {form} 1 name={header.name}",
+        f"# {form} 1 name={value.name}",
         f"ranks={placement.ranks}",
-        f"micro_batches={header.micro_batches}",
+        f"micro_batches={value.micro_batches}",
         f"chunks={placement.chunks}",
         f"placement={placement.name}",
+        *(["forward_only=true"] if value.forward_only else []),
+        *last,
     ]
-    if header.forward_only:
-        fields.append("forward_only=true")
-    if header.edges is not None:
-        fields.append(f"edges={header.edges or IDLE}")
-    lines = [" ".join(fields)]
-    lines += [" ".join(map(str, row)) or IDLE for row in rows]
-    return "\n".join(lines)
+    return "\n".join([" ".join(fields), *(" ".join(map(str, row)) or IDLE for row in rows)])
 
 
 def _read(
     form: str, text: str, entry: Callable[[str], Entry | None], expected: str
 ) -> tuple[_Header, tuple[tuple[Entry, ...], ...]]:
-    """Reads what :func:`_write` writes.
+    """Reads a header and a row for each rank.
 
     Args:
         form: What kind of document it is.
