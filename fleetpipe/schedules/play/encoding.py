@@ -44,9 +44,10 @@ class Encoding:
         """Distance between the codes of one action in consecutive micro-batches, 4S."""
         return 4 * self.stages
 
-    def slot(self, code: int) -> int:
-        """Returns where the end of ``code`` is noted: that of B where an I's would be."""
-        return code - 2 * self.stages if code % self.width >= 3 * self.stages else code
+    @property
+    def shifts(self) -> list[int]:
+        """For each column the distance from a code to its slot: 0, or from B to I."""
+        return [0] * (3 * self.stages) + [2 * self.stages] * self.stages
 
 
 def column(kind: str, stage: int, stages: int) -> int:

@@ -56,6 +56,7 @@ class _Player:
         self.times = Replay(
             [[] for _ in range(ranks)], [[] for _ in range(ranks)], [0 for _ in range(ranks)]
         )
+        self.shifts = encoding.shifts
         self.finished: list[float] = [-1] * (encoding.width * schedule.micro_batches)
         self.waits = waits_of(schedule.placement, dependencies, costs.comm)
         self.fused_waits = _fused_waits(encoding, self.waits)
@@ -96,13 +97,13 @@ class _Player:
 
     def _finish(self, rank: int, code: int, begin: float, ready: list[int]) -> float:
         """Notes that ``code`` ended, wakes the ranks that waited for it, and returns the time."""
-        encoding = self.encoding
+        shifts, width = self.shifts, len(self.shifts)
         if code >= 0:
-            duration = self.durations[code % encoding.width]
-            slots: tuple[int, ...] = (encoding.slot(code),)
+            duration = self.durations[code % width]
+            slots: tuple[int, ...] = (code - shifts[code % width],)
         else:
             duration = self.fused_durations[-1 - code]
-            slots = tuple(map(encoding.slot, encoding.fused[-1 - code][0]))
+            slots = tuple(c - shifts[c % width] for c in self.encoding.fused[-1 - code][0])
         self.times.busy[rank] += duration
         for slot in slots:
             self.finished[slot] = begin + duration
