@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import paddle
 from gpt import Case
 
-from fleetpipe.engine.engine import Engine, Values
+from fleetpipe.engine.engine import Engine
+from fleetpipe.engine.stage import Values
 from fleetpipe.job.job import current_job
 from fleetpipe.schedules import Plan, Send, build
 from fleetpipe.schedules.action import Action

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Protocol
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import random_keys
@@ -12,7 +12,7 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
-from fleetpipe.engine.engine import Values
+from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.schedules import Edge
 from fleetpipe.transport import Value
@@ -41,6 +41,27 @@ class Batch:
         self.losses = losses
         self.scale = scale
         self.outputs: dict[int, Any] = {}
+
+
+class StageHooks(Protocol):
+    """What is called around the forwards and backwards of a stage."""
+
+    def before_forward(self, stage: int, value: Any) -> None:
+        """Called with what the stage received, or with the batch's inputs."""
+
+    def after_forward(self, stage: int, value: Any, output: Any) -> None:
+        """Called with that, and with what its last layer returned."""
+
+    def before_backward(self, stage: int, value: Any, output: Any, output_grads: Any) -> None:
+        """Called with these, or the loss; ``output_grads`` is a tuple, None for the last stage."""
+
+    def after_backward(
+        self, stage: int, value: Any, output: Any, output_grads: Any, input_grads: Any
+    ) -> None:
+        """Called with these; ``input_grads`` is a tuple, None for the first stage."""
+
+    def before_weight_grad(self, stage: int) -> None:
+        """Called before the gradients that waited are added."""
 
 
 _NO_BATCH = Batch(MicroBatches(None, None))
@@ -72,21 +93,32 @@ class DygraphStage:
         self._out = {edge.source: edge for edge in edges}
         self._kept: dict[tuple[int, int], tuple[Value, Any]] = {}
         self._batch = _NO_BATCH
+        self._hooks: StageHooks | None = None
         self._first_micro_batch = 0
         #: Takes how the graphs of the stages hang together; None where nobody asks for it.
         self.crossings: dict[int, Crossing] | None = None
         #: The number within the batch of the micro-batch whose forward runs, or else the next.
         self.micro_batch_id = 0
 
-    def begin(self, batch: Batch, first_micro_batch: int = 0) -> None:
-        """Takes up a batch whose micro-batch 0 has the given global number."""
+    def begin(
+        self, batch: Batch, first_micro_batch: int = 0, hooks: StageHooks | None = None
+    ) -> None:
+        """Takes up a batch.
+
+        Args:
+            batch: The batch.
+            first_micro_batch: The global number of its micro-batch 0.
+            hooks: What to call around its forwards and backwards.
+        """
         self._batch = batch
+        self._hooks = hooks
         self._first_micro_batch = first_micro_batch
         self.micro_batch_id = 0
 
     def end(self) -> None:
         """Lets go of the batch and of all that is kept for it, whether it was finished or not."""
         self._batch = _NO_BATCH
+        self._hooks = None
         self._kept.clear()
         self._split.end()
 
@@ -95,8 +127,12 @@ class DygraphStage:
         self.micro_batch_id = micro_batch - self._first_micro_batch
         into = self._into.get(stage)
         value = self._inputs_of(micro_batch) if into is None else _received(inputs[into])
+        if self._hooks is not None:
+            self._hooks.before_forward(stage, value)
         with self._split.recording(stage, micro_batch - self._first_micro_batch):
             output = self._run_stage(stage, value, micro_batch)
+        if self._hooks is not None:
+            self._hooks.after_forward(stage, value, output)
         outputs: dict[Edge, Value] = {}
         if stage in self._out:
             outputs[self._out[stage]] = output
@@ -109,8 +145,11 @@ class DygraphStage:
     def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
         """Runs autograd from the outputs, or from the loss, back to what the stage received."""
         value, output = self._kept[stage, micro_batch]
-        if stage in self._out:
-            _backward(*_roots(differentiable(output), output_grads[self._out[stage]]))
+        arrived = output_grads[self._out[stage]] if stage in self._out else None
+        if self._hooks is not None:
+            self._hooks.before_backward(stage, value, output, arrived)
+        if arrived is not None:
+            _backward(*_roots(differentiable(output), arrived))
         elif output.stop_gradient:
             raise BoundaryError(
                 "the loss does not depend on any parameter that is trained",
@@ -122,9 +161,11 @@ class DygraphStage:
         if self.crossings is not None:
             outputs = differentiable(output)
             self.crossings[stage] = crossing_of(differentiable(value), outputs)
-        if stage not in self._into:
-            return {}
-        return {self._into[stage]: tuple(leaf.grad for leaf in differentiable(value))}
+        into = self._into.get(stage)
+        grads = None if into is None else tuple(leaf.grad for leaf in differentiable(value))
+        if self._hooks is not None:
+            self._hooks.after_backward(stage, value, output, arrived, grads)
+        return {} if into is None else {into: grads}
 
     def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
         """As :meth:`backward`, but the gradients of leaf layers' parameters wait for W.
@@ -138,6 +179,8 @@ class DygraphStage:
 
     def weight_grad(self, stage: int, micro_batch: int) -> None:
         """Adds the gradients that waited."""
+        if self._hooks is not None:
+            self._hooks.before_weight_grad(stage)
         self._split.weight_grads(stage, micro_batch - self._first_micro_batch)
 
     def release(self, stage: int, micro_batch: int) -> None:

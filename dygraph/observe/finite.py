@@ -7,8 +7,10 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph.nest import outline, tensors_of
+from fleetpipe.engine.observer import Blocked, Instruction, Played, message_of
 from fleetpipe.errors import BoundaryError
-from fleetpipe.transport import MessageKey, Transport, Value
+from fleetpipe.schedules import Op, Send
+from fleetpipe.transport import MessageKey, Value
 
 _FLAG = "FLAGS_pp_check_naninf"
 _WHAT = {"F": "the output", "B": "the gradient of the input"}
@@ -19,36 +21,38 @@ def asked_for() -> bool:
     return os.environ.get(_FLAG, "").lower() in ("1", "true", "t", "yes", "y")
 
 
-class CheckedTransport:
-    """A transport that looks at every number before it sends; all else is the wrapped one's."""
+class FiniteSends:
+    """An observer of the engine that looks at every number before it is sent."""
 
-    def __init__(self, transport: Transport) -> None:
-        """Wraps ``transport``."""
-        self._transport = transport
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`.
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the wrapped transport."""
-        return getattr(self._transport, name)
-
-    def send(self, peer: int, key: MessageKey, value: Value) -> None:
-        """See :class:`fleetpipe.transport.Transport`.
-
-        Raises:
-            BoundaryError: The value holds NaN or Inf.
+        What it returns raises :class:`BoundaryError` where the value to send holds NaN or Inf.
         """
-        for tensor in tensors_of(value):
-            if tensor.is_floating_point() and not _finite(tensor):
-                stage = key.source if key.kind == "F" else key.target
-                raise BoundaryError(
-                    f"{_WHAT[key.kind]} of stage {stage} holds NaN or Inf",
-                    where=f"rank {self._transport.rank}, stage {stage}, "
-                    f"micro-batch {key.micro_batch}, before it is sent to rank {peer}",
-                    got=outline(value),
-                    cause="a too large learning rate, a product that passed the dtype's range, "
-                    "or such numbers in the data",
-                    fix=f"unset {_FLAG} to send it all the same",
-                )
-        self._transport.send(peer, key, value)
+        if not isinstance(op, Send):
+            return instruction
+        key = message_of(op)
+
+        def checked() -> Blocked | None:
+            _require_finite(played.values[key], key, played.rank)
+            return instruction()
+
+        return checked
+
+
+def _require_finite(value: Value, key: MessageKey, rank: int) -> None:
+    for tensor in tensors_of(value):
+        if tensor.is_floating_point() and not _finite(tensor):
+            source, target = (key.source, key.target)[:: 1 if key.kind == "F" else -1]
+            raise BoundaryError(
+                f"{_WHAT[key.kind]} of stage {source} holds NaN or Inf",
+                where=f"rank {rank}, stage {source}, micro-batch {key.micro_batch}, before it is "
+                f"sent to stage {target}",
+                got=outline(value),
+                cause="a too large learning rate, a product that passed the dtype's range, "
+                "or such numbers in the data",
+                fix=f"unset {_FLAG} to send it all the same",
+            )
 
 
 def _finite(tensor: Any) -> bool:

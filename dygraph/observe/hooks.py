@@ -2,8 +2,8 @@
 
 Two kinds, as in Fleet: those of ``PipelineParallelMicroStepLocations``, in one registry for all
 wrappers of a process, called with the values of a forward or backward; and numbered ones, called
-before the i-th forward, backward or bubble of this rank in a training batch. A wrapper runs a
-``DygraphStage`` that knows nothing of hooks until the first one is registered.
+before the i-th forward, backward or bubble of this rank in a training batch. Where there is none,
+a batch runs without.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from typing import Any
 
 from fleetpipe.dygraph.backports import PipelineParallelMicroStepLocations as Locations
 from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
-from fleetpipe.dygraph.backward.split import SplitBackward
-from fleetpipe.dygraph.batch.stage import DygraphStage, RunStage
-from fleetpipe.engine.engine import Values
 from fleetpipe.errors import ConfigError
-from fleetpipe.schedules import Edge, Schedule
+from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 
 NumberedHook = Callable[[int], Any]
@@ -93,11 +90,6 @@ class UserHooks:
         return bool(self.forward or self.backward or self.bubble)
 
 
-def wanted(hooks: UserHooks) -> bool:
-    """Whether there is any hook to call, of this wrapper's own or in the registry for all."""
-    return bool(hooks) or any(pipeline_parallel_callbacks_.hooks.values())
-
-
 def bubbles_before(schedule: Schedule, rank: int) -> Counter[int]:
     """Returns how many bubbles of ``rank`` come before each of its compute actions.
 
@@ -115,88 +107,83 @@ def bubbles_before(schedule: Schedule, rank: int) -> Counter[int]:
     return bubbles
 
 
-class HookedStage(DygraphStage):
-    """A stage that calls the hooks. One that plays several ranks counts for each of them."""
+class HookCalls:
+    """Calls the hooks around what a stage runs; counts for each rank that this process plays."""
 
-    def __init__(
-        self,
-        run_stage: RunStage,
-        edges: tuple[Edge, ...],
-        split: SplitBackward,
-        hooks: UserHooks,
-        schedule: Schedule,
-    ) -> None:
-        """As :class:`DygraphStage`.
+    def __init__(self, hooks: UserHooks, schedule: Schedule) -> None:
+        """Begins before a first batch.
 
         Args:
-            run_stage: See there.
-            edges: See there.
-            split: See there.
             hooks: The numbered hooks.
             schedule: The schedule that is run.
         """
-        super().__init__(self._observed(run_stage), edges, split)
         self._hooks = hooks
         self._rank_of = schedule.placement.rank_of
         self._bubbles = [
-            bubbles_before(schedule, rank) if hooks.bubble else Counter()
+            bubbles_before(schedule, rank) if hooks.bubble.hooks_capacity else Counter()
             for rank in range(schedule.placement.ranks)
         ]
         self._done: Counter[tuple[str, int]] = Counter()
         self._training = False
         self._step: int | None = None
 
-    def begin_hooks(self, training: bool) -> None:
-        """Begins to count anew; numbered hooks are called in training only."""
+    def begin(self, training: bool) -> HookCalls | None:
+        """Begins to count anew; numbered hooks are called in training only.
+
+        Returns:
+            What to call around the batch's forwards and backwards; None where there is no hook, of
+            this wrapper's own or in the registry for all.
+        """
         self._done.clear()
         self._training = training
+        return self if self._hooks or any(pipeline_parallel_callbacks_.hooks.values()) else None
 
-    def end_hooks(self, ranks: Iterable[int]) -> None:
+    def end(self, ranks: Iterable[int]) -> None:
         """Calls what stands behind the last action of each of ``ranks``."""
-        for rank in ranks:
-            self._bubble(rank)
+        if self._hooks.bubble:
+            for rank in ranks:
+                self._bubble(rank)
 
-    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
-        """See :class:`DygraphStage`."""
+    def before_forward(self, stage: int, value: Any) -> None:
+        """See :class:`StageHooks`."""
         self._step = self._count("forward", stage, self._hooks.forward)
-        return super().forward(stage, micro_batch, inputs)
+        pipeline_parallel_callbacks_.on_location(
+            Locations.FORWARD_BEGIN, input_tensor=value, step_id=self._step
+        )
 
-    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """See :class:`DygraphStage`."""
-        step = self._count("backward", stage, self._hooks.backward)
-        value, output = self._kept[stage, micro_batch]
-        arrived = output_grads[self._out[stage]] if stage in self._out else None
-        values = {
-            "input_tensor": value,
-            "output_tensor": output,
-            "output_tensor_grad": _shaped_like(output, arrived),
-            "step_id": step,
-        }
-        callbacks = pipeline_parallel_callbacks_
-        callbacks.on_location(Locations.BACKWARD_BEGIN, **values)
-        grads = super().backward(stage, micro_batch, output_grads)
-        returned = grads[self._into[stage]] if stage in self._into else None
-        values["input_tensor_grad"] = _shaped_like(value, returned)
-        callbacks.on_location(Locations.BACKWARD_END, **values)
-        return grads
+    def after_forward(self, stage: int, value: Any, output: Any) -> None:
+        """See :class:`StageHooks`."""
+        pipeline_parallel_callbacks_.on_location(
+            Locations.FORWARD_END, input_tensor=value, output_tensor=output, step_id=self._step
+        )
 
-    def weight_grad(self, stage: int, micro_batch: int) -> None:
-        """See :class:`DygraphStage`."""
+    def before_backward(self, stage: int, value: Any, output: Any, output_grads: Any) -> None:
+        """See :class:`StageHooks`."""
+        self._step = self._count("backward", stage, self._hooks.backward)
+        pipeline_parallel_callbacks_.on_location(
+            Locations.BACKWARD_BEGIN,
+            input_tensor=value,
+            output_tensor=output,
+            output_tensor_grad=_shaped_like(output, output_grads),
+            step_id=self._step,
+        )
+
+    def after_backward(
+        self, stage: int, value: Any, output: Any, output_grads: Any, input_grads: Any
+    ) -> None:
+        """See :class:`StageHooks`."""
+        pipeline_parallel_callbacks_.on_location(
+            Locations.BACKWARD_END,
+            input_tensor=value,
+            output_tensor=output,
+            output_tensor_grad=_shaped_like(output, output_grads),
+            input_tensor_grad=_shaped_like(value, input_grads),
+            step_id=self._step,
+        )
+
+    def before_weight_grad(self, stage: int) -> None:
+        """See :class:`StageHooks`."""
         self._count("weight", stage, None)
-        super().weight_grad(stage, micro_batch)
-
-    def _observed(self, run_stage: RunStage) -> RunStage:
-        def run(stage: int, value: Any, micro_batch: int) -> Any:
-            callbacks = pipeline_parallel_callbacks_
-            step = self._step
-            callbacks.on_location(Locations.FORWARD_BEGIN, input_tensor=value, step_id=step)
-            output = run_stage(stage, value, micro_batch)
-            callbacks.on_location(
-                Locations.FORWARD_END, input_tensor=value, output_tensor=output, step_id=step
-            )
-            return output
-
-        return run
 
     def _count(self, kind: str, stage: int, hooks: NumberedHooks | None) -> int | None:
         """Calls the numbered hooks that are due, and returns the number; None in evaluation."""

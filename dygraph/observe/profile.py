@@ -22,10 +22,11 @@ from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.random_keys import random_states_kept
-from fleetpipe.engine.engine import Engine, Stage, Values
+from fleetpipe.engine.engine import Engine
+from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.engine.trace import Trace
 from fleetpipe.job.job import Job
-from fleetpipe.schedules import Action, Placement, Schedule
+from fleetpipe.schedules import Action, Op, Placement, Schedule
 from fleetpipe.schedules.forms.events import Event
 from fleetpipe.schedules.operations import Recv, Send
 
@@ -50,24 +51,26 @@ def one_micro_batch(placement: Placement) -> Schedule:
     return Schedule("one-micro-batch", placement, 1, rows)
 
 
-class WeighedStage:
-    """A stage that notes how many bytes each forward leaves allocated."""
+class WeighedForwards:
+    """An observer of the engine that notes how many bytes each forward leaves allocated."""
 
-    def __init__(self, stage: Stage) -> None:
-        """Wraps ``stage``."""
-        self._stage = stage
+    def __init__(self) -> None:
+        """Begins without any."""
         self.bytes: defaultdict[int, list[int]] = defaultdict(list)
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the wrapped stage."""
-        return getattr(self._stage, name)
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`."""
+        if not isinstance(op, Action) or op.kind != "F":
+            return instruction
+        sizes = self.bytes[op.stage]
 
-    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
-        """See :class:`fleetpipe.engine.engine.Stage`."""
-        before = allocated_bytes()
-        outputs = self._stage.forward(stage, micro_batch, inputs)
-        self.bytes[stage].append(max(allocated_bytes() - before, 0))
-        return outputs
+        def weighed() -> Blocked | None:
+            before = allocated_bytes()
+            blocked = instruction()
+            sizes.append(max(allocated_bytes() - before, 0))
+            return blocked
+
+        return weighed
 
 
 def costs(events: Iterable[Event], held: Mapping[int, float], stages: int) -> Measured:
@@ -119,15 +122,15 @@ def measure(
     plan = schedule.lower()
     split = SplitBackward(schedule, layers.stage_layers)
     stage = DygraphStage(layers.run_stage, plan.edges, split)
-    weighed = WeighedStage(stage)
+    weighed = WeighedForwards()
     batches = BATCHES * len(weights)
     trace = Trace(Path(), schedule, job.connect(), job.group(), most_steps=batches)
-    engine = Engine(plan, trace.stage(weighed), trace.transports(job.connect()), job.timeout)
+    engine = Engine(plan, stage, job.connect(), job.timeout, (weighed, trace))
     nothing = {"REDUCE": lambda: None, "STEP": lambda: None}
     with _state_kept(layers, stage):
         for index in [index for _ in range(BATCHES) for index in range(len(weights))]:
             one = MicroBatches(*(part and [part[index]] for part in data))
-            trace.begin_step(0)
+            trace.begin_step()
             stage.begin(Batch(one, Losses([layers.loss_fn()], [weights[index]])))
             engine.run(nothing)
             stage.end()

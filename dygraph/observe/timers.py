@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from fleetpipe.engine.engine import Stage, Values
+from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.errors import ConfigError
-from fleetpipe.transport import MessageKey, Transport, Value
+from fleetpipe.schedules import Action, Op, Recv, Send
 
+_TRANSFERS = {"S": "send", "R": "recv"}
 _WAYS = {"F": "forward", "B": "backward"}
 
 
@@ -28,13 +28,18 @@ class Timer:
         self._elapsed = 0.0
         self._started: float | None = None
 
+    @property
+    def running(self) -> bool:
+        """Whether it has been started and not stopped."""
+        return self._started is not None
+
     def start(self) -> None:
         """Starts.
 
         Raises:
             ConfigError: It runs already.
         """
-        if self._started is not None:
+        if self.running:
             raise ConfigError(f"the timer {self.name} has been started already")
         self._started = time.perf_counter()
 
@@ -56,7 +61,7 @@ class Timer:
 
     def elapsed(self, reset: bool = True) -> float:
         """Returns the seconds so far; a running timer goes on."""
-        running = self._started is not None
+        running = self.running
         if running:
             self.stop()
         elapsed = self._elapsed
@@ -103,66 +108,34 @@ class Timers:
         sys.stderr.write(" | ".join(["time (ms)", *texts]) + "\n")
 
 
-class TimedStage:
-    """A stage whose forwards and backwards are timed; all else is the wrapped stage's."""
+class TimedActions:
+    """An observer of the engine that times its actions and the transfers between stages."""
 
-    def __init__(self, stage: Stage, timers: Timers) -> None:
-        """Wraps ``stage``."""
-        self._stage = stage
-        self._timing = timers.timing
+    def __init__(self, timers: Timers) -> None:
+        """Adds to ``timers``."""
+        self._timers = timers
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the wrapped stage."""
-        return getattr(self._stage, name)
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`."""
+        if isinstance(op, Action):
+            name = "forward_step" if op.kind == "F" else "backward_step"
+        elif isinstance(op, (Send, Recv)):
+            name = f"{_TRANSFERS[op.letter]}_{_WAYS[op.kind]}"
+        else:
+            return instruction
 
-    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
-        """See :class:`fleetpipe.engine.engine.Stage`."""
-        with self._timing("forward_step"):
-            return self._stage.forward(stage, micro_batch, inputs)
+        def timed() -> Blocked | None:
+            timer = self._timers(name)
+            if not timer.running:
+                timer.start()
+            waits = False
+            try:
+                blocked = instruction()
+                # It is called again when the message is there: the wait is a part of the receive.
+                waits = blocked is not None
+                return blocked
+            finally:
+                if not waits:
+                    timer.stop()
 
-    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """See :class:`fleetpipe.engine.engine.Stage`."""
-        with self._timing("backward_step"):
-            return self._stage.backward(stage, micro_batch, output_grads)
-
-    def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """See :class:`fleetpipe.engine.engine.Stage`."""
-        with self._timing("backward_step"):
-            return self._stage.input_grad(stage, micro_batch, output_grads)
-
-    def weight_grad(self, stage: int, micro_batch: int) -> None:
-        """See :class:`fleetpipe.engine.engine.Stage`."""
-        with self._timing("backward_step"):
-            self._stage.weight_grad(stage, micro_batch)
-
-    def release(self, stage: int, micro_batch: int) -> None:
-        """See :class:`fleetpipe.engine.engine.Stage`."""
-        self._stage.release(stage, micro_batch)
-
-
-class TimedTransport:
-    """A transport whose transfers between stages are timed; all else is the wrapped one's."""
-
-    def __init__(self, transport: Transport, timers: Timers) -> None:
-        """Wraps ``transport``."""
-        self._transport = transport
-        self._timing = timers.timing
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the wrapped transport."""
-        return getattr(self._transport, name)
-
-    def send(self, peer: int, key: MessageKey, value: Value) -> None:
-        """See :class:`fleetpipe.transport.Transport`."""
-        with self._timing(f"send_{_WAYS[key.kind]}"):
-            self._transport.send(peer, key, value)
-
-    def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
-        """See :class:`fleetpipe.transport.Transport`."""
-        with self._timing(f"recv_{_WAYS[key.kind]}"):
-            return self._transport.try_receive(peer, key)
-
-    def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
-        """See :class:`fleetpipe.transport.Transport`."""
-        with self._timing(f"recv_{_WAYS[key.kind]}"):
-            return self._transport.receive(peer, key, timeout)
+        return timed

@@ -24,7 +24,6 @@ from fleetpipe.dygraph.batch.micro_batches import (
 from fleetpipe.dygraph.batch.outputs import joined, on_host, require_count
 from fleetpipe.dygraph.batch.stage import Batch
 from fleetpipe.dygraph.gradients import divide_gradients, drop_gradients
-from fleetpipe.dygraph.observe import hooks
 from fleetpipe.dygraph.observe import profile as profiling
 from fleetpipe.dygraph.optimizer import replicas as data_parallel
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
@@ -244,12 +243,11 @@ class PipelineParallel(PipelineEngines):
             random_keys.keyed(keys, self._job.model_parallel()),
         ):
             if self._trace is not None:
-                self._trace.begin_step(self._first_micro_batch)
+                self._trace.begin_step()
             self._training.run({"REDUCE": reduce, "STEP": step}, self._first_micro_batch)
             if self._trace is not None:
                 self._trace.end_step()
-        if isinstance(self._stage, hooks.HookedStage):
-            self._stage.end_hooks(self._job.connect())
+        self._hook_calls.end(self._job.connect())
         self.timer_printer()
         return results[0]
 
@@ -362,12 +360,8 @@ class PipelineParallel(PipelineEngines):
     @contextmanager
     def _working_on(self, batch: Batch, training: bool) -> Iterator[None]:
         """Within it the stage works on ``batch``; a batch that fails leaves no gradients."""
-        if hooks.wanted(self._hooks) != isinstance(self._stage, hooks.HookedStage):
-            self._stage = self._new_stage()
-            self._connect()
-        self._stage.begin(batch, self._first_micro_batch)
-        if isinstance(self._stage, hooks.HookedStage):
-            self._stage.begin_hooks(training)
+        hooks = self._hook_calls.begin(training)
+        self._stage.begin(batch, self._first_micro_batch, hooks)
         self._losses = batch.losses if self._owns(self.schedule.placement.stages - 1) else None
         try:
             yield

@@ -19,16 +19,16 @@ from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.batch.stage import DygraphStage
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite, hooks
-from fleetpipe.dygraph.observe.timers import TimedStage, TimedTransport, Timers
+from fleetpipe.dygraph.observe.timers import TimedActions, Timers
 from fleetpipe.dygraph.optimizer import replicas
 from fleetpipe.dygraph.train.fleet_face import PipelineAttributes
 from fleetpipe.dygraph.train.switches import Switches
-from fleetpipe.engine.engine import Engine, Stage
+from fleetpipe.engine.engine import Engine
+from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job.job import current_job
 from fleetpipe.schedules import Plan
-from fleetpipe.transport import Transport
 
 
 class PipelineEngines(PipelineAttributes):
@@ -67,7 +67,7 @@ class PipelineEngines(PipelineAttributes):
         self._scale = replicas.scale_strategy(strategy)
         self.timers = Timers() if self._switches.enable_timer else None
         self._check_finite = finite.asked_for()
-        self._watches: list[Callable[[Stage], Stage]] = []
+        self._observers: list[Observer] = []
         self._arrange(PipelineConfig.from_strategy(strategy))
         job.pipelines.append(weakref.ref(layers))
         with job.guarded(lambda: "wrapping the model"):
@@ -88,13 +88,9 @@ class PipelineEngines(PipelineAttributes):
         """Most forwards held unreleased in the last training run, by rank played here."""
         return self._training.peak_held
 
-    def watch_stages(self, watch: Callable[[Stage], Stage]) -> None:
-        """Has all actions of later batches run by what ``watch`` makes of the stage.
-
-        Args:
-            watch: Takes what runs the actions, and returns what is to run them in its place.
-        """
-        self._watches.append(watch)
+    def observe(self, observer: Observer) -> None:
+        """Has ``observer`` watch every operation of later batches."""
+        self._observers.append(observer)
         self._connect()
 
     def deferral_report(self) -> DeferralReport:
@@ -191,14 +187,9 @@ class PipelineEngines(PipelineAttributes):
         self._config, self.schedule, self._plan = config, schedule, plan
         bubbles = 2 * self.num_stages - 2 if self._has_bubble_hooks else 0
         self._hooks = hooks.UserHooks(self.schedule, bubbles)
+        self._hook_calls = hooks.HookCalls(self._hooks, self.schedule)
         self._split = SplitBackward(self.schedule, self.layers.stage_layers)
-        self._stage = self._new_stage()
-
-    def _new_stage(self) -> DygraphStage:
-        run, edges = self.layers.run_stage, self._plan.edges
-        if hooks.wanted(self._hooks):
-            return hooks.HookedStage(run, edges, self._split, self._hooks, self.schedule)
-        return DygraphStage(run, edges, self._split)
+        self._stage = DygraphStage(self.layers.run_stage, self._plan.edges, self._split)
 
     def _connect(self) -> None:
         """Makes the engines. Collective over the pipeline the first time in a job."""
@@ -206,15 +197,11 @@ class PipelineEngines(PipelineAttributes):
         self._evaluation = Evaluation(self.schedule.placement, self._engine)
 
     def _engine(self, plan: Plan, trace: Trace | None = None) -> Engine:
-        stage: Stage = self._stage
-        transports: dict[int, Transport] = self._job.connect()
+        observers = [*self._observers]
         if self._check_finite:
-            transports = {r: finite.CheckedTransport(t) for r, t in transports.items()}
-        for watch in self._watches:
-            stage = watch(stage)
+            observers.append(finite.FiniteSends())
         if self.timers is not None:
-            stage = TimedStage(stage, self.timers)
-            transports = {r: TimedTransport(t, self.timers) for r, t in transports.items()}
+            observers.append(TimedActions(self.timers))
         if trace is not None:
-            stage, transports = trace.stage(stage), trace.transports(transports)
-        return Engine(plan, stage, transports, self._job.timeout)
+            observers.append(trace)
+        return Engine(plan, self._stage, self._job.connect(), self._job.timeout, observers)

@@ -7,58 +7,19 @@ that plays all of them. It knows neither the names of schedules nor anything of 
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
-from collections.abc import Mapping
-from typing import Callable, NamedTuple, Protocol, Union
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Callable
 
+from fleetpipe.engine.observer import Blocked, Instruction, Observer, message_of, wrapped
+from fleetpipe.engine.stage import Stage, Values
 from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout, ScheduleError
 from fleetpipe.schedules import Action, Edge, Free, Fused, Op, Plan, Recv, Send
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.operations import ranks_of
 from fleetpipe.transport import MessageKey, Transport, Value, describe
 
-Values = Mapping[Edge, Value]
-
-
-class Stage(Protocol):
-    """Runs the compute actions of the stages a process owns.
-
-    Stages are global numbers along the model, micro-batches are global too: the data-parallel
-    rank times m, plus the number within the batch. Dygraph and static implement this once each.
-    """
-
-    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
-        """Computes the value of every edge out of ``stage`` and keeps what backward needs."""
-
-    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """Adds to the parameters' gradients; returns the gradient of every edge into ``stage``."""
-
-    def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """As :meth:`backward`, but leaves the parameters' gradients to :meth:`weight_grad`."""
-
-    def weight_grad(self, stage: int, micro_batch: int) -> None:
-        """Adds to the parameters' gradients what :meth:`input_grad` left over."""
-
-    def release(self, stage: int, micro_batch: int) -> None:
-        """Drops everything kept for this stage and micro-batch."""
-
-
-class Blocked(NamedTuple):
-    """The message that a walker cannot go on without."""
-
-    peer: int
-    key: MessageKey
-
-
-class Incoming(NamedTuple):
-    """An edge whose value a compute action takes; ``peer`` is None for an edge within the rank."""
-
-    edge: Edge
-    key: MessageKey
-    peer: int | None
-
-
-Instruction = Callable[[], Union[Blocked, None]]
 Compute = Callable[[int, int, Values], Values]
 
 
@@ -72,6 +33,7 @@ class Walker:
         stage: Stage,
         transport: Transport,
         arrive: Callable[[str], None],
+        observers: Sequence[Observer] = (),
     ) -> None:
         """Compiles the operations of ``rank`` once, so that a step only calls them.
 
@@ -81,18 +43,20 @@ class Walker:
             stage: What runs the compute actions.
             transport: This rank's connections.
             arrive: Called with the name of each collective operation that the rank reaches.
+            observers: What watches the operations; the first one is innermost.
         """
         self.rank = rank
+        self.transport = transport
+        self.values: dict[MessageKey, Value] = {}
         self.held = 0
         self.peak_held = 0
         self._plan = plan
         self._stage = stage
-        self._transport = transport
         self._arrive = arrive
+        self._observers = observers
         self._first_micro_batch = 0
-        self._values: dict[MessageKey, Value] = {}
         self._ops = plan.ops[rank]
-        self._program = [self._compile(op) for op in self._ops]
+        self._program = [tuple(self._compile(op)) for op in self._ops]
         self._next = 0
         self._part = 0
 
@@ -109,14 +73,15 @@ class Walker:
         """
         self._next = self._part = 0
         self._first_micro_batch = first_micro_batch
-        self._values.clear()
+        self.values.clear()
         self.held = self.peak_held = 0
 
     def advance(self) -> Blocked | None:
         """Runs the next operation; returns the message it waits for if that is not there yet."""
         instructions = self._program[self._next]
         while self._part < len(instructions):
-            blocked = instructions[self._part]()
+            _, instruction = instructions[self._part]
+            blocked = instruction()
             if blocked is not None:
                 return blocked
             self._part += 1
@@ -126,18 +91,18 @@ class Walker:
 
     def supply(self, message: Blocked, value: Value) -> None:
         """Gives the walker the message it was blocked on."""
-        self._values[message.key] = value
+        self.values[message.key] = value
 
     def discard(self) -> None:
         """Drops what an unfinished run left: values of this rank, and messages on their way to it.
 
         Only where no rank can still send one: where one process plays all.
         """
-        self._values.clear()
+        self.values.clear()
         for op in self._ops:
             if isinstance(op, Recv):
                 source, _ = ranks_of(op, self._plan.placement)
-                self._transport.try_receive(source, _key_of(op.kind, op.edge, op.micro_batch))
+                self.transport.try_receive(source, message_of(op))
 
     def where(self) -> str:
         """Says which operation the rank is at and which it finished last, for messages."""
@@ -147,78 +112,91 @@ class Walker:
             return f"rank {self.rank}, between batches{done}"
         op = self._ops[self._next]
         text = f"rank {self.rank}, operation {op}"
-        if isinstance(op, (Action, Fused)):
-            action = parts(op)[min(self._part, len(parts(op)) - 1)]
+        instructions = self._program[self._next]
+        action, _ = instructions[min(self._part, len(instructions) - 1)]
+        if isinstance(action, Action):
             text += f" (stage {action.stage}, micro-batch {action.micro_batch})"
         return text + done
 
-    def _compile(self, op: Op) -> tuple[Instruction, ...]:
-        """Returns what the op does; the actions of a fused unit run one after another."""
-        if isinstance(op, (Action, Fused)):
-            return tuple(self._compile_action(action) for action in parts(op))
-        if isinstance(op, (Send, Recv)):
-            source, target = ranks_of(op, self._plan.placement)
-            key = _key_of(op.kind, op.edge, op.micro_batch)
-            if isinstance(op, Send):
-                return (functools.partial(self._send, target, key),)
-            return (functools.partial(self._transport.post, source, key),)
-        if isinstance(op, Free):
-            return (functools.partial(self._free, op.stage, op.micro_batch),)
-        return (functools.partial(self._arrive, str(op)),)
+    def _compile(self, op: Op) -> Iterator[tuple[Op, Instruction]]:
+        """Yields what an operation does, each with the action or the operation it belongs to.
 
-    def _compile_action(self, action: Action) -> Instruction:
+        The actions of a fused unit run one after another, each after the receives it waits for.
+        """
+        if isinstance(op, (Action, Fused)):
+            for action in parts(op):
+                yield from self._compile_action(action)
+        elif isinstance(op, Recv):
+            source, _ = ranks_of(op, self._plan.placement)
+            yield op, functools.partial(self.transport.post, source, message_of(op))
+        elif isinstance(op, Send):
+            _, target = ranks_of(op, self._plan.placement)
+            yield op, self._watched(op, functools.partial(self._send, target, message_of(op)))
+        elif isinstance(op, Free):
+            free = functools.partial(self._free, op.stage, op.micro_batch)
+            yield op, self._watched(op, free)
+        else:
+            yield op, self._watched(op, functools.partial(self._arrive, str(op)))
+
+    def _compile_action(self, action: Action) -> Iterator[tuple[Op, Instruction]]:
         kind, stage, micro_batch = action
         into = [edge for edge in self._plan.edges if edge.target == stage]
         out = [edge for edge in self._plan.edges if edge.source == stage]
         takes, gives = {"F": (into, out), "W": ([], [])}.get(kind, (out, into))
         way = "F" if kind == "F" else "B"
-        incoming = tuple(self._incoming(edge, way, micro_batch) for edge in takes)
-        outgoing = tuple((edge, _key_of(way, edge, micro_batch)) for edge in gives)
-        run: Compute = {
-            "F": self._forward,
-            "B": self._stage.backward,
-            "I": self._stage.input_grad,
-            "W": self._weight_grad,
-        }[kind]
-        return functools.partial(self._compute, run, stage, micro_batch, incoming, outgoing)
+        incoming = [Recv(way, edge, micro_batch) for edge in takes]
+        for receive in incoming:
+            source, _ = ranks_of(receive, self._plan.placement)
+            if source != self.rank:
+                take = functools.partial(self._take, source, message_of(receive))
+                yield action, self._watched(receive, take)
+        compute = functools.partial(
+            self._compute,
+            action,
+            tuple((receive.edge, message_of(receive)) for receive in incoming),
+            tuple((edge, message_of(Send(way, edge, micro_batch))) for edge in gives),
+            {
+                "F": self._stage.forward,
+                "B": self._stage.backward,
+                "I": self._stage.input_grad,
+                "W": self._weight_grad,
+            }[kind],
+        )
+        yield action, self._watched(action, compute)
 
-    def _incoming(self, edge: Edge, way: str, micro_batch: int) -> Incoming:
-        rank = self._plan.placement.rank_of(edge.source if way == "F" else edge.target)
-        peer = None if rank == self.rank else rank
-        return Incoming(edge, _key_of(way, edge, micro_batch), peer)
+    def _watched(self, op: Op, instruction: Instruction) -> Instruction:
+        return wrapped(self._observers, self, op, instruction)
+
+    def _take(self, source: int, key: MessageKey) -> Blocked | None:
+        if key not in self.values:
+            arrived, value = self.transport.try_receive(source, key)
+            if not arrived:
+                return Blocked(source, key)
+            self.values[key] = value
+        return None
 
     def _compute(
         self,
-        run: Compute,
-        stage: int,
-        micro_batch: int,
-        incoming: tuple[Incoming, ...],
+        action: Action,
+        incoming: tuple[tuple[Edge, MessageKey], ...],
         outgoing: tuple[tuple[Edge, MessageKey], ...],
-    ) -> Blocked | None:
-        values = self._values
-        for _, key, peer in incoming:
-            if peer is not None and key not in values:
-                arrived, value = self._transport.try_receive(peer, key)
-                if not arrived:
-                    return Blocked(peer, key)
-                values[key] = value
-        inputs = {edge: values.pop(key) for edge, key, _ in incoming}
-        outputs = run(stage, self._first_micro_batch + micro_batch, inputs)
+        run: Compute,
+    ) -> None:
+        if action.kind == "F":
+            self.held += 1
+            self.peak_held = max(self.peak_held, self.held)
+        values = self.values
+        inputs = {edge: values.pop(key) for edge, key in incoming}
+        outputs = run(action.stage, self._first_micro_batch + action.micro_batch, inputs)
         for edge, key in outgoing:
             values[key] = outputs[edge]
-        return None
-
-    def _forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
-        self.held += 1
-        self.peak_held = max(self.peak_held, self.held)
-        return self._stage.forward(stage, micro_batch, inputs)
 
     def _weight_grad(self, stage: int, micro_batch: int, _: Values) -> Values:
         self._stage.weight_grad(stage, micro_batch)
         return {}
 
     def _send(self, peer: int, key: MessageKey) -> None:
-        self._transport.send(peer, key, self._values.pop(key))
+        self.transport.send(peer, key, self.values.pop(key))
 
     def _free(self, stage: int, micro_batch: int) -> None:
         self._stage.release(stage, self._first_micro_batch + micro_batch)
@@ -229,7 +207,12 @@ class Engine:
     """Runs one plan, batch after batch, for the ranks that this process plays."""
 
     def __init__(
-        self, plan: Plan, stage: Stage, transports: Mapping[int, Transport], timeout: float
+        self,
+        plan: Plan,
+        stage: Stage,
+        transports: Mapping[int, Transport],
+        timeout: float,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """Compiles the plan for every rank in ``transports``.
 
@@ -238,12 +221,12 @@ class Engine:
             stage: What runs the compute actions.
             transports: The connections of each rank that this process plays: its own one, or all.
             timeout: Seconds that a wait for one message may last.
+            observers: What watches every operation; the first one is innermost.
         """
         self._plan = plan
         self._timeout = timeout
-        self._transports = transports
         self._walkers = {
-            rank: Walker(plan, rank, stage, transport, self._arrive)
+            rank: Walker(plan, rank, stage, transport, self._arrive, observers)
             for rank, transport in transports.items()
         }
         self._collectives: Mapping[str, Callable[[], None]] = {}
@@ -277,56 +260,51 @@ class Engine:
         self._arrived = dict.fromkeys(collectives, 0)
         for walker in self._walkers.values():
             walker.restart(first_micro_batch)
-        plays_all = len(self._walkers) == self._plan.placement.ranks
+        walker = next(iter(self._walkers.values()))
         try:
-            if plays_all:
-                self._play_all()
-            else:
-                for walker in self._walkers.values():
-                    self._play_one(walker)
-        except BaseException:
-            if plays_all:
+            for rank in self._order():
+                walker = self._walkers[rank]
+                while (blocked := walker.advance()) is not None:
+                    self._wait(walker, blocked)
+        except BaseException as error:
+            if self._plays_all:
                 # The next batch would take what is on its way for its own.
-                for walker in self._walkers.values():
-                    walker.discard()
+                for each in self._walkers.values():
+                    each.discard()
+            if isinstance(error, Exception):
+                raise _located(error, walker) from error.__cause__
             raise
         finally:
             # They hold on to the losses and to the optimizer.
             self._collectives = {}
 
-    def _play_one(self, walker: Walker) -> None:
-        """Walks one rank, waiting for each message that has not come."""
-        transport = self._transports[walker.rank]
-        try:
-            while not walker.finished:
-                blocked = walker.advance()
-                if blocked is not None:
-                    walker.supply(blocked, transport.receive(*blocked, self._timeout))
-        except Exception as error:
-            raise _located(error, walker) from error.__cause__
+    @property
+    def _plays_all(self) -> bool:
+        return len(self._walkers) == self._plan.placement.ranks
 
-    def _play_all(self) -> None:
-        """Walks all ranks on this thread, along the one linear order of the plan."""
-        for rank in self._plan.order:
-            walker = self._walkers[rank]
-            try:
-                blocked = walker.advance()
-            except Exception as error:
-                raise _located(error, walker) from error.__cause__
-            if blocked is not None:
-                raise ScheduleError(
-                    f"the plan's linear order runs {walker.where()} too early",
-                    expected=f"{describe(blocked.key)} to have been sent by rank {blocked.peer}",
-                )
+    def _order(self) -> Iterable[int]:
+        """Returns whose operation is next, one after another.
+
+        A process that plays all ranks keeps to the one linear order of the plan.
+        """
+        if self._plays_all:
+            return self._plan.order
+        (rank,) = self._walkers
+        return itertools.repeat(rank, len(self._plan.ops[rank]))
+
+    def _wait(self, walker: Walker, blocked: Blocked) -> None:
+        """Waits for the message that a rank cannot go on without."""
+        if self._plays_all:
+            raise ScheduleError(
+                "the plan's linear order runs an operation too early",
+                expected=f"{describe(blocked.key)} to have been sent by rank {blocked.peer}",
+            )
+        walker.supply(blocked, walker.transport.receive(*blocked, self._timeout))
 
     def _arrive(self, collective: str) -> None:
         self._arrived[collective] += 1
         if self._arrived[collective] == len(self._walkers):
             self._collectives[collective]()
-
-
-def _key_of(kind: str, edge: Edge, micro_batch: int) -> MessageKey:
-    return MessageKey(kind, edge.source, edge.target, edge.name, micro_batch)
 
 
 def _located(error: Exception, walker: Walker) -> Exception:

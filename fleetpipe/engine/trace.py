@@ -13,13 +13,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.engine.engine import Stage, Values
-from fleetpipe.schedules import Costs, Schedule
-from fleetpipe.schedules.action import Action
+from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
 from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, write_trace
 from fleetpipe.schedules.forms.events import Event, events_of, figures_of
 from fleetpipe.schedules.forms.picture import NoMatplotlib, Panel, draw, panel_of
-from fleetpipe.transport import Group, MessageKey, Transport, Value
+from fleetpipe.transport import Group
 from fleetpipe.transport.joining.hosts import host_identity
 
 #: Steps that a trace keeps unless it is told otherwise.
@@ -30,108 +29,11 @@ _ROUNDS = 8
 Record = tuple[str, float, float]
 
 
-class Recorder:
-    """The events of one rank of the pipeline in the step that runs."""
-
-    def __init__(self) -> None:
-        """Begins with no events."""
-        self.records: list[Record] = []
-        self.first_micro_batch = 0
-
-    def action(self, kind: str, stage: int, micro_batch: int, start: float) -> None:
-        """Notes an action that has just ended."""
-        name = str(Action(kind, stage, micro_batch - self.first_micro_batch))
-        self.records.append((name, start, time.perf_counter()))
-
-    def transfer(self, letter: str, key: MessageKey, start: float) -> None:
-        """Notes a send or a receive of an edge that has just ended."""
-        if key.kind != "C":
-            edge = f"{key.source}>{key.target}" + (f":{key.name}" if key.name else "")
-            name = f"{letter}{key.kind}{edge}.{key.micro_batch}"
-            self.records.append((name, start, time.perf_counter()))
-
-
-class RecordedStage:
-    """A stage that notes when each of its actions runs; all else is the wrapped stage's."""
-
-    def __init__(self, stage: Stage, recorders: Mapping[int, Recorder]) -> None:
-        """Wraps ``stage``.
-
-        Args:
-            stage: What runs the actions.
-            recorders: The recorder of each stage's rank, by stage.
-        """
-        self._stage = stage
-        self._recorders = recorders
-
-    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
-        """See :class:`fleetpipe.engine.engine.Stage`."""
-        start = time.perf_counter()
-        outputs = self._stage.forward(stage, micro_batch, inputs)
-        self._recorders[stage].action("F", stage, micro_batch, start)
-        return outputs
-
-    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """See :class:`fleetpipe.engine.engine.Stage`."""
-        start = time.perf_counter()
-        grads = self._stage.backward(stage, micro_batch, output_grads)
-        self._recorders[stage].action("B", stage, micro_batch, start)
-        return grads
-
-    def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """See :class:`fleetpipe.engine.engine.Stage`."""
-        start = time.perf_counter()
-        grads = self._stage.input_grad(stage, micro_batch, output_grads)
-        self._recorders[stage].action("I", stage, micro_batch, start)
-        return grads
-
-    def weight_grad(self, stage: int, micro_batch: int) -> None:
-        """See :class:`fleetpipe.engine.engine.Stage`."""
-        start = time.perf_counter()
-        self._stage.weight_grad(stage, micro_batch)
-        self._recorders[stage].action("W", stage, micro_batch, start)
-
-    def release(self, stage: int, micro_batch: int) -> None:
-        """See :class:`fleetpipe.engine.engine.Stage`."""
-        self._stage.release(stage, micro_batch)
-
-
-class RecordedTransport:
-    """A transport that notes its sends and receives; all else is the wrapped transport's."""
-
-    def __init__(self, transport: Transport, recorder: Recorder) -> None:
-        """Wraps ``transport``."""
-        self._transport = transport
-        self._recorder = recorder
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the wrapped transport."""
-        return getattr(self._transport, name)
-
-    def send(self, peer: int, key: MessageKey, value: Value) -> None:
-        """See :class:`fleetpipe.transport.Transport`."""
-        start = time.perf_counter()
-        self._transport.send(peer, key, value)
-        self._recorder.transfer("S", key, start)
-
-    def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
-        """See :class:`fleetpipe.transport.Transport`."""
-        start = time.perf_counter()
-        arrived, value = self._transport.try_receive(peer, key)
-        if arrived:
-            self._recorder.transfer("R", key, start)
-        return arrived, value
-
-    def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
-        """See :class:`fleetpipe.transport.Transport`."""
-        start = time.perf_counter()
-        value = self._transport.receive(peer, key, timeout)
-        self._recorder.transfer("R", key, start)
-        return value
-
-
 class Trace:
-    """The recorded steps of one pipeline. Making one and every step's end are collective."""
+    """The recorded steps of one pipeline: an observer of its engine.
+
+    Making one and every step's end are collective.
+    """
 
     def __init__(
         self,
@@ -150,7 +52,7 @@ class Trace:
             group: The ranks of the pipeline.
             most_steps: Steps that are kept; of a longer run the last ones.
         """
-        self.recorders = {rank: Recorder() for rank in ranks}
+        self._records: dict[int, list[Record]] = {rank: [] for rank in ranks}
         self._folder = folder
         self._schedule = schedule
         self._group = group
@@ -179,35 +81,37 @@ class Trace:
         job.endings.append(write)
         return trace
 
-    def stage(self, stage: Stage) -> RecordedStage:
-        """Returns ``stage``, recorded."""
-        rank_of = self._schedule.placement.rank_of
-        owned = {
-            stage: self.recorders[rank_of(stage)]
-            for stage in range(self._schedule.placement.stages)
-            if rank_of(stage) in self.recorders
-        }
-        return RecordedStage(stage, owned)
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """Notes when actions, sends and receives begin and end; see :class:`Observer`."""
+        if not isinstance(op, (Action, Send, Recv)):
+            return instruction
+        name, records = str(op), self._records[played.rank]
+        begun: float | None = None
 
-    def transports(self, transports: Mapping[int, Transport]) -> dict[int, Any]:
-        """Returns ``transports``, recorded."""
-        return {
-            rank: RecordedTransport(transport, self.recorders[rank])
-            for rank, transport in transports.items()
-        }
+        def recorded() -> Blocked | None:
+            nonlocal begun
+            start = time.perf_counter() if begun is None else begun
+            blocked = instruction()
+            if blocked is not None:
+                # It is called again when the message is there: the wait is a part of the receive.
+                begun = start
+                return blocked
+            begun = None
+            records.append((name, start, time.perf_counter()))
+            return None
 
-    def begin_step(self, first_micro_batch: int) -> None:
+        return recorded
+
+    def begin_step(self) -> None:
         """Forgets what was recorded outside of a training step."""
-        for recorder in self.recorders.values():
-            recorder.records.clear()
-            recorder.first_micro_batch = first_micro_batch
+        for records in self._records.values():
+            records.clear()
 
     def end_step(self) -> None:
         """Gathers the step's events on rank 0. Collective."""
-        own = {str(rank): recorder.records for rank, recorder in self.recorders.items()}
         shifted = {
-            rank: [(name, start - self._offset, end - self._offset) for name, start, end in records]
-            for rank, records in own.items()
+            str(rank): [(n, start - self._offset, end - self._offset) for n, start, end in records]
+            for rank, records in self._records.items()
         }
         gathered = self._group.all_gather(shifted)
         self._count += 1

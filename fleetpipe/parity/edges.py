@@ -7,7 +7,7 @@ value at the borders, whose gradient is what had to arrive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Callable, NamedTuple
 
@@ -15,9 +15,11 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import PipelineLayer, SingleModel, has_memory, state_slots
-from fleetpipe.engine.engine import Stage, Values
+from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.parity.differences import Difference, compare, leaves
 from fleetpipe.parity.outputs import part_of
+from fleetpipe.schedules import Action, Op
+from fleetpipe.transport import MessageKey, Value
 
 #: A gradient differs by more than another order of sums where it is off by more than this many
 #: of the largest value's last place.
@@ -55,70 +57,67 @@ class Gradients:
         return hook
 
 
-class Watch:
-    """Keeps the gradients on the edges of the stages of this process."""
+class EdgeWatch:
+    """An observer of the engine that keeps the gradients on the edges of this process's stages."""
 
     def __init__(self) -> None:
         """Begins without a batch."""
-        self.gradients: Gradients | None = None
+        self._gradients: Gradients | None = None
+        self._first_micro_batch = 0
 
     @contextmanager
-    def watching(self) -> Iterator[Gradients]:
-        """Within it the gradients are kept."""
-        self.gradients = Gradients()
+    def watching(self, first_micro_batch: int) -> Iterator[Gradients]:
+        """Within it the gradients are kept.
+
+        Args:
+            first_micro_batch: The global number of the batch's micro-batch 0.
+        """
+        self._first_micro_batch = first_micro_batch
+        self._gradients = Gradients()
         try:
-            yield self.gradients
+            yield self._gradients
         finally:
-            self.gradients = None
+            self._gradients = None
 
-    def __call__(self, stage: Stage) -> Stage:
-        """Returns a stage that does what ``stage`` does, watched."""
-        return _WatchedStage(stage, self)
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`."""
+        if not isinstance(op, Action) or op.kind == "W":
+            return instruction
 
+        def watched() -> Blocked | None:
+            kept = self._gradients
+            if kept is not None and op.kind != "F":
+                self._keep_arrived(kept, op, played.values)
+            blocked = instruction()
+            if kept is not None and op.kind == "F":
+                self._follow(kept, op, played.values)
+            return blocked
 
-class _WatchedStage:
-    """A stage whose edges are watched; all it does is the wrapped stage's."""
+        return watched
 
-    def __init__(self, stage: Stage, watch: Watch) -> None:
-        self._stage = stage
-        self._watch = watch
+    def _follow(self, kept: Gradients, op: Action, values: Mapping[MessageKey, Value]) -> None:
+        """Begins to keep the gradients of what a forward hands on."""
+        for value in _of(op, "F", values):
+            for path, tensor in _differentiable(value).items():
+                at = At(op.stage, self._first_micro_batch + op.micro_batch, path)
+                kept.arrived[at] = None
+                tensor.register_hook(kept.keep(kept.used, at))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stage, name)
-
-    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
-        outputs = self._stage.forward(stage, micro_batch, inputs)
-        kept = self._watch.gradients
-        if kept is not None:
-            for value in outputs.values():
-                for path, tensor in _differentiable(value).items():
-                    at = At(stage, micro_batch, path)
-                    kept.arrived[at] = None
-                    tensor.register_hook(kept.keep(kept.used, at))
-        return outputs
-
-    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        self._arrived(stage, micro_batch, output_grads)
-        return self._stage.backward(stage, micro_batch, output_grads)
-
-    def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        self._arrived(stage, micro_batch, output_grads)
-        return self._stage.input_grad(stage, micro_batch, output_grads)
-
-    def weight_grad(self, stage: int, micro_batch: int) -> None:
-        self._stage.weight_grad(stage, micro_batch)
-
-    def release(self, stage: int, micro_batch: int) -> None:
-        self._stage.release(stage, micro_batch)
-
-    def _arrived(self, stage: int, micro_batch: int, output_grads: Values) -> None:
-        kept = self._watch.gradients
-        if kept is None:
-            return
-        places = [at for at in kept.arrived if at[:2] == (stage, micro_batch)]
-        for grads in output_grads.values():
+    def _keep_arrived(
+        self, kept: Gradients, op: Action, values: Mapping[MessageKey, Value]
+    ) -> None:
+        """Keeps what the consumer of a stage's value sent back."""
+        here = (op.stage, self._first_micro_batch + op.micro_batch)
+        places = [at for at in kept.arrived if at[:2] == here]
+        for grads in _of(op, "B", values):
             for at, grad in zip(places, grads):
                 kept.arrived[at] = None if grad is None else grad.detach().clone()
+
+
+def _of(op: Action, kind: str, values: Mapping[MessageKey, Value]) -> list[Value]:
+    """Returns what is on the edges out of an action's stage, or its gradients."""
+    wanted = (kind, op.stage, op.micro_batch)
+    return [v for key, v in values.items() if (key.kind, key.source, key.micro_batch) == wanted]
 
 
 @contextmanager

@@ -82,8 +82,8 @@ class Session:
             if slices > 1 or pipeline.layers.adds_up_uses:
                 tolerance = 1e-5
         self._names = _places(pipeline.layers)
-        self._watch = edges.Watch()
-        pipeline.watch_stages(self._watch)
+        self._watch = edges.EdgeWatch()
+        pipeline.observe(self._watch)
         self.report = Report(numerics.settings(), tolerance=tolerance)
         self._evaluations = Evaluations(pipeline, reference)
 
@@ -117,7 +117,7 @@ class Session:
         # Not those of shared layers: each rank makes some of their calls, in an order of its own.
         own_names = {name: name for name in layers.own_state() if not is_shared(name)}
         with (
-            self._watch.watching() as arrived,
+            self._watch.watching(self._first_micro_batch) as arrived,
             recorded(layers, own_names) as outputs,
             orders.crossings(self._pipeline, self.report) as crossings,
         ):
@@ -181,6 +181,11 @@ class Session:
         losses = [weighted(loss, share) for loss in losses]
         return losses if len(losses) > 1 else losses[0]
 
+    @property
+    def _first_micro_batch(self) -> int:
+        """The global number of this replica's micro-batch 0."""
+        return self._replicas.rank * self._pipeline.accumulate_steps
+
     def _before_the_update(
         self,
         rates: Rates,
@@ -196,7 +201,7 @@ class Session:
         # Only under keys do layers draw the same once more.
         if not (wrong and keys is not None and isinstance(model, SingleModel)):
             return found
-        first = self._replicas.rank * self._pipeline.accumulate_steps
+        first = self._first_micro_batch
         weights = self._pipeline.weights_in_backward
         copies = edges.copies_at_borders(model, self._pipeline.layers)
         with self._as_the_next_batch(keys), paddle.enable_grad(), copies as expected:

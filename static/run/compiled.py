@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.engine.engine import Engine, Stage
+from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
@@ -31,7 +31,6 @@ from fleetpipe.static.cut.split import Split
 from fleetpipe.static.run import reductions
 from fleetpipe.static.run.random_streams import Streams
 from fleetpipe.static.run.stage import Runner, StaticStage
-from fleetpipe.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -130,11 +129,8 @@ class Compiled:
 
     def _engine(self) -> Engine:
         job, trace = self._recipe.job, self._recipe.trace
-        stage: Stage = self.stage
-        transports: Mapping[int, Transport] = job.connect()
-        if trace is not None:
-            stage, transports = trace.stage(stage), trace.transports(transports)
-        return Engine(self._recipe.plan, stage, transports, job.timeout)
+        observers = () if trace is None else (trace,)
+        return Engine(self._recipe.plan, self.stage, job.connect(), job.timeout, observers)
 
     def reduce(self) -> None:
         """Makes the accumulators those of the whole batch. Collective over the job."""

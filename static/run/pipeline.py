@@ -161,7 +161,7 @@ class StaticPipeline:
             first = self._job.replicas().rank * config.micro_batches
             compiled.stage.begin(batch.put, first)
             if self._recipe.trace is not None:
-                self._recipe.trace.begin_step(first)
+                self._recipe.trace.begin_step()
             compiled.engine.run({"REDUCE": compiled.reduce, "STEP": compiled.step}, first)
             if self._recipe.trace is not None:
                 self._recipe.trace.end_step()

@@ -12,7 +12,7 @@ from typing import Any, Callable, NamedTuple, Optional
 import numpy as np
 
 from fleetpipe._paddle import paddle
-from fleetpipe.engine.engine import Values
+from fleetpipe.engine.stage import Values
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Edge
 from fleetpipe.static._paddle import (

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from fleetpipe.engine.engine import Engine, Values
+from fleetpipe.engine.engine import Engine
+from fleetpipe.engine.stage import Values
 from fleetpipe.errors import PipelineTimeout
 from fleetpipe.schedules import Edge, Plan, Schedule, build, chain, forward_only
 from fleetpipe.schedules.placement import Placement

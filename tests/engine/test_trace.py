@@ -62,9 +62,9 @@ def test_the_first_step_of_a_job_counts_in_no_figure(tmp_path: Path, kept: int, 
     schedule = build("1F1B", ranks=2, micro_batches=2)
     trace = Trace(tmp_path, schedule, range(2), SoleGroup(), most_steps=kept)
     for forward in ((100, 1), (1, 1), (1, 1)):
-        trace.begin_step(0)
+        trace.begin_step()
         for event in events_of(schedule.simulate(Costs(forward))):
-            trace.recorders[event.rank].records.append((event.name, event.start, event.end))
+            trace._records[event.rank].append((event.name, event.start, event.end))
         trace.end_step()
     assert f"bubble rate 0.3333 {told}, 0.3333 predicted" in str(trace.write())
 
