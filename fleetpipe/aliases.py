@@ -1,0 +1,38 @@
+"""Names for Paddle's values in signatures; its stubs are weak, so each is ``Any`` to a checker.
+
+They say what a value is, and are written where a reader would otherwise meet ``Any``. Importable
+where no Paddle is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: A ``paddle.Tensor``, or a parameter.
+Tensor = Any
+#: A ``paddle.nn.Layer``.
+Layer = Any
+#: A ``paddle.optimizer.Optimizer``, or what stands for one.
+Optimizer = Any
+#: A ``paddle.optimizer.lr.LRScheduler``.
+Scheduler = Any
+#: A ``paddle.amp.GradScaler``.
+Scaler = Any
+#: A Fleet ``DistributedStrategy``.
+Strategy = Any
+#: A ``HybridCommunicateGroup``, its ``CommunicateTopology``, or one process's stand-in.
+Topology = Any
+#: One of Paddle's communication groups.
+PaddleGroup = Any
+#: A static program, of either representation.
+Program = Any
+#: A variable or value of a static program.
+Variable = Any
+#: Where a static program's variables have their values.
+Scope = Any
+#: A device.
+Place = Any
+#: A dtype, as Paddle has it.
+DType = Any
+#: Nested tuples, lists and dicts of tensors and plain values.
+Nest = Any
