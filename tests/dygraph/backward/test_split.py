@@ -664,6 +664,36 @@ def test_schedules_with_a_full_backward_are_left_alone(schedule: str) -> None:
         assert str(model.deferral_report()) == f"{schedule}: no backward was split yet"
 
 
+class Branch(nn.Linear):
+    """Hands on what it received beside what it computes."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x), x
+
+
+class Merge(nn.Linear):
+    """Takes both."""
+
+    def forward(self, both: Any) -> Any:
+        return super().forward(both[0]) * nn.functional.tanh(both[1])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_skip_connection_across_a_border_has_the_bits_of_a_whole_backward(ranks: int) -> None:
+    def trained(schedule: str, ranks: int) -> dict[str, bytes]:
+        layers = [
+            *(LayerDesc(nn.Linear, 6, 8), nn.functional.tanh, LayerDesc(Branch, 8, 8)),
+            *(lambda both: both, LayerDesc(Merge, 8, 8), nn.functional.tanh),
+            *(LayerDesc(nn.Linear, 8, 8), LayerDesc(nn.Linear, 8, 4)),
+        ]
+        with job(ranks, 4, schedule):
+            model = pipeline(layers)
+            model.train_batch(batch(), sgd(model))
+            return bits(model.state_dict())
+
+    assert trained("ZBH1", ranks) == trained("1F1B", 1)
+
+
 def test_evaluation_under_a_split_schedule_is_as_ever() -> None:
     with job(2, 4, "ZBH1"):
         model = pipeline()
