@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests import launching
+from tests.namespaces import Host
 
 POLL_SECONDS = 0.005
 
@@ -95,6 +96,7 @@ def started(
     only: Sequence[int] | None = None,
     env: Mapping[str, str] | None = None,
     port: int | None = None,
+    hosts: Sequence[Host] = (),
 ) -> Iterator[Ranks]:
     """Starts a script on ``ranks`` ranks, whose working directory is ``Ranks.home``.
 
@@ -106,6 +108,7 @@ def started(
         only: The ranks to start; by default all.
         env: Additions to the environment.
         port: Port of rank 0's endpoint; by default a free one.
+        hosts: The host of each rank; by default all are on this one.
 
     Raises:
         JobLeftProcesses: At the end some process of the job is still there; it has been killed.
@@ -115,15 +118,22 @@ def started(
     home.mkdir()
     ports = _free_ports(ranks)
     ports[0] = port or ports[0]
-    endpoints = [f"127.0.0.1:{number}" for number in ports]
+    addresses = [host.address for host in hosts] or ["127.0.0.1"] * ranks
+    endpoints = [f"{address}:{number}" for address, number in zip(addresses, ports)]
     base = {
         **launching._environment(mark, env or {}),
         "PADDLE_TRAINERS_NUM": str(ranks),
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
         "PADDLE_DISTRI_BACKEND": "gloo",
     }
+    python = [sys.executable, "-u", launching.__file__]
     processes = {
-        rank: _start(script, args, home, rank, {**base, "PADDLE_CURRENT_ENDPOINT": endpoints[rank]})
+        rank: _start(
+            [*(hosts[rank].command() if hosts else ()), *python, str(script), *args],
+            home,
+            rank,
+            {**base, "PADDLE_CURRENT_ENDPOINT": endpoints[rank]},
+        )
         for rank in (range(ranks) if only is None else only)
     }
     try:
@@ -138,11 +148,11 @@ def started(
 
 
 def _start(
-    script: Path, args: Sequence[str], home: Path, rank: int, env: Mapping[str, str]
+    command: Sequence[str], home: Path, rank: int, env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     with (home / f"rank{rank}.log").open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-u", launching.__file__, str(script), *args],
+            command,
             cwd=home,
             env={**env, "PADDLE_TRAINER_ID": str(rank), "PADDLE_RANK_IN_NODE": str(rank)},
             stdin=subprocess.DEVNULL,

@@ -58,6 +58,11 @@ def why_not() -> str:
     return ""
 
 
+def cut(host: Host) -> None:
+    """Pulls the cable out of a host: what is sent is lost, and nobody is told."""
+    _ip("-n", host.name, "link", "set", host.interface, "down")
+
+
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     """Makes two namespaces that reach each other; ``folder`` is for their files."""

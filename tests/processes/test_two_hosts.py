@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.byhand import started
 from tests.launching import ROOT
-from tests.namespaces import Host, launch, two_hosts, why_not
+from tests.namespaces import Host, cut, launch, two_hosts, why_not
 
 pytestmark = pytest.mark.processes
 
 WORKER = ROOT / "tests" / "processes" / "two_hosts_worker.py"
+STARTER = WORKER.with_name("start_worker.py")
 
 
 @pytest.fixture
@@ -22,6 +27,24 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
         pytest.skip(reason)
     with two_hosts(tmp_path) as pair:
         yield pair
+
+
+@pytest.mark.parametrize("moment", ["connecting", "within a group", "within the first sum"])
+def test_a_cut_cable_ends_both_ranks_within_the_limit(
+    hosts: tuple[Host, Host], moment: str, tmp_path: Path
+) -> None:
+    limit = {"START_TIMEOUT": "4"}
+    arguments = (moment, "SIGSTOP", "1")
+    with started(STARTER, 2, *arguments, folder=tmp_path, env=limit, hosts=hosts) as job:
+        job.wait_for("troubled.1")
+        cut(hosts[1])
+        since = time.monotonic()
+        job.signal(1, signal.SIGCONT)
+        ends = job.wait()
+    for rank, ended in ends.items():
+        assert ended.code > 0
+        assert ended.at - since < 12
+        assert re.search(rf"PipelineTimeout: .*rank(\(s\))? {1 - rank}\b", ended.log), ended.log
 
 
 @pytest.mark.parametrize(
