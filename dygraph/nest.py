@@ -2,64 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
+
+#: Indices and keys, from a value to a part of it.
+Path = tuple[object, ...]
+
+_CONTAINERS = (tuple, list, dict)
 
 
-def tensors_of(value: Any) -> Iterator[Any]:
+def leaves(value: Nest, exact: bool = False, path: Path = ()) -> Iterator[tuple[Path, Nest]]:
+    """Yields what nested tuples, lists and dicts hold, in order, and the way to each.
+
+    Args:
+        value: Containers in containers, or a leaf itself.
+        exact: Whether an object of a class derived from tuple, list or dict is a leaf.
+        path: The way to ``value``.
+    """
+    if not isinstance(value, _CONTAINERS) or (exact and type(value) not in _CONTAINERS):
+        yield path, value
+        return
+    for step, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(item, exact, (*path, step))
+
+
+def tensors_of(value: Nest) -> Iterator[Tensor]:
     """Yields the tensors in nested tuples, lists and dicts, in order."""
-    if isinstance(value, paddle.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_of(item)
+    return (leaf for _, leaf in leaves(value) if isinstance(leaf, paddle.Tensor))
 
 
-def differentiable(value: Any) -> list[Any]:
+def differentiable(value: Nest) -> list[Tensor]:
     """Returns the tensors in ``value``, in order, whose gradient travels back over the edge."""
     return [tensor for tensor in tensors_of(value) if not tensor.stop_gradient]
 
 
-def rebuilt(container: Any, items: Iterable[Any]) -> Any:
+def rebuilt(container: Nest, items: Iterable[Nest]) -> Nest:
     """Returns a tuple or list of the class of ``container``, a named tuple too, with ``items``."""
     kind = type(container)
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+def joined(join: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> Nest:
+    """Returns a value like the first, with ``join(parts)`` of what all have in the same place.
+
+    Where they are not containers of one class with as many items or the same keys, they are joined
+    as they are.
+    """
+    first = values[0]
+    alike = len({*map(type, values)}) == 1
+    if alike and isinstance(first, (tuple, list)) and len({*map(len, values)}) == 1:
+        return rebuilt(first, [joined(join, parts) for parts in zip(*values)])
+    if alike and isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+        return {key: joined(join, [value[key] for value in values]) for key in first}
+    return join(values)
+
+
+def mapped(change: Callable[[Tensor], Nest], value: Nest) -> Nest:
     """Returns a value like ``value`` with ``change(tensor)`` in the place of each tensor."""
-    if isinstance(value, paddle.Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return rebuilt(value, [mapped(change, item) for item in value])
-    if isinstance(value, dict):
-        return {key: mapped(change, item) for key, item in value.items()}
-    return value
+
+    def changed(parts: Sequence[Nest]) -> Nest:
+        (part,) = parts
+        return change(part) if isinstance(part, paddle.Tensor) else part
+
+    return joined(changed, [value])
 
 
-def replace(value: Any, others: Mapping[int, Any]) -> Any:
+def replace(value: Nest, others: Mapping[int, Tensor]) -> Nest:
     """Returns ``value`` with the tensors in ``others`` put in place of the ones with those ids."""
     return mapped(lambda tensor: others.get(id(tensor), tensor), value)
 
 
-def leaf_like(tensor: Any, copied: bool = False) -> Any:
+def leaf_like(tensor: Tensor, copied: bool = False) -> Tensor:
     """Returns a tensor with the same data, shared or copied, which is cut from its graph."""
     other = tensor.detach().clone() if copied else tensor.detach()
     other.stop_gradient = tensor.stop_gradient
     return other
 
 
-def leaves_like(tensors: Iterable[Any], copied: bool = False) -> dict[int, Any]:
+def leaves_like(tensors: Iterable[Tensor], copied: bool = False) -> dict[int, Tensor]:
     """Returns a :func:`leaf_like` each of ``tensors``, by their ids."""
     return {id(tensor): leaf_like(tensor, copied) for tensor in tensors}
 
 
-def outline(value: Any) -> str:
+def outline(value: Nest) -> str:
     """Says in a few words what tensors a value holds, for messages."""
     tensors = [f"{str(t.dtype).split('.')[-1]}{list(t.shape)}" for t in tensors_of(value)]
     return f"{type(value).__name__} of {', '.join(tensors) or 'no tensors'}"

@@ -22,7 +22,7 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph._paddle import is_static
-from fleetpipe.dygraph.nest import leaves_like, replace
+from fleetpipe.dygraph.nest import leaves, leaves_like, replace
 from fleetpipe.dygraph.random_keys import random_states_kept
 
 #: Classes of arguments that certainly hold no tensor.
@@ -255,16 +255,9 @@ def tensors_in(value: Any, verb: str) -> list[Any]:
         CannotWait: There is another object, which may hold tensors where they cannot be seen.
     """
     found: dict[int, Any] = {}
-    # No inner function that calls itself: it would keep what it found until the next collection.
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, paddle.Tensor):
-            found.setdefault(id(item), item)
-        elif type(item) in (tuple, list):
-            stack += reversed(item)
-        elif type(item) is dict:
-            stack += reversed(list(item.values()))
-        elif not isinstance(item, _PLAIN):
-            raise CannotWait(f"its layer {verb} an object of class {type(item).__name__}")
+    for _, leaf in leaves(value, exact=True):
+        if isinstance(leaf, paddle.Tensor):
+            found.setdefault(id(leaf), leaf)
+        elif not isinstance(leaf, _PLAIN):
+            raise CannotWait(f"its layer {verb} an object of class {type(leaf).__name__}")
     return list(found.values())

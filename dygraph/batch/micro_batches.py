@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph.backports import PipelineDatasetPreprocessor
-from fleetpipe.dygraph.nest import rebuilt
+from fleetpipe.dygraph.nest import leaves, mapped, rebuilt
 from fleetpipe.errors import BoundaryError, ConfigError
 
 
@@ -189,16 +189,10 @@ def _rows(tensor: Any, cut: Cut, path: str) -> list[Any]:
 
 
 def _detached(value: Any, path: str) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, paddle.Tensor):
-        return value.detach()
-    if isinstance(value, (list, tuple)):
-        items = [_detached(item, f"{path}[{i}]") for i, item in enumerate(value)]
-        return rebuilt(value, items)
-    if isinstance(value, dict):
-        return {key: _detached(item, f"{path}[{key!r}]") for key, item in value.items()}
-    raise _not_a_tensor(value, path)
+    for steps, leaf in leaves(value):
+        if leaf is not None and not isinstance(leaf, paddle.Tensor):
+            raise _not_a_tensor(leaf, path + "".join(f"[{step!r}]" for step in steps))
+    return mapped(lambda tensor: tensor.detach(), value)
 
 
 def _not_a_tensor(value: Any, path: str) -> BoundaryError:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph import nest
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.nest import mapped, rebuilt
 from fleetpipe.engine.engine import Engine
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Placement, Plan, forward_only
@@ -58,7 +58,9 @@ def require_count(batches: MicroBatches, count: int) -> None:
 
 def on_host(value: Any) -> Any:
     """Returns ``value`` with its tensors in the memory of the host."""
-    return mapped(lambda tensor: tensor if tensor.place.is_cpu_place() else tensor.cpu(), value)
+    return nest.mapped(
+        lambda tensor: tensor if tensor.place.is_cpu_place() else tensor.cpu(), value
+    )
 
 
 def joined(values: Sequence[Any]) -> Any:
@@ -70,17 +72,16 @@ def joined(values: Sequence[Any]) -> Any:
     Raises:
         ConfigError: The outputs do not have the same form.
     """
-    first = values[0]
+    return nest.joined(_joined, values)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    first = parts[0]
     if isinstance(first, paddle.Tensor):
-        return paddle.concat(list(values)) if first.ndim else paddle.stack(list(values))
-    if any(type(value) is not type(first) for value in values):
-        raise _different(values)
-    if isinstance(first, (tuple, list)) and all(len(value) == len(first) for value in values):
-        return rebuilt(first, map(joined, zip(*values)))
-    if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
-        return {key: joined([value[key] for value in values]) for key in first}
-    if any(value != first for value in values):
-        raise _different(values)
+        return paddle.concat(list(parts)) if first.ndim else paddle.stack(list(parts))
+    unlike = any(type(part) is not type(first) for part in parts)
+    if unlike or isinstance(first, (tuple, list, dict)) or any(part != first for part in parts):
+        raise _different(parts)
     return first
 
 

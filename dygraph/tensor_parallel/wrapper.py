@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.dygraph.optimizer.replicas import broadcast_state
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
 from fleetpipe.errors import ConfigError
@@ -52,8 +53,8 @@ class TensorParallel(paddle.nn.Layer):
             **named: Likewise.
         """
         if self._broadcasts_data:
-            given = _tensors([inputs, named])
-            broadcast_state({str(i): tensor for i, tensor in enumerate(given)}, self._members)
+            tensors = enumerate(tensors_of([inputs, named]))
+            broadcast_state({str(index): tensor for index, tensor in tensors}, self._members)
         return self._layers(*inputs, **named)
 
 
@@ -73,13 +74,3 @@ def share_whole_state(state: dict[str, Any], members: Group) -> None:
 def _asks_for_broadcasts(strategy: Any) -> bool:
     configs = None if strategy is None else strategy.hybrid_configs["mp_configs"]
     return bool(getattr(configs, "need_broadcast_data", True))
-
-
-def _tensors(value: Any) -> list[Any]:
-    if isinstance(value, paddle.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
