@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph._paddle import clip_places, squared_norm
-from fleetpipe.dygraph.tensor_parallel import SlicedNormClip
+from fleetpipe.dygraph.optimizer.clip_sliced import SlicedNormClip
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.transport import Group

@@ -10,7 +10,6 @@ from typing import Any
 from paddle.distributed.fleet import meta_parallel
 from paddle.distributed.fleet.layers import mpu
 
-from fleetpipe.dygraph.optimizer.clip_sliced import SlicedNormClip
 from fleetpipe.dygraph.tensor_parallel import cross_entropy, embedding, linear, wrapper
 from fleetpipe.dygraph.tensor_parallel._paddle import compiled_for_gpu
 from fleetpipe.dygraph.tensor_parallel.dropout import dropout
@@ -51,7 +50,6 @@ __all__ = [
     "ParallelCrossEntropy",
     "RNGStatesTracker",
     "RowParallelLinear",
-    "SlicedNormClip",
     "TensorParallel",
     "VocabParallelEmbedding",
     "alone",
