@@ -108,3 +108,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return "did you mean " + " or ".join(repr(spellings[plain]) for plain in close) + "?"
     return "known: " + ", ".join(options)
+
+
+def reason(error: Exception) -> str:
+    """Returns the kind of an error and the line of it that says most.
+
+    Of an error of Paddle's this is the last that does not only name the kernel.
+    """
+    lines = [line.strip() for line in str(error).splitlines()]
+    telling = [line for line in lines if line and not line.startswith("[operator <")]
+    return f"{type(error).__name__}: {(telling or [''])[-1]}"

@@ -8,9 +8,8 @@ from fractions import Fraction
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
-from fleetpipe.dygraph.layers.refusals import reason
 from fleetpipe.dygraph.nest import outline
-from fleetpipe.errors import BoundaryError, FleetPipeError
+from fleetpipe.errors import BoundaryError, FleetPipeError, reason
 
 Criterion = Callable[[Any, Any], Any]
 

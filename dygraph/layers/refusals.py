@@ -10,7 +10,7 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph.nest import outline
-from fleetpipe.errors import BoundaryError, FleetPipeError
+from fleetpipe.errors import BoundaryError, FleetPipeError, reason
 from fleetpipe.partition import Partition
 
 
@@ -105,13 +105,3 @@ def _advice(error: Exception, index: int, value: Any) -> str:
         if index
         else ("change layer 0, or the inputs, so that they fit")
     )
-
-
-def reason(error: Exception) -> str:
-    """Returns the kind of an error and the line of it that says most.
-
-    This is the last that does not only name the kernel.
-    """
-    lines = [line.strip() for line in str(error).splitlines()]
-    telling = [line for line in lines if line and not line.startswith("[operator <")]
-    return f"{type(error).__name__}: {(telling or [''])[-1]}"
