@@ -1,4 +1,4 @@
-"""Keeps the replicas of a pipeline alike: parameters at the start, gradients at every step."""
+"""Keeps the replicas of a pipeline alike: their gradients at every step, and their losses."""
 
 from __future__ import annotations
 
@@ -14,23 +14,6 @@ from fleetpipe.transport import Group
 SCALES = ("avg", "sum")
 #: Gradients are added in pieces of about this size: few calls, and no second copy of them all.
 _PIECE_BYTES = 128 * 1024 * 1024
-
-
-def broadcast_state(state: dict[str, Any], group: Group) -> None:
-    """Gives every member of a group the values that the first has. Collective over the group.
-
-    Args:
-        state: Tensors by name, the same names and shapes on every member.
-        group: The replicas, or the members that hold the slices of one model.
-    """
-    if group.ranks == 1:
-        return
-    # Sent as copies: what these are may change before they have left this process.
-    own = None if group.rank else {name: t.detach().clone() for name, t in state.items()}
-    first = group.broadcast(own, 0)
-    if group.rank:
-        for name, tensor in state.items():
-            tensor.set_value(first[name])
 
 
 def reduce_gradients(parameters: Sequence[Any], group: Group, scale: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.broadcast import broadcast_state
 from fleetpipe.dygraph.nest import tensors_of
-from fleetpipe.dygraph.optimizer.replicas import broadcast_state
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job

@@ -17,6 +17,7 @@ from fleetpipe.dygraph.backward.deferral_report import DeferralReport
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.batch.stage import DygraphStage
+from fleetpipe.dygraph.broadcast import broadcast_state
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite, hooks
 from fleetpipe.dygraph.observe.timers import TimedActions, Timers
@@ -76,7 +77,7 @@ class PipelineEngines(PipelineAttributes):
             job.require_agreement(self._facts())
             for layer in (layers, *layers.loss_layers()):
                 tensor_parallel.share_whole_state(layer.state_dict(), job.model_parallel())
-                replicas.broadcast_state(layer.state_dict(), job.replicas())
+                broadcast_state(layer.state_dict(), job.replicas())
 
     @property
     def trace(self) -> Trace | None:
