@@ -67,20 +67,20 @@ def crossing_of(received: Sequence[Any], outputs: Sequence[Any]) -> Crossing:
         ways = tuple(index for index, nodes in enumerate(reach) if node in nodes)
         return Meeting(edges[node], tuple(itself), ways)
 
-    found: set[Meeting] = set()
+    meetings: set[Meeting] = set()
     for node in edges.keys() | set(roots):
         # Several outputs of one operation are different tensors.
         parts: dict[int, list[int]] = {}
         for index, tensor in enumerate(outputs):
             if tensor.grad_fn == node:
                 parts.setdefault(id(tensor), []).append(index)
-        found.update(meeting(node, itself) for itself in parts.values() or [[]])
-    own = [
+        meetings.update(meeting(node, itself) for itself in parts.values() or [[]])
+    arrivals = [
         meeting(leaf.grad_fn, [i for i, root in enumerate(roots) if root == leaf.grad_fn])
         for leaf in received
     ]
-    joined = (part for part in found if len(part.ways) > 1 and (part.outputs or part.edges > 2))
-    return Crossing(tuple(own), tuple(sorted(joined)))
+    joined = (part for part in meetings if len(part.ways) > 1 and (part.outputs or part.edges > 2))
+    return Crossing(tuple(arrivals), tuple(sorted(joined)))
 
 
 def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
@@ -89,16 +89,16 @@ def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
     Args:
         crossings: Of all stages of a chain.
     """
-    found = []
+    stages = []
     # By output of the stage: how many gradients of one graph its own is the sum of.
     sums: list[int] = []
     for stage in sorted(crossings, reverse=True):
-        own, count = crossings[stage], sums or [1]
+        crossing, count = crossings[stage], sums or [1]
         if any(
             part.edges + sum(count[i] for i in part.outputs) > 2
             and sum(count[i] > 0 for i in part.ways) > 1
-            for part in own.joined
+            for part in crossing.joined
         ):
-            found.append(stage)
-        sums = [part.edges + sum(count[i] for i in part.outputs) for part in own.received]
-    return found[::-1]
+            stages.append(stage)
+        sums = [part.edges + sum(count[i] for i in part.outputs) for part in crossing.received]
+    return stages[::-1]

@@ -110,12 +110,12 @@ class Waiting:
         self._bytes.clear()
 
 
-class Watch:
-    """Sees in which action each parameter gets its gradient, by hooks that the first batch has."""
+class GradientArrivals:
+    """In which action each parameter gets its gradient, by hooks that the first batch has."""
 
     def __init__(self) -> None:
-        """Watches nothing yet."""
-        self._seen: dict[str, set[str]] = {}
+        """Begins without any hooks."""
+        self._kinds: dict[str, set[str]] = {}
         self._parameters: dict[str, Any] = {}
         self._handles: list[Any] = []
         self._stages: set[int] = set()
@@ -145,7 +145,7 @@ class Watch:
                 if not isinstance(layer, paddle.nn.Layer):
                     continue
                 for path, parameter in layer.named_parameters(prefix=str(index)):
-                    self._watch(path, parameter)
+                    self._hook(path, parameter)
         self._kind = kind
         try:
             yield
@@ -158,33 +158,33 @@ class Watch:
             id(p): leaf for stage in leaves.values() for leaf in stage for p in leaf.parameters
         }
         return tuple(
-            _deferral(name, self._seen[name], owners.get(id(self._parameters[name])))
-            for name in sorted(self._seen, key=lambda name: int(name.partition(".")[0]))
+            _deferral(name, self._kinds[name], owners.get(id(self._parameters[name])))
+            for name in sorted(self._kinds, key=lambda name: int(name.partition(".")[0]))
         )
 
     def halves(self) -> set[int]:
         """Returns the ids of the parameters that got a part of their gradient in I and one in W."""
-        return {id(self._parameters[name]) for name, seen in self._seen.items() if len(seen) > 1}
+        return {id(self._parameters[name]) for name, kinds in self._kinds.items() if len(kinds) > 1}
 
-    def _watch(self, name: str, parameter: Any) -> None:
+    def _hook(self, name: str, parameter: Any) -> None:
         if parameter.stop_gradient:
             return
         self._parameters[name] = parameter
-        seen = self._seen.setdefault(name, set())
+        kinds = self._kinds.setdefault(name, set())
 
         def note(_grad: Any) -> None:
             if self._kind:
-                seen.add(self._kind)
+                kinds.add(self._kind)
 
         self._handles.append(parameter.register_hook(note))
 
 
-def _deferral(name: str, seen: set[str], owner: Leaf | None) -> Deferral:
-    if seen == {"W"} and owner is not None:
+def _deferral(name: str, kinds: set[str], owner: Leaf | None) -> Deferral:
+    if kinds == {"W"} and owner is not None:
         if owner.divisible:
             return Deferral(name, "W", "W", "")
         return Deferral(name, "I", "W", "Paddle gives it together with the input's gradient")
-    if not seen:
+    if not kinds:
         reason = "no gradient reached it"
     elif owner is None:
         reason = "its layer has sublayers with parameters of their own"

@@ -116,8 +116,8 @@ def leaves_of(index: int, layer: Any) -> Iterator[Leaf]:
         return
     static: set[int] = set()
     for path, part in layer.named_sublayers(prefix=str(index), include_self=True):
-        own = part.parameters(include_sublayers=False)
-        if own and all(not sub.parameters() for sub in part.sublayers()):
+        parameters = part.parameters(include_sublayers=False)
+        if parameters and all(not sub.parameters() for sub in part.sublayers()):
             leaf = Leaf(part, path)
             if id(part) in static:
                 leaf.static, leaf.uncut = True, "its layer is within paddle.jit.to_static"
@@ -141,9 +141,9 @@ def examine(
     with _side_effects_undone(leaf.layer), paddle.autograd.saved_tensors_hooks(_nothing, _nothing):
         try:
             inputs = [t for t in tensors_in((args, named), "was called with") if _needs_grad(t)]
-            others = leaves_like(inputs)
-            output = forward(*replace(args, others), **replace(named, others))
-            return _follow(leaf, list(others.values()), output)
+            stand_ins = leaves_like(inputs)
+            output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
+            return _follow(leaf, list(stand_ins.values()), output)
         except CannotWait as cause:
             return Nature(str(cause))
         except Exception as error:
@@ -154,12 +154,12 @@ def examine(
 def _follow(leaf: Leaf, inputs: list[Any], output: Any) -> Nature:
     """Follows the graph of a call from what it returned."""
     ids = {id(tensor) for tensor in inputs}
-    given = [t for t in tensors_in(output, "returned") if _needs_grad(t) and id(t) not in ids]
-    if any(tensor.is_leaf for tensor in given):
+    outputs = [t for t in tensors_in(output, "returned") if _needs_grad(t) and id(t) not in ids]
+    if any(tensor.is_leaf for tensor in outputs):
         raise CannotWait("its layer returns a parameter")
-    own = [tensor.grad_fn for tensor in inputs]
-    ends = {*own, *(p.grad_fn for p in leaf.parameters if _needs_grad(p))}
-    roots = [tensor.grad_fn for tensor in given]
+    entries = [tensor.grad_fn for tensor in inputs]
+    ends = {*entries, *(p.grad_fn for p in leaf.parameters if _needs_grad(p))}
+    roots = [tensor.grad_fn for tensor in outputs]
     nodes = nodes_of(roots, ends)
     below = {node: operands(node) for node in nodes - ends}
     if not all(below.values()):
@@ -167,14 +167,14 @@ def _follow(leaf: Leaf, inputs: list[Any], output: Any) -> Nature:
             "its layer uses a tensor or parameter that is neither its argument nor its own"
         )
     uses = Counter(operand for others in below.values() for operand in others)
-    if max((uses[node] for node in own), default=0) > 1 and _are_vectors(leaf.parameters):
+    if max((uses[node] for node in entries), default=0) > 1 and _are_vectors(leaf.parameters):
         # Autograd would add each of these uses to those of other layers as it comes.
         raise CannotWait("its layer uses an input several times, and has vectors alone to wait for")
-    reached = tuple(node in nodes for node in own)
+    reached = tuple(node in nodes for node in entries)
     divisible = not any(reached) or all(
         len(others) == 1 or node.name() in DIVISIBLE for node, others in below.items()
     )
-    ways = [_ways_to(set(own), below)[root] for root in roots]
+    ways = [_ways_to(set(entries), below)[root] for root in roots]
     depth = max((length for length, _ in ways), default=0)
     straight = not any(reached) or sum(number for _, number in ways) == 1
     return Nature("", divisible, reached, depth, straight)
@@ -254,10 +254,10 @@ def tensors_in(value: Any, verb: str) -> list[Any]:
     Raises:
         CannotWait: There is another object, which may hold tensors where they cannot be seen.
     """
-    found: dict[int, Any] = {}
+    tensors: dict[int, Any] = {}
     for _, leaf in leaves(value, exact=True):
         if isinstance(leaf, paddle.Tensor):
-            found.setdefault(id(leaf), leaf)
+            tensors.setdefault(id(leaf), leaf)
         elif not isinstance(leaf, _PLAIN):
             raise CannotWait(f"its layer {verb} an object of class {type(leaf).__name__}")
-    return list(found.values())
+    return list(tensors.values())

@@ -57,9 +57,9 @@ class Call:
 
     def measure(self, taken: Iterable[Any], outputs: Sequence[Any], allocated: int) -> None:
         """Notes what the call keeps, given that it left ``allocated`` bytes more in use."""
-        own = sum(map(_bytes, outputs))
+        returned = sum(map(_bytes, outputs))
         self.storages = {tensor.data_ptr(): _bytes(tensor) for tensor in (*taken, *outputs)}
-        self.hidden_bytes = max(allocated - own, 0)
+        self.hidden_bytes = max(allocated - returned, 0)
 
     def leave(self) -> tuple[Any, ...]:
         """Returns the outputs for the graph around the call."""
@@ -80,14 +80,14 @@ class Call:
         used = [(y, grad) for y, grad in zip(graph.outputs, grads) if grad is not None]
         wanted = graph.inputs if graph.divisible else [*graph.inputs, *self._parameters]
         found = _gradients(used, wanted, retain_graph=graph.divisible)
-        ours, rest = found[: len(graph.inputs)], found[len(graph.inputs) :]
+        of_inputs, rest = found[: len(graph.inputs)], found[len(graph.inputs) :]
         # Paddle adds up gradients in place: one that lives in the memory of another is safe only
         # until the other is handed on.
         if graph.divisible:
-            self._grads = [(y, _apart(grad, ours)) for y, grad in used]
+            self._grads = [(y, _apart(grad, of_inputs)) for y, grad in used]
             self.storages.update((grad.data_ptr(), _bytes(grad)) for _, grad in self._grads)
         else:
-            shared = [*ours, *(grad for _, grad in used)]
+            shared = [*of_inputs, *(grad for _, grad in used)]
             kept = [(p, _apart(grad, shared)) for p, grad in zip(self._parameters, rest)]
             self._found = [(p, grad) for p, grad in kept if grad is not None]
             self.storages = {grad.data_ptr(): _bytes(grad) for _, grad in self._found}
@@ -96,7 +96,7 @@ class Call:
         # None would crash Paddle where the input was made by an operation.
         return [
             paddle.zeros_like(tensor) if grad is None else grad
-            for tensor, grad in zip(graph.inputs, ours)
+            for tensor, grad in zip(graph.inputs, of_inputs)
         ]
 
     def weight_grads(self) -> list[tuple[Any, Any]]:
@@ -256,23 +256,23 @@ def _cut_out(
 ) -> Any:
     """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
     tensors = [tensor for tensor in taken if not tensor.stop_gradient]
-    others = leaves_like(tensors)
+    stand_ins = leaves_like(tensors)
     before = allocated_bytes()
-    output = forward(*replace(args, others), **replace(named, others))
+    output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
     allocated = allocated_bytes() - before
-    own = {id(others[id(tensor)]): tensor for tensor in tensors}
-    given = [t for t in _returned(leaf, output) if not t.stop_gradient]
-    outputs = [tensor for tensor in given if id(tensor) not in own]
+    originals = {id(stand_ins[id(tensor)]): tensor for tensor in tensors}
+    returned = [t for t in _returned(leaf, output) if not t.stop_gradient]
+    outputs = [tensor for tensor in returned if id(tensor) not in originals]
     if outputs:
         entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]
-        inputs = [others[id(tensor)] for tensor in entries]
+        inputs = [stand_ins[id(tensor)] for tensor in entries]
         parameters = [p for p in leaf.parameters if not p.stop_gradient]
         call = Call(parameters, Graph(inputs, outputs, nature.divisible))
         call.measure(taken, outputs, allocated)
         borders = _bordered(call, tape, nature.depth, entries)
         borders = borders if isinstance(borders, (tuple, list)) else (borders,)
-        own.update((id(output), border) for output, border in zip(outputs, borders))
-    return replace(output, own)
+        originals.update((id(output), border) for output, border in zip(outputs, borders))
+    return replace(output, originals)
 
 
 def _returned(leaf: Leaf, output: Any) -> list[Any]:

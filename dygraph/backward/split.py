@@ -15,7 +15,7 @@ from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph.backward import leaf_call
-from fleetpipe.dygraph.backward.deferral_report import DeferralReport, Waiting, Watch
+from fleetpipe.dygraph.backward.deferral_report import DeferralReport, GradientArrivals, Waiting
 from fleetpipe.dygraph.backward.leaf import Leaf, leaves_of
 from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.schedules import Schedule
@@ -50,15 +50,15 @@ class SplitBackward:
         self._leaves: dict[int, list[Leaf]] = {}
         self._tapes: dict[tuple[int, int], list[Call]] = {}
         self._waiting: dict[int, Waiting] = {}
-        self._watch: Watch | None = None
+        self._arrivals: GradientArrivals | None = None
 
     def end(self) -> None:
-        """Ends the watch with the first batch, and forgets what an unfinished one left."""
-        if self._watch is not None:
-            self._watch.stop()
+        """Takes the hooks away after the first batch, and forgets what an unfinished one left."""
+        if self._arrivals is not None:
+            self._arrivals.stop()
             if self._tapes:
-                # It saw a part of the parameters: the next batch is watched from its beginning.
-                self._watch = None
+                # They saw a part of the parameters: the next batch has new ones from its beginning.
+                self._arrivals = None
         self._tapes.clear()
         for waiting in self._waiting.values():
             waiting.forget()
@@ -85,16 +85,16 @@ class SplitBackward:
                 leaf.layer.__dict__["forward"] = _wrapped(leaf, leaf.layer.forward, tape)
             yield
         finally:
-            for leaf, own in zip(leaves, before):
-                if own is _MISSING:
+            for leaf, forward in zip(leaves, before):
+                if forward is _MISSING:
                     leaf.layer.__dict__.pop("forward", None)
                 else:
-                    leaf.layer.__dict__["forward"] = own
+                    leaf.layer.__dict__["forward"] = forward
 
     @contextmanager
     def input_grads(self, stage: int, micro_batch: int) -> Iterator[None]:
         """Has autograd leave the leaf layers' weight gradients out while the context is open."""
-        with self._watched(stage, "I"), self.recording(stage, micro_batch):
+        with self._noted(stage, "I"), self.recording(stage, micro_batch):
             yield
         # What the same calls share counts once.
         calls = self._tapes[stage, micro_batch]
@@ -106,12 +106,12 @@ class SplitBackward:
         """Adds to the parameters' gradients what I left over, as autograd would have."""
         totals: dict[int, tuple[Any, Any]] = {}
         tape = self._tapes[stage, micro_batch]
-        with self._watched(stage, "W"):
+        with self._noted(stage, "W"):
             for call in tape:
                 for parameter, grad in call.weight_grads():
-                    known = totals.get(id(parameter))
+                    earlier = totals.get(id(parameter))
                     # Autograd too adds up all uses before it touches the parameter's gradient.
-                    total = grad if known is None else known[1] + grad
+                    total = grad if earlier is None else earlier[1] + grad
                     totals[id(parameter)] = (parameter, total)
             tape.clear()
             if totals:
@@ -125,7 +125,7 @@ class SplitBackward:
 
     def report(self) -> DeferralReport:
         """Returns which parameters' gradients waited for W, and what that kept."""
-        deferrals = () if self._watch is None else self._watch.deferrals(self._leaves)
+        deferrals = () if self._arrivals is None else self._arrivals.deferrals(self._leaves)
         peaks = {stage: waiting.peak for stage, waiting in sorted(self._waiting.items())}
         return DeferralReport(self._name, deferrals, peaks)
 
@@ -135,7 +135,7 @@ class SplitBackward:
         These are the ones whose inputs and outputs are connected in more than one way, and those
         whose parameters are also used around them.
         """
-        both = set() if self._watch is None else self._watch.halves()
+        both = set() if self._arrivals is None else self._arrivals.halves()
         return [
             leaf.name
             for leaves in self._leaves.values()
@@ -147,18 +147,18 @@ class SplitBackward:
     def _leaves_of(self, stage: int) -> list[Leaf]:
         if stage not in self._leaves:
             # Once each, however many entries of the stage share a layer.
-            found: dict[int, Leaf] = {}
+            leaves: dict[int, Leaf] = {}
             for index, layer in self._layers_of(stage).items():
                 for leaf in leaves_of(index, layer):
-                    found.setdefault(id(leaf.layer), leaf)
-            self._leaves[stage] = list(found.values())
+                    leaves.setdefault(id(leaf.layer), leaf)
+            self._leaves[stage] = list(leaves.values())
         return self._leaves[stage]
 
-    def _watched(self, stage: int, kind: str) -> AbstractContextManager[None]:
+    def _noted(self, stage: int, kind: str) -> AbstractContextManager[None]:
         """Notes which parameters of the first batch get their gradient in an action."""
-        if self._watch is None:
-            self._watch = Watch()
-        return self._watch.during(stage, kind, self._layers_of)
+        if self._arrivals is None:
+            self._arrivals = GradientArrivals()
+        return self._arrivals.during(stage, kind, self._layers_of)
 
 
 def _wrapped(leaf: Leaf, forward: Callable[..., Any], tape: list[Call]) -> Callable[..., Any]:
