@@ -1,21 +1,20 @@
 """The drop-in face of ``paddle.distributed.fleet``: same names, same paths, pipelines that run.
 
-Every name that fleetpipe does not define is Paddle's very object.
+Every name that fleetpipe does not define is Paddle's very object; ``overlay`` has the table of the
+modules below that are fleetpipe's.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from fleetpipe import numerics, static
 from fleetpipe._paddle import paddle_fleet
-from fleetpipe.fleet import _delegation
+from fleetpipe.fleet import overlay
 
 numerics.prepare()
-_delegation.install()
+overlay.install()
 static.install()
 
-from fleetpipe.fleet import high_level, layers, meta_parallel  # noqa: E402
+from fleetpipe.fleet import high_level, meta_parallel  # noqa: E402
 from fleetpipe.fleet.lifecycle import (  # noqa: E402
     get_hybrid_communicate_group,
     init,
@@ -43,12 +42,4 @@ __all__ = [
 ]
 __all__ += [name for name in paddle_fleet.__all__ if name not in __all__]
 
-
-def __getattr__(name: str) -> Any:
-    """Returns Paddle's object of that name."""
-    return getattr(paddle_fleet, name)
-
-
-def __dir__() -> list[str]:
-    """Lists fleetpipe's names and Paddle's."""
-    return sorted({*globals(), *dir(paddle_fleet)})
+__getattr__, __dir__ = overlay.over(globals(), paddle_fleet)

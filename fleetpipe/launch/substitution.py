@@ -6,8 +6,6 @@ to them.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from types import ModuleType
 
 from fleetpipe import fleet as our_fleet
 from fleetpipe._paddle import paddle
-from fleetpipe.fleet._delegation import OURS, PADDLES
+from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
 
 
 class _Finder(MetaPathFinder):
@@ -45,7 +43,10 @@ def in_place_of_paddles() -> Iterator[None]:
     So do its attributes, as in ``paddle.distributed.fleet.init``, and every module below it that
     fleetpipe has one for. The others stay Paddle's.
     """
-    counterparts = _counterparts()
+    tails = ["", ".meta_parallel", *(f".{path}" for path in OVERLAYS)]
+    counterparts = {
+        PADDLES + tail: sys.modules[OURS + tail] for tail in tails if PADDLES + tail in sys.modules
+    }
     theirs = {name: sys.modules[name] for name in counterparts}
     finder = _Finder(theirs)
     distributed = paddle.distributed
@@ -58,22 +59,3 @@ def in_place_of_paddles() -> Iterator[None]:
         sys.meta_path.remove(finder)
         setattr(distributed, "fleet", theirs[PADDLES])  # noqa: B010
         sys.modules.update(theirs)
-
-
-def _counterparts() -> dict[str, ModuleType]:
-    """Loads fleetpipe's modules that stand for one of Paddle's; returns them by Paddle's names.
-
-    All at once: one that was first imported later would find fleetpipe's modules where it looks
-    for Paddle's, to which it delegates.
-    """
-    found = {PADDLES: our_fleet}
-    for info in pkgutil.walk_packages(our_fleet.__path__, OURS + "."):
-        name = PADDLES + info.name[len(OURS) :]
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise
-        else:
-            found[name] = importlib.import_module(info.name)
-    return found

@@ -14,6 +14,7 @@ import pytest
 from paddle.distributed import fleet as theirs
 
 from fleetpipe import fleet
+from fleetpipe.fleet.overlay import OVERLAYS
 
 OWN = {
     "DistributedStrategy",
@@ -88,6 +89,19 @@ def test_star_import_brings_both_sides() -> None:
     exec("from fleetpipe.fleet import *", namespace)
     assert namespace["init"] is fleet.init
     assert namespace["CommunicateTopology"] is theirs.CommunicateTopology
+
+
+@pytest.mark.parametrize("path", ["meta_parallel", *OVERLAYS])
+def test_a_star_import_brings_every_name_that_differs(path: str) -> None:
+    module = importlib.import_module(f"fleetpipe.fleet.{path}")
+    below = [name for name in OVERLAYS if name.rpartition(".")[0] == path]
+    namespace: dict[str, object] = {}
+    exec(f"from fleetpipe.fleet.{path} import *", namespace)
+    for name in [*OVERLAYS.get(path, ()), *(name.rpartition(".")[2] for name in below)]:
+        assert namespace[name] is getattr(module, name)
+        assert name in dir(module)
+    for name in below:
+        assert namespace[name.rpartition(".")[2]] is sys.modules[f"fleetpipe.fleet.{name}"]
 
 
 def test_a_pickled_object_of_paddles_comes_back() -> None:

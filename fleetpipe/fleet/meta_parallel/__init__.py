@@ -1,37 +1,36 @@
-"""``paddle.distributed.fleet.meta_parallel`` with fleetpipe's pipeline in the place of Paddle's."""
+"""``paddle.distributed.fleet.meta_parallel`` with fleetpipe's pipeline in the place of Paddle's.
+
+A file of its own, where the modules below it are made from ``overlay``'s table: editors and type
+checkers look here.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 from paddle.distributed.fleet import meta_parallel as _theirs
 
-from fleetpipe.dygraph import PipelineLayer
-from fleetpipe.fleet.layers.mpu.mp_layers import (
-    ColumnParallelLinear,
-    ParallelCrossEntropy,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
-from fleetpipe.fleet.meta_parallel import (
-    dualpipev,
-    parallel_layers,
-    pipeline_parallel,
-    tensor_parallel,
-)
-from fleetpipe.fleet.meta_parallel._descriptions import LayerDesc, SharedLayerDesc
-from fleetpipe.fleet.meta_parallel.pipeline_parallel import (
+from fleetpipe.dygraph import (
     DualPipeVParallel,
     NoPipelineParallel,
-    PipelineDatasetPreprocessor,
+    PipelineLayer,
     PipelineParallel,
-    PipelineParallelMicroStepLocations,
     PipelineParallelWithInterleave,
     PipelineParallelWithInterleaveFthenB,
     VPPFhenBInBalancedMemory,
+)
+from fleetpipe.dygraph.backports import (
+    PipelineDatasetPreprocessor,
+    PipelineParallelMicroStepLocations,
     register_global_pipeline_parallel_hook,
 )
-from fleetpipe.fleet.meta_parallel.tensor_parallel import TensorParallel
+from fleetpipe.dygraph.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelCrossEntropy,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+)
+from fleetpipe.fleet import overlay
+from fleetpipe.fleet.meta_parallel._descriptions import LayerDesc, SharedLayerDesc
 
 __all__ = [
     "ColumnParallelLinear",
@@ -57,12 +56,4 @@ __all__ = [
     "tensor_parallel",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Returns Paddle's object of that name."""
-    return getattr(_theirs, name)
-
-
-def __dir__() -> list[str]:
-    """Lists fleetpipe's names and Paddle's."""
-    return sorted({*globals(), *dir(_theirs)})
+__getattr__, __dir__ = overlay.over(globals(), _theirs)

@@ -1,0 +1,188 @@
+"""What stands below ``fleetpipe.fleet``: the modules of one table, and Paddle's very own.
+
+The names that ``OVERLAYS`` gives a module are fleetpipe's, every other name in it is Paddle's. A
+module that is neither in the table nor a file of this package is Paddle's, not a second copy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fleetpipe import dygraph
+from fleetpipe.dygraph import backports, tensor_parallel
+from fleetpipe.dygraph.layers import chunk
+
+OURS = "fleetpipe.fleet"
+PADDLES = "paddle.distributed.fleet"
+_FOLDER = Path(__file__).parent
+
+
+def _of(module: ModuleType, *names: str) -> dict[str, object]:
+    return {name: getattr(module, name) for name in names}
+
+
+_SLICED = _of(
+    tensor_parallel,
+    "ColumnParallelLinear",
+    "ParallelCrossEntropy",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+)
+
+#: Below ``fleetpipe.fleet``: a module in the place of Paddle's, and the names that differ in it.
+OVERLAYS: Mapping[str, Mapping[str, object]] = {
+    "layers": {},
+    "layers.mpu": _SLICED,
+    "layers.mpu.mp_layers": _SLICED,
+    "layers.mpu.mp_ops": tensor_parallel.OPERATIONS,
+    "meta_parallel.dualpipev": _of(dygraph, "DualPipeVParallel"),
+    "meta_parallel.parallel_layers": {**_SLICED, **_of(dygraph, "PipelineLayer")},
+    "meta_parallel.parallel_layers.mp_layers": _SLICED,
+    "meta_parallel.parallel_layers.pp_layers": {
+        **_of(dygraph, "PipelineLayer"),
+        **_of(chunk, "PipelineLayerChunk"),
+    },
+    "meta_parallel.pipeline_parallel": {
+        **_of(
+            dygraph,
+            "DualPipeVParallel",
+            "FakeMicroDataset",
+            "NoPipelineParallel",
+            "PipelineLayer",
+            "PipelineParallel",
+            "PipelineParallelWithInterleave",
+            "PipelineParallelWithInterleaveFthenB",
+            "VPPFhenBInBalancedMemory",
+        ),
+        **_of(
+            backports,
+            "PipelineDatasetPreprocessor",
+            "PipelineParallelMicroStepCallback",
+            "PipelineParallelMicroStepLocations",
+            "pipeline_parallel_callbacks_",
+            "register_global_pipeline_parallel_hook",
+        ),
+    },
+    "meta_parallel.tensor_parallel": _of(tensor_parallel, "TensorParallel"),
+}
+
+
+def over(
+    names: Mapping[str, object], theirs: ModuleType
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns ``__getattr__`` and ``__dir__`` of a module that adds ``names`` to one of Paddle's.
+
+    Args:
+        names: The module's ``globals()``.
+        theirs: Paddle's module, which answers for every other name.
+    """
+
+    def get(name: str) -> Any:
+        return getattr(theirs, name)
+
+    def listed() -> list[str]:
+        return sorted({*names, *dir(theirs)})
+
+    return get, listed
+
+
+class _Overlay(Loader):
+    """Makes a module of the table."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leaves the making of the module object to Python."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = vars(module)
+        names.update(OVERLAYS[self._path])
+        names["__doc__"] = f"``{PADDLES}.{self._path}`` with names of fleetpipe's."
+        names["__all__"] = [*OVERLAYS[self._path], *_inside(self._path)]
+        names["__getattr__"], names["__dir__"] = over(names, _theirs(self._path))
+
+
+def _inside(path: str) -> list[str]:
+    """Lists the modules of the table that stand directly in the package ``path``."""
+    return [name for parent, _, name in (one.rpartition(".") for one in OVERLAYS) if parent == path]
+
+
+def _theirs(path: str) -> ModuleType:
+    """Returns Paddle's module, or an empty one of its name: 2.6.2 has no ``dualpipev``."""
+    name = f"{PADDLES}.{path}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return ModuleType(name)
+
+
+class _PaddleModule(Loader):
+    """Hands out a module that Paddle has loaded, and leaves its ``__spec__`` as Paddle's."""
+
+    def __init__(self, name: str) -> None:
+        self._module = importlib.import_module(name)
+        self._spec = self._module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+class _Finder(MetaPathFinder):
+    """Answers for ``fleetpipe.fleet.*`` where this package has no file of that name.
+
+    It must stand before the path finder: the packages it hands out carry Paddle's ``__path__``,
+    in which the path finder would find their submodules and load them a second time.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(OURS + "."):
+            return None
+        name = fullname[len(OURS) + 1 :]
+        if name in OVERLAYS:
+            return ModuleSpec(fullname, _Overlay(name), is_package=bool(_inside(name)))
+        if _is_file(name):
+            return None
+        theirs = f"{PADDLES}.{name}"
+        try:
+            loader = _PaddleModule(theirs)
+        except ModuleNotFoundError as error:
+            if error.name != theirs:
+                raise
+            return None
+        return ModuleSpec(fullname, loader)
+
+
+def _is_file(name: str) -> bool:
+    file = _FOLDER.joinpath(*name.split("."))
+    return file.with_suffix(".py").exists() or (file / "__init__.py").exists()
+
+
+def install() -> None:
+    """Puts the finder in front, once, makes the table's modules, and shares what Paddle has loaded.
+
+    Sharing them now keeps an import from binding a module over the attribute of the same name:
+    ``fleet.fleet`` is Paddle's singleton, and ``paddle.distributed.fleet.fleet`` also a module.
+    """
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    for path in OVERLAYS:
+        importlib.import_module(f"{OURS}.{path}")
+    for name, module in list(sys.modules.items()):
+        path = name[len(PADDLES) + 1 :]
+        if name.startswith(PADDLES + ".") and not _is_file(path):
+            sys.modules.setdefault(f"{OURS}.{path}", module)
