@@ -97,6 +97,13 @@ def shares_of_rows(value: Any, size: int) -> list[Fraction] | None:
     return [Fraction(min(size, rows - first), rows) for first in range(0, rows, size)]
 
 
+def copy_of(value: Any) -> Any:
+    """Returns a copy of a micro-batch: a model may work in place."""
+    if isinstance(value, paddle.Tensor):
+        return value.detach().clone()
+    return _same(value, [copy_of(part) for part in _parts(value)])
+
+
 def _count(value: Any, size: int) -> int | None:
     """Returns how many micro-batches a value has; None where it has none to tell."""
     if isinstance(value, paddle.Tensor):
@@ -112,17 +119,10 @@ def _count(value: Any, size: int) -> int | None:
 def _pick(value: Any, number: int, size: int) -> Any:
     """Returns micro-batch ``number`` of a value that is a whole batch."""
     if isinstance(value, paddle.Tensor):
-        return _own(value[number * size : (number + 1) * size])
+        return copy_of(value[number * size : (number + 1) * size])
     if isinstance(value, list):
-        return _own(value[number])
+        return copy_of(value[number])
     return _same(value, [_pick(part, number, size) for part in _parts(value)])
-
-
-def _own(value: Any) -> Any:
-    """Returns a copy of a micro-batch: a model may work in place."""
-    if isinstance(value, paddle.Tensor):
-        return value.detach().clone()
-    return _same(value, [_own(part) for part in _parts(value)])
 
 
 def _parts(value: Any) -> list[Any]:

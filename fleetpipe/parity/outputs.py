@@ -41,9 +41,10 @@ def recorded(model: Any, names: Mapping[str, str]) -> Iterator[Outputs]:
 
 def _keeper(kept: list[Any]) -> Any:
     def keep(_layer: Any, _inputs: Any, output: Any) -> None:
-        # A layer that is recomputed is called a second time.
+        # A layer that is recomputed is called a second time. Copies: the next layer may work in
+        # place, and only where no border between stages stands before it would both sides show it.
         if not recompute.rerunning():
-            kept.extend(tensor.detach() for tensor in tensors_of(output))
+            kept.extend(tensor.detach().clone() for tensor in tensors_of(output))
 
     return keep
 

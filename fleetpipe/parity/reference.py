@@ -19,6 +19,7 @@ from fleetpipe.dygraph import (
 )
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import pipeline_group
+from fleetpipe.parity.cutting import copy_of
 
 LossOf = Callable[[Any, Any], Any]
 LossesOf = Callable[[Any, Any], Sequence[Any]]
@@ -125,7 +126,9 @@ class Reference:
         for number, (value, label, weight) in enumerate(zip(inputs, labels, weights), first):
             if keys is not None:
                 keys.micro_batch = number
-            losses = [weighted(loss, weight) for loss in self.losses_of(value, label)]
+            # Of copies, for the same micro-batches may run again.
+            losses = self.losses_of(copy_of(value), copy_of(label))
+            losses = [weighted(loss, weight) for loss in losses]
             losses[0].backward()
             shares.append([loss.detach() for loss in losses])
         return [sum_in_order(by_function) for by_function in zip(*shares)]

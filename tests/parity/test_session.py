@@ -86,6 +86,31 @@ def test_a_model_with_an_lstm_is_compared() -> None:
         assert compared(model, sgd(model)).passed
 
 
+def in_place() -> list[Any]:
+    """Layers of which every other works in place; on three ranks a stage begins with each."""
+    tanh_, relu_ = nn.functional.tanh_, nn.functional.relu_
+    linear = [LayerDesc(nn.Linear, *sizes) for sizes in ((6, 8), (8, 8), (8, 4))]
+    return [tanh_, linear[0], relu_, linear[1], tanh_, linear[2]]
+
+
+def test_a_stage_that_begins_in_place_is_compared() -> None:
+    with job(3):
+        model = pipeline(in_place(), seg_method=[0, 2, 4, 6])
+        session = parity.begin(model, sgd(model))
+        session.step(batch())
+        session.eval_batch(batch(), compute_loss=True)
+        session.predict_batch(batch()[0])
+    assert session.report.differences == []
+
+
+def test_a_batch_whose_inputs_are_overwritten_is_run_again_to_look_at_its_edges() -> None:
+    with job(3):
+        model = pipeline(in_place(), seg_method=[0, 2, 4, 6])
+        model.layers.state_dict()["3.weight"].register_hook(lambda grad: grad * 1.5)
+        report = compared(model, sgd(model), steps=1)
+    assert [d.name for d in report.differences] == ["3.weight", "", "3.weight"]
+
+
 def test_groups_with_learning_rates_of_their_own_are_compared() -> None:
     with job(2):
         model = pipeline()
