@@ -18,7 +18,7 @@ _ACTION = re.compile(r"([FBIW])(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 class Action(NamedTuple):
     """One computation: ``str(Action("F", 0, 3)) == "F0.3"``.
 
-    Args:
+    Attributes:
         kind: "F" forward, "B" full backward, "I" input-gradient, "W" weight-gradient.
         stage: Global stage, 0..stages-1, never a chunk of a rank.
         micro_batch: Micro-batch, 0..micro_batches-1.

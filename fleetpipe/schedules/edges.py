@@ -17,7 +17,7 @@ class Edge(NamedTuple):
 
     The chain s -> s+1 is the usual case; a skip connection is an edge over several stages.
 
-    Args:
+    Attributes:
         source: Stage that makes the value.
         target: Stage that takes it, later than ``source``.
         name: Tells edges between the same two stages apart; empty for the usual one.

@@ -18,7 +18,7 @@ _FREE = re.compile(r"FREE(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 class Send(NamedTuple):
     """``SF0>1.3``: hand the F value of edge 0>1, micro-batch 3, to the rank of stage 1.
 
-    Args:
+    Attributes:
         kind: "F" the value of the edge, or "B" its gradient, which the consumer's rank sends.
         edge: The edge, always written producer>consumer of the value.
         micro_batch: The micro-batch.
@@ -36,7 +36,7 @@ class Send(NamedTuple):
 class Recv(NamedTuple):
     """``RF0>1.3``: post the receive that answers ``SF0>1.3``; the value is needed later.
 
-    Args:
+    Attributes:
         kind: "F" the value of the edge, or "B" its gradient, which the producer's rank receives.
         edge: The edge, always written producer>consumer of the value.
         micro_batch: The micro-batch.

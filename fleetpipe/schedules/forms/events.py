@@ -14,7 +14,7 @@ from fleetpipe.schedules.play.timeline import Timeline
 class Event(NamedTuple):
     """One thing that a rank did, as plain values that can be sent between ranks and saved.
 
-    Args:
+    Attributes:
         rank: The rank.
         name: What it did, as a plan writes it: "F0.3", "(F0.3|B1.2)", "SF0>1.3", "STEP"; or
             any other word.
@@ -42,7 +42,7 @@ class Event(NamedTuple):
 class Figures(NamedTuple):
     """The bubble of some events, as ``Timeline`` has it.
 
-    Args:
+    Attributes:
         span: Longest time that a rank takes from its first action to its last.
         busy: Most that any rank computes.
     """
