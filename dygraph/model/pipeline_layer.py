@@ -7,34 +7,58 @@ it lives; a layer that several entries share is called ``shared_layers.<key>``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle, user_strategy
+from fleetpipe.aliases import Layer, Nest, Tensor, Topology
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import arrangement
-from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST
+from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST, device_id
 from fleetpipe.dygraph.layers import entries, tied
+from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.run_stage import StageRunner, checked_interval
-from fleetpipe.dygraph.model.fleet_face import FleetLayers
+from fleetpipe.dygraph.model import fleet_face, loss_functions
+from fleetpipe.dygraph.model.loss_functions import LossFunction
 from fleetpipe.dygraph.model.stage_count import number_of_stages, topology_of
-from fleetpipe.dygraph.state.tied_weights import SharedWeights, holders
+from fleetpipe.dygraph.state.layer_files import LayerFiles
+from fleetpipe.dygraph.state.single_model import SingleModel, single_model
+from fleetpipe.dygraph.state.tied_weights import connected
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.schedules import Placement, Schedule
+from fleetpipe.transport import Group, SoleGroup
 
 
-class PipelineLayer(FleetLayers):
-    """The stages of a pipeline that this process owns: its own one, or all in one process."""
+class PipelineLayer(paddle.nn.Layer):
+    """The stages of a pipeline that this process owns: its own one, or all in one process.
+
+    Nothing here or in the wrapper calls what a subclass may override to give a state dict other
+    keys: ``state_dict``, ``set_state_dict``, ``parameters``, ``named_parameters``.
+
+    Attributes:
+        placement: Which rank has which stage.
+        partition: Which layers each stage has.
+        runner: Runs the stages of this process.
+        state: The parameters and buffers of the whole model, under their lasting names.
+        layers: The list of layers as the user gave it.
+        segment_parts: First layer of each stage, then the number of layers.
+        run_function: The built layers and functions of this process, in order.
+        shared_comm: By key, the shared layers of which other ranks have copies: ``ranks`` of the
+            job, the ``group`` in the pipeline, the names of ``weight_attr`` and the ``layer``.
+        device_id: This process's device.
+        global_rank: This process's rank in the job.
+    """
 
     def __init__(
         self,
         layers: Iterable[Any],
         num_stages: int | None = None,
-        topology: Any = None,
+        topology: Topology = None,
         loss_fn: Any = None,
         seg_method: str | Sequence[int] = "uniform",
         recompute_interval: int = 0,
@@ -79,10 +103,12 @@ class PipelineLayer(FleetLayers):
         # With one stage in a job of several the whole model is here, and the others do not matter.
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
         # As Fleet keeps it. Around Layer.__setattr__, which would make a sublayer of a loss.
-        _require_callable(loss_fn)
-        self.__dict__["_loss_fn"] = _as_list(loss_fn) if LOSS_FUNCTIONS_ARE_A_LIST else loss_fn
-        self._recompute_interval = checked_interval(recompute_interval, recompute_ctx)
-        self.recompute_ctx = recompute_ctx
+        loss_functions.require_callable(loss_fn)
+        self.__dict__["_loss_fn"] = (
+            loss_functions.as_list(loss_fn) if LOSS_FUNCTIONS_ARE_A_LIST else loss_fn
+        )
+        interval = checked_interval(recompute_interval, recompute_ctx)
+        self._recompute_interval, self.recompute_ctx = interval, recompute_ctx
         self.use_cudagraph = use_cudagraph
         self._chunks = num_virtual_pipeline_stages
         self._use_dualpipev = use_dualpipev
@@ -90,25 +116,74 @@ class PipelineLayer(FleetLayers):
         if job is not None and job.degrees.mp > 1:
             # Sizes that cannot be cut are refused on every rank, before any waits for another.
             list(self._blueprints)
-        shared = tied.find(self._layers_desc, self._blueprints)
-        self._shared = {index: layer for layer in shared for index in layer.indices}
+        self._tied = tied.find(self._layers_desc, self._blueprints)
         self.placement = self._arranged(_current_config()).placement
         self.partition = self._cut(seg_method)
         tied.refuse_split(self._layers_desc, self.get_stage_from_index)
         self._stage_id, self._owned = self._own_stages()
-        built = self._build(shared)
-        self._runner = StageRunner(self._functions, self.partition, self._recompute_interval)
-        self._state = ModelState(
-            self._layers_desc, self._blueprints, shared, built.names, self.state_dict
-        )
-        self._shared_weights = self._connect_copies(shared)
-        self._tell_as_fleet()
-        if job is not None and not job.local and not self.parameters():
+        self._build()
+        if job is not None and not job.local and not self.state.own_parameters():
             tell_once(
                 f"the layers of rank {self._stage_id} of the pipeline have no parameters, and "
                 "Paddle's optimizers take no empty list: cut elsewhere with seg_method",
                 any_rank=True,
             )
+
+    def _build(self) -> None:
+        """Builds the layers of this process's stages. Collective where ranks share weights."""
+        indices = [index for stage in self._owned for index in self._range(stage)]
+        built = tied.build(self._layers_desc, indices, self._tied)
+        built.register(self)
+        self._functions = built.functions
+        self.runner = StageRunner(built.functions, self.partition, self._recompute_interval)
+        shared = {index: layer for layer in self._tied for index in layer.indices}
+        self.state = ModelState(
+            self,
+            self._layers_desc,
+            self._blueprints,
+            shared,
+            built,
+            self.partition,
+            self._group,
+        )
+        self._files = LayerFiles(
+            self._layers_desc, built.functions, shared, self.partition, self.placement, self._job
+        )
+        self._shared_weights = connected(
+            self._tied, self.get_stage_from_index, self.state.own(), self._stage_id, self._job
+        )
+        self._set_fleet_attributes(shared)
+
+    def _set_fleet_attributes(self, shared: Mapping[int, tied.SharedLayer]) -> None:
+        """Sets the attributes that users of Fleet's class read."""
+        stages = [self._range(stage) for stage in self._owned]
+        self.layers = self._layers_desc
+        self._num_layers = len(self._layers_desc)
+        self._num_virtual_pipeline_stages = self.placement.chunks
+        self.segment_parts = list(self.partition.boundaries)
+        self._start_poss = [layers.start for layers in stages]
+        self._end_poss = [layers.stop for layers in stages]
+        self._start_pos, self._end_pos = self._start_poss[0], self._end_poss[-1]
+        self.device_id = device_id()
+        self.global_rank = paddle.distributed.get_rank()
+        self.run_function = list(self._functions.values())
+        keys = {index: layer.key for index, layer in shared.items()}
+        self._model_chunks = [
+            PipelineLayerChunk(self.stage_layers(stage), keys)
+            for stage in (self._owned if self.placement.chunks > 1 else ())
+        ]
+        self.shared_comm = fleet_face.shared_comm(
+            self._layers_desc, shared, self.shared_layers, self._shared_weights.weights, self._job
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a parameter, a buffer or a sublayer, as ``nn.Layer`` does.
+
+        Raises:
+            NotWrapped: It is a method of what ``fleet.distributed_model`` returns.
+        """
+        fleet_face.refuse_methods_of_the_wrapper(self, name)
+        return super().__getattr__(name)
 
     def schedule(self, config: PipelineConfig) -> Schedule:
         """Returns the schedule that runs these layers, verified against the memory cap.
@@ -133,8 +208,8 @@ class PipelineLayer(FleetLayers):
         if schedule.placement != self.placement:
             raise ConfigError(
                 f"the schedule {schedule.name} does not run on layers placed like these",
-                expected=_told(schedule.placement),
-                got=_told(self.placement),
+                expected=_description(schedule.placement),
+                got=_description(self.placement),
                 cause="the strategy was another when the PipelineLayer was built",
                 fix="set schedule_mode, and call fleet.init, before you build the PipelineLayer",
             )
@@ -166,26 +241,6 @@ class PipelineLayer(FleetLayers):
         rank = self._job.hcg.get_stage_id()
         return rank, self.placement.stages_of(rank)
 
-    def _build(self, shared: Sequence[tied.SharedLayer]) -> tied.Built:
-        """Builds the layers of this process's stages."""
-        indices = [index for stage in self._owned for index in self._range(stage)]
-        built = tied.build(self._layers_desc, indices, shared)
-        built.register(self)
-        self._functions = built.functions
-        return built
-
-    def _connect_copies(self, shared: Sequence[tied.SharedLayer]) -> SharedWeights:
-        """Makes the copies of shared weights equal on all ranks. Collective over the pipeline."""
-        job = self._job
-        weights = holders(shared, self.get_stage_from_index)
-        if job is None or job.local or all(len(weight.holders) == 1 for weight in weights):
-            return SharedWeights([], {}, self._stage_id, self._sharing_group)
-        copies = SharedWeights(weights, self._state.own(), self._stage_id, self._sharing_group)
-        with job.guarded(lambda: "making shared weights equal"):
-            job.connect()
-            copies.equalize()
-        return copies
-
     def allreduce_shared_weight_gradients(self) -> None:
         """Gives all copies of shared weights the sum of their gradients.
 
@@ -198,11 +253,7 @@ class PipelineLayer(FleetLayers):
         """
         self._shared_weights.sum_gradients()
 
-    def run_stage(self, stage: int, value: Any, micro_batch: int | None = None) -> Any:
-        """Runs the layers of ``stage`` one after another: see ``StageRunner.run``."""
-        return self._runner.run(stage, value, micro_batch)
-
-    def forward(self, input: Any, chunk_id: int | None = None) -> Any:
+    def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
         """Runs the layers of this process in order; the whole model in one process.
 
         Under a vee placement a rank's two chunks are not neighbours: name one.
@@ -216,36 +267,34 @@ class PipelineLayer(FleetLayers):
         """
         if chunk_id is None:
             for stage in self._owned:
-                input = self.run_stage(stage, input)
+                input = self.runner.run(stage, input)
             return input
         self._require_chunk(chunk_id)
-        return self.run_stage(self._owned[chunk_id], input)
+        return self.runner.run(self._owned[chunk_id], input)
 
-    def loss_functions(self) -> list[Callable[[Any, Any], Any]]:
+    def loss_functions(self) -> list[LossFunction]:
         """Returns the loss functions, mostly one.
 
         Raises:
             ConfigError: The model was built without one.
         """
-        functions = _as_list(self._loss_fn)
-        if not functions or None in functions:
-            raise ConfigError(
-                "this PipelineLayer has no loss function", fix="pass loss_fn= when you build it"
-            )
-        return functions
+        return loss_functions.required(self._loss_fn)
 
-    def loss_fn(self) -> Callable[[Any, Any], Any]:
+    def loss_fn(self) -> LossFunction:
         """Returns the first of :meth:`loss_functions`; raises as that does."""
         return self.loss_functions()[0]
 
-    def loss_layers(self) -> list[Any]:
+    def loss_layers(self) -> list[Layer]:
         """Returns the loss functions that are layers: no stage has their parameters and buffers."""
-        return [f for f in _as_list(self._loss_fn) if isinstance(f, paddle.nn.Layer)]
+        functions = loss_functions.as_list(self._loss_fn)
+        return [f for f in functions if isinstance(f, paddle.nn.Layer)]
 
-    def trained_parameters(self) -> list[Any]:
+    def trained_parameters(self) -> list[Tensor]:
         """Returns the parameters of this process's stages and of the losses, each once."""
-        layers = [self, *self.loss_layers()]
-        return list({id(p): p for layer in layers for p in layer.parameters()}.values())
+        parameters = list(self.state.own_parameters().values())
+        for layer in self.loss_layers():
+            parameters += layer.parameters()
+        return list({id(parameter): parameter for parameter in parameters}.values())
 
     def get_stage_from_index(self, layer_idx: int) -> int:
         """Returns the pipeline rank that owns layer ``layer_idx`` of the whole list."""
@@ -258,26 +307,131 @@ class PipelineLayer(FleetLayers):
         )
         return counted.table(self.placement.rank_of)
 
+    def own_state(self) -> dict[str, Tensor]:
+        """Returns this process's parameters and buffers by their names in the whole model.
 
-def _require_callable(loss_fn: Any) -> None:
-    """Refuses a loss that would fail in the first batch, on the last rank alone.
+        These are the keys of :meth:`full_state_dict`. In ``state_dict`` the weight of a second
+        class of a shared key has Fleet's name instead, which depends on the rank.
+        """
+        return self.state.own()
 
-    Raises:
-        ConfigError: One of the functions is a class, or cannot be called.
-    """
-    for function in _as_list(loss_fn):
-        is_class = isinstance(function, type)
-        if function is not None and (is_class or not callable(function)):
+    def load_from(self, source: Layer | Mapping[str, Any]) -> None:
+        """Takes this process's parameters and buffers from a single-device model.
+
+        Args:
+            source: The model or its state dict. Names such as ``3.weight`` are matched by name;
+                a model with other names by order, in which shapes must agree.
+
+        Raises:
+            CheckpointError: The source does not fit; nothing was changed.
+        """
+        self.state.load(source)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Returns copies of all parameters and buffers of the whole model, on every rank.
+
+        Collective over the pipeline. The keys are those of :meth:`own_state` on all ranks, each
+        once; shared layers come first.
+        """
+        return self.state.gather()
+
+    def copy_to(self, model: Layer) -> None:
+        """Puts the whole pipeline's parameters and buffers into a single-device model.
+
+        Collective over the pipeline; the inverse of :meth:`load_from`.
+
+        Args:
+            model: A Layer with the same parameters in the same order; may be another on each rank.
+
+        Raises:
+            CheckpointError: The model does not fit; nothing was changed.
+        """
+        self.state.copy_to(model)
+
+    def single_model(self) -> SingleModel:
+        """Builds the whole list of layers in this process as one Layer, with fresh weights."""
+        return single_model(self._layers_desc, self._tied)
+
+    def save_state_dict(self, path: str | Path) -> None:
+        """Writes each layer of this process to a file of its own, named as Fleet names them.
+
+        Every rank calls it; those of the first replica write. A shared layer is written where an
+        entry calls it without a ``forward_func``, or at its first entry if none does.
+
+        Args:
+            path: A folder, which is made where it does not exist.
+        """
+        self._files.save(path)
+
+    def set_state_dir(self, path: str | Path) -> None:
+        """Reads the files of this process's layers, and makes shared weights equal again.
+
+        Collective over the pipeline where weights are shared between ranks. The files may be
+        Fleet's.
+
+        Args:
+            path: The folder given to :meth:`save_state_dict`.
+
+        Raises:
+            CheckpointError: The folder or a file is missing, or does not fit its layer; the layers
+                of this rank are as they were.
+            PipelineTimeout: Another rank did not come within the limit.
+        """
+        self._files.load(path, self._shared_weights)
+
+    def stage_layers(self, stage: int) -> dict[int, Callable[[Any], Any]]:
+        """Returns the built layers and functions of a stage of this process, by their numbers."""
+        return {index: self._functions[index] for index in self._range(stage)}
+
+    def get_num_virtual_stages(self) -> int:
+        """Returns the number of chunks on each rank."""
+        return self.placement.chunks
+
+    def get_model_chunks(self) -> list[PipelineLayerChunk] | None:
+        """Returns the chunks of this process in the order of the model, None where v is 1.
+
+        A rank has v chunks; a process that plays all ranks has all p * v of them.
+        """
+        return self._model_chunks or None
+
+    def forward_function(self, start: int, end: int) -> Callable[..., Nest]:
+        """Returns a function that runs a part of ``run_function``, without recomputing.
+
+        Args:
+            start: The place of its first layer in ``run_function``.
+            end: The place after its last.
+        """
+        return fleet_face.in_sequence(self.run_function[start:end])
+
+    def update_run_function(self, chunk_id: int | None) -> None:
+        """Makes ``run_function`` the layers of one chunk; None leaves it as it is.
+
+        Raises:
+            ConfigError: There is no such chunk.
+        """
+        if chunk_id is not None:
+            self._require_chunk(chunk_id)
+            self.run_function = self._model_chunks[chunk_id].get_run_function()
+
+    get_schedule_chunk = fleet_face.refuse_schedule_nodes
+    build_schedule_nodes = fleet_face.refuse_schedule_nodes
+
+    def _range(self, stage: int) -> range:
+        return range(*self.partition.boundaries[stage : stage + 2])
+
+    def _group(self) -> Group:
+        """Returns the ranks that hold the stages of this model."""
+        return SoleGroup() if self._job is None else self._job.group()
+
+    def _require_chunk(self, chunk_id: int) -> None:
+        chunks = len(self._model_chunks)
+        if chunk_id not in range(chunks):
             raise ConfigError(
-                "loss_fn is called with the model's output and the label",
-                expected="a function or a built layer, or a list of these",
-                got=f"the class {function.__name__}" if is_class else repr(function),
-                fix=f"pass {function.__name__}()" if is_class else "pass nn.CrossEntropyLoss()",
+                f"there is no chunk {chunk_id}",
+                expected=f"a number from 0 to {chunks - 1}"
+                if chunks
+                else "no chunk_id: each rank has one chunk",
             )
-
-
-def _as_list(loss_fn: Any) -> list[Any]:
-    return list(loss_fn) if isinstance(loss_fn, (list, tuple)) else [loss_fn]
 
 
 def _current_config() -> PipelineConfig:
@@ -287,5 +441,5 @@ def _current_config() -> PipelineConfig:
     return PipelineConfig.from_strategy(user_strategy())
 
 
-def _told(placement: Placement) -> str:
+def _description(placement: Placement) -> str:
     return f"a {placement.name} of {placement.ranks} ranks with {placement.chunks} chunks on each"

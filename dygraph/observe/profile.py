@@ -121,7 +121,7 @@ def measure(
     schedule = one_micro_batch(layers.placement)
     plan = schedule.lower()
     split = SplitBackward(schedule, layers.stage_layers)
-    stage = DygraphStage(layers.run_stage, plan.edges, split)
+    stage = DygraphStage(layers.runner.run, plan.edges, split)
     weighed = WeighedForwards()
     batches = BATCHES * len(weights)
     trace = Trace(Path(), schedule, job.connect(), job.group(), most_steps=batches)
@@ -146,12 +146,14 @@ def measure(
 @contextmanager
 def _state_kept(layers: PipelineLayer, stage: DygraphStage) -> Iterator[None]:
     """Puts buffers and random states back afterwards; drops gradients and what the stage holds."""
-    state = {name: tensor.clone() for name, tensor in layers.state_dict().items()}
+    own = layers.state.own()
+    values = {name: tensor.clone() for name, tensor in own.items()}
     layers.train()
     try:
         with random_states_kept():
             yield
     finally:
         stage.end()
-        layers.set_state_dict(state)
-        drop_gradients(layers.parameters())
+        for name, tensor in own.items():
+            tensor.set_value(values[name])
+        drop_gradients(layers.trained_parameters())

@@ -197,7 +197,7 @@ def _names(parameters: Iterable[Any]) -> set[str]:
 
 def _require_parameters_of(layers: Any, given: Sequence[Any]) -> None:
     """Raises a ``ConfigError`` where an optimizer was built on other parameters than a model's."""
-    own = {id(parameter): parameter for parameter in layers.parameters()}
+    own = {id(parameter): parameter for parameter in layers.state.own_parameters().values()}
     known = {id(parameter) for parameter in layers.trained_parameters()}
     foreign = [p.name for p in given if id(p) not in known and not p.stop_gradient]
     trained = [p for p in own.values() if not p.stop_gradient]
@@ -215,13 +215,13 @@ def _require_parameters_of(layers: Any, given: Sequence[Any]) -> None:
 
 def _orders(layers: Any) -> dict[int, int]:
     """Returns where the single model has each parameter of this process, or COPY, by ``id``."""
-    places = {slot.name: place for place, slot in enumerate(layers.slots())}
+    places = {slot.name: place for place, slot in enumerate(layers.state.slots())}
     # Shared layers come first in a model, whatever their place in the list.
     names = sorted(places, key=lambda name: not name.startswith("shared_layers."))
     order = {name: number for number, name in enumerate(names)}
     return {
         id(tensor): order[name] if getattr(tensor, "is_firstly_shared", True) else COPY
-        for name, tensor in layers.own_state().items()
+        for name, tensor in layers.state.own().items()
     }
 
 

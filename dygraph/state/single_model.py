@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
-from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph.layers.tied import Built
+from fleetpipe.aliases import Nest
+from fleetpipe.dygraph import random_keys, tensor_parallel
+from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
 from fleetpipe.dygraph.state.hidden_buffers import Place, hidden_buffers
 
 
@@ -39,7 +41,7 @@ class SingleModel(paddle.nn.Layer):
         """Returns where the buffers are that no state dict has, by layer and path."""
         return hidden_buffers(dict(enumerate(self._functions)))
 
-    def forward(self, value: Any) -> Any:
+    def forward(self, value: Nest) -> Nest:
         """Calls each function with what the one before returned."""
         keys = random_keys.current()
         for index, function in enumerate(self._functions):
@@ -47,6 +49,24 @@ class SingleModel(paddle.nn.Layer):
                 keys.enter(index, function)
             value = function(value)
         return value
+
+
+def single_model(entries: Sequence[Any], shared: Iterable[SharedLayer]) -> SingleModel:
+    """Builds the whole list of layers in this process as one Layer, with fresh weights.
+
+    Args:
+        entries: The whole list; its built layers are copied.
+        shared: The shared layers of the list.
+
+    Raises:
+        ConfigError: A built layer holds slices, which cannot be made whole again.
+    """
+    described = dict(enumerate(entries))
+    ready = {i: e for i, e in described.items() if not hasattr(e, "build_layer")}
+    tensor_parallel.refuse_slices(ready)
+    described.update(copy.deepcopy(ready))
+    with tensor_parallel.alone():
+        return SingleModel(build([*described.values()], described, tuple(shared)))
 
 
 def _after(change: Callable[[Any], Any], function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -7,13 +7,16 @@ same bits, and with them the copies after any optimizer's step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
+from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import Job
 from fleetpipe.transport import Transport, Value
 from fleetpipe.transport.wire.message import MessageKey
 
@@ -101,13 +104,25 @@ class SharingGroup:
 _KEY = MessageKey("C", 0, 0, "shared", 0)
 
 
+def sharing_group(job: Job | None, members: Sequence[int]) -> SharingGroup:
+    """Returns some ranks of this process's pipeline, which is one of them, as a group.
+
+    Raises:
+        ConfigError: There is no job.
+    """
+    if job is None:
+        raise ConfigError("outside of a job no rank has a copy of another's weights")
+    (transport,) = job.connect().values()
+    return SharingGroup(transport, members, job.timeout)
+
+
 class SharedWeights:
     """This rank's copies of the weights that it shares with other ranks."""
 
     def __init__(
         self,
         weights: Sequence[SharedWeight],
-        tensors: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
         rank: int,
         group_of: Callable[[tuple[int, ...]], SharingGroup],
     ) -> None:
@@ -174,11 +189,41 @@ class SharedWeights:
             yield self._group_of(members), list(weights)
 
 
-def _is_parameter(tensor: Any) -> bool:
+def connected(
+    layers: Sequence[SharedLayer],
+    rank_of_layer: Callable[[int], int],
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    job: Job | None,
+) -> SharedWeights:
+    """Makes the copies of shared weights equal on all ranks. Collective over the pipeline.
+
+    Args:
+        layers: The shared layers of the model.
+        rank_of_layer: The rank that owns a layer, by its number in the whole list.
+        tensors: This rank's parameters and buffers, by lasting name.
+        rank: This rank in the pipeline.
+        job: The job of the model; None where it was built outside of one.
+
+    Raises:
+        PipelineTimeout: Some rank did not come within the limit.
+    """
+    weights = holders(layers, rank_of_layer)
+    group_of = functools.partial(sharing_group, job)
+    if job is None or job.local or all(len(weight.holders) == 1 for weight in weights):
+        return SharedWeights([], {}, rank, group_of)
+    copies = SharedWeights(weights, tensors, rank, group_of)
+    with job.guarded(lambda: "making shared weights equal"):
+        job.connect()
+        copies.equalize()
+    return copies
+
+
+def _is_parameter(tensor: Tensor) -> bool:
     return hasattr(tensor, "trainable")
 
 
-def _copies(parameters: Sequence[Any]) -> list[Any]:
+def _copies(parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """Returns copies of gradients: the originals are changed in place before all have left."""
     copies = []
     for parameter in parameters:
@@ -193,7 +238,7 @@ def _copies(parameters: Sequence[Any]) -> list[Any]:
     return copies
 
 
-def _sum(tensors: Sequence[Any]) -> Any:
+def _sum(tensors: Sequence[Tensor | None]) -> Tensor | None:
     total = None
     for tensor in tensors:
         if tensor is not None:

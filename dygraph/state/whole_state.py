@@ -11,47 +11,76 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.layers import entries as descriptions
-from fleetpipe.dygraph.layers.tied import SharedLayer, is_shared
+from fleetpipe.dygraph.layers.tied import Built, SharedLayer, is_shared
+from fleetpipe.dygraph.state.hidden_buffers import hidden_buffers
 from fleetpipe.dygraph.state.names import Slot, names_in, slots_of, to_pipeline_names
 from fleetpipe.dygraph.tensor_parallel import own_value, split_axis, whole_shape, whole_value
 from fleetpipe.errors import CheckpointError
+from fleetpipe.partition import Partition
 from fleetpipe.transport import Group
 
 
 class ModelState:
-    """Translates between this process's ``state_dict`` and the whole model's."""
+    """The state of a model whose layers are on several ranks, as one of them sees it."""
 
     def __init__(
         self,
+        model: Layer,
         entries: Sequence[Any],
         blueprints: Sequence[Any],
-        shared: Sequence[SharedLayer],
-        names: Mapping[str, str],
-        state_dict: Callable[[], Mapping[str, Any]],
+        shared: Mapping[int, SharedLayer],
+        built: Built,
+        partition: Partition,
+        group: Callable[[], Group],
     ) -> None:
         """Describes a model of which this process holds a part.
 
         Args:
+            model: That part: its sublayers are the layers built here.
             entries: The whole list of layers.
             blueprints: A layer like each of them, for names and shapes.
-            shared: The shared layers of the list.
-            names: The lasting names of this process's tensors that are called otherwise.
-            state_dict: Gives this process's parameters and buffers.
+            shared: The shared layers, by each of their numbers in the list.
+            built: The layers built here.
+            partition: The cut into stages.
+            group: Returns the ranks that hold the stages.
         """
+        self._model = model
         self._entries = entries
         self._blueprints = blueprints
-        self._shared = {index: layer for layer in shared for index in layer.indices}
-        self._names = names
-        self._state_dict = state_dict
+        self._shared = shared
+        self._names = built.names
+        self._functions = built.functions
+        self._partition = partition
+        self._group = group
 
-    def own(self) -> dict[str, Any]:
+    def own(self) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by lasting name."""
-        return {self.own_name(name): tensor for name, tensor in self._state_dict().items()}
+        # Layer's own method: a subclass of the model may override state_dict, with other keys.
+        state = paddle.nn.Layer.state_dict(self._model)
+        return {self._lasting_name(name): tensor for name, tensor in state.items()}
 
-    def own_name(self, name: str) -> str:
-        """Returns the lasting name of what this process's ``state_dict`` calls ``name``."""
-        return self._names.get(name, name)
+    def own_parameters(self) -> dict[str, Tensor]:
+        """Returns the parameters among :meth:`own`, each once, the shared first."""
+        parameters = paddle.nn.Layer.named_parameters(self._model)
+        return {self._lasting_name(name): parameter for name, parameter in parameters}
+
+    def hidden_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers of this process's layers that no state dict has.
+
+        They go by the number of their layer in the whole list, ``3.mask``.
+        """
+        places = hidden_buffers(self._functions)
+        return {name: holder[key] for name, (holder, key) in places.items()}
+
+    @property
+    def adds_up_uses(self) -> bool:
+        """Whether several stages use one weight: its gradient is added up stage by stage."""
+        stages: dict[str, set[int]] = {}
+        for index, layer in self._shared.items():
+            stages.setdefault(layer.key, set()).add(self._partition.stage_of(index))
+        return any(len(users) > 1 for users in stages.values())
 
     def slots(self) -> list[Slot]:
         """Returns the names and shapes of the whole model in the order of its layers, each once."""
@@ -71,7 +100,7 @@ class ModelState:
             for index, entry in enumerate(self._entries)
         ]
 
-    def load(self, source: Any) -> None:
+    def load(self, source: Layer | Mapping[str, Any]) -> None:
         """Takes this process's part from a whole model or its state dict.
 
         Raises:
@@ -81,40 +110,41 @@ class ModelState:
         values = {name: own_value(state[name], split_axis(own[name])) for name in own}
         _assign(own, values)
 
-    def gather(self, group: Group) -> dict[str, Any]:
+    def gather(self) -> dict[str, Tensor]:
         """Returns copies of all parameters and buffers, whole, the shared first.
 
-        Collective, over the slices of tensor-parallel layers too.
-
-        Args:
-            group: The ranks of the pipeline.
+        Collective over the pipeline, and over the slices of tensor-parallel layers.
         """
         own = {name: whole_value(tensor, split_axis(tensor)) for name, tensor in self.own().items()}
-        merged: dict[str, Any] = {}
-        for part in group.all_gather(own):
+        merged: dict[str, Tensor] = {}
+        for part in self._group().all_gather(own):
             for name, tensor in part.items():
                 merged.setdefault(name, tensor)
         names = [slot.name for slot in self.slots()]
         names.sort(key=lambda name: not is_shared(name))
         return {name: merged[name] for name in names}
 
-    def copy_to(self, model: Any, group: Group) -> None:
-        """Puts all parameters and buffers into a single-device model. Collective.
+    def copy_to(self, model: Layer) -> None:
+        """Puts all parameters and buffers into a single-device model. Collective as :meth:`gather`.
 
         Raises:
             CheckpointError: The model does not fit; nothing was changed.
         """
         names = self.names_in(model)
-        state, theirs = self.gather(group), model.state_dict()
+        state, theirs = self.gather(), model.state_dict()
         _assign(theirs, {name: state[names[name]] for name in theirs})
 
-    def names_in(self, model: Any) -> dict[str, str]:
+    def names_in(self, model: Layer) -> dict[str, str]:
         """Returns the lasting name of each parameter and buffer of a single-device model.
 
         Raises:
             CheckpointError: The model does not fit in names, or in order and shape.
         """
         return names_in(self.slots(), model)
+
+    def _lasting_name(self, name: str) -> str:
+        """Returns the lasting name of what is called ``name`` in this process."""
+        return self._names.get(name, name)
 
     def _slots_of(self, index: int) -> list[Slot]:
         layer = self._blueprints[index]
@@ -125,7 +155,7 @@ class ModelState:
         return [Slot(name, whole_shape(shapes[path])) for path, name in shared.names.items()]
 
 
-def _assign(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Gives each tensor the value of its name, which has its shape, once all dtypes are right."""
     for name, tensor in tensors.items():
         value = values[name]

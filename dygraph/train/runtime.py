@@ -75,9 +75,10 @@ class PipelineEngines(PipelineAttributes):
             self._trace = Trace.of_job(self._config.trace, self.schedule, job)
             self._connect()
             job.require_agreement(self._facts())
-            for layer in (layers, *layers.loss_layers()):
-                tensor_parallel.share_whole_state(layer.state_dict(), job.model_parallel())
-                broadcast_state(layer.state_dict(), job.replicas())
+            losses = [layer.state_dict() for layer in layers.loss_layers()]
+            for state in (layers.state.own(), *losses):
+                tensor_parallel.share_whole_state(state, job.model_parallel())
+                broadcast_state(state, job.replicas())
 
     @property
     def trace(self) -> Trace | None:
@@ -144,7 +145,7 @@ class PipelineEngines(PipelineAttributes):
         facts["trace"] = str(self._config.trace is not None)
         facts["gradient scale"] = self._scale
         layers = self.layers
-        facts.update({f"layer {i}": text for i, text in enumerate(layers.outlines())})
+        facts.update({f"layer {i}": text for i, text in enumerate(layers.state.outlines())})
         facts["cut"] = str(layers.segment_parts)
         return facts
 
@@ -190,7 +191,7 @@ class PipelineEngines(PipelineAttributes):
         self._hooks = hooks.UserHooks(self.schedule, bubbles)
         self._hook_calls = hooks.HookCalls(self._hooks, self.schedule)
         self._split = SplitBackward(self.schedule, self.layers.stage_layers)
-        self._stage = DygraphStage(self.layers.run_stage, self._plan.edges, self._split)
+        self._stage = DygraphStage(self.layers.runner.run, self._plan.edges, self._split)
 
     def _connect(self) -> None:
         """Makes the engines. Collective over the pipeline the first time in a job."""

@@ -128,7 +128,7 @@ class Evaluations:
     @contextmanager
     def _recorded(self) -> Iterator[Outputs]:
         layers = self._pipeline.layers
-        with recorded(layers, {n: n for n in layers.own_state() if not is_shared(n)}) as outputs:
+        with recorded(layers, {n: n for n in layers.state.own() if not is_shared(n)}) as outputs:
             yield outputs
 
     @contextmanager

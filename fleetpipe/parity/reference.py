@@ -62,7 +62,7 @@ class Reference:
         """
         if self._has_own_optimizer:
             return
-        ours = pipe.own_parameters()
+        ours = pipe.state.own_parameters()
         theirs = {self.names[name]: p for name, p in self.model.named_parameters()}
         # A global norm of the twin's is summed in the order of the model, as the pipeline's is.
         optimizer.bind(pipe)
@@ -70,7 +70,7 @@ class Reference:
         self.optimizer = known or twin_optimizer(optimizer.wrapped, ours, theirs)
         self._twins[id(optimizer.wrapped)] = self.optimizer
         # The others come from the other ranks after each step.
-        self._stepped_here = None if ours.keys() == theirs.keys() else frozenset(pipe.own_state())
+        self._stepped_here = None if ours.keys() == theirs.keys() else frozenset(pipe.state.own())
 
     def takes_rate_of(self, optimizer: PipelineOptimizer) -> bool:
         """Whether the pipeline's learning rate is the reference's too."""
@@ -100,7 +100,7 @@ class Reference:
     def take_hidden_buffers(self, pipe: PipelineLayer) -> None:
         """Takes the pipeline's buffers that no state dict has. Collective over the pipeline."""
         places = self.hidden_places()
-        for part in pipeline_group().all_gather(pipe.hidden_buffers()):
+        for part in pipeline_group().all_gather(pipe.state.hidden_buffers()):
             for name in part.keys() & places.keys():
                 holder, key = places[name]
                 holder[key] = part[name].detach().clone()
@@ -138,7 +138,9 @@ class Reference:
 
         A script may freeze parameters after the layers are built. Not of a user's own model.
         """
-        own = {name: (p.stop_gradient, p.need_clip) for name, p in pipe.own_parameters().items()}
+        own = {
+            name: (p.stop_gradient, p.need_clip) for name, p in pipe.state.own_parameters().items()
+        }
         parts = pipeline_group().all_gather(own)
         if isinstance(self.model, SingleModel):
             tensors = self.tensors()
@@ -195,7 +197,7 @@ def of_model(pipe: PipelineLayer, model: Any, loss_of: LossOf | None, optimizer:
         random_keys.enter_loss()
         return [function(output, label) for function in pipe.loss_functions()]
 
-    reference = Reference(model, losses_of, optimizer, pipe.names_in(model))
+    reference = Reference(model, losses_of, optimizer, pipe.state.names_in(model))
     reference.take_hidden_buffers(pipe)
     return reference
 

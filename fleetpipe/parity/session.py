@@ -79,7 +79,7 @@ class Session:
         if tolerance is None:
             tolerance = 0.0 if self._replicas.ranks == 1 else 1e-6
             slices = tensor_parallel.model_parallel_group().nranks
-            if slices > 1 or pipeline.layers.adds_up_uses:
+            if slices > 1 or pipeline.layers.state.adds_up_uses:
                 tolerance = 1e-5
         self._names = _places(pipeline.layers)
         self._watch = edges.EdgeWatch()
@@ -115,7 +115,7 @@ class Session:
         with self._as_the_next_batch(keys), recorded(model, names) as expected:
             single = self._train_reference(everyone)
         # Not those of shared layers: each rank makes some of their calls, in an order of its own.
-        own_names = {name: name for name in layers.own_state() if not is_shared(name)}
+        own_names = {name: name for name in layers.state.own() if not is_shared(name)}
         with (
             self._watch.watching(self._first_micro_batch) as arrived,
             recorded(layers, own_names) as outputs,
@@ -241,7 +241,7 @@ def _places(layers: PipelineLayer) -> list[str]:
     found: list[str] = []
     stages = layers.placement.stages
     passed = 0
-    for slot in layers.slots():
+    for slot in layers.state.slots():
         if not is_shared(slot.name):
             stage = layers.partition.stage_of(int(slot.name.partition(".")[0]))
             found += map(edges.name_of, range(passed, stage))

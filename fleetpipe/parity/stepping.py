@@ -37,7 +37,7 @@ class ComparingOptimizer(PipelineOptimizer):
         self.found: list[Difference] = []
         self.squares: Squares = {}
         self._reference = reference
-        self._parameters = layers.own_parameters()
+        self._parameters = layers.state.own_parameters()
         self._step = step
         self._before = before
 
@@ -64,15 +64,15 @@ def compare_state(
 ) -> list[Difference]:
     """Compares parameters, and all buffers where one replica saw all the data that made them."""
     theirs = reference.tensors()
-    parameters = layers.own_parameters()
+    parameters = layers.state.own_parameters()
     pairs = [("parameter", name, p, theirs[name]) for name, p in parameters.items()]
     if buffers_too:
-        buffers = {n: t for n, t in layers.own_state().items() if n not in parameters}
+        buffers = {n: t for n, t in layers.state.own().items() if n not in parameters}
         pairs += [("buffer", name, tensor, theirs[name]) for name, tensor in buffers.items()]
         places = reference.hidden_places()
         pairs += [
             ("buffer", name, tensor, holder[key])
-            for name, tensor in layers.hidden_buffers().items()
+            for name, tensor in layers.state.hidden_buffers().items()
             for holder, key in [places[name]]
             if name in places
         ]

@@ -172,7 +172,7 @@ def pipeline() -> None:
         shapes={name: list(value.shape) for name, value in state.items()},
         bits={name: value.numpy().tobytes().hex() for name, value in state.items()},
         same=all(np.array_equal(state[name].numpy(), again[name].numpy()) for name in state),
-        slots={slot.name: list(slot.shape) for slot in model.layers.slots()},
+        slots={slot.name: list(slot.shape) for slot in model.layers.state.slots()},
         streams=streams[0] if streams else None,
         reread=reread,
         files=files,

@@ -105,7 +105,7 @@ def test_another_class_shares_what_is_named_and_nothing_else() -> None:
             "shared_layers.embed.scale",
             "shared_layers.embed.table.weight",
         ]
-        slots = [slot.name for slot in layers.slots()]
+        slots = [slot.name for slot in layers.state.slots()]
         assert slots.count("shared_layers.embed.table.weight") == 1
         assert "2.projection.weight" in slots
         assert "2.table" not in slots
@@ -149,7 +149,7 @@ def test_the_pivot_may_stand_anywhere_and_shared_parameters_come_first() -> None
             for path in ("shared_layers.b", "shared_layers.a", "0", "4")
             for kind in ("weight", "bias")
         ]
-        assert [slot.name for slot in model.layers.slots()][:3] == [
+        assert [slot.name for slot in model.layers.state.slots()][:3] == [
             "0.weight",
             "0.bias",
             "shared_layers.b.weight",
@@ -178,7 +178,7 @@ def test_a_model_written_as_one_class_is_matched_in_the_order_of_the_list() -> N
     pairs = [("0", whole.first), ("shared_layers.k", whole.middle), ("2", whole.last)]
     for name, layer in pairs:
         assert own[f"{name}.weight"].numpy().tobytes() == layer.weight.numpy().tobytes()
-    names = layers.names_in(whole)
+    names = layers.state.names_in(whole)
     assert names["again.weight"] == names["middle.weight"] == "shared_layers.k.weight"
     own["0.weight"].set_value(own["0.weight"] * 3)
     layers.copy_to(whole)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe import fleet
+from fleetpipe import fleet, parity
 from fleetpipe.errors import ConfigError, PartitionError
 from fleetpipe.fleet import meta_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
-from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
 
 NEWER = hasattr(meta_parallel, "LayerSpec")
 
@@ -115,6 +116,49 @@ def test_shared_layers_need_no_topology() -> None:
             model = fleet.distributed_model(layers)
             assert model.layers.segment_parts == [0, 2, 4]
             assert float(model.train_batch(batch(), sgd(model))) > 0
+
+
+class Renaming(PipelineLayer):
+    """A model whose state dict has other keys, and whose parameters come in another order."""
+
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        return {f"model.{n}": t for n, t in super().state_dict(*args, **named).items()}
+
+    def set_state_dict(self, state: Any, *args: Any, **named: Any) -> Any:
+        own = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+        return super().set_state_dict(own, *args, **named)
+
+    def named_parameters(self, *args: Any, **named: Any) -> Any:
+        for name, parameter in reversed(list(super().named_parameters(*args, **named))):
+            yield f"model.{name}", parameter
+
+    def parameters(self, *args: Any, **named: Any) -> Any:
+        return super().parameters(*args, **named)
+
+
+def test_a_subclass_may_give_its_parameters_other_names(tmp_path: Path) -> None:
+    """As PaddleNLP's models do: the names of the whole model stay."""
+    states = []
+    for kind in (PipelineLayer, Renaming):
+        shared = SharedLayerDesc("k", nn.Linear, None, "weight", 6, 6)
+        entries = [shared, nn.functional.tanh, shared, LayerDesc(nn.Linear, 6, 4)]
+        with job(2, schedule="ZBH1"):
+            layers = kind(entries, num_stages=2, loss_fn=nn.CrossEntropyLoss())
+            model = fleet.distributed_model(layers)
+            session = parity.begin(model, sgd(model))
+            session.step(batch())
+            model.profile(batch())
+            assert session.report.passed
+            layers.save_state_dict(tmp_path / kind.__name__)
+            whole = layers.full_state_dict()
+            layers.load_from({name: tensor * 2 for name, tensor in whole.items()})
+            layers.set_state_dir(tmp_path / kind.__name__)
+            single = layers.single_model()
+            layers.copy_to(single)
+            states += [bits(whole), bits(layers.full_state_dict()), bits(single.state_dict())]
+        prefix = "model." if kind is Renaming else ""
+        assert set(layers.state_dict()) == {prefix + name for name in whole}
+    assert all(state == states[0] for state in states)
 
 
 def test_a_built_layer_keeps_its_values_and_a_description_builds_when_asked() -> None:

@@ -1,0 +1,101 @@
+"""The layers of one process in Fleet's checkpoint folder: which of them, under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.dygraph.layers.tied import SharedLayer
+from fleetpipe.dygraph.state import files
+from fleetpipe.dygraph.state.tied_weights import SharedWeights
+from fleetpipe.job.job import Job
+from fleetpipe.partition import Partition
+from fleetpipe.schedules import Placement
+
+
+class LayerFiles:
+    """Writes and reads the files of the layers that this process has built."""
+
+    def __init__(
+        self,
+        entries: Sequence[Any],
+        functions: Mapping[int, Callable[[Any], Any]],
+        shared: Mapping[int, SharedLayer],
+        partition: Partition,
+        placement: Placement,
+        job: Job | None,
+    ) -> None:
+        """Describes the layers.
+
+        Args:
+            entries: The whole list of layers.
+            functions: The layers and functions of this process, by their numbers in the list.
+            shared: The shared layers, by each of their numbers.
+            partition: The cut into stages.
+            placement: Which rank has which stage.
+            job: The job of the model; None where it was built outside of one.
+        """
+        self._entries = entries
+        self._functions = functions
+        self._shared = shared
+        self._partition = partition
+        self._placement = placement
+        self._job = job
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a file for each layer; nothing in replicas other than the first."""
+        if self._writes():
+            layers = {self._place(index): layer for index, layer in self._layers().items()}
+            files.save(folder, layers, self._tensor_slice()[0])
+
+    def load(self, folder: str | Path, copies: SharedWeights) -> None:
+        """Reads the files, and makes the copies of shared weights equal again.
+
+        Collective over the pipeline where weights are shared between ranks.
+
+        Args:
+            folder: Where the files are.
+            copies: This rank's copies of what it shares with other ranks.
+
+        Raises:
+            CheckpointError: The folder or a file is missing, or does not fit its layer; the layers
+                of this rank are as they were.
+            PipelineTimeout: Another rank did not come within the limit.
+        """
+        # Before anything that others hear of: a script may go on without a checkpoint.
+        files.require_folder(folder)
+        at = {index: files.written_at(s, self._entries) for index, s in self._shared.items()}
+        layers = {self._place(i): layer for i, layer in self._layers().items() if at.get(i, i) == i}
+        sources: dict[str, int] = {}
+        for index, shared in sorted(self._shared.items()):
+            rank = self._placement.rank_of(self._partition.stage_of(at[index]))
+            for name in shared.names.values():
+                sources.setdefault(name, rank)
+        guard = nullcontext() if self._job is None else self._job.guarded(lambda: "loading layers")
+        with guard:
+            files.load(folder, layers, *self._tensor_slice())
+            copies.equalize(sources)
+
+    def _layers(self) -> dict[int, Any]:
+        return files.layers_to_write(self._functions, self._shared, self._entries)
+
+    def _place(self, index: int) -> files.Place:
+        stage = self._partition.stage_of(index)
+        stages = self._placement.stages_of(self._placement.rank_of(stage))
+        return files.Place(index, None if len(stages) == 1 else stages.index(stage))
+
+    def _writes(self) -> bool:
+        """Whether this process is the one that writes its layers and tensor-parallel slices."""
+        if self._job is None:
+            return int(paddle.distributed.get_rank()) == 0
+        return self._job.replica == 0
+
+    def _tensor_slice(self) -> tuple[int, int]:
+        """Returns this process's place among the tensor-parallel ranks, and their number."""
+        if self._job is None:
+            return 0, 1
+        hcg = self._job.hcg
+        return hcg.get_model_parallel_rank(), hcg.get_model_parallel_world_size()
