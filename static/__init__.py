@@ -10,7 +10,8 @@ from fleetpipe.static.entry.optimizer import StaticOptimizer, refuse_stages
 from fleetpipe.static.entry.patches import install, uninstall
 from fleetpipe.static.reference import SingleProgram
 from fleetpipe.static.run.pipeline import StaticPipeline
-from fleetpipe.static.save.inference import load, save, save_inference_model
+from fleetpipe.static.save.files import load, save
+from fleetpipe.static.save.inference import save_inference_model
 from fleetpipe.static.save.state import full_state_dict, load_state_dict, state_dict
 from fleetpipe.static.tags import stage_guard
 

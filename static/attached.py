@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Program, Scope
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import found_tensor
 from fleetpipe.static.ir import readers
+from fleetpipe.static.run.pipeline import StaticPipeline
 
 _PIPELINE, _STARTUP = "_fleetpipe", "_fleetpipe_startup"
 #: What a program takes, noted on it.
 _TAKEN = "_fleetpipe_taken"
-_pipelines: weakref.WeakSet[Any] = weakref.WeakSet()
+_pipelines: weakref.WeakSet[StaticPipeline] = weakref.WeakSet()
 
 
-def attach(program: Any, startup: Any, pipeline: Any) -> None:
+def attach(program: Program, startup: Program, pipeline: StaticPipeline) -> None:
     """Makes a program and its startup program those of a pipeline."""
     setattr(program, _PIPELINE, (program, pipeline))
     _pipelines.add(pipeline)
     setattr(startup, _STARTUP, (startup, pipeline))
 
 
-def refuse_foreign(program: Any, scope: Any) -> None:
+def refuse_foreign(program: Program, scope: Scope) -> None:
     """Checks that what a program that is no pipeline's takes is not on other ranks.
 
     Before it runs: the half of a clone that a rank has would change its running statistics.
@@ -50,7 +51,7 @@ def refuse_foreign(program: Any, scope: Any) -> None:
                 )
 
 
-def _taken(program: Any) -> frozenset[str]:
+def _taken(program: Program) -> frozenset[str]:
     """Returns the parameters and statistics that a program takes; it is read once."""
     known: frozenset[str] | None = getattr(program, _TAKEN, None)
     if known is None:
@@ -64,7 +65,7 @@ def _taken(program: Any) -> frozenset[str]:
     return known
 
 
-def is_attached(program: Any) -> bool:
+def is_attached(program: Program) -> bool:
     """Whether a program is a pipeline's main or startup program, or a clone of one."""
     return (
         getattr(program, _PIPELINE, None) is not None
@@ -72,19 +73,19 @@ def is_attached(program: Any) -> bool:
     )
 
 
-def of_main(program: Any) -> tuple[Any, bool]:
+def of_main(program: Program) -> tuple[StaticPipeline | None, bool]:
     """Returns the pipeline of a main program or None, and whether it is that one, not a clone."""
     main, pipeline = getattr(program, _PIPELINE, None) or (None, None)
     return pipeline, main is program
 
 
-def of_startup(program: Any) -> Any | None:
+def of_startup(program: Program) -> StaticPipeline | None:
     """Returns the pipeline that a startup program initialises; None for a clone or another."""
     startup, pipeline = getattr(program, _STARTUP, None) or (None, None)
     return pipeline if startup is program else None
 
 
-def pipeline_of(program: Any = None) -> Any:
+def pipeline_of(program: Program = None) -> StaticPipeline:
     """Returns the pipeline that ``minimize`` made of a program.
 
     Args:

@@ -15,9 +15,9 @@ from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import Executor, static_io, swap_switch_device
 from fleetpipe.static.attached import is_attached, of_main, of_startup, refuse_foreign
+from fleetpipe.static.entry import stock_saving
 from fleetpipe.static.entry.data_loader import items_for
 from fleetpipe.static.ir.program.loader import items_of, note_starts
-from fleetpipe.static.save import files
 from fleetpipe.static.tags import stage_of_device
 
 _restore: list[Callable[[], None]] = []
@@ -73,7 +73,7 @@ def _run(
     if owner is not None:
         return owner.start(functools.partial(original, scope=variables), program, variables)
     pipeline, is_main = of_main(program)
-    if is_main:
+    if pipeline is not None and is_main:
         wanted = list(_flat(fetch_list))
         items = items_for(program, feed)
         if items is None and not feed:
@@ -102,7 +102,7 @@ def _flat(fetches: Any) -> Iterator[Any]:
 def _hook_saving(place: Any, name: str) -> None:
     """Has a function of Paddle's go through ours of the same name."""
     original = getattr(place, name)
-    ours = functools.partial(getattr(files, name), original)
+    ours = functools.partial(getattr(stock_saving, name), original)
     setattr(place, name, functools.wraps(original)(ours))
     _restore.append(functools.partial(setattr, place, name, original))
 

@@ -1,76 +1,24 @@
-"""Saving what the stages have: one's own, or the whole network as one program for inference."""
+"""Exporting the network of a pipeline, the parameters of all its stages, as one program."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from fleetpipe._paddle import paddle
-from fleetpipe.checkpoint import fleet_files
-from fleetpipe.errors import CheckpointError
-from fleetpipe.static._paddle import found_tensor, static
+from fleetpipe.aliases import Program, Variable
+from fleetpipe.static._paddle import static
 from fleetpipe.static.attached import pipeline_of
-from fleetpipe.static.save.state import assign, fitting, full_state_dict, parameters, state_dict
-
-
-def save(prefix: str | os.PathLike[str], program: Any = None) -> Path:
-    """Saves what this process's stages have, the optimizer's state included.
-
-    Args:
-        prefix: Beginning of the file's path; each rank of a pipeline adds its number.
-        program: The program of the pipeline; None for the default main program.
-
-    Returns:
-        The file, ``<prefix>.rank<r>.npz``.
-    """
-    pipeline, scope = pipeline_of(program), static.global_scope()
-    own = state_dict(program)
-    for name in pipeline.optimizer_variables:
-        tensor = found_tensor(scope, name)
-        if tensor is not None:
-            own[name] = np.array(tensor)
-    path = _file(prefix, pipeline)
-    draft = path.with_suffix(f".{os.getpid()}.npz")
-    arrays: Any = own  # the stub takes the names for options
-    np.savez(draft, **arrays)
-    # Replicas write the same: none may see the half of what another writes.
-    os.replace(draft, path)
-    return path
-
-
-def load(prefix: str | os.PathLike[str], program: Any = None) -> None:
-    """Loads what :func:`save` wrote on the same rank of a pipeline that is cut alike.
-
-    Args:
-        prefix: As for :func:`save`.
-        program: As for :func:`save`.
-
-    Raises:
-        CheckpointError: There is no such file, it is damaged, or of other stages; nothing was
-            changed.
-    """
-    pipeline, scope = pipeline_of(program), static.global_scope()
-    path = _file(prefix, pipeline)
-    if not path.exists():
-        raise CheckpointError(f"there is no {path}", fix="save on as many ranks as load")
-    state = fleet_files.archive(path)
-    pairs = parameters(state, program, source=str(path))
-    started = [n for n in pipeline.optimizer_variables if found_tensor(scope, n) is not None]
-    names = [name for name in started if name in state]
-    assign(pairs + fitting(state, names, scope, str(path)))
+from fleetpipe.static.save.state import full_state_dict
 
 
 def save_inference_model(
     prefix: str | os.PathLike[str],
-    feed_vars: Sequence[Any],
-    fetch_vars: Sequence[Any],
-    executor: Any,
-    program: Any = None,
+    feed_vars: Sequence[Variable],
+    fetch_vars: Sequence[Variable],
+    executor: object,
+    program: Program = None,
 ) -> None:
     """Writes the whole network, with the parameters of all stages, as one program for inference.
 
@@ -94,7 +42,3 @@ def save_inference_model(
     stock = inspect.unwrap(static.save_inference_model)
     with static.scope_guard(scope):
         stock(os.fspath(prefix), list(feed_vars), list(fetch_vars), executor, program=program)
-
-
-def _file(prefix: str | os.PathLike[str], pipeline: Any) -> Path:
-    return Path(f"{os.fspath(prefix)}.rank{pipeline.rank}.npz")

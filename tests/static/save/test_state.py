@@ -12,6 +12,7 @@ from paddle import nn
 from paddle.static import device_guard
 
 from fleetpipe import fleet, static
+from fleetpipe.checkpoint.fleet_files import arrays
 from fleetpipe.errors import CheckpointError
 from tests.static.networks import (
     CLASSES,
@@ -47,7 +48,7 @@ def test_what_is_saved_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
         expected = train(exe, loss, feeds[:2])
         path = static.save(tmp_path / "half")
         expected += train(exe, loss, feeds[2:])
-    assert path == tmp_path / "half.rank0.npz"
+    assert path == tmp_path / "half.pdparams"
     with static_mode():
         exe, (loss, _) = started(seed=8)
         static.load(tmp_path / "half")
@@ -61,17 +62,18 @@ def test_a_file_of_which_something_does_not_fit_changes_nothing(tmp_path: Path) 
         exe, (loss, _) = started()
         train(exe, loss, batches(2))
         path = static.save(tmp_path / "half")
-        whole = dict(np.load(path))
+        contents = {file: arrays(file) for file in (path, path.with_suffix(".pdopt"))}
         train(exe, loss, batches(1))
         expected = static.full_state_dict()
-        moment = next(name for name in whole if "moment" in name)
-        for name in (list(static.state_dict())[-1], moment):
-            np.savez(path, **{**whole, name: whole[name].astype("float64")})
-            with pytest.raises(CheckpointError, match=rf"'{name}' does not[\s\S]*rank0.npz"):
+        for file, whole in contents.items():
+            name = next(name for name in sorted(whole, reverse=True) if whole[name].ndim == 2)
+            paddle.save({**whole, name: whole[name].astype("float64")}, str(file))
+            with pytest.raises(CheckpointError, match=rf"'{name}' does not[\s\S]*{file.name}"):
                 static.load(tmp_path / "half")
-        for contents in (b"", b"PK\x03\x04", path.read_bytes()[:-500]):
-            path.write_bytes(contents)
-            with pytest.raises(CheckpointError, match=r"half.rank0.npz is not what numpy.savez"):
+            paddle.save(whole, str(file))
+        for damaged in (b"", b"PK\x03\x04", path.read_bytes()[:-500]):
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=r"half.pdparams is not what paddle.save"):
                 static.load(tmp_path / "half")
         assert_same(static.full_state_dict(), expected)
 
