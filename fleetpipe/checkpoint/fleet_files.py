@@ -1,24 +1,19 @@
 """Reads files of saved parameters and optimizer states, whoever wrote them, and runs none of them.
 
-Paddle's ``.pdparams`` and ``.pdopt`` are pickles, in which ``pickled.py`` finds values alone;
-numpy's ``.npz`` is read without pickles. What cannot be read is a ``CheckpointError`` that says
-what the file seems to be.
+Paddle's ``.pdparams`` and ``.pdopt`` are pickles, in which ``pickled.py`` finds values alone. What
+cannot be read is a ``CheckpointError`` that says what the file seems to be.
 """
 
 from __future__ import annotations
 
 import os
-import zipfile
-from collections.abc import Callable
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.checkpoint import pickled
 from fleetpipe.errors import CheckpointError
-
-Contents = TypeVar("Contents")
 
 #: What Paddle adds to a dict of tensors: their names, and how it divided the largest of them.
 _NAMES, _DIVIDED = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
@@ -51,29 +46,14 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def arrays(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Does what :func:`load` does, with arrays in the place of tensors; bfloat16 is uint16."""
-    return _read(path, _pickled_dict, "paddle.save")
-
-
-def archive(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads a file of ``numpy.savez``.
-
-    Raises:
-        CheckpointError: As of :func:`load`.
-    """
-    return _read(path, _archived, "numpy.savez")
-
-
-def _read(
-    path: str | os.PathLike[str], reader: Callable[[BinaryIO], Contents], writer: str
-) -> Contents:
     name = os.fspath(path)
     if not os.path.exists(name):
         raise CheckpointError(f"there is no {name}", fix="check the path, and which ranks saved")
     if not os.path.isfile(name):
-        raise CheckpointError(f"{name} is no file", fix=f"pass a file that {writer} wrote")
+        raise CheckpointError(f"{name} is no file", fix="pass a file that paddle.save wrote")
     try:
         with open(name, "rb") as file:
-            return reader(file)
+            return _pickled_dict(file)
     except OSError as error:
         raise CheckpointError(
             f"{name} cannot be read", cause=str(error), fix="make it readable for this process"
@@ -81,11 +61,11 @@ def _read(
     # A damaged file makes the reader stumble in ways of which no list would be complete.
     except Exception as error:
         raise CheckpointError(
-            f"{name} is not what {writer} writes; nothing of it was run or loaded",
-            expected=f"a dict of tensors that {writer} wrote",
+            f"{name} is not what paddle.save writes; nothing of it was run or loaded",
+            expected="a dict of tensors that paddle.save wrote",
             got=f"it holds {error}" if isinstance(error, pickled.Refused) else str(error)[:200],
             cause=_cause(name),
-            fix=f"save it again with {writer}, if it is yours",
+            fix="save it again with paddle.save, if it is yours",
         ) from error
 
 
@@ -110,17 +90,6 @@ def _pickled_dict(file: BinaryIO) -> dict[str, Any]:
         parts = [found.pop(part) for part in description["slices"]]
         found[name] = np.concatenate(parts).reshape(description["OriginShape"])
     return found
-
-
-def _archived(file: BinaryIO) -> dict[str, np.ndarray]:
-    with zipfile.ZipFile(file) as members:
-        # What is stored as it is cannot grow beyond the file when it is read.
-        packed = [each.filename for each in members.infolist() if each.compress_type]
-    if packed:
-        raise pickled.Refused(f"compressed arrays, such as {packed[0]!r}")
-    file.seek(0)
-    with np.load(file) as found:
-        return dict(found)
 
 
 def _with_tensors(value: Any, made: dict[int, Any]) -> Any:

@@ -6,8 +6,6 @@ import collections
 import os
 import pickle
 import random
-import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,7 +171,7 @@ def number(value: int, size: int = 4) -> bytes:
     return value.to_bytes(size, "little")
 
 
-def test_what_a_file_claims_takes_no_memory(path: Path, tmp_path: Path) -> None:
+def test_what_a_file_claims_takes_no_memory(path: Path) -> None:
     state = (1, (25, 10**9), np.dtype("f4"), False, b"1234")
     array = Calls(np.zeros(1).__reduce__()[0], np.ndarray, (0,), b"b", state=state)
     laughs: list[Any] = [1]
@@ -199,15 +197,6 @@ def test_what_a_file_claims_takes_no_memory(path: Path, tmp_path: Path) -> None:
             fleet_files.load(path)
     path.write_bytes(pickle.dumps({"w": laughs}))
     assert len(fleet_files.load(path)["w"]) == 10
-    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (25, 1000000000), }\n"
-    claimed = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + b"1234"
-    with zipfile.ZipFile(tmp_path / "claimed.npz", "w") as members:
-        members.writestr("w.npy", claimed)
-    with pytest.raises(CheckpointError):
-        fleet_files.archive(tmp_path / "claimed.npz")
-    np.savez_compressed(tmp_path / "bomb.npz", w=np.zeros(10**6))
-    with pytest.raises(CheckpointError, match=r"compressed arrays, such as 'w\.npy'"):
-        fleet_files.archive(tmp_path / "bomb.npz")
 
 
 @pytest.mark.parametrize(
@@ -229,8 +218,6 @@ def test_what_a_file_seems_to_be(path: Path, contents: bytes, message: str) -> N
     with pytest.raises(CheckpointError, match=r"model\.pdparams is not what paddle") as found:
         fleet_files.load(path)
     assert message in str(found.value)
-    with pytest.raises(CheckpointError, match=r"model\.pdparams is not what numpy"):
-        fleet_files.archive(path)
 
 
 def test_what_is_no_file_or_may_not_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
