@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 #: The tag of ``device_guard("gpu:all")``: computed by every stage that needs it.
 EVERYWHERE = -1
@@ -24,6 +25,13 @@ DROPOUTS = ("dropout_prob", "dropout_rate", "attn_dropout_rate")
 def draws(name: str) -> bool:
     """Whether an operation of this name takes random numbers."""
     return any(word in name for word in _RANDOM)
+
+
+class Declared(NamedTuple):
+    """What ``paddle.static.data`` says of a feed: -1 is a dimension that may be any."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,25 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules/api",),
     ("schedules/registry",),
     ("schedules/commands", "schedules/__init__"),
+    ("static/_paddle static/graph static/tags",),
+    ("static/cut",),
+    ("static/ir", "static/run"),
+    ("static/attached",),
+    ("static/save",),
+    ("static/entry",),
+    ("static/__init__ static/reference",),
 )
 
 #: Folders of which every file has a floor, and which import nothing but what stands here.
 CLOSED = {
     "schedules": ("fleetpipe.errors", "fleetpipe.schedules", "matplotlib"),
     "partition": ("fleetpipe.errors", "fleetpipe.partition"),
+    "static": (
+        *("fleetpipe.__init__", "fleetpipe._paddle", "fleetpipe.aliases", "fleetpipe.checkpoint"),
+        *("fleetpipe.config", "fleetpipe.engine", "fleetpipe.errors", "fleetpipe.job"),
+        *("fleetpipe.numerics", "fleetpipe.schedules", "fleetpipe.static", "fleetpipe.transport"),
+        *("numpy", "paddle"),
+    ),
 }
 
 

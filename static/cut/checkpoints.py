@@ -16,22 +16,6 @@ from fleetpipe.static.cut.contract import Reader
 from fleetpipe.static.cut.split import Split
 
 
-def name_of(value: Any) -> str:
-    """Returns a name for ``recompute_configs`` and ``fetch_list``; it is the same on every rank.
-
-    In the older Program every value has one, ``value.name``. Under PIR only data and parameters
-    have, and this gives a value its own.
-
-    Args:
-        value: A value of a static program, before ``minimize``.
-    """
-    if hasattr(value, "get_defining_op"):
-        from fleetpipe.static.ir.pir.reader import give_name
-
-        return give_name(value)
-    return str(value.name)
-
-
 def marked(optimizer: Any, strategy: Any) -> tuple[Any, Sequence[Any] | None]:
     """Returns the optimizer itself, and what a strategy or a ``RecomputeOptimizer`` marks.
 

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fleetpipe.static.cut.split import Split
-from fleetpipe.static.graph import Graph
-from fleetpipe.static.run.feeding import Declared
+from fleetpipe.static.graph import Declared, Graph
 
 PREFIX = "fleetpipe@"
 #: The variable that every gradient is multiplied by where the norm of all stages is clipped.

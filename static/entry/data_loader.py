@@ -6,15 +6,15 @@ Paddle's ``DataLoader.from_generator(iterable=False)`` has the same calls; it is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
+from fleetpipe.static.run.feeding import Item, merged
 
-Feed = Mapping[str, Any]
 Samples = Callable[[], Iterable[Any]]
 _loaders: weakref.WeakKeyDictionary[Any, list[DataLoader]] = weakref.WeakKeyDictionary()
 
@@ -36,8 +36,8 @@ class DataLoader:
         self._names = [one.name for one in feed_list]
         self._shapes = [tuple(one.shape) for one in feed_list]
         self._dtypes = [_dtype(one) for one in feed_list]
-        self._source: Callable[[], Iterator[Feed]] | None = None
-        self._items: Iterator[Feed] | None = None
+        self._source: Callable[[], Iterator[Item]] | None = None
+        self._items: Iterator[Item] | None = None
         _loaders.setdefault(paddle.static.default_main_program(), []).append(self)
 
     @staticmethod
@@ -151,41 +151,8 @@ def items_for(program: Any, feed: Any) -> Iterator[Any] | None:
         return None
     started = [one._items for one in _loaders.get(program, ()) if one._items is not None]
     if len(started) > 1:
-        return (_merged(parts) for parts in zip(*started))
+        return (merged(parts) for parts in zip(*started))
     return started[0] if started else None
-
-
-def draw(items: Iterator[Any], count: int) -> Feed | None:
-    """Takes ``count`` micro-batches and puts them together; None where there are not as many.
-
-    One with fewer rows than those before it ends the data, as no item at all does.
-    """
-    drawn: list[dict[str, np.ndarray]] = []
-    while len(drawn) < count:
-        try:
-            # Not by a for loop, whose iter() has a loader of Paddle's begin another epoch.
-            item = next(items)
-        except StopIteration:
-            return None
-        parts = _merged([item]) if isinstance(item, Mapping) else _merged(item)
-        drawn.append({name: np.asarray(value) for name, value in parts.items()})
-        if _rows(drawn[-1]) < _rows(drawn[0]):
-            return None
-    return {name: np.concatenate([one[name] for one in drawn]) for name in drawn[0]}
-
-
-def _rows(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
-    return [item[name].shape[:1] for name in sorted(item)]
-
-
-def _merged(parts: Any) -> Feed:
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, Mapping) for p in parts):
-        raise ConfigError(
-            "a micro-batch of an iterator is a dict of arrays by name",
-            got=type(parts).__name__,
-            fix="for a paddle.io.DataLoader: feed_list=[..] and return_list=False",
-        )
-    return {name: value for part in parts for name, value in part.items()}
 
 
 def _dtype(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Picks the reader of a program by the IR it is written in."""
+"""Picks what reads a program, and what names a value of it, by the IR it is written in."""
 
 from __future__ import annotations
 
@@ -17,3 +17,19 @@ def read(program: Any) -> Reader:
     from fleetpipe.static.ir.program.reader import ProgramReader
 
     return ProgramReader(program)
+
+
+def name_of(value: Any) -> str:
+    """Returns a name for ``recompute_configs`` and ``fetch_list``; it is the same on every rank.
+
+    In the older Program every value has one, ``value.name``. Under PIR only data and parameters
+    have, and this gives a value its own.
+
+    Args:
+        value: A value of a static program, before ``minimize``.
+    """
+    if hasattr(value, "get_defining_op"):
+        from fleetpipe.static.ir.pir.reader import give_name
+
+        return give_name(value)
+    return str(value.name)

@@ -1,22 +1,19 @@
-"""Cuts what the user feeds for a mini-batch into what each micro-batch is fed."""
+"""What the user feeds: a mini-batch, drawn from an iterator or whole, cut into micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import DenseTensor
+from fleetpipe.static.graph import Declared
 
-
-class Declared(NamedTuple):
-    """What ``paddle.static.data`` says of a feed: -1 is a dimension that may be any."""
-
-    shape: tuple[int, ...]
-    dtype: str
+#: A micro-batch of an iterator: arrays by name.
+Item = Mapping[str, Any]
 
 
 class Batch:
@@ -140,3 +137,41 @@ def _cut(name: str, array: Any, declared: Declared, micro_batches: int, rows: in
             fix="change the batch, or strategy.pipeline_configs; drop an incomplete last batch",
         )
     return [array[index * expected : (index + 1) * expected] for index in range(micro_batches)]
+
+
+def draw(items: Iterator[Any], count: int) -> Item | None:
+    """Takes ``count`` micro-batches and puts them together; None where there are not as many.
+
+    One with fewer rows than those before it ends the data, as no item at all does.
+    """
+    drawn: list[dict[str, np.ndarray]] = []
+    while len(drawn) < count:
+        try:
+            # Not by a for loop, whose iter() has a loader of Paddle's begin another epoch.
+            item = next(items)
+        except StopIteration:
+            return None
+        parts = merged([item]) if isinstance(item, Mapping) else merged(item)
+        drawn.append({name: np.asarray(value) for name, value in parts.items()})
+        if _rows(drawn[-1]) < _rows(drawn[0]):
+            return None
+    return {name: np.concatenate([one[name] for one in drawn]) for name in drawn[0]}
+
+
+def _rows(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
+    return [item[name].shape[:1] for name in sorted(item)]
+
+
+def merged(parts: Any) -> Item:
+    """Returns one micro-batch of its parts: the dicts that one loader or several give at a time.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, Mapping) for p in parts):
+        raise ConfigError(
+            "a micro-batch of an iterator is a dict of arrays by name",
+            got=type(parts).__name__,
+            fix="for a paddle.io.DataLoader: feed_list=[..] and return_list=False",
+        )
+    return {name: value for part in parts for name, value in part.items()}

@@ -20,10 +20,9 @@ from fleetpipe.schedules import Schedule
 from fleetpipe.static._paddle import EOFException, dynamic_mode, found_tensor
 from fleetpipe.static.cut.contract import Reader
 from fleetpipe.static.cut.split import Split
-from fleetpipe.static.entry.data_loader import draw
 from fleetpipe.static.run import reductions
 from fleetpipe.static.run.compiled import Compiled, Recipe
-from fleetpipe.static.run.feeding import Batch
+from fleetpipe.static.run.feeding import Batch, draw
 from fleetpipe.static.run.fetching import Fetch, combined
 from fleetpipe.static.run.random_streams import Streams
 

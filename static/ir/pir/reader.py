@@ -10,7 +10,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import core, gradient_clip, static
 from fleetpipe.static.cut.contract import CLIP_FACTOR, PREFIX, Update, accumulator_name
 from fleetpipe.static.cut.split import Split
-from fleetpipe.static.graph import EVERYWHERE, Graph, Operation
+from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation
 from fleetpipe.static.ir.pir.operations import (
     DATA,
     IN_PLACE,
@@ -27,7 +27,6 @@ from fleetpipe.static.ir.pir.operations import (
     to_end,
 )
 from fleetpipe.static.ir.pir.stage import PirStage
-from fleetpipe.static.run.feeding import Declared
 
 _pir: Any = paddle.pir
 _operations: Any = paddle._C_ops

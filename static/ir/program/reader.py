@@ -12,7 +12,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.static._paddle import learning_rate, static
 from fleetpipe.static.cut.contract import CLIP_FACTOR, Update, accumulator_name
 from fleetpipe.static.cut.split import Split
-from fleetpipe.static.graph import Graph, Operation
+from fleetpipe.static.graph import Declared, Graph, Operation
 from fleetpipe.static.ir.program.loader import belongs_to_loader
 from fleetpipe.static.ir.program.stage import (
     ProgramStage,
@@ -26,7 +26,6 @@ from fleetpipe.static.ir.program.stage import (
     remove_operations,
     temporary,
 )
-from fleetpipe.static.run.feeding import Declared
 from fleetpipe.static.tags import stage_of_device
 
 _CONSTANTS = ("fill_constant", "assign_value", "range", "eye", "linspace")
