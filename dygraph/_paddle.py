@@ -6,7 +6,8 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from paddle.base import core
 from paddle.base import framework as _framework
@@ -17,24 +18,25 @@ from paddle.jit.dy2static.program_translator import StaticFunction
 from paddle.nn import clip as _stock_clip
 
 from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe.aliases import Clip, Layer, Optimizer, Scaler, Scheduler, Tensor, Topology
 from fleetpipe.errors import ConfigError
 
-_clips: Any = _stock_clip
-_optimizers: Any = _hybrid
-HybridParallelOptimizer: Any = _optimizers.HybridParallelOptimizer
+_clips: ModuleType = _stock_clip
+_optimizers: ModuleType = _hybrid
+HybridParallelOptimizer = _optimizers.HybridParallelOptimizer
 
 #: Whether Fleet's ``PipelineLayer._loss_fn`` is a list (3.x) or what the user passed (2.6.2).
 LOSS_FUNCTIONS_ARE_A_LIST = hasattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc")
 
 
-def base_optimizer(optimizer: Any) -> Any:
+def base_optimizer(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer that does the arithmetic, which others such as Fleet's wrap."""
     while "_inner_opt" in vars(optimizer):
         optimizer = optimizer._inner_opt
     return optimizer
 
 
-def optimized_parameters(optimizer: Any) -> list[Any]:
+def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Returns the parameters of an optimizer, those of all its groups one after another."""
     listed = base_optimizer(optimizer)._param_groups or []
     if listed and isinstance(listed[0], dict):
@@ -43,7 +45,7 @@ def optimized_parameters(optimizer: Any) -> list[Any]:
 
 
 @contextmanager
-def restricted(optimizer: Any, kept: Callable[[Any], bool]) -> Iterator[bool]:
+def restricted(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Iterator[bool]:
     """Within it an optimizer steps only the parameters for which ``kept`` is true.
 
     Yields:
@@ -69,7 +71,8 @@ def restricted(optimizer: Any, kept: Callable[[Any], bool]) -> Iterator[bool]:
             setattr(holder, name, listed)
 
 
-def _chosen(listed: list[Any], kept: Callable[[Any], bool]) -> list[Any]:
+def _chosen(listed: list[Tensor], kept: Callable[[Tensor], bool]) -> list[Tensor]:
+    """Returns what to keep of a list of parameters, or of groups, which are dicts."""
     if not (listed and isinstance(listed[0], dict)):
         return list(filter(kept, listed))
     return [{**group, "params": list(filter(kept, group["params"]))} for group in listed]
@@ -78,28 +81,28 @@ def _chosen(listed: list[Any], kept: Callable[[Any], bool]) -> list[Any]:
 class ClipPlace(NamedTuple):
     """Where an optimizer has a gradient clip: a dict and the name in it."""
 
-    holder: dict[str, Any]
+    holder: dict[str, object]
     name: str
 
     @property
-    def clip(self) -> Any:
+    def clip(self) -> Clip:
         """The clip that is there now, or None."""
         return self.holder.get(self.name)
 
-    def put(self, clip: Any) -> None:
+    def put(self, clip: Clip) -> None:
         """Puts another clip there."""
         self.holder[self.name] = clip
 
 
-def clip_places(optimizer: Any) -> list[ClipPlace]:
+def clip_places(optimizer: Optimizer) -> list[ClipPlace]:
     """Returns where an optimizer may have a clip: itself, its groups, the default of new ones."""
     base = base_optimizer(optimizer)
-    places = [ClipPlace(vars(base), "_grad_clip"), ClipPlace(base._default_dict, "grad_clip")]
+    places = [ClipPlace(base.__dict__, "_grad_clip"), ClipPlace(base._default_dict, "grad_clip")]
     groups = [group for group in base._param_groups or [] if isinstance(group, dict)]
     return places + [ClipPlace(group, "grad_clip") for group in groups]
 
 
-def clips_of_a_step(optimizer: Any) -> list[Any]:
+def clips_of_a_step(optimizer: Optimizer) -> list[Clip]:
     """Returns the clips that a step calls, one after another: one for each group."""
     base = base_optimizer(optimizer)
     groups = base._param_groups or []
@@ -108,17 +111,17 @@ def clips_of_a_step(optimizer: Any) -> list[Any]:
     return [base._grad_clip]
 
 
-def clip_of_minimize(optimizer: Any) -> Any:
+def clip_of_minimize(optimizer: Optimizer) -> Clip:
     """Returns the clip that ``minimize`` calls: it takes no notice of groups."""
     return base_optimizer(optimizer)._grad_clip
 
 
-def in_data_parallel_mode(hcg: Any) -> bool:
+def in_data_parallel_mode(hcg: Topology) -> bool:
     """Whether the ranks are split by data alone: ``DataParallel`` averages gradients there."""
     return bool(hcg.get_parallel_mode() == paddle.distributed.ParallelMode.DATA_PARALLEL)
 
 
-def scaler_counts(scaler: Any) -> dict[str, float]:
+def scaler_counts(scaler: Scaler) -> dict[str, float]:
     """Returns what a scaler, enabled, knows of earlier steps."""
     state = scaler.state_dict()
     return {
@@ -128,7 +131,7 @@ def scaler_counts(scaler: Any) -> dict[str, float]:
     }
 
 
-def update_scale(scaler: Any) -> None:
+def update_scale(scaler: Scaler) -> None:
     """Does what Paddle's ``_update`` does, with a scale that it can print.
 
     It prints ``float(scale)`` of a tensor of shape [1], which NumPy refuses from 2.4 on.
@@ -140,7 +143,7 @@ def update_scale(scaler: Any) -> None:
         scaler._scale = scaler._scale.reshape([1])
 
 
-def note_unscaled(scaler: Any, optimizer: Any, found: bool) -> None:
+def note_unscaled(scaler: Scaler, optimizer: Optimizer, found: bool) -> None:
     """Tells a scaler that the gradients are unscaled, and whether some were not finite.
 
     Raises:
@@ -157,7 +160,7 @@ def note_unscaled(scaler: Any, optimizer: Any, found: bool) -> None:
     scaler._found_inf = paddle.to_tensor([found])
 
 
-def squared_norm(gradient: Any) -> Any:
+def squared_norm(gradient: Tensor) -> Tensor:
     """Returns the sum of the squares of a gradient as Paddle's own clip computes it."""
     if gradient.is_selected_rows():
         merged = _clips.merge_selected_rows(gradient)
@@ -168,7 +171,9 @@ def squared_norm(gradient: Any) -> Any:
     return _clips._squared_l2_norm(gradient)
 
 
-def twin_optimizer(optimizer: Any, parameters: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+def twin_optimizer(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], others: Mapping[str, Tensor]
+) -> Optimizer:
     """Returns an optimizer like ``optimizer`` over other parameters, with a scheduler of its own.
 
     Groups, decay and clipping carry over, accumulated state does not belong to it yet: the twin is
@@ -187,7 +192,7 @@ def twin_optimizer(optimizer: Any, parameters: Mapping[str, Any], others: Mappin
     return copy.deepcopy(optimizer, memo)
 
 
-def learning_rate_of(optimizer: Any) -> Any:
+def learning_rate_of(optimizer: Optimizer) -> float | Scheduler:
     """Returns the learning rate of an optimizer: a number, or the scheduler that gives it."""
     return base_optimizer(optimizer)._learning_rate
 
@@ -201,11 +206,11 @@ def allocated_bytes() -> int:
 
 def device_id() -> int:
     """Returns the number of this process's device; 0 on CPU, where Paddle does not tell one."""
-    environment: Any = paddle.distributed.ParallelEnv
+    environment: Callable[[], object] = paddle.distributed.ParallelEnv
     return int(getattr(environment(), "device_id", 0))
 
 
-def is_patched(layer: Any) -> bool:
+def is_patched(layer: Layer) -> bool:
     """Whether a layer has hooks around its forward, or another forward than its class."""
     own = vars(layer)
     return bool(own["_forward_pre_hooks"] or own["_forward_post_hooks"] or "forward" in own)
@@ -237,7 +242,7 @@ def stream_seeds() -> dict[str, int]:
     return {name: int(state[0].current_seed()) for name, state in states.items()}
 
 
-def state_slots(layer: Any) -> Iterator[tuple[dict[str, Any], str]]:
+def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
     """Yields where a layer itself has state that its forward may change: a dict and a name in it.
 
     These are its buffers, and the vectors among its parameters that are not trained, which is
@@ -253,12 +258,12 @@ def state_slots(layer: Any) -> Iterator[tuple[dict[str, Any], str]]:
             yield own["_parameters"], name
 
 
-def has_memory(tensor: Any) -> bool:
+def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor has a value: an LSTM keeps a buffer that never gets one on CPU."""
     return bool(tensor._is_initialized())
 
 
-def same_memory(tensor: Any) -> Any:
+def same_memory(tensor: Tensor) -> Tensor:
     """Returns a leaf of the graph that shares memory and may be emptied on its own."""
     if hasattr(tensor, "_unsafe_share_buffer_to"):
         other = tensor.detach()
@@ -271,30 +276,30 @@ def same_memory(tensor: Any) -> Any:
     return other
 
 
-def is_static(layer: Any) -> bool:
+def is_static(layer: Layer) -> bool:
     """Whether ``paddle.jit.to_static`` makes a static graph of a layer's forward."""
     return isinstance(layer.forward, StaticFunction)
 
 
-def is_parameter(tensor: Any) -> bool:
+def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, with all that is attached to it."""
     return isinstance(tensor, _framework.EagerParamBase)
 
 
 def switch_gradients_on() -> None:
     """Undoes that Paddle leaves gradients off where a hook failed in the middle of backward."""
-    framework: Any = paddle.framework
+    framework: ModuleType = paddle.framework
     framework._dygraph_tracer()._has_grad = True
 
 
-def automatic_casts() -> Callable[[], AbstractContextManager[Any]]:
+def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
     """Returns what makes the context in which tensors are cast automatically as they are now."""
-    framework: Any = paddle.framework
+    framework: ModuleType = paddle.framework
     tracer = framework._dygraph_tracer()
     level, dtype = tracer._amp_level.name, tracer._amp_dtype
     lists = [set(names) for names in tracer._get_amp_op_list()]
 
-    def context() -> AbstractContextManager[Any]:
+    def context() -> AbstractContextManager[object]:
         if level == "O0" == tracer._amp_level.name:
             return nullcontext()
         if level == "O0":

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 from fleetpipe._paddle import paddle_fleet
+from fleetpipe.aliases import Nest
 from fleetpipe.errors import ConfigError
 
-_theirs: Any = paddle_fleet.meta_parallel.pipeline_parallel
+_paddles: ModuleType = paddle_fleet.meta_parallel.pipeline_parallel
+#: Takes the values of a location by name.
+Hook = Callable[..., object]
 
 
 class _DatasetPreprocessor:
     """Wraps a function that gives the data of a batch when it is called without arguments."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Nest]) -> None:
         self.function = function
 
-    def __call__(self) -> Any:
+    def __call__(self) -> Nest:
         return self.function()
 
 
@@ -35,11 +39,11 @@ class _MicroStepCallback:
     """A registry of hooks by location."""
 
     def __init__(self) -> None:
-        self.hooks: dict[Any, list[Callable[..., Any]]] = {
+        self.hooks: dict[Enum, list[Hook]] = {
             location: [] for location in PipelineParallelMicroStepLocations
         }
 
-    def register_hook(self, location: Any, hook: Callable[..., Any]) -> None:
+    def register_hook(self, location: Enum, hook: Hook) -> None:
         """Adds a hook.
 
         Raises:
@@ -52,30 +56,30 @@ class _MicroStepCallback:
             )
         self.hooks[location].append(hook)
 
-    def on_location(self, location: Any, **values: Any) -> None:
+    def on_location(self, location: Enum, **values: object) -> None:
         """Calls the hooks of a location."""
         for hook in self.hooks[location]:
             hook(**values)
 
 
-def _register_global_hook(location: Any, hook: Callable[..., Any]) -> None:
+def _register_global_hook(location: Enum, hook: Hook) -> None:
     """Adds a hook to the registry that all wrappers of the process look at."""
     pipeline_parallel_callbacks_.register_hook(location, hook)
 
 
 PipelineDatasetPreprocessor: Any = getattr(
-    _theirs, "PipelineDatasetPreprocessor", _DatasetPreprocessor
+    _paddles, "PipelineDatasetPreprocessor", _DatasetPreprocessor
 )
 PipelineParallelMicroStepLocations: Any = getattr(
-    _theirs, "PipelineParallelMicroStepLocations", _MicroStepLocations
+    _paddles, "PipelineParallelMicroStepLocations", _MicroStepLocations
 )
 PipelineParallelMicroStepCallback: Any = getattr(
-    _theirs, "PipelineParallelMicroStepCallback", _MicroStepCallback
+    _paddles, "PipelineParallelMicroStepCallback", _MicroStepCallback
 )
 #: The registry that all wrappers of the process look at.
 pipeline_parallel_callbacks_: Any = (
-    getattr(_theirs, "pipeline_parallel_callbacks_", None) or PipelineParallelMicroStepCallback()
+    getattr(_paddles, "pipeline_parallel_callbacks_", None) or PipelineParallelMicroStepCallback()
 )
-register_global_pipeline_parallel_hook: Callable[[Any, Callable[..., Any]], None] = getattr(
-    _theirs, "register_global_pipeline_parallel_hook", _register_global_hook
+register_global_pipeline_parallel_hook: Callable[[Enum, Hook], None] = getattr(
+    _paddles, "register_global_pipeline_parallel_hook", _register_global_hook
 )

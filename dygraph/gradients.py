@@ -7,18 +7,18 @@ in an attribute of its own; ``grad`` stays empty there.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Tensor
 
 
-def gradient_of(parameter: Any) -> Any:
+def gradient_of(parameter: Tensor) -> Tensor:
     """Returns the gradient of ``parameter``, or None: float32 where it is a ``main_grad``."""
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
 
 
-def set_gradient(parameter: Any, gradient: Any) -> None:
+def set_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """Makes ``gradient`` the gradient of ``parameter``."""
     if hasattr(parameter, "main_grad"):
         parameter.main_grad = gradient
@@ -26,14 +26,14 @@ def set_gradient(parameter: Any, gradient: Any) -> None:
         parameter.grad = gradient
 
 
-def zero_gradient(parameter: Any) -> Any:
+def zero_gradient(parameter: Tensor) -> Tensor:
     """Returns zeros such as :func:`set_gradient` takes them."""
     if hasattr(parameter, "main_grad"):
         return paddle.zeros(parameter.shape, "float32")
     return paddle.zeros_like(parameter)
 
 
-def drop_gradients(parameters: Iterable[Any]) -> None:
+def drop_gradients(parameters: Iterable[Tensor]) -> None:
     """Leaves ``parameters`` without gradients."""
     for parameter in parameters:
         # By position: Paddle takes no notice of the name.
@@ -43,7 +43,7 @@ def drop_gradients(parameters: Iterable[Any]) -> None:
 
 
 @paddle.no_grad()
-def divide_gradients(parameters: Iterable[Any], divisor: int) -> None:
+def divide_gradients(parameters: Iterable[Tensor], divisor: int) -> None:
     """Divides the gradients of ``parameters`` by ``divisor``."""
     if divisor == 1:
         return

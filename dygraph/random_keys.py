@@ -13,12 +13,13 @@ import random
 import types
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 
 from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph._paddle import is_patched, stream_seeds, track_streams
 from fleetpipe.transport import Group
 
@@ -30,7 +31,7 @@ _LOSS = -1
 
 _WORD = 2**64 - 1
 
-_functions: Any = paddle.nn.functional
+_functions: types.ModuleType = paddle.nn.functional
 
 #: Functions of Paddle's that draw nothing.
 _QUIET_FUNCTIONS = frozenset(
@@ -129,7 +130,7 @@ def key(*parts: int) -> int:
     return state >> 1
 
 
-def draws_nothing(function: Callable[[Any], Any]) -> bool:
+def draws_nothing(function: Callable[[Nest], Nest]) -> bool:
     """Whether a call of a layer or function certainly draws no random number.
 
     False for everything but some of Paddle's own, as long as they are as Paddle made them.
@@ -154,7 +155,7 @@ class Keys:
         self._slice = 0
         self._common: frozenset[str] = frozenset()
         self._call: tuple[int, int] | None = None
-        self._streams: dict[str, Any] = {}
+        self._streams: dict[str, GeneratorStates] = {}
 
     def agree(self, group: Group) -> None:
         """Takes the draw of the first of the ranks that hold slices of one layer. Collective.
@@ -171,7 +172,7 @@ class Keys:
             name for name, seed in first.items() if all(s.get(name) == seed for _, s in everyone)
         )
 
-    def enter(self, layer: int, function: Callable[[Any], Any] | None = None) -> None:
+    def enter(self, layer: int, function: Callable[[Nest], Nest] | None = None) -> None:
         """Seeds all generators for a call of ``function``, layer ``layer`` of the whole list."""
         self._call = (layer, self.micro_batch)
         self._streams.clear()
@@ -213,7 +214,7 @@ def draw(mode: str) -> Keys | None:
     """Draws the number of a batch from Paddle's default generator; None where mode is "fleet"."""
     if mode == FLEET:
         return None
-    drawn: Any = paddle.randint(0, 2**31 - 1, [1], dtype="int64")
+    drawn: Tensor = paddle.randint(0, 2**31 - 1, [1], dtype="int64")
     return Keys(int(drawn.item()))
 
 
@@ -260,7 +261,7 @@ def keyed(keys: Keys | None, group: Group) -> Iterator[None]:
         states.put_back()
 
 
-def _stream_of(name: str) -> Any:
+def _stream_of(name: str) -> AbstractContextManager[None] | None:
     """Returns the context of a tensor-parallel stream within a batch; None outside of one."""
     return None if _keys is None else _keys.stream(name)
 

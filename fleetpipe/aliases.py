@@ -10,10 +10,18 @@ from typing import Any
 
 #: A ``paddle.Tensor``, or a parameter.
 Tensor = Any
+#: A node of autograd's graph.
+Node = Any
+#: What the forward of a ``PyLayer`` leaves for its backward.
+Context = Any
 #: A ``paddle.nn.Layer``.
 Layer = Any
+#: A ``paddle.ParamAttr``, or what Paddle makes one of.
+Attribute = Any
 #: A ``paddle.optimizer.Optimizer``, or what stands for one.
 Optimizer = Any
+#: A gradient clip, as Paddle's optimizers take it.
+Clip = Any
 #: A ``paddle.optimizer.lr.LRScheduler``.
 Scheduler = Any
 #: A ``paddle.amp.GradScaler``.
