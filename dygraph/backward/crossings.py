@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from fleetpipe.aliases import Node, Tensor
 from fleetpipe.dygraph.backward.leaf import nodes_of, operands
+
+#: The fields of a :class:`Meeting`.
+Plain = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Meeting(NamedTuple):
@@ -41,17 +45,17 @@ class Crossing(NamedTuple):
     received: tuple[Meeting, ...]
     joined: tuple[Meeting, ...]
 
-    def plain(self) -> list[list[tuple[Any, ...]]]:
+    def plain(self) -> list[list[Plain]]:
         """Returns it in a form that crosses between ranks."""
-        return [[tuple(part) for part in parts] for parts in self]
+        return [[(part.edges, part.outputs, part.ways) for part in parts] for parts in self]
 
     @classmethod
-    def from_plain(cls, parts: list[list[tuple[Any, ...]]]) -> Crossing:
+    def from_plain(cls, parts: list[list[Plain]]) -> Crossing:
         """Reads what :meth:`plain` returned."""
         return cls(*(tuple(Meeting(*part) for part in some) for some in parts))
 
 
-def crossing_of(received: Sequence[Any], outputs: Sequence[Any]) -> Crossing:
+def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossing:
     """Follows the graph of a stage whose backward has run.
 
     Args:
@@ -63,7 +67,7 @@ def crossing_of(received: Sequence[Any], outputs: Sequence[Any]) -> Crossing:
     reach = [nodes_of([root], set()) for root in roots]
     edges = Counter(other for node in set().union(*reach) for other in operands(node))
 
-    def meeting(node: Any, itself: Sequence[int]) -> Meeting:
+    def meeting(node: Node, itself: Sequence[int]) -> Meeting:
         ways = tuple(index for index, nodes in enumerate(reach) if node in nodes)
         return Meeting(edges[node], tuple(itself), ways)
 

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.backward.leaf import Leaf
+
+#: ``layers_of(stage)`` gives the layers of a stage by their numbers in the whole list.
+LayersOf = Callable[[int], Mapping[int, Layer]]
 
 
 class Deferral(NamedTuple):
@@ -116,7 +120,7 @@ class GradientArrivals:
     def __init__(self) -> None:
         """Begins without any hooks."""
         self._kinds: dict[str, set[str]] = {}
-        self._parameters: dict[str, Any] = {}
+        self._parameters: dict[str, Tensor] = {}
         self._handles: list[Any] = []
         self._stages: set[int] = set()
         self._kind = ""
@@ -129,16 +133,12 @@ class GradientArrivals:
             handle.remove()
         self._handles.clear()
 
-    def during(
-        self, stage: int, kind: str, layers_of: Callable[[int], Mapping[int, Any]]
-    ) -> AbstractContextManager[None]:
+    def during(self, stage: int, kind: str, layers_of: LayersOf) -> AbstractContextManager[None]:
         """Notes the gradients that arrive while the context is open as those of an action."""
         return self._noting(stage, kind, layers_of) if self._open else nullcontext()
 
     @contextmanager
-    def _noting(
-        self, stage: int, kind: str, layers_of: Callable[[int], Mapping[int, Any]]
-    ) -> Iterator[None]:
+    def _noting(self, stage: int, kind: str, layers_of: LayersOf) -> Iterator[None]:
         if stage not in self._stages:
             self._stages.add(stage)
             for index, layer in layers_of(stage).items():
@@ -166,13 +166,13 @@ class GradientArrivals:
         """Returns the ids of the parameters that got a part of their gradient in I and one in W."""
         return {id(self._parameters[name]) for name, kinds in self._kinds.items() if len(kinds) > 1}
 
-    def _hook(self, name: str, parameter: Any) -> None:
+    def _hook(self, name: str, parameter: Tensor) -> None:
         if parameter.stop_gradient:
             return
         self._parameters[name] = parameter
         kinds = self._kinds.setdefault(name, set())
 
-        def note(_grad: Any) -> None:
+        def note(_grad: Tensor) -> None:
             if self._kind:
                 kinds.add(self._kind)
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Node, Tensor
 from fleetpipe.dygraph._paddle import is_static
 from fleetpipe.dygraph.nest import leaves, leaves_like, replace
 from fleetpipe.dygraph.random_keys import random_states_kept
@@ -80,7 +81,7 @@ class Leaf:
         static: Whether its forward becomes a part of a static graph, as all around it would.
     """
 
-    def __init__(self, layer: Any, name: str) -> None:
+    def __init__(self, layer: Layer, name: str) -> None:
         """Describes ``layer`` under its path in the whole model."""
         self.layer = layer
         self.name = name
@@ -89,7 +90,7 @@ class Leaf:
         self.uncut = ""
         self.static = False
 
-    def situation(self, taken: Sequence[Any]) -> Situation:
+    def situation(self, taken: Sequence[Tensor]) -> Situation:
         """Returns what decides which operations Paddle runs backward.
 
         Args:
@@ -110,7 +111,7 @@ class Leaf:
         return all(nature.divisible for nature in self.natures.values())
 
 
-def leaves_of(index: int, layer: Any) -> Iterator[Leaf]:
+def leaves_of(index: int, layer: Layer) -> Iterator[Leaf]:
     """Yields the leaf layers within layer ``index`` of the whole list."""
     if not isinstance(layer, paddle.nn.Layer):
         return
@@ -127,7 +128,7 @@ def leaves_of(index: int, layer: Any) -> Iterator[Leaf]:
 
 
 def examine(
-    leaf: Leaf, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+    leaf: Leaf, forward: Callable[..., Nest], args: tuple[Nest, ...], named: dict[str, Nest]
 ) -> Nature:
     """Finds out about the calls of ``leaf`` that are like this one, which leaves no trace.
 
@@ -151,7 +152,7 @@ def examine(
             return Nature(f"its layer cannot run on stand-ins for its inputs ({kind})")
 
 
-def _follow(leaf: Leaf, inputs: list[Any], output: Any) -> Nature:
+def _follow(leaf: Leaf, inputs: list[Tensor], output: Nest) -> Nature:
     """Follows the graph of a call from what it returned."""
     ids = {id(tensor) for tensor in inputs}
     outputs = [t for t in tensors_in(output, "returned") if _needs_grad(t) and id(t) not in ids]
@@ -180,11 +181,11 @@ def _follow(leaf: Leaf, inputs: list[Any], output: Any) -> Nature:
     return Nature("", divisible, reached, depth, straight)
 
 
-def _are_vectors(parameters: Iterable[Any]) -> bool:
+def _are_vectors(parameters: Iterable[Tensor]) -> bool:
     return all(parameter.ndim <= 1 for parameter in parameters)
 
 
-def _ways_to(ends: set[Any], below: Mapping[Any, Sequence[Any]]) -> dict[Any, tuple[int, int]]:
+def _ways_to(ends: set[Node], below: Mapping[Node, Sequence[Node]]) -> dict[Node, tuple[int, int]]:
     """Returns, for each node that leads to ``ends``, the longest way there and how many there are.
 
     Args:
@@ -208,9 +209,9 @@ def _ways_to(ends: set[Any], below: Mapping[Any, Sequence[Any]]) -> dict[Any, tu
     return ways
 
 
-def nodes_of(roots: Iterable[Any], ends: set[Any]) -> set[Any]:
+def nodes_of(roots: Iterable[Node], ends: set[Node]) -> set[Node]:
     """Returns the nodes of a graph from ``roots`` to ``ends``, or to where it begins."""
-    seen: set[Any] = set()
+    seen: set[Node] = set()
     stack = list(roots)
     while stack:
         node = stack.pop()
@@ -221,14 +222,14 @@ def nodes_of(roots: Iterable[Any], ends: set[Any]) -> set[Any]:
     return seen
 
 
-def operands(node: Any) -> list[Any]:
+def operands(node: Node) -> list[Node]:
     """Returns the nodes to which a node of a graph hands gradients on."""
     # None stands for an operand that needs no gradient.
     return [other for other in node.next_functions if other is not None]
 
 
 @contextmanager
-def _side_effects_undone(layer: Any) -> Iterator[None]:
+def _side_effects_undone(layer: Layer) -> Iterator[None]:
     """Puts random states and running statistics back in the end."""
     statistics = [*layer.buffers(), *(p for p in layer.parameters() if not _needs_grad(p))]
     copies = [tensor.clone() for tensor in statistics]
@@ -240,21 +241,21 @@ def _side_effects_undone(layer: Any) -> Iterator[None]:
             tensor.set_value(copy)
 
 
-def _nothing(_saved: Any) -> None:
+def _nothing(_saved: Tensor) -> None:
     return None
 
 
-def _needs_grad(tensor: Any) -> bool:
+def _needs_grad(tensor: Tensor) -> bool:
     return not tensor.stop_gradient
 
 
-def tensors_in(value: Any, verb: str) -> list[Any]:
+def tensors_in(value: Nest, verb: str) -> list[Tensor]:
     """Returns the distinct tensors in nested tuples, lists and dicts, in order.
 
     Raises:
         CannotWait: There is another object, which may hold tensors where they cannot be seen.
     """
-    tensors: dict[int, Any] = {}
+    tensors: dict[int, Tensor] = {}
     for _, leaf in leaves(value, exact=True):
         if isinstance(leaf, paddle.Tensor):
             tensors.setdefault(id(leaf), leaf)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Context, Nest, Tensor
 from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.leaf import CannotWait, Leaf, Nature, examine, tensors_in
@@ -30,15 +31,15 @@ class Graph(NamedTuple):
         divisible: Whether the gradients of inputs and parameters can be computed apart.
     """
 
-    inputs: list[Any]
-    outputs: list[Any]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
     divisible: bool
 
 
 class Call:
     """One call of a leaf layer: its own little graph, from its inputs to its outputs."""
 
-    def __init__(self, parameters: Sequence[Any], graph: Graph) -> None:
+    def __init__(self, parameters: Sequence[Tensor], graph: Graph) -> None:
         """Keeps the ends of the call's graph.
 
         Args:
@@ -47,21 +48,21 @@ class Call:
         """
         self._parameters = list(parameters)
         self._graph: Graph | None = graph
-        self._grads: list[tuple[Any, Any]] = []
-        self._found: list[tuple[Any, Any]] = []
+        self._grads: list[tuple[Tensor, Tensor]] = []
+        self._found: list[tuple[Tensor, Tensor]] = []
         #: The gradients of the outputs, on their way from one side of the border to the other.
-        self.arrived: Sequence[Any] = ()
+        self.arrived: Sequence[Tensor] = ()
         #: Bytes by address: what the layer took and gave, and the gradients of that.
         self.storages: dict[int, int] = {}
         self.hidden_bytes = 0
 
-    def measure(self, taken: Iterable[Any], outputs: Sequence[Any], allocated: int) -> None:
+    def measure(self, taken: Iterable[Tensor], outputs: Sequence[Tensor], allocated: int) -> None:
         """Notes what the call keeps, given that it left ``allocated`` bytes more in use."""
         returned = sum(map(_bytes, outputs))
         self.storages = {tensor.data_ptr(): _bytes(tensor) for tensor in (*taken, *outputs)}
         self.hidden_bytes = max(allocated - returned, 0)
 
-    def leave(self) -> tuple[Any, ...]:
+    def leave(self) -> tuple[Tensor, ...]:
         """Returns the outputs for the graph around the call."""
         return tuple(output.detach() for output in self._open_graph().outputs)
 
@@ -70,7 +71,7 @@ class Call:
             raise RuntimeError("backward ran twice through a call of a leaf layer")
         return self._graph
 
-    def input_grads(self, grads: Sequence[Any]) -> list[Any]:
+    def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns the gradient of every input and keeps what the parameters' need.
 
         Args:
@@ -99,7 +100,7 @@ class Call:
             for tensor, grad in zip(graph.inputs, of_inputs)
         ]
 
-    def weight_grads(self) -> list[tuple[Any, Any]]:
+    def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that have a gradient, with it; frees the graph."""
         if self._graph is None:
             return self._found
@@ -109,8 +110,8 @@ class Call:
 
 
 def _gradients(
-    outputs: Sequence[tuple[Any, Any]], wanted: Sequence[Any], retain_graph: bool
-) -> list[Any]:
+    outputs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor], retain_graph: bool
+) -> list[Tensor]:
     """Returns the gradient of each of ``wanted``, or None, from outputs and their gradients."""
     if not outputs or not wanted:
         return [None] * len(wanted)
@@ -124,13 +125,13 @@ class _Border(paddle.autograd.PyLayer):
     """Stands for a call of at most one operation in the graph around it."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, tape: list[Call], *_inputs: Any) -> Any:
+    def forward(ctx: Context, call: Call, tape: list[Call], *_inputs: Tensor) -> Tensor:
         ctx.call, ctx.tape = call, tape
         ctx.set_materialize_grads(False)
         return call.leave()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Tensor) -> Tensor:
         return _entered(ctx.call, ctx.tape, grads)
 
 
@@ -138,12 +139,12 @@ class _Entry(paddle.autograd.PyLayer):
     """The border of a longer call on the side of its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, tape: list[Call], *_inputs: Any) -> Any:
+    def forward(ctx: Context, call: Call, tape: list[Call], *_inputs: Tensor) -> Tensor:
         ctx.call, ctx.tape = call, tape
         return _TOKEN.detach()
 
     @staticmethod
-    def backward(ctx: Any, _token: Any) -> Any:
+    def backward(ctx: Context, _token: Tensor) -> Tensor:
         grads, ctx.call.arrived = ctx.call.arrived, ()
         return _entered(ctx.call, ctx.tape, grads)
 
@@ -152,43 +153,43 @@ class _Exit(paddle.autograd.PyLayer):
     """The border of a longer call on the side of its outputs."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, _token: Any) -> Any:
+    def forward(ctx: Context, call: Call, _token: Tensor) -> Tensor:
         ctx.call = call
         ctx.set_materialize_grads(False)
         return call.leave()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Tensor) -> Tensor:
         ctx.call.arrived = grads
         return _TOKEN
 
 
-def _entered(call: Call, tape: list[Call], grads: Sequence[Any]) -> Any:
+def _entered(call: Call, tape: list[Call], grads: Sequence[Tensor]) -> Tensor:
     """Returns the gradients of a call's inputs, and notes that the rest can be asked for."""
     found = call.input_grads(grads) or [_TOKEN]
     tape.append(call)
     return tuple(found) if len(found) > 1 else found[0]
 
 
-def _bordered(call: Call, tape: list[Call], depth: int, entries: Sequence[Any]) -> Any:
+def _bordered(call: Call, tape: list[Call], depth: int, entries: Sequence[Tensor]) -> Tensor:
     """Puts a call into the graph around it, as far from its outputs to its inputs as ``depth``.
 
     Autograd runs the operations that are ready in the order in which they became so, and adds up
     gradients as they arrive. With as many nodes in its place as a call has operations, what others
     add to the gradients of its inputs comes before or after its own as it would without a border.
     """
-    apply: Any = _Border.apply
+    apply: Callable[..., Tensor] = _Border.apply
     if depth < 2:
         return apply(call, tape, *(entries or [_ANCHOR]))
-    enter: Any = _Entry.apply
+    enter: Callable[..., Tensor] = _Entry.apply
     token = enter(call, tape, *entries)
     for _ in range(depth - 2):
         token = paddle.scale(token)
-    leave: Any = _Exit.apply
+    leave: Callable[..., Tensor] = _Exit.apply
     return leave(call, token)
 
 
-def _one_zero(stop_gradient: bool) -> Any:
+def _one_zero(stop_gradient: bool) -> Tensor:
     tensor = paddle.zeros([1])
     tensor.stop_gradient = stop_gradient
     return tensor
@@ -201,11 +202,11 @@ _ANCHOR, _TOKEN = _one_zero(False), _one_zero(True)
 
 def run(
     leaf: Leaf,
-    forward: Callable[..., Any],
+    forward: Callable[..., Nest],
     tape: list[Call],
-    args: tuple[Any, ...],
-    named: dict[str, Any],
-) -> Any:
+    args: tuple[Nest, ...],
+    named: dict[str, Nest],
+) -> Nest:
     """Calls a leaf layer's forward so that its weight gradients can wait, if they can.
 
     Args:
@@ -248,12 +249,12 @@ def run(
 def _cut_out(
     leaf: Leaf,
     nature: Nature,
-    forward: Callable[..., Any],
+    forward: Callable[..., Nest],
     tape: list[Call],
-    taken: Sequence[Any],
-    args: tuple[Any, ...],
-    named: dict[str, Any],
-) -> Any:
+    taken: Sequence[Tensor],
+    args: tuple[Nest, ...],
+    named: dict[str, Nest],
+) -> Nest:
     """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
     tensors = [tensor for tensor in taken if not tensor.stop_gradient]
     stand_ins = leaves_like(tensors)
@@ -275,7 +276,7 @@ def _cut_out(
     return replace(output, originals)
 
 
-def _returned(leaf: Leaf, output: Any) -> list[Any]:
+def _returned(leaf: Leaf, output: Nest) -> list[Tensor]:
     try:
         return tensors_in(output, "returned")
     except CannotWait as cause:
@@ -286,18 +287,18 @@ def _returned(leaf: Leaf, output: Any) -> list[Any]:
         ) from None
 
 
-def _bytes(tensor: Any) -> int:
+def _bytes(tensor: Tensor) -> int:
     # Not tensor.size: Paddle asks NumPy for that, which takes as long as a small layer.
     return int(math.prod(tensor.shape)) * int(tensor.element_size())
 
 
-def _apart(tensor: Any, others: Iterable[Any]) -> Any:
+def _apart(tensor: Tensor, others: Iterable[Tensor]) -> Tensor:
     """Returns ``tensor``, or a copy if one of ``others`` begins within its memory, or it in one."""
     if tensor is None or not any(_overlap(tensor, other) for other in others if other is not None):
         return tensor
     return tensor.clone()
 
 
-def _overlap(tensor: Any, other: Any) -> bool:
+def _overlap(tensor: Tensor, other: Tensor) -> bool:
     low, high = sorted((tensor, other), key=lambda either: int(either.data_ptr()))
     return bool(high.data_ptr() < low.data_ptr() + _bytes(low))

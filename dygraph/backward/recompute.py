@@ -13,9 +13,10 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable
+from typing import Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph._paddle import (
     automatic_casts,
     is_parameter,
@@ -28,16 +29,16 @@ from fleetpipe.dygraph.random_keys import RandomStates, random_states_kept
 from fleetpipe.errors import ConfigError
 
 #: ``run(value)`` runs the layers of a piece.
-Run = Callable[[Any], Any]
+Run = Callable[[Nest], Nest]
 
 #: A dict of a layer's, the name of a buffer in it, and what stood there.
-_State = list[tuple[dict[str, Any], str, Any]]
+_State = list[tuple[dict[str, Tensor], str, Tensor]]
 
 
 class Piece:
     """Neighbouring layers of a stage, and what their first call showed about them."""
 
-    def __init__(self, name: str, functions: Iterable[Any]) -> None:
+    def __init__(self, name: str, functions: Iterable[Callable[[Nest], Nest]]) -> None:
         """Describes a piece.
 
         Args:
@@ -47,7 +48,7 @@ class Piece:
         functions = list(functions)
         self.name = name
         self.has_parameters = any(
-            function.parameters() for function in functions if _is_layer(function)
+            function.parameters() for function in functions if isinstance(function, paddle.nn.Layer)
         )
         self._layers = [
             part
@@ -60,7 +61,7 @@ class Piece:
         #: What a call changes, by whether each of its layers trains: known from a first call.
         self._changing: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
 
-    def needs_recompute(self, value: Any) -> bool:
+    def needs_recompute(self, value: Nest) -> bool:
         """Whether Fleet would recompute it: it has parameters, and an input needs a gradient."""
         return (
             self.has_parameters
@@ -99,7 +100,7 @@ class Piece:
         return tuple(layer.training for layer in self._layers)
 
 
-def call(piece: Piece, run: Run, value: Any) -> Any:
+def call(piece: Piece, run: Run, value: Nest) -> Nest:
     """Runs a piece so that it holds its inputs, and nothing else, until backward.
 
     Args:
@@ -129,13 +130,13 @@ class _Ticket:
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self) -> None:
-        self.tensor: Any = None
+        self.tensor: Tensor = None
 
 
 class _Rerun:
     """What it takes to run a piece once more, and the tickets that wait for it."""
 
-    def __init__(self, piece: Piece, run: Run, value: Any) -> None:
+    def __init__(self, piece: Piece, run: Run, value: Nest) -> None:
         self._piece = piece
         self._run = run
         tensors = list(tensors_of(value))
@@ -147,14 +148,14 @@ class _Rerun:
         self._casts = automatic_casts()
         self._tickets: list[weakref.ref[_Ticket]] = []
 
-    def pack(self, tensor: Any) -> Any:
+    def pack(self, tensor: Tensor) -> Tensor | _Ticket:
         if _stays(tensor):
             return tensor
         ticket = _Ticket()
         self._tickets.append(weakref.ref(ticket))
         return ticket
 
-    def unpack(self, ticket: Any) -> Any:
+    def unpack(self, ticket: _Ticket | Tensor) -> Tensor:
         global _failure
         if _stays(ticket):
             return ticket
@@ -170,7 +171,7 @@ class _Rerun:
         tensor, ticket.tensor = ticket.tensor, None
         return tensor
 
-    def settle(self, value: Any) -> None:
+    def settle(self, value: Nest) -> None:
         """Ends the forward: learns from a first one what has to be copied for the next."""
         piece, tensors = self._piece, list(tensors_of(value))
         written = self._versions != [tensor.inplace_version for tensor in tensors]
@@ -188,10 +189,10 @@ class _Rerun:
 
     def _again(self) -> None:
         global _rerunning
-        filled: list[tuple[Any, int]] = []
+        filled: list[tuple[Tensor, int]] = []
         tickets = iter(self._tickets)
 
-        def fill(tensor: Any) -> None:
+        def fill(tensor: Tensor) -> None:
             if _stays(tensor):
                 return
             ticket = next(tickets, _lost)()
@@ -209,7 +210,7 @@ class _Rerun:
             _rerunning = before
         self._check(filled, next(tickets, None) is None)
 
-    def _inputs(self) -> Any:
+    def _inputs(self) -> Nest:
         """Returns the inputs for another run."""
         if not self._piece.writes_into_inputs:
             return self._value
@@ -220,11 +221,11 @@ class _Rerun:
     def _state_of_then(self) -> Iterator[None]:
         """Gives the layers copies of their state as it was before the first run."""
         now = self._piece.state()
-        then: dict[tuple[int, str], Any] = {}
+        then: dict[tuple[int, str], Tensor] = {}
         for holder, name, tensor in self._state:
             then[id(holder), name] = tensor
         for holder, name, tensor in now:
-            found: Any = then.get((id(holder), name), tensor)
+            found: Tensor = then.get((id(holder), name), tensor)
             holder[name] = found.clone()
         try:
             yield
@@ -232,7 +233,7 @@ class _Rerun:
             for holder, name, tensor in now:
                 holder[name] = tensor
 
-    def _check(self, filled: Sequence[tuple[Any, int]], all_filled: bool) -> None:
+    def _check(self, filled: Sequence[tuple[Tensor, int]], all_filled: bool) -> None:
         """Refuses a second run that was not like the first."""
         if not all_filled:
             raise ConfigError(
@@ -249,18 +250,18 @@ class _Rerun:
             )
 
 
-def _is_layer(function: Any) -> bool:
+def _is_layer(function: object) -> bool:
     return isinstance(function, paddle.nn.Layer)
 
 
-def _layers_in(function: Any) -> list[Any]:
+def _layers_in(function: Callable[[Nest], Nest]) -> list[Layer]:
     """Returns a layer itself, or the layer that a shared layer's ``forward_func`` is given."""
     if isinstance(function, functools.partial):
         return [part for part in (*function.args, *function.keywords.values()) if _is_layer(part)]
     return [function] if _is_layer(function) else []
 
 
-def _stays(saved: Any) -> bool:
+def _stays(saved: Tensor | _Ticket) -> bool:
     """Whether the graph keeps what it would save: a PyLayer saves None, and parameters as such."""
     # In backward it may look for a parameter's main_grad.
     return saved is None or is_parameter(saved)
@@ -270,7 +271,7 @@ def _lost() -> None:
     """Stands for a ticket that there is no more, or never was."""
 
 
-def _refuse(_packed: Any) -> None:
+def _refuse(_packed: object) -> None:
     raise RuntimeError("backward cannot run through the second run of a recomputed piece")
 
 
@@ -280,7 +281,9 @@ _failure: Exception | None = None
 
 
 @contextmanager
-def _opened(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Iterator[None]:
+def _opened(
+    pack: Callable[[Tensor], object], unpack: Callable[[Tensor | _Ticket], Tensor]
+) -> Iterator[None]:
     """Within it autograd saves by way of ``pack``."""
     global _in_piece
     before, _in_piece = _in_piece, True

@@ -9,13 +9,19 @@ the tape.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Callable
+from typing import Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backward import leaf_call
-from fleetpipe.dygraph.backward.deferral_report import DeferralReport, GradientArrivals, Waiting
+from fleetpipe.dygraph.backward.deferral_report import (
+    DeferralReport,
+    GradientArrivals,
+    LayersOf,
+    Waiting,
+)
 from fleetpipe.dygraph.backward.leaf import Leaf, leaves_of
 from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.schedules import Schedule
@@ -24,9 +30,6 @@ from fleetpipe.schedules.action import flatten
 _MISSING = object()
 
 _NOTHING = nullcontext()
-
-#: ``layers_of(stage)`` gives the layers of a stage by their numbers in the whole list.
-LayersOf = Callable[[int], Mapping[int, Any]]
 
 
 class SplitBackward:
@@ -104,7 +107,7 @@ class SplitBackward:
 
     def weight_grads(self, stage: int, micro_batch: int) -> None:
         """Adds to the parameters' gradients what I left over, as autograd would have."""
-        totals: dict[int, tuple[Any, Any]] = {}
+        totals: dict[int, tuple[Tensor, Tensor]] = {}
         tape = self._tapes[stage, micro_batch]
         with self._noted(stage, "W"):
             for call in tape:
@@ -161,9 +164,9 @@ class SplitBackward:
         return self._arrivals.during(stage, kind, self._layers_of)
 
 
-def _wrapped(leaf: Leaf, forward: Callable[..., Any], tape: list[Call]) -> Callable[..., Any]:
+def _wrapped(leaf: Leaf, forward: Callable[..., Nest], tape: list[Call]) -> Callable[..., Nest]:
     @functools.wraps(forward)
-    def run(*args: Any, **named: Any) -> Any:
+    def run(*args: Nest, **named: Nest) -> Nest:
         return leaf_call.run(leaf, forward, tape, args, named)
 
     return run
