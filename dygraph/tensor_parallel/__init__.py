@@ -5,11 +5,12 @@ On CPU Paddle's layers have no kernels. Its random-state tracker works on both (
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 from paddle.distributed.fleet import meta_parallel
 from paddle.distributed.fleet.layers import mpu
 
+from fleetpipe.aliases import Layer
 from fleetpipe.dygraph.tensor_parallel import cross_entropy, embedding, linear, wrapper
 from fleetpipe.dygraph.tensor_parallel._paddle import compiled_for_gpu
 from fleetpipe.dygraph.tensor_parallel.dropout import dropout
@@ -31,18 +32,18 @@ from fleetpipe.dygraph.tensor_parallel.operations import own_errors, parallel_ma
 from fleetpipe.dygraph.tensor_parallel.replacements import OPERATIONS, install, uninstall
 from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state
 
-_theirs: Any = mpu
-_wrappers: Any = meta_parallel
+_layers: ModuleType = mpu
+_wrappers: ModuleType = meta_parallel
 _on_gpu = compiled_for_gpu()
 
-RNGStatesTracker: Any = _theirs.RNGStatesTracker
-get_rng_state_tracker: Any = _theirs.get_rng_state_tracker
-model_parallel_random_seed: Any = _theirs.model_parallel_random_seed
-ColumnParallelLinear: Any = (_theirs if _on_gpu else linear).ColumnParallelLinear
-RowParallelLinear: Any = (_theirs if _on_gpu else linear).RowParallelLinear
-VocabParallelEmbedding: Any = (_theirs if _on_gpu else embedding).VocabParallelEmbedding
-ParallelCrossEntropy: Any = (_theirs if _on_gpu else cross_entropy).ParallelCrossEntropy
-TensorParallel: Any = (_wrappers if _on_gpu else wrapper).TensorParallel
+RNGStatesTracker = _layers.RNGStatesTracker
+get_rng_state_tracker = _layers.get_rng_state_tracker
+model_parallel_random_seed = _layers.model_parallel_random_seed
+ColumnParallelLinear: type[Layer] = (_layers if _on_gpu else linear).ColumnParallelLinear
+RowParallelLinear: type[Layer] = (_layers if _on_gpu else linear).RowParallelLinear
+VocabParallelEmbedding: type[Layer] = (_layers if _on_gpu else embedding).VocabParallelEmbedding
+ParallelCrossEntropy: type[Layer] = (_layers if _on_gpu else cross_entropy).ParallelCrossEntropy
+TensorParallel: type[Layer] = (_wrappers if _on_gpu else wrapper).TensorParallel
 
 __all__ = [
     "OPERATIONS",

@@ -7,9 +7,10 @@ works out the same loss. Backward needs none.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Context, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.embedding import refuse_outside
 from fleetpipe.dygraph.tensor_parallel.groups import Members, is_alone, members_of
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
@@ -22,7 +23,7 @@ class ParallelCrossEntropy(ParallelLayer):
     """Softmax and cross entropy, not reduced, over a vocabulary that is cut in slices."""
 
     def __init__(
-        self, mp_group: Any = None, name: str | None = None, ignore_index: int = -100
+        self, mp_group: PaddleGroup = None, name: str | None = None, ignore_index: int = -100
     ) -> None:
         """Creates the layer, which has no parameters.
 
@@ -35,7 +36,7 @@ class ParallelCrossEntropy(ParallelLayer):
         self.name = name
         self.ignore_index = ignore_index
 
-    def forward(self, input: Any, label: Any) -> Any:
+    def forward(self, input: Tensor, label: Tensor) -> Tensor:
         """Collective.
 
         Args:
@@ -53,16 +54,13 @@ class ParallelCrossEntropy(ParallelLayer):
         members = 1 if whole else self.world_size
         label = _checked(label, input, self.ignore_index, members)
         if whole:
-            dense: Any = paddle.nn.functional.cross_entropy
+            dense: Callable[..., Tensor] = paddle.nn.functional.cross_entropy
             return dense(input, label, ignore_index=self.ignore_index, reduction="none")
-        operation: Any = _CrossEntropy
-        found: Any = operation.apply(
-            input, label, self.ignore_index, members_of(self.model_parallel_group)
-        )
-        return found
+        apply: Callable[..., Tensor] = _CrossEntropy.apply
+        return apply(input, label, self.ignore_index, members_of(self.model_parallel_group))
 
 
-def _checked(label: Any, logits: Any, ignore_index: int, members: int) -> Any:
+def _checked(label: Tensor, logits: Tensor, ignore_index: int, members: int) -> Tensor:
     """Returns the labels as ``[.., 1]`` of int64."""
     rows = list(logits.shape[:-1])
     if label.dtype not in (paddle.int32, paddle.int64):
@@ -88,7 +86,9 @@ class _CrossEntropy(paddle.autograd.PyLayer):
     # Memory for logits costs more than arithmetic on them: each direction takes it once.
 
     @staticmethod
-    def forward(ctx: Any, logits: Any, label: Any, ignore_index: int, members: Members) -> Any:
+    def forward(
+        ctx: Context, logits: Tensor, label: Tensor, ignore_index: int, members: Members
+    ) -> Tensor:
         exact = logits.astype("float32") if logits.dtype in _HALVES else logits
         width = logits.shape[-1]
         column = label - members.rank * width
@@ -108,7 +108,7 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         return paddle.where(ignored, paddle.zeros_like(loss), loss).astype(logits.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         powers, factor, places, here, ignored = ctx.saved_tensor()
         grad = grad.astype(powers.dtype)
         zeros = paddle.zeros_like(grad)
@@ -119,13 +119,13 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         return spread.reshape(powers.shape).astype(ctx.dtype)
 
 
-def _places(column: Any, width: int) -> Any:
+def _places(column: Tensor, width: int) -> Tensor:
     """Returns where each row's column lies in the flattened logits."""
     flat = column.reshape([-1])
     return paddle.arange(flat.shape[0], dtype="int64") * width + flat
 
 
-def _combine(shares: list[Any]) -> tuple[Any, Any, Any]:
+def _combine(shares: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the loss, the greatest logit and the sum of the exponentials above that."""
     tops = paddle.concat([share[..., 0:1] for share in shares], axis=-1)
     sums = paddle.concat([share[..., 1:2] for share in shares], axis=-1)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group
 from fleetpipe.dygraph.tensor_parallel.operations import slice_of
 
 
 def dropout(
-    x: Any,
+    x: Tensor,
     p: float = 0.5,
     axis: int = -1,
     training: bool = True,
     mode: str = "upscale_in_train",
-    mp_group: Any = None,
-) -> Any:
+    mp_group: PaddleGroup = None,
+) -> Tensor:
     """Drops numbers of this member's slice where dropout of the whole tensor would drop them.
 
     Every member draws the whole mask and keeps its slice; not collective. So one seed gives the
@@ -35,7 +36,7 @@ def dropout(
     Returns:
         A tensor like ``x``.
     """
-    plain: Any = paddle.nn.functional.dropout
+    plain: Callable[..., Tensor] = paddle.nn.functional.dropout
     group = model_parallel_group(mp_group)
     if group.nranks == 1 or not training or p == 0:
         return plain(x, p, training=training, mode=mode)

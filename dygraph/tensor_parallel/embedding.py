@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Attribute, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
 from fleetpipe.errors import ConfigError
@@ -21,8 +22,8 @@ class VocabParallelEmbedding(ParallelLayer):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        weight_attr: Any = None,
-        mp_group: Any = None,
+        weight_attr: Attribute = None,
+        mp_group: PaddleGroup = None,
         name: str | None = None,
     ) -> None:
         """Creates this member's rows; not collective.
@@ -47,7 +48,7 @@ class VocabParallelEmbedding(ParallelLayer):
         self._name = name
         self.weight = self.create_slice([num_embeddings, embedding_dim], 0, weight_attr)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective.
 
         Args:
@@ -59,7 +60,7 @@ class VocabParallelEmbedding(ParallelLayer):
         Raises:
             ConfigError: An id is not in the vocabulary.
         """
-        look_up: Any = paddle.nn.functional.embedding
+        look_up: Callable[..., Tensor] = paddle.nn.functional.embedding
         if not self.is_mp:
             return look_up(x, self.weight, name=self._name)
         refuse_outside(x, self.num_embeddings, "an id")
@@ -67,7 +68,7 @@ class VocabParallelEmbedding(ParallelLayer):
         return operations.all_reduce(own, self.model_parallel_group)
 
 
-def own_rows(table: Any, ids: Any, start: int) -> Any:
+def own_rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
     """Returns the rows of a slice of a table, with zeros for the ids of other slices.
 
     Args:
@@ -75,7 +76,7 @@ def own_rows(table: Any, ids: Any, start: int) -> Any:
         ids: Integers of any shape.
         start: The id of the slice's first row.
     """
-    look_up: Any = paddle.nn.functional.embedding
+    look_up: Callable[..., Tensor] = paddle.nn.functional.embedding
     rows = ids - start
     elsewhere = paddle.logical_or(rows < 0, rows >= table.shape[0])
     found = look_up(paddle.where(elsewhere, paddle.zeros_like(rows), rows), table)
@@ -84,7 +85,7 @@ def own_rows(table: Any, ids: Any, start: int) -> Any:
     return paddle.where(mask, paddle.zeros_like(found), found)
 
 
-def refuse_outside(ids: Any, size: int, what: str) -> None:
+def refuse_outside(ids: Tensor, size: int, what: str) -> None:
     """Refuses ids that are not below ``size``, which no member would find.
 
     Raises:

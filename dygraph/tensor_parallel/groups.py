@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from fleetpipe._paddle import LocalTopology, install_topology, user_strategy
+from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import _paddle
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import meeting
@@ -33,10 +34,10 @@ class Members(Protocol):
     rank: int
     ranks: int
 
-    def total(self, tensor: Any) -> Any:
+    def total(self, tensor: Tensor) -> Tensor:
         """Returns the sum of all members' tensors, a new one, with the same bits. Collective."""
 
-    def gather(self, tensor: Any) -> list[Any]:
+    def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all members, by member. Collective."""
 
 
@@ -46,11 +47,11 @@ class SoleMember:
     rank = 0
     ranks = 1
 
-    def total(self, tensor: Any) -> Any:
+    def total(self, tensor: Tensor) -> Tensor:
         """Returns ``tensor``."""
         return tensor
 
-    def gather(self, tensor: Any) -> list[Any]:
+    def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns ``tensor`` as that of the one member."""
         return [tensor]
 
@@ -64,7 +65,7 @@ class ConnectedMembers:
         self.ranks = group.ranks
         self._group = group
 
-    def total(self, tensor: Any) -> Any:
+    def total(self, tensor: Tensor) -> Tensor:
         """Returns the sum of all members' tensors, added in their order. Collective.
 
         Raises:
@@ -79,7 +80,7 @@ class ConnectedMembers:
             first = first + other
         return first
 
-    def gather(self, tensor: Any) -> list[Any]:
+    def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all members, by member. Collective.
 
         Raises:
@@ -87,20 +88,19 @@ class ConnectedMembers:
         """
         # A copy: what is still on its way when this returns must not change, and autograd adds
         # to gradients in place.
-        found: list[Any] = self._group.all_gather(tensor.detach().clone())
-        return found
+        return self._group.all_gather(tensor.detach().clone())
 
 
 class PaddleMembers:
     """Members that only Paddle's group reaches: over Gloo, which waits 30 s for the last one."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: PaddleGroup) -> None:
         """Uses what ``paddle.distributed.new_group`` returned."""
         self.rank = group.rank
         self.ranks = group.nranks
         self._group = group
 
-    def total(self, tensor: Any) -> Any:
+    def total(self, tensor: Tensor) -> Tensor:
         """Returns the sum of all members' tensors. Collective."""
         from paddle.distributed import all_reduce
 
@@ -108,20 +108,20 @@ class PaddleMembers:
         all_reduce(summed, group=self._group)
         return summed
 
-    def gather(self, tensor: Any) -> list[Any]:
+    def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all members, by member. Collective."""
         from paddle.distributed import all_gather
 
-        found: list[Any] = []
-        all_gather(found, tensor.detach(), group=self._group)
-        return found
+        tensors: list[Tensor] = []
+        all_gather(tensors, tensor.detach(), group=self._group)
+        return tensors
 
 
 _connected: dict[int, ConnectedMembers] = {}
 _alone = False
 
 
-def connect(paddle_group: Any, group: Group) -> None:
+def connect(paddle_group: PaddleGroup, group: Group) -> None:
     """Has every operation among the members of ``paddle_group`` go over ``group`` from now on.
 
     Args:
@@ -131,17 +131,17 @@ def connect(paddle_group: Any, group: Group) -> None:
     Raises:
         ConfigError: The two differ in size or in this rank's place.
     """
-    theirs, ours = (paddle_group.rank, paddle_group.nranks), (group.rank, group.ranks)
-    if theirs != ours:
+    expected, got = (paddle_group.rank, paddle_group.nranks), (group.rank, group.ranks)
+    if expected != got:
         raise ConfigError(
             "a model-parallel group was given connections of another one",
-            expected="member {} of {}".format(*theirs),
-            got="member {} of {}".format(*ours),
+            expected="member {} of {}".format(*expected),
+            got="member {} of {}".format(*got),
         )
     _connected[paddle_group.id] = ConnectedMembers(group)
 
 
-def disconnect(paddle_group: Any) -> None:
+def disconnect(paddle_group: PaddleGroup) -> None:
     """Ends what :func:`connect` began; a group that is not connected stays as it is."""
     _connected.pop(paddle_group.id, None)
 
@@ -186,7 +186,7 @@ def is_alone() -> bool:
     return _alone
 
 
-def model_parallel_group(mp_group: Any = None) -> Any:
+def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
     """Returns the group of Paddle's whose members share a layer.
 
     Args:
@@ -219,9 +219,9 @@ def model_parallel_group(mp_group: Any = None) -> Any:
     return mp_group
 
 
-def members_of(group: Any) -> Members:
+def members_of(group: PaddleGroup) -> Members:
     """Returns how to reach the members of a group of Paddle's or of fleetpipe's."""
-    if not isinstance(group, _paddle.PaddleGroup):
+    if not isinstance(group, _paddle.Group):
         return ConnectedMembers(group) if group.ranks > 1 else SoleMember()
     if group.nranks == 1:
         return SoleMember()
@@ -229,5 +229,5 @@ def members_of(group: Any) -> Members:
     return PaddleMembers(group) if connected is None else connected
 
 
-def _bytes(tensor: Any) -> int:
+def _bytes(tensor: Tensor) -> int:
     return int(tensor.size) * int(tensor.element_size())

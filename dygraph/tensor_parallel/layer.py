@@ -10,10 +10,10 @@ and for the size of the slice: its weights depend on the degree.)
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Attribute, DType, Nest, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import _paddle, groups
 from fleetpipe.dygraph.tensor_parallel.operations import slice_of
 from fleetpipe.errors import ConfigError
@@ -29,7 +29,7 @@ class ParallelLayer(paddle.nn.Layer):
         is_mp: Whether there is more than one.
     """
 
-    def __init__(self, mp_group: Any) -> None:
+    def __init__(self, mp_group: PaddleGroup) -> None:
         """Joins ``mp_group``, or the model-parallel group of the job; not collective.
 
         Raises:
@@ -40,7 +40,7 @@ class ParallelLayer(paddle.nn.Layer):
         self.world_size: int = self.model_parallel_group.nranks
         self.rank: int = self.model_parallel_group.rank
         self.is_mp = self.world_size > 1
-        self._dtype: Any = paddle.get_default_dtype()
+        self._dtype: DType = paddle.get_default_dtype()
         if self.is_mp and not paddle.in_dynamic_mode():
             raise ConfigError("on CPU tensor-parallel layers run in dynamic graph only")
 
@@ -48,7 +48,7 @@ class ParallelLayer(paddle.nn.Layer):
         """Returns the part of ``size`` that falls to each member; see :func:`share_of`."""
         return _share(size, name, self.world_size, type(self).__name__)
 
-    def create_slice(self, shape: Sequence[int], axis: int, attr: Any) -> Any:
+    def create_slice(self, shape: Sequence[int], axis: int, attr: Attribute) -> Tensor:
         """Creates a parameter that is this member's slice of a whole one; not collective.
 
         Args:
@@ -63,23 +63,25 @@ class ParallelLayer(paddle.nn.Layer):
             if _paddle.assigned_shape(attr.initializer) != own:
                 whole = attr.initializer
                 attr.initializer = SliceOf(whole, shape, axis, self.rank, self.world_size)
-        parameter: Any = self.create_parameter(shape=own, attr=attr, dtype=self._dtype)
+        parameter: Tensor = self.create_parameter(shape=own, attr=attr, dtype=self._dtype)
         _mark(parameter, axis if self.is_mp else None)
         return parameter
 
-    def create_bias(self, size: int, sliced: bool) -> Any:
+    def create_bias(self, size: int, sliced: bool) -> Tensor:
         """Creates a bias of zeros.
 
         Args:
             size: Of what this member holds.
             sliced: Whether it is a slice; else every member holds the same.
         """
-        zero: Any = paddle.nn.initializer.Constant(0.0)
-        bias: Any = self.create_parameter(shape=[size], attr=zero, dtype=self._dtype, is_bias=True)
+        zero: Attribute = paddle.nn.initializer.Constant(0.0)
+        bias: Tensor = self.create_parameter(
+            shape=[size], attr=zero, dtype=self._dtype, is_bias=True
+        )
         _mark(bias, 0 if sliced and self.is_mp else None)
         return bias
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> ParallelLayer:
         """Copies everything but the group, which the copy shares."""
         memo[id(self.model_parallel_group)] = self.model_parallel_group
         other = type(self).__new__(type(self))
@@ -93,7 +95,7 @@ class ParallelLayer(paddle.nn.Layer):
 
     if hasattr(paddle.nn.Layer, "sharded_state_dict"):  # not on 2.6.2
 
-        def sharded_state_dict(self, structured_name_prefix: str = "") -> Any:
+        def sharded_state_dict(self, structured_name_prefix: str = "") -> dict[str, Tensor]:
             """Returns the state as ``paddle.distributed.save_state_dict`` takes it."""
             state = self.state_dict(structured_name_prefix="")
             axes = {name: axis for name in state if (axis := split_axis(state[name])) is not None}
@@ -103,21 +105,23 @@ class ParallelLayer(paddle.nn.Layer):
 class SliceOf(_paddle.Initializer):  # type: ignore[misc]  # a class of Paddle's without types
     """Initializes a slice as another initializer would initialize that part of the whole."""
 
-    def __init__(self, whole: Any, shape: Sequence[int], axis: int, rank: int, ranks: int) -> None:
+    def __init__(
+        self, whole: Attribute, shape: Sequence[int], axis: int, rank: int, ranks: int
+    ) -> None:
         """Cuts slice ``rank`` of ``ranks`` from what ``whole`` makes of ``shape``."""
         super().__init__()
         self._whole = whole
         self._shape = list(shape)
         self._place = (axis, rank, ranks)
 
-    def forward(self, param: Any, block: Any = None) -> None:
+    def forward(self, param: Tensor, block: object = None) -> None:
         """Fills ``param``; the whole parameter is in memory meanwhile."""
         whole = paddle.zeros(self._shape, dtype=param.dtype)
         self._whole.forward(whole, block)
         _paddle.give_memory(slice_of(whole, *self._place), param)
 
 
-def share_of(size: int, name: str, mp_group: Any = None) -> int:
+def share_of(size: int, name: str, mp_group: PaddleGroup = None) -> int:
     """Returns the part of ``size`` that falls to each member of a model-parallel group.
 
     For a model's own code, which cuts its attention heads as its layers cut their weights.
@@ -144,12 +148,12 @@ def _share(size: int, name: str, members: int, where: str) -> int:
     return size // members
 
 
-def split_axis(parameter: Any) -> int | None:
+def split_axis(parameter: Tensor) -> int | None:
     """Returns the axis along which a parameter is a slice, None for one that is whole."""
     return parameter.split_axis if getattr(parameter, "is_distributed", False) else None
 
 
-def whole_shape(parameter: Any, group: Any = None) -> tuple[int, ...]:
+def whole_shape(parameter: Tensor, group: PaddleGroup = None) -> tuple[int, ...]:
     """Returns the shape of the whole parameter, of which ``parameter`` may be a slice.
 
     Args:
@@ -163,7 +167,7 @@ def whole_shape(parameter: Any, group: Any = None) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def whole_value(value: Any, axis: int | None, group: Any = None) -> Any:
+def whole_value(value: Tensor, axis: int | None, group: PaddleGroup = None) -> Tensor:
     """Returns a copy of the whole tensor of which ``value`` is a slice. Collective if it is one.
 
     Args:
@@ -176,7 +180,7 @@ def whole_value(value: Any, axis: int | None, group: Any = None) -> Any:
     return paddle.concat(_members(group).gather(value), axis=axis)
 
 
-def own_value(whole: Any, axis: int | None, group: Any = None) -> Any:
+def own_value(whole: Tensor, axis: int | None, group: PaddleGroup = None) -> Tensor:
     """Returns this member's slice of a whole tensor; the inverse of :func:`whole_value`."""
     if axis is None:
         return whole
@@ -184,7 +188,7 @@ def own_value(whole: Any, axis: int | None, group: Any = None) -> Any:
     return slice_of(whole, axis, members.rank, members.ranks)
 
 
-def refuse_slices(built: Mapping[int, Any]) -> None:
+def refuse_slices(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
     """Refuses built layers that are slices where whole ones are wanted.
 
     Args:
@@ -203,11 +207,11 @@ def refuse_slices(built: Mapping[int, Any]) -> None:
             )
 
 
-def _members(group: Any) -> groups.Members:
+def _members(group: PaddleGroup) -> groups.Members:
     return groups.members_of(groups.model_parallel_group() if group is None else group)
 
 
-def _mark(parameter: Any, axis: int | None) -> None:
+def _mark(parameter: Tensor, axis: int | None) -> None:
     """Sets what Paddle's clip, optimizer and checkpoints look at."""
     parameter.is_distributed = axis is not None
     if axis is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Attribute, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
 from fleetpipe.errors import ConfigError
@@ -17,12 +18,18 @@ class _ParallelLinear(ParallelLayer):
     mp_skip_c_identity = False
     mp_fused_linear_param_grad_add = False
 
-    def __init__(self, weight_attr: Any, fuse_matmul_bias: bool, mp_group: Any, name: Any) -> None:
+    def __init__(
+        self,
+        weight_attr: Attribute,
+        fuse_matmul_bias: bool,
+        mp_group: PaddleGroup,
+        name: str | None,
+    ) -> None:
         super().__init__(mp_group)
         self._weight_attr = weight_attr
         self._name = name
         self.fuse_matmul_bias = fuse_matmul_bias
-        self.linear: Any = paddle.nn.functional.linear
+        self.linear: Callable[..., Tensor] = paddle.nn.functional.linear
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -32,11 +39,11 @@ class ColumnParallelLinear(_ParallelLinear):
         self,
         in_features: int,
         out_features: int,
-        weight_attr: Any = None,
+        weight_attr: Attribute = None,
         has_bias: bool | None = None,
         gather_output: bool = True,
         fuse_matmul_bias: bool = False,
-        mp_group: Any = None,
+        mp_group: PaddleGroup = None,
         name: str | None = None,
     ) -> None:
         """Creates this member's columns; not collective.
@@ -60,7 +67,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.weight = self.create_slice([in_features, out_features], 1, weight_attr)
         self.bias = self.create_bias(self.output_size_per_partition, True) if has_bias else None
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective if the output is gathered, and in backward where ``x`` needs a gradient.
 
         Args:
@@ -83,11 +90,11 @@ class RowParallelLinear(_ParallelLinear):
         self,
         in_features: int,
         out_features: int,
-        weight_attr: Any = None,
+        weight_attr: Attribute = None,
         has_bias: bool = True,
         input_is_parallel: bool = False,
         fuse_matmul_bias: bool = False,
-        mp_group: Any = None,
+        mp_group: PaddleGroup = None,
         name: str | None = None,
     ) -> None:
         """Creates this member's rows; not collective.
@@ -113,7 +120,7 @@ class RowParallelLinear(_ParallelLinear):
         self.weight = self.create_slice([in_features, out_features], 0, weight_attr)
         self.bias = self.create_bias(out_features, False) if has_bias else None
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective; also in backward where ``x`` is whole and needs a gradient.
 
         Args:
@@ -135,7 +142,7 @@ class RowParallelLinear(_ParallelLinear):
         )
         return output if self.bias is None else output + self.bias
 
-    def _check(self, x: Any) -> None:
+    def _check(self, x: Tensor) -> None:
         width = self.input_size_per_partition if self.input_is_parallel else self.in_features
         if x.shape[-1] != width:
             raise ConfigError(

@@ -16,13 +16,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Callable
+from typing import Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Context, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import Members, members_of, model_parallel_group
 from fleetpipe.errors import ConfigError, FleetPipeError
 
-Backward = Callable[[Any, Any], Any]
+Backward = Callable[[Context, Tensor], Tensor]
 _raised: list[FleetPipeError] = []
 
 
@@ -45,7 +46,7 @@ def own_errors() -> Iterator[None]:
 
 def _noting(backward: Backward) -> Backward:
     @functools.wraps(backward)
-    def noted(ctx: Any, grad: Any) -> Any:
+    def noted(ctx: Context, grad: Tensor) -> Tensor:
         try:
             return backward(ctx, grad)
         except FleetPipeError as error:
@@ -57,52 +58,52 @@ def _noting(backward: Backward) -> Backward:
 
 class _Identity(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, members: Members) -> Any:
+    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
         ctx.members = members
         # Shares the memory; Paddle takes a detached tensor for one that was changed in place.
         return tensor.view(tensor.shape)
 
     @staticmethod
     @_noting
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         return ctx.members.total(grad)
 
 
 class _AllReduce(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, members: Members) -> Any:
+    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
         return members.total(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         # A copy, because autograd may add to what it is given while others still hold ``grad``.
         return grad.clone()
 
 
 class _Split(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, members: Members) -> Any:
+    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
         ctx.members = members
         return slice_of(tensor, -1, members.rank, members.ranks)
 
     @staticmethod
     @_noting
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         return paddle.concat(ctx.members.gather(grad), axis=-1)
 
 
 class _Gather(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, members: Members) -> Any:
+    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
         ctx.members = members
         return paddle.concat(members.gather(tensor), axis=-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         return slice_of(grad, -1, ctx.members.rank, ctx.members.ranks)
 
 
-def identity(tensor: Any, group: Any) -> Any:
+def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns ``tensor``, which all members have; its gradient is the sum of theirs.
 
     Collective in backward, where ``tensor`` needs a gradient.
@@ -111,10 +112,10 @@ def identity(tensor: Any, group: Any) -> Any:
         tensor: The same on every member.
         group: Paddle's group or fleetpipe's.
     """
-    return _apply(_Identity, tensor, group)
+    return _apply(_Identity.apply, tensor, group)
 
 
-def all_reduce(tensor: Any, group: Any) -> Any:
+def all_reduce(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns the sum of all members' tensors, with the same bits on each. Collective.
 
     Its gradient, which all members have, is the gradient of each summand.
@@ -123,10 +124,10 @@ def all_reduce(tensor: Any, group: Any) -> Any:
         tensor: Of the same shape on every member.
         group: Paddle's group or fleetpipe's.
     """
-    return _apply(_AllReduce, tensor, group)
+    return _apply(_AllReduce.apply, tensor, group)
 
 
-def split(tensor: Any, group: Any) -> Any:
+def split(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns this member's slice of the last axis. Collective in backward.
 
     Args:
@@ -136,10 +137,10 @@ def split(tensor: Any, group: Any) -> Any:
     Raises:
         ConfigError: The last axis cannot be cut in equal slices.
     """
-    return _apply(_Split, tensor, group)
+    return _apply(_Split.apply, tensor, group)
 
 
-def gather(tensor: Any, group: Any) -> Any:
+def gather(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns all members' tensors joined along the last axis. Collective.
 
     What follows must be the same on every member: each keeps its slice of the gradient.
@@ -148,12 +149,12 @@ def gather(tensor: Any, group: Any) -> Any:
         tensor: Of the same shape on every member.
         group: Paddle's group or fleetpipe's.
     """
-    return _apply(_Gather, tensor, group)
+    return _apply(_Gather.apply, tensor, group)
 
 
 def parallel_matmul(
-    hidden: Any, table: Any, gather_output: bool = False, mp_group: Any = None
-) -> Any:
+    hidden: Tensor, table: Tensor, gather_output: bool = False, mp_group: PaddleGroup = None
+) -> Tensor:
     """Returns the logits of a head whose weight is an embedding's: ``hidden @ table.T``.
 
     Collective if the output is gathered, and in backward where ``hidden`` needs a gradient.
@@ -166,7 +167,7 @@ def parallel_matmul(
             of its rows, as ``ParallelCrossEntropy`` takes them.
         mp_group: Paddle's group of the members; by default that of ``fleet.init``.
     """
-    product: Any = paddle.matmul
+    product: Callable[..., Tensor] = paddle.matmul
     if not getattr(table, "is_distributed", False):
         return product(hidden, table, transpose_y=True)
     group = model_parallel_group(mp_group)
@@ -174,7 +175,7 @@ def parallel_matmul(
     return gather(logits, group) if gather_output else logits
 
 
-def slice_of(whole: Any, axis: int, rank: int, ranks: int) -> Any:
+def slice_of(whole: Tensor, axis: int, rank: int, ranks: int) -> Tensor:
     """Returns a copy of slice ``rank`` of the ``ranks`` equal ones along ``axis``.
 
     Raises:
@@ -188,10 +189,10 @@ def slice_of(whole: Any, axis: int, rank: int, ranks: int) -> Any:
         )
     width = size // ranks
     axis %= len(whole.shape)
-    part: Any = paddle.slice(whole, [axis], [rank * width], [(rank + 1) * width])
+    part: Tensor = paddle.slice(whole, [axis], [rank * width], [(rank + 1) * width])
     return part.clone()
 
 
-def _apply(operation: Any, tensor: Any, group: Any) -> Any:
+def _apply(operation: Callable[..., Tensor], tensor: Tensor, group: PaddleGroup) -> Tensor:
     members = members_of(group)
-    return tensor if members.ranks == 1 else operation.apply(tensor, members)
+    return tensor if members.ranks == 1 else operation(tensor, members)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Callable
+from typing import Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel._paddle import OPERATION_MODULES, compiled_for_gpu
 from fleetpipe.dygraph.tensor_parallel.cross_entropy import ParallelCrossEntropy
@@ -18,40 +19,42 @@ from fleetpipe.dygraph.tensor_parallel.embedding import own_rows
 from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group
 from fleetpipe.errors import ConfigError
 
-Operation = Callable[..., Any]
+Operation = Callable[..., Tensor]
 
 
-def _as_paddles(ours: Operation) -> Operation:
+def _as_paddles(own: Operation) -> Operation:
     """Makes an operation Paddle's own in static graph, and None on ranks outside of its group."""
-    theirs: Operation = getattr(OPERATION_MODULES[0], ours.__name__)
+    stock: Operation = getattr(OPERATION_MODULES[0], own.__name__)
 
-    @functools.wraps(theirs)
-    def operation(*args: Any, **named: Any) -> Any:
-        return (ours if paddle.in_dynamic_mode() else theirs)(*args, **named)
+    @functools.wraps(stock)
+    def operation(*args: object, **named: object) -> Tensor:
+        return (own if paddle.in_dynamic_mode() else stock)(*args, **named)
 
     return operation
 
 
-def _outside(group: Any) -> bool:
+def _outside(group: PaddleGroup) -> bool:
     return group is not None and not group.is_member()
 
 
 @_as_paddles
-def _c_identity(tensor: Any, group: Any = None, skip_c_identity_dynamic: bool = False) -> Any:
+def _c_identity(
+    tensor: Tensor, group: PaddleGroup = None, skip_c_identity_dynamic: bool = False
+) -> Tensor:
     if _outside(group):
         return None
     return operations.identity(tensor, model_parallel_group(group))
 
 
 @_as_paddles
-def _c_split(tensor: Any, group: Any = None) -> Any:
+def _c_split(tensor: Tensor, group: PaddleGroup = None) -> Tensor:
     if _outside(group):
         return None
     return operations.split(tensor, model_parallel_group(group))
 
 
 @_as_paddles
-def _c_concat(tensor: Any, group: Any = None) -> Any:
+def _c_concat(tensor: Tensor, group: PaddleGroup = None) -> Tensor:
     if _outside(group):
         return None
     return operations.gather(tensor, model_parallel_group(group))
@@ -59,13 +62,13 @@ def _c_concat(tensor: Any, group: Any = None) -> Any:
 
 @_as_paddles
 def _mp_allreduce(
-    tensor: Any,
-    op: Any = paddle.distributed.ReduceOp.SUM,
-    group: Any = None,
+    tensor: Tensor,
+    op: int = paddle.distributed.ReduceOp.SUM,
+    group: PaddleGroup = None,
     use_calc_stream: bool = True,
     use_model_parallel: bool = True,
     skip_c_identity_dynamic: bool = False,
-) -> Any:
+) -> Tensor:
     if _outside(group):
         return None
     if op != paddle.distributed.ReduceOp.SUM:
@@ -75,19 +78,23 @@ def _mp_allreduce(
 
 @_as_paddles
 def _c_lookup_table(
-    table: Any, index: Any, start_index: int = 0, vocab_size: int = -1, name: Any = None
-) -> Any:
+    table: Tensor,
+    index: Tensor,
+    start_index: int = 0,
+    vocab_size: int = -1,
+    name: str | None = None,
+) -> Tensor:
     return own_rows(table, index, start_index)
 
 
 @_as_paddles
 def _c_softmax_with_cross_entropy(
-    logits: Any,
-    label: Any,
-    group: Any = None,
+    logits: Tensor,
+    label: Tensor,
+    group: PaddleGroup = None,
     return_softmax: bool = False,
     ignore_index: int = -100,
-) -> Any:
+) -> Tensor:
     if _outside(group):
         return None
     if return_softmax:

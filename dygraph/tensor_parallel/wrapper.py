@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Strategy, Tensor, Topology
 from fleetpipe.dygraph.broadcast import broadcast_state
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
@@ -16,7 +15,7 @@ from fleetpipe.transport import Group
 class TensorParallel(paddle.nn.Layer):
     """Calls a model of any class, whose tensor-parallel layers are the same slices everywhere."""
 
-    def __init__(self, layers: Any, hcg: Any = None, strategy: Any = None) -> None:
+    def __init__(self, layers: Layer, hcg: Topology = None, strategy: Strategy = None) -> None:
         """Makes what all members hold alike the same on each. Collective over the job.
 
         Args:
@@ -44,7 +43,7 @@ class TensorParallel(paddle.nn.Layer):
             share_whole_state(layers.state_dict(), self._members)
             broadcast_state(layers.state_dict(), job.replicas())
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: Nest, **named: Nest) -> Nest:
         """Calls the model. Collective over the members.
 
         Args:
@@ -58,7 +57,7 @@ class TensorParallel(paddle.nn.Layer):
         return self._layers(*inputs, **named)
 
 
-def share_whole_state(state: dict[str, Any], members: Group) -> None:
+def share_whole_state(state: dict[str, Tensor], members: Group) -> None:
     """Gives every member what the first has of the parameters and buffers that are no slices.
 
     Collective over the members.
@@ -71,6 +70,6 @@ def share_whole_state(state: dict[str, Any], members: Group) -> None:
     broadcast_state(whole, members)
 
 
-def _asks_for_broadcasts(strategy: Any) -> bool:
+def _asks_for_broadcasts(strategy: Strategy) -> bool:
     configs = None if strategy is None else strategy.hybrid_configs["mp_configs"]
     return bool(getattr(configs, "need_broadcast_data", True))
