@@ -10,16 +10,17 @@ sums of stages, divides by the norm + 1e-6, and counts tied weights on every sta
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph._paddle import clip_places, squared_norm
 from fleetpipe.dygraph.optimizer.clip_sliced import SlicedNormClip
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.transport import Group
 
-Pairs = list[tuple[Any, Any]]
+Pairs = list[tuple[Tensor, Tensor]]
 _HALVES = ("float16", "bfloat16")
 #: The order of what another rank counts: a copy of a tied weight.
 COPY = -1
@@ -38,7 +39,7 @@ class _Square(NamedTuple):
     order: int
     dtype: str
     sliced: bool
-    value: Any
+    value: Tensor
 
 
 class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
@@ -50,12 +51,12 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         norms: The norms before clipping since the last :meth:`begin`, one for each call.
     """
 
-    def __init__(self, clip: Any) -> None:
+    def __init__(self, clip: Clip) -> None:
         """Clips to the norm that ``clip``, a ``ClipGradByGlobalNorm``, clips to."""
         super().__init__(clip.clip_norm, clip.group_name, clip.auto_skip_clip)
         self.orders: dict[int, int] = {}
         self.sharded = False
-        self.norms: list[Any] = []
+        self.norms: list[Tensor] = []
 
     def begin(self) -> None:
         """Forgets the norms of the step before."""
@@ -82,7 +83,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         factor = most / norm.maximum(most)
         return [(p, _times(p, g, factor)) for p, g in params_grads if g is not None]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalNormClip:
+    def __deepcopy__(self, memo: dict[int, object]) -> GlobalNormClip:
         """Returns a clip for the optimizer of a twin, which is never sharded."""
         copied = GlobalNormClip(self)
         copied.orders = {
@@ -120,7 +121,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
             yield job.group()
 
 
-def replace_clips(optimizer: Any) -> list[GlobalNormClip]:
+def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
     """Puts a :class:`GlobalNormClip` wherever an optimizer has a ``ClipGradByGlobalNorm``.
 
     And a ``SlicedNormClip`` for a ``ClipGradByNorm``, where layers are cut.
@@ -151,11 +152,11 @@ def total_norm(clips: Sequence[GlobalNormClip]) -> float | None:
     return float(sum(norm**2 for norm in norms) ** 0.5)
 
 
-def _clipped(parameter: Any) -> bool:
+def _clipped(parameter: Tensor) -> bool:
     return getattr(parameter, "need_clip", True) is not False
 
 
-def _times(parameter: Any, gradient: Any, factor: Any) -> Any:
+def _times(parameter: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
     if not _clipped(parameter):
         return gradient
     factor = factor.astype(gradient.dtype)
@@ -164,7 +165,7 @@ def _times(parameter: Any, gradient: Any, factor: Any) -> Any:
     return gradient.multiply_(factor)
 
 
-def _norm(squares: Sequence[_Square]) -> Any:
+def _norm(squares: Sequence[_Square]) -> Tensor:
     """Returns the norm with the single model's bits: sums by dtype, then their sum, then the root.
 
     Paddle's own clip adds the squares of half precision, float32 and float64 in that order, in
@@ -173,7 +174,7 @@ def _norm(squares: Sequence[_Square]) -> Any:
     halves = [square.value for square in squares if square.dtype in _HALVES]
     singles = [square.value for square in squares if square.dtype == "float32"]
     doubles = [s.value for s in squares if s.dtype != "float32" and s.dtype not in _HALVES]
-    dtype: Any = "float64" if doubles else "float32"
+    dtype: DType = "float64" if doubles else "float32"
     sums = [
         paddle.stack([value.reshape([]) for value in values]).sum().astype(dtype)
         for values in (halves, singles, doubles)
@@ -182,7 +183,7 @@ def _norm(squares: Sequence[_Square]) -> Any:
     return paddle.sqrt(paddle.stack(sums).sum())
 
 
-Packed = tuple[str, Any]
+Packed = tuple[str, Tensor]
 
 
 def _packed(squares: Sequence[_Square]) -> Packed:
@@ -192,7 +193,7 @@ def _packed(squares: Sequence[_Square]) -> Packed:
     return told, paddle.concat(values) if values else None
 
 
-def _unpacked(told: str, values: Any) -> list[_Square]:
+def _unpacked(told: str, values: Tensor) -> list[_Square]:
     fields = [one.split(":") for one in told.split()]
     return [
         _Square(int(order), dtype, sliced == "1", values[index].astype(dtype))

@@ -5,19 +5,18 @@ Fleet takes the norm of each slice for that of the whole gradient, and so clips 
 
 from __future__ import annotations
 
-from typing import Any
-
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Clip, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import members_of, model_parallel_group
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
 
-Pairs = list[tuple[Any, Any]]
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 class SlicedNormClip(paddle.nn.ClipGradByNorm):
     """Takes the place of the ``ClipGradByNorm`` of an optimizer where layers are cut."""
 
-    def __init__(self, clip: Any) -> None:
+    def __init__(self, clip: Clip) -> None:
         """Clips to the norm that ``clip``, a ``ClipGradByNorm``, clips to."""
         super().__init__(clip.clip_norm)
 
@@ -49,5 +48,5 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
         return clipped
 
 
-def _cut_and_clipped(parameter: Any) -> bool:
+def _cut_and_clipped(parameter: Tensor) -> bool:
     return split_axis(parameter) is not None and getattr(parameter, "need_clip", True) is not False

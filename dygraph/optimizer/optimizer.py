@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Tensor
 from fleetpipe.dygraph._paddle import (
     HybridParallelOptimizer,
     base_optimizer,
@@ -19,11 +20,14 @@ from fleetpipe.dygraph._paddle import (
     in_data_parallel_mode,
     optimized_parameters,
 )
-from fleetpipe.dygraph.optimizer.clip_global import COPY, replace_clips, total_norm
+from fleetpipe.dygraph.optimizer.clip_global import COPY, Pairs, replace_clips, total_norm
 from fleetpipe.dygraph.optimizer.replicas import reduce_gradients
 from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+
+#: What a ``minimize`` of Paddle's returns.
+Stepped = tuple[Sequence[object], Pairs]
 
 
 class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
@@ -34,7 +38,7 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
     """
 
     # Fleet's type is the base for users' isinstance alone: none of its methods is called.
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         """Wraps an optimizer built on ``model.parameters()``.
 
         Args:
@@ -49,7 +53,7 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
                 fix="use an optimizer that steps from the gradients alone",
             )
         self._inner_opt = optimizer
-        self._layers: Any = None
+        self._layers: Layer = None
         self._shards: Shards | None = None
         job = current_job()
         if job is not None and job.degrees.sharding > 1:
@@ -57,7 +61,7 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         self._replace_clips()
 
     @property
-    def wrapped(self) -> Any:
+    def wrapped(self) -> Optimizer:
         """The user's optimizer."""
         return self._inner_opt
 
@@ -70,7 +74,7 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         """
         return total_norm(self._clips)
 
-    def bind(self, layers: Any) -> None:
+    def bind(self, layers: Layer) -> None:
         """Makes sure that this optimizer trains ``layers``, and the same one on all ranks.
 
         Collective over the job the first time it is called with these layers; what can be seen on
@@ -105,11 +109,11 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
 
     def minimize(
         self,
-        loss: Any,
-        startup_program: Any = None,
-        parameters: Sequence[Any] | None = None,
-        no_grad_set: Any = None,
-    ) -> tuple[Any, Any]:
+        loss: Tensor,
+        startup_program: Program = None,
+        parameters: Sequence[Tensor | str] | None = None,
+        no_grad_set: Iterable[Tensor | str] | None = None,
+    ) -> Stepped:
         """Does what :meth:`step` does, from the gradients that ``loss.backward()`` has left.
 
         Args:
@@ -122,7 +126,7 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
             Paddle's operators (none in dynamic graph), and the pairs of parameter and gradient.
         """
 
-        def minimize() -> tuple[Any, Any]:
+        def minimize() -> Stepped:
             own = optimized_parameters(self._inner_opt)
             wanted = _names(parameters or own) - _names(no_grad_set or ())
             chosen = [parameter for parameter in own if parameter.name in wanted]
@@ -130,10 +134,10 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
                 # Paddle would take an empty list for all parameters.
                 self._clip_nothing(clips())
                 return [], []
-            result: tuple[Any, Any] = self._inner_opt.minimize(loss, startup_program, chosen)
-            return result
+            stepped: Stepped = self._inner_opt.minimize(loss, startup_program, chosen)
+            return stepped
 
-        def clips() -> list[Any]:
+        def clips() -> list[Clip]:
             return [clip_of_minimize(self._inner_opt)]
 
         found = self._run(minimize, clips)
@@ -152,7 +156,9 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         for clip in self._clips:
             clip.sharded = self._shards is not None
 
-    def _run(self, step: Callable[[], Any], clips: Callable[[], list[Any]]) -> Any:
+    def _run(
+        self, step: Callable[[], Stepped | None], clips: Callable[[], list[Clip]]
+    ) -> Stepped | None:
         """Runs ``step``, which calls ``clips`` where this rank has parameters. Collective."""
 
         def nothing() -> None:
@@ -164,15 +170,18 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
             clip.begin()
         if self._shards is not None:
             return self._shards.step(step, nothing)
-        return step() if parameters else nothing()
+        if parameters:
+            return step()
+        nothing()
+        return None
 
-    def _clip_nothing(self, clips: Sequence[Any]) -> None:
+    def _clip_nothing(self, clips: Sequence[Clip]) -> None:
         """Takes part in the norms of ranks that have parameters to step."""
         for clip in clips:
             if clip in self._clips:
                 clip([])
 
-    def _reduce(self, parameters: Sequence[Any]) -> None:
+    def _reduce(self, parameters: Sequence[Tensor]) -> None:
         """Averages the gradients of a model that is no pipeline, as Fleet does. Collective.
 
         A pipeline has done so at the end of its batch, and Paddle's ``DataParallel`` in backward.
@@ -190,12 +199,12 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         return getattr(self._inner_opt, name)
 
 
-def _names(parameters: Iterable[Any]) -> set[str]:
+def _names(parameters: Iterable[Tensor | str]) -> set[str]:
     """Returns the names of parameters, some of which may be names already."""
     return {parameter if isinstance(parameter, str) else parameter.name for parameter in parameters}
 
 
-def _require_parameters_of(layers: Any, given: Sequence[Any]) -> None:
+def _require_parameters_of(layers: Layer, given: Sequence[Tensor]) -> None:
     """Raises a ``ConfigError`` where an optimizer was built on other parameters than a model's."""
     own = {id(parameter): parameter for parameter in layers.state.own_parameters().values()}
     known = {id(parameter) for parameter in layers.trained_parameters()}
@@ -213,7 +222,7 @@ def _require_parameters_of(layers: Any, given: Sequence[Any]) -> None:
     )
 
 
-def _orders(layers: Any) -> dict[int, int]:
+def _orders(layers: Layer) -> dict[int, int]:
     """Returns where the single model has each parameter of this process, or COPY, by ``id``."""
     places = {slot.name: place for place, slot in enumerate(layers.state.slots())}
     # Shared layers come first in a model, whatever their place in the list.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Strategy, Tensor
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
 from fleetpipe.errors import ConfigError
 from fleetpipe.transport import Group
@@ -16,7 +16,7 @@ SCALES = ("avg", "sum")
 _PIECE_BYTES = 128 * 1024 * 1024
 
 
-def reduce_gradients(parameters: Sequence[Any], group: Group, scale: str) -> None:
+def reduce_gradients(parameters: Sequence[Tensor], group: Group, scale: str) -> None:
     """Averages or sums the gradients of the replicas, fused. Collective over the replicas.
 
     A parameter that had no gradient on some replica counts as zero there. The result has the same
@@ -47,7 +47,7 @@ def reduce_gradients(parameters: Sequence[Any], group: Group, scale: str) -> Non
         _add_up(piece, group, share)
 
 
-def mean_loss(loss: Any, group: Group) -> Any:
+def mean_loss(loss: Tensor, group: Group) -> Tensor:
     """Returns the mean of the replicas' losses, the same bits on each. Collective over these."""
     if group.ranks == 1:
         return loss
@@ -57,7 +57,7 @@ def mean_loss(loss: Any, group: Group) -> Any:
     return first / group.ranks
 
 
-def scale_strategy(strategy: Any) -> str:
+def scale_strategy(strategy: Strategy) -> str:
     """Reads ``gradient_scale_configs`` of a strategy.
 
     Raises:
@@ -73,7 +73,7 @@ def scale_strategy(strategy: Any) -> str:
     return scale
 
 
-def _dense(gradient: Any, parameter: Any) -> Any:
+def _dense(gradient: Tensor, parameter: Tensor) -> Tensor:
     if gradient.is_selected_rows():
         raise ConfigError(
             f"the gradient of {parameter.name} is sparse, and replicas add up dense ones",
@@ -83,10 +83,10 @@ def _dense(gradient: Any, parameter: Any) -> Any:
     return gradient
 
 
-def _pieces(gradients: Sequence[Any]) -> list[list[Any]]:
+def _pieces(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     """Sorts gradients by dtype into pieces that are added at once."""
-    pieces: list[list[Any]] = []
-    open_pieces: dict[str, tuple[list[Any], int]] = {}
+    pieces: list[list[Tensor]] = []
+    open_pieces: dict[str, tuple[list[Tensor], int]] = {}
     for gradient in gradients:
         kind = str(gradient.dtype)
         piece, size = open_pieces.get(kind, ([], _PIECE_BYTES))
@@ -100,7 +100,7 @@ def _pieces(gradients: Sequence[Any]) -> list[list[Any]]:
 
 
 @paddle.no_grad()
-def _add_up(piece: Sequence[Any], group: Group, share: float) -> None:
+def _add_up(piece: Sequence[Tensor], group: Group, share: float) -> None:
     """Replaces the gradients of a piece by the sum over ``group`` of ``share`` of each."""
     # Paddle's fused_allreduce_gradients_with_group works in its own groups alone, asserts where a
     # gradient is sparse, and does not meet the others before it enters Gloo.

@@ -7,9 +7,9 @@ skip the step and lower the scale, or the stages drift apart.
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Optimizer, Scaler
 from fleetpipe.dygraph._paddle import (
     note_unscaled,
     optimized_parameters,
@@ -22,7 +22,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
 
 
-def agreeing(scaler: Any) -> Any:
+def agreeing(scaler: Scaler) -> Scaler:
     """Has a ``GradScaler`` ask all ranks of the job whether to step. It is changed in place.
 
     Args:
@@ -31,7 +31,7 @@ def agreeing(scaler: Any) -> Any:
     Returns:
         ``scaler``.
     """
-    inner = getattr(scaler, "_inner_scaler", scaler)
+    inner: Scaler = getattr(scaler, "_inner_scaler", scaler)
     if getattr(inner._unscale, "__func__", None) is not _unscale:
         # What step() calls, what users call, and what update() calls.
         inner._unscale = inner.unscale_ = MethodType(_unscale, inner)
@@ -39,7 +39,7 @@ def agreeing(scaler: Any) -> Any:
     return scaler
 
 
-def prepared(scaler: Any) -> Any:
+def prepared(scaler: Scaler) -> Scaler:
     """Returns what ``train_batch`` uses of the scaler it is given; None where it scales nothing.
 
     Paddle's scaler switches itself off in ``scale`` where the loss is not float16. Only the owner
@@ -57,7 +57,7 @@ def prepared(scaler: Any) -> Any:
 
 
 @paddle.no_grad()
-def _unscale(scaler: Any, optimizer: Any) -> None:
+def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
     """Divides the gradients by the scale, and agrees on whether to step. Collective over the job.
 
     Raises:
@@ -77,7 +77,7 @@ def _unscale(scaler: Any, optimizer: Any) -> None:
     note_unscaled(scaler, optimizer, _any_rank(found, scaler))
 
 
-def _any_rank(found: bool, scaler: Any) -> bool:
+def _any_rank(found: bool, scaler: Scaler) -> bool:
     """Returns whether any rank has found a gradient that is not finite. Collective over the job."""
     job = current_job()
     if job is None:

@@ -12,18 +12,21 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.dygraph._paddle import optimized_parameters, restricted
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.transport import Group
+
+Result = TypeVar("Result")
 
 
 class Shards:
     """Who owns which parameter of an optimizer, among the ranks that share its state."""
 
-    def __init__(self, optimizer: Any, group: Group) -> None:
+    def __init__(self, optimizer: Optimizer, group: Group) -> None:
         """Gives every parameter an owner; the same on all members, which have the same ones.
 
         Args:
@@ -34,11 +37,11 @@ class Shards:
         self._group = group
         self._owners = owners(optimized_parameters(optimizer), group.ranks)
 
-    def owns(self, parameter: Any) -> bool:
+    def owns(self, parameter: Tensor) -> bool:
         """Whether this rank keeps the state of ``parameter``."""
         return self._owners[id(parameter)] == self._group.rank
 
-    def step(self, step: Callable[[], Any], nothing: Callable[[], Any]) -> Any:
+    def step(self, step: Callable[[], Result], nothing: Callable[[], Result]) -> Result:
         """Steps what this rank owns, and gives all members what each has stepped. Collective.
 
         Args:
@@ -64,7 +67,7 @@ class Shards:
         self._group.broadcast_each([(p, self._owners[id(p)]) for p in changed])
 
 
-def owners(parameters: Sequence[Any], ranks: int) -> dict[int, int]:
+def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
     """Returns the owner of each parameter, by ``id``: the largest first, to who has least.
 
     Args:
