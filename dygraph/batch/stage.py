@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Protocol
+from typing import Callable, Optional, Protocol
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
@@ -17,8 +18,11 @@ from fleetpipe.errors import BoundaryError
 from fleetpipe.schedules import Edge
 from fleetpipe.transport import Value
 
-#: ``run_stage(stage, value, micro_batch)`` runs the layers of a stage.
-RunStage = Callable[[int, Any, int], Any]
+#: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
+RunOf = Callable[[int], Callable[[Nest, int], Nest]]
+
+#: A gradient, or None, for each tensor of a value that needs one; None at either end of the model.
+Gradients = Optional[tuple[Tensor, ...]]
 
 
 class Batch:
@@ -28,7 +32,7 @@ class Batch:
         self,
         data: MicroBatches,
         losses: Losses | None = None,
-        scale: Callable[[Any], Any] | None = None,
+        scale: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Describes one batch.
 
@@ -40,23 +44,25 @@ class Batch:
         self.data = data
         self.losses = losses
         self.scale = scale
-        self.outputs: dict[int, Any] = {}
+        self.outputs: dict[int, Nest] = {}
 
 
 class StageHooks(Protocol):
     """What is called around the forwards and backwards of a stage."""
 
-    def before_forward(self, stage: int, value: Any) -> None:
+    def before_forward(self, stage: int, value: Nest) -> None:
         """Called with what the stage received, or with the batch's inputs."""
 
-    def after_forward(self, stage: int, value: Any, output: Any) -> None:
+    def after_forward(self, stage: int, value: Nest, output: Nest) -> None:
         """Called with that, and with what its last layer returned."""
 
-    def before_backward(self, stage: int, value: Any, output: Any, output_grads: Any) -> None:
+    def before_backward(
+        self, stage: int, value: Nest, output: Nest, output_grads: Gradients
+    ) -> None:
         """Called with these, or the loss; ``output_grads`` is a tuple, None for the last stage."""
 
     def after_backward(
-        self, stage: int, value: Any, output: Any, output_grads: Any, input_grads: Any
+        self, stage: int, value: Nest, output: Nest, output_grads: Gradients, input_grads: Gradients
     ) -> None:
         """Called with these; ``input_grads`` is a tuple, None for the first stage."""
 
@@ -76,22 +82,22 @@ class DygraphStage:
 
     def __init__(
         self,
-        run_stage: RunStage,
+        run_of: RunOf,
         edges: tuple[Edge, ...],
         split: SplitBackward,
     ) -> None:
         """Serves the stages of a chain.
 
         Args:
-            run_stage: ``run_stage(stage, value, micro_batch)`` runs the layers of a stage.
+            run_of: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
             edges: The edges of the plan; in dynamic graph each stage has at most one on each side.
             split: Keeps what weight gradients need from I to W.
         """
-        self._run_stage = run_stage
+        self._run_of = run_of
         self._split = split
         self._into = {edge.target: edge for edge in edges}
         self._out = {edge.source: edge for edge in edges}
-        self._kept: dict[tuple[int, int], tuple[Value, Any]] = {}
+        self._kept: dict[tuple[int, int], tuple[Value, Nest]] = {}
         self._batch = _NO_BATCH
         self._hooks: StageHooks | None = None
         self._first_micro_batch = 0
@@ -130,7 +136,7 @@ class DygraphStage:
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
         with self._split.recording(stage, micro_batch - self._first_micro_batch):
-            output = self._run_stage(stage, value, micro_batch)
+            output = self._run_of(stage)(value, micro_batch)
         if self._hooks is not None:
             self._hooks.after_forward(stage, value, output)
         outputs: dict[Edge, Value] = {}
@@ -188,10 +194,10 @@ class DygraphStage:
         self._kept.pop((stage, micro_batch), None)
         self._split.release(stage, micro_batch - self._first_micro_batch)
 
-    def _inputs_of(self, micro_batch: int) -> Any:
+    def _inputs_of(self, micro_batch: int) -> Nest:
         return self._batch.data.inputs[micro_batch - self._first_micro_batch]
 
-    def _finish(self, micro_batch: int, output: Any) -> Any:
+    def _finish(self, micro_batch: int, output: Nest) -> Nest:
         """Turns the last stage's output into the loss to start backward from."""
         batch = self._batch
         index = micro_batch - self._first_micro_batch
@@ -203,7 +209,7 @@ class DygraphStage:
         return share if batch.scale is None else batch.scale(share)
 
 
-def _received(value: Any) -> Any:
+def _received(value: Nest) -> Nest:
     """Returns a value whose tensors are leaves: another stage of this rank hands over its graph."""
     if isinstance(value, paddle.Tensor):
         return value if value.is_leaf else leaf_like(value)
@@ -212,9 +218,9 @@ def _received(value: Any) -> Any:
     return mapped(leaf_like, value)
 
 
-def _roots(tensors: list[Any], grads: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+def _roots(tensors: list[Tensor], grads: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
     """Returns where to start from; a tensor that left twice gets the sum of its gradients."""
-    roots: dict[int, tuple[Any, Any]] = {}
+    roots: dict[int, tuple[Tensor, Tensor]] = {}
     for tensor, grad in zip(tensors, grads):
         # None: the next stage did not use the tensor. Paddle would take None for a gradient of one.
         if grad is not None:
@@ -223,7 +229,7 @@ def _roots(tensors: list[Any], grads: tuple[Any, ...]) -> tuple[list[Any], list[
     return [tensor for tensor, _ in roots.values()], [grad for _, grad in roots.values()]
 
 
-def _backward(tensors: list[Any], grads: list[Any] | None = None) -> None:
+def _backward(tensors: list[Tensor], grads: list[Tensor] | None = None) -> None:
     """Runs autograd from ``tensors``, if there are any."""
     if tensors:
         try:

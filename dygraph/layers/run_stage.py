@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Optional
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.recompute import Piece
 from fleetpipe.dygraph.layers import refusals
 from fleetpipe.dygraph.nest import replace, tensors_of
-from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Partition
+
+#: ``run(value, micro_batch)`` runs layers. The value is what the first takes, the micro-batch the
+#: global one in a run of a plan, and None in a direct call.
+Run = Callable[[Nest, Optional[int]], Nest]
 
 
 class _Step(NamedTuple):
@@ -24,11 +28,7 @@ class _Step(NamedTuple):
     function: Callable[[Any], Any]
 
 
-class _Part(NamedTuple):
-    """Layers of a stage one after another, which are recomputed together; without piece not."""
-
-    steps: tuple[_Step, ...]
-    piece: Piece | None
+_Steps = tuple[_Step, ...]
 
 
 class StageRunner:
@@ -50,66 +50,67 @@ class StageRunner:
         self._functions = functions
         self._partition = partition
         self._interval = recompute_interval
-        self._parts: dict[int, list[_Part]] = {}
-        #: Whether a stage, run with gradients or without, writes into what it is given.
-        self._writes: dict[tuple[int, bool], bool] = {}
+        self._runs: dict[int, Run] = {}
+        #: What runs a stage, with gradients or without, once it is known what it writes into.
+        self._known: dict[tuple[int, bool], Run] = {}
 
-    def run(self, stage: int, value: Any, micro_batch: int | None = None) -> Any:
-        """Runs the layers of ``stage``.
+    def function(self, stage: int) -> Run:
+        """Returns what runs the layers of ``stage`` now, with gradients or without.
+
+        It raises a ``BoundaryError`` where a layer cannot take what the one before returned.
 
         Args:
             stage: A global stage of this process.
-            value: What the first layer takes: a Tensor, or nested tuples, lists, dicts of them.
-            micro_batch: The global micro-batch in a run of a plan; None in a direct call.
-
-        Raises:
-            BoundaryError: A layer cannot take what the one before returned.
         """
         kind = stage, paddle.is_grad_enabled()
-        if self._writes.get(kind) is False:
-            return self._run(stage, value, micro_batch)
-        # Paddle lets nobody write into a leaf, and others may hold the memory.
-        copies = {id(tensor): tensor.clone() for tensor in tensors_of(value)}
+        return self._known.get(kind) or functools.partial(self._first_run, kind)
+
+    def _first_run(self, kind: tuple[int, bool], value: Nest, micro_batch: int | None) -> Nest:
+        """Runs a stage, and finds out whether it writes into what it is given."""
+        stage, _ = kind
+        run = self._runs.get(stage) or self._run_of(stage)
+        copies = _copies(value)
         versions = [copy.inplace_version for copy in copies.values()]
-        output = self._run(stage, replace(value, copies), micro_batch)
+        output = run(replace(value, copies), micro_batch)
         written = versions != [copy.inplace_version for copy in copies.values()]
-        self._writes[kind] = written or self._writes.get(kind, False)
+        self._known[kind] = functools.partial(_run_on_copies, run) if written else run
         return output
 
-    def _run(self, stage: int, value: Any, micro_batch: int | None) -> Any:
-        keys = None if micro_batch is None else random_keys.current()
-        for part in self._parts.get(stage) or self._parts_of(stage):
-            if part.piece is not None:
-                value = _sole(value)
-            if part.piece is not None and part.piece.needs_recompute(value):
-                run = functools.partial(self._call, part.steps, keys, micro_batch)
-                value = recompute.call(part.piece, run, value)
-            else:
-                value = self._call(part.steps, keys, micro_batch, value)
+    def _run_of(self, stage: int) -> Run:
+        """Returns what runs a stage, made once: recomputed pieces know what they have seen."""
+        first, last = self._partition.boundaries[stage : stage + 2]
+        if self._interval:
+            starts = range(first, last, self._interval)
+            ends = [*starts[1:], last]
+            pieces = [self._piece(stage, *bounds) for bounds in zip(starts, ends)]
+            self._runs[stage] = functools.partial(self._run_pieces, pieces)
+        else:
+            self._runs[stage] = functools.partial(self._run_steps, self._steps(first, last))
+        return self._runs[stage]
+
+    def _steps(self, start: int, end: int) -> _Steps:
+        return tuple(_Step(index, self._functions[index]) for index in range(start, end))
+
+    def _piece(self, stage: int, start: int, end: int) -> tuple[_Steps, Piece]:
+        steps = self._steps(start, end)
+        name = f"stage {stage}, layers {start} to {end - 1}"
+        return steps, Piece(name, [function for _, function in steps])
+
+    def _run_pieces(
+        self, pieces: list[tuple[_Steps, Piece]], value: Nest, micro_batch: int | None
+    ) -> Nest:
+        for steps, piece in pieces:
+            value = _sole(value)
+            run = functools.partial(self._run_steps, steps, micro_batch=micro_batch)
+            value = (
+                recompute.call(piece, run, value) if piece.needs_recompute(value) else run(value)
+            )
         return value
 
-    def _parts_of(self, stage: int) -> list[_Part]:
-        """Returns the parts of a stage, made at its first run."""
-        first, last = self._partition.boundaries[stage : stage + 2]
-        bounds = [*range(first, last, self._interval or last - first), last]
-        self._parts[stage] = [self._part(stage, *ends) for ends in zip(bounds, bounds[1:])]
-        return self._parts[stage]
-
-    def _part(self, stage: int, start: int, end: int) -> _Part:
-        functions = {index: self._functions[index] for index in range(start, end)}
-        steps = tuple(_Step(index, function) for index, function in functions.items())
-        if not self._interval:
-            return _Part(steps, None)
-        name = f"stage {stage}, layers {start} to {end - 1}"
-        return _Part(steps, Piece(name, functions.values()))
-
-    def _call(
-        self, steps: tuple[_Step, ...], keys: Keys | None, micro_batch: int | None, value: Any
-    ) -> Any:
+    def _run_steps(self, steps: _Steps, value: Nest, micro_batch: int | None) -> Nest:
         """Calls layers one after another, in a run of a plan each under its own key."""
-        if micro_batch is None:
-            keys = None
-        elif keys is not None:
+        keys = None if micro_batch is None else random_keys.current()
+        if keys is not None and micro_batch is not None:
             keys.micro_batch = micro_batch
         for number, function in steps:
             if keys is not None:
@@ -123,7 +124,19 @@ class StageRunner:
         return value
 
 
-def _sole(value: Any) -> Any:
+def _copies(value: Nest) -> dict[int, Tensor]:
+    """Returns copies of the tensors of a value, by their ids, for a stage that writes into them.
+
+    Paddle lets nobody write into a leaf, and others may hold the memory.
+    """
+    return {id(tensor): tensor.clone() for tensor in tensors_of(value)}
+
+
+def _run_on_copies(run: Run, value: Nest, micro_batch: int | None) -> Nest:
+    return run(replace(value, _copies(value)), micro_batch)
+
+
+def _sole(value: Nest) -> Nest:
     """Returns the one entry of a tuple: so Fleet begins each piece, recomputed or not."""
     return value[0] if type(value) is tuple and len(value) == 1 else value
 

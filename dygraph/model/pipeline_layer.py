@@ -267,10 +267,10 @@ class PipelineLayer(paddle.nn.Layer):
         """
         if chunk_id is None:
             for stage in self._owned:
-                input = self.runner.run(stage, input)
+                input = self.runner.function(stage)(input, None)
             return input
         self._require_chunk(chunk_id)
-        return self.runner.run(self._owned[chunk_id], input)
+        return self.runner.function(self._owned[chunk_id])(input, None)
 
     def loss_functions(self) -> list[LossFunction]:
         """Returns the loss functions, mostly one.

@@ -121,7 +121,7 @@ def measure(
     schedule = one_micro_batch(layers.placement)
     plan = schedule.lower()
     split = SplitBackward(schedule, layers.stage_layers)
-    stage = DygraphStage(layers.runner.run, plan.edges, split)
+    stage = DygraphStage(layers.runner.function, plan.edges, split)
     weighed = WeighedForwards()
     batches = BATCHES * len(weights)
     trace = Trace(Path(), schedule, job.connect(), job.group(), most_steps=batches)

@@ -191,7 +191,7 @@ class PipelineEngines(PipelineAttributes):
         self._hooks = hooks.UserHooks(self.schedule, bubbles)
         self._hook_calls = hooks.HookCalls(self._hooks, self.schedule)
         self._split = SplitBackward(self.schedule, self.layers.stage_layers)
-        self._stage = DygraphStage(self.layers.runner.run, self._plan.edges, self._split)
+        self._stage = DygraphStage(self.layers.runner.function, self._plan.edges, self._split)
 
     def _connect(self) -> None:
         """Makes the engines. Collective over the pipeline the first time in a job."""

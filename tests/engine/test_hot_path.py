@@ -14,6 +14,7 @@ from typing import Any
 
 import paddle
 import pytest
+from paddle import nn
 
 from fleetpipe.engine.engine import Walker
 from fleetpipe.job.job import current_job
@@ -21,7 +22,7 @@ from fleetpipe.schedules import Plan, Schedule, Send
 from fleetpipe.transport import memory
 from fleetpipe.transport.wire import structure
 from tests.launching import ROOT, Finished
-from tests.pipelines import batch, job, pipeline, sgd
+from tests.pipelines import CLASSES, FEATURES, batch, job, pipeline, sgd
 
 SCHEDULES = ["1F1B", "FThenB", "Eager1F1B"]
 PACKAGE = (str(ROOT / "fleetpipe"), str(ROOT / "dygraph"))
@@ -155,6 +156,47 @@ def test_the_calls_of_a_step_grow_with_the_micro_batches_and_no_faster() -> None
             calls = own_calls(lambda m=model, o=optimizer, d=data: m.train_batch(d, o))
             totals.append(sum(calls.values()))
     assert totals[2] - totals[1] == 2 * (totals[1] - totals[0])
+
+
+def frames_below(function: str) -> list[str]:
+    """The package's own functions that are running now, from ``function`` on to the innermost."""
+    found: list[str] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            found.append(frame.f_code.co_name)
+            if frame.f_code.co_name == function:
+                break
+        frame = frame.f_back
+    return found[::-1]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_few_calls_stand_between_train_batch_and_a_layer(schedule: str) -> None:
+    seen: list[list[str]] = []
+
+    def look(x: Any) -> Any:
+        seen.append(frames_below("train_batch"))
+        return x
+
+    with job(2, schedule=schedule):
+        model = pipeline([nn.Linear(FEATURES, 8), look, nn.Linear(8, CLASSES)])
+        optimizer = sgd(model)
+        for _ in range(2):
+            model.train_batch(batch(), optimizer)
+    assert seen[-1][0] == "train_batch"
+    assert len(seen[-1]) == 7, seen[-1]
+
+
+def test_a_step_enters_few_files() -> None:
+    with job(2):
+        model = pipeline()
+        optimizer = sgd(model)
+        model.train_batch(batch(), optimizer)
+        files = {
+            call.split(":")[0] for call in own_calls(lambda: model.train_batch(batch(), optimizer))
+        }
+    assert len(files) <= 29, sorted(files)
 
 
 def test_nothing_grows_from_step_to_step() -> None:
