@@ -19,7 +19,7 @@ from paddle.nn import clip as _stock_clip
 
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.aliases import Clip, Layer, Optimizer, Scaler, Scheduler, Tensor, Topology
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import StateError
 
 _clips: ModuleType = _stock_clip
 _optimizers: ModuleType = _hybrid
@@ -147,12 +147,12 @@ def note_unscaled(scaler: Scaler, optimizer: Optimizer, found: bool) -> None:
     """Tells a scaler that the gradients are unscaled, and whether some were not finite.
 
     Raises:
-        ConfigError: They were unscaled before in this step.
+        StateError: They were unscaled before in this step.
     """
     state = scaler._optimizer_states[id(optimizer)]
     states = type(state["state"])
     if state["state"] is not states.INIT:
-        raise ConfigError(
+        raise StateError(
             "the gradients were unscaled before in this step",
             fix="call scaler.unscale_(optimizer) once, before scaler.step, then scaler.update()",
         )

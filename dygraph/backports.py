@@ -9,7 +9,7 @@ from typing import Any
 
 from fleetpipe._paddle import paddle_fleet
 from fleetpipe.aliases import Nest
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import UsageError
 
 _paddles: ModuleType = paddle_fleet.meta_parallel.pipeline_parallel
 #: Takes the values of a location by name.
@@ -47,12 +47,13 @@ class _MicroStepCallback:
         """Adds a hook.
 
         Raises:
-            ConfigError: ``location`` is no ``PipelineParallelMicroStepLocations``.
+            UsageError: ``location`` is no ``PipelineParallelMicroStepLocations``.
         """
         if location not in self.hooks:
-            raise ConfigError(
+            raise UsageError(
                 "a hook is registered for one of PipelineParallelMicroStepLocations",
                 got=repr(location),
+                fix="take one of " + ", ".join(one.name for one in self.hooks),
             )
         self.hooks[location].append(hook)
 

@@ -219,7 +219,11 @@ def _groups(value: Any) -> tuple[int, ...] | None:
 
 def _switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} is True or False", got=f"{value!r}")
+        raise ConfigError(
+            f"{name} is True or False",
+            got=f"{value!r}",
+            fix=f"set strategy.fleetpipe_configs = {{{name!r}: True}}",
+        )
     return value
 
 
@@ -233,7 +237,11 @@ def _trace(value: Any, strategy: Any) -> str | None:
         pp_configs = strategy.hybrid_configs["pp_configs"] if strategy is not None else None
         return "pipeline_trace" if getattr(pp_configs, "profiling", False) else None
     if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError("fleetpipe_configs['trace'] is a folder", got=repr(value))
+        raise ConfigError(
+            "fleetpipe_configs['trace'] is a folder",
+            got=repr(value),
+            fix="set strategy.fleetpipe_configs = {'trace': 'pipeline_trace'}",
+        )
     return os.fspath(value)
 
 
@@ -244,7 +252,12 @@ def _costs(value: Any) -> Costs | None:
     if isinstance(value, Mapping):
         return Costs.from_json(json.dumps(dict(value)))
     if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError("fleetpipe_configs['costs'] is a file or a mapping", got=repr(value))
+        raise ConfigError(
+            "fleetpipe_configs['costs'] is a file or a mapping",
+            got=repr(value),
+            fix="set strategy.fleetpipe_configs = {'costs': 'costs.json'}, a file written with "
+            "model.profile(data, path)",
+        )
     try:
         return Costs.from_json(Path(value).read_text(encoding="utf-8"))
     except OSError as error:

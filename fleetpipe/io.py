@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleetpipe._paddle import paddle
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import StateError
 from fleetpipe.job.job import current_job
 
 
@@ -32,11 +32,11 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
             drop_last: Whether to drop an incomplete last batch; pipelines cannot take one.
 
         Raises:
-            ConfigError: ``fleet.init`` was not called before.
+            StateError: ``fleet.init`` was not called before.
         """
         job = current_job()
         if job is None:
-            raise ConfigError(
+            raise StateError(
                 "the sampler needs to know its replica",
                 fix="call fleet.init(is_collective=True, strategy=strategy) first",
             )

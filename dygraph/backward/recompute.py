@@ -247,6 +247,7 @@ class _Rerun:
                 "a tensor that backward needs was changed in place after it was saved",
                 where=self._piece.name,
                 cause="Paddle refuses that without recompute too",
+                fix="use the operation that returns a new tensor, such as tanh instead of tanh_",
             )
 
 

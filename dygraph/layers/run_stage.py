@@ -160,6 +160,7 @@ def checked_interval(recompute_interval: Any, recompute_ctx: Any) -> int:
         raise ConfigError(
             "recompute_interval is a number of layers, or 0 for no recompute",
             got=repr(recompute_interval),
+            fix="give a whole number of 0 or more",
         )
     if recompute_interval and recompute_ctx is None:
         raise ConfigError(

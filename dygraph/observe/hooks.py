@@ -14,7 +14,7 @@ from typing import Any
 
 from fleetpipe.dygraph.backports import PipelineParallelMicroStepLocations as Locations
 from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import UsageError
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 
@@ -47,14 +47,14 @@ class NumberedHooks:
         """Adds ``hook(number)``.
 
         Raises:
-            ConfigError: There is no such number.
+            UsageError: There is no such number.
         """
         if number not in range(self.hooks_capacity):
-            raise ConfigError(
+            raise UsageError(
                 f"there is no {self._kind} {number} for a hook",
-                expected=f"a number from 0 to {self.hooks_capacity - 1}"
+                fix=f"give a number from 0 to {self.hooks_capacity - 1}"
                 if self.hooks_capacity
-                else f"no {self._kind} hooks: this schedule has none",
+                else f"register no {self._kind} hooks: this schedule has none",
             )
         self._hooks[number].append(hook)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from fleetpipe.engine.observer import Blocked, Instruction, Played
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import StateError
 from fleetpipe.schedules import Action, Op, Recv, Send
 
 _TRANSFERS = {"S": "send", "R": "recv"}
@@ -37,20 +37,20 @@ class Timer:
         """Starts.
 
         Raises:
-            ConfigError: It runs already.
+            StateError: It runs already.
         """
         if self.running:
-            raise ConfigError(f"the timer {self.name} has been started already")
+            raise StateError(f"the timer {self.name} has been started already", fix="stop it first")
         self._started = time.perf_counter()
 
     def stop(self) -> None:
         """Stops.
 
         Raises:
-            ConfigError: It does not run.
+            StateError: It does not run.
         """
         if self._started is None:
-            raise ConfigError(f"the timer {self.name} has not been started")
+            raise StateError(f"the timer {self.name} has not been started", fix="start it first")
         self._elapsed += time.perf_counter() - self._started
         self._started = None
 

@@ -61,7 +61,8 @@ def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
     """Divides the gradients by the scale, and agrees on whether to step. Collective over the job.
 
     Raises:
-        ConfigError: The scalers of the ranks differ, or this step was unscaled before.
+        ConfigError: The scalers of the ranks differ.
+        StateError: This step was unscaled before.
         PipelineTimeout: Some rank did not come within the limit.
     """
     if not scaler.is_enable():

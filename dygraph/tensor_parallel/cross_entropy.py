@@ -14,7 +14,7 @@ from fleetpipe.aliases import Context, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.embedding import refuse_outside
 from fleetpipe.dygraph.tensor_parallel.groups import Members, is_alone, members_of
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import UsageError
 
 _HALVES = (paddle.float16, paddle.bfloat16)
 
@@ -48,7 +48,7 @@ class ParallelCrossEntropy(ParallelLayer):
             The loss ``[.., 1]`` of the logits' dtype, with the same bits on every member.
 
         Raises:
-            ConfigError: The labels are soft, of another shape, or outside of the vocabulary.
+            UsageError: The labels are soft, of another shape, or outside of the vocabulary.
         """
         whole = not self.is_mp or is_alone()
         members = 1 if whole else self.world_size
@@ -64,17 +64,18 @@ def _checked(label: Tensor, logits: Tensor, ignore_index: int, members: int) -> 
     """Returns the labels as ``[.., 1]`` of int64."""
     rows = list(logits.shape[:-1])
     if label.dtype not in (paddle.int32, paddle.int64):
-        raise ConfigError(
+        raise UsageError(
             "ParallelCrossEntropy takes the numbers of the classes, no soft labels",
             expected="labels of int32 or int64",
             got=f"{label.dtype} of shape {list(label.shape)}",
             fix="gather the logits and use nn.CrossEntropyLoss(soft_label=True)",
         )
     if list(label.shape) not in (rows, [*rows, 1]):
-        raise ConfigError(
+        raise UsageError(
             "the shape of the labels does not fit the logits",
             expected=f"{rows} or {[*rows, 1]}",
             got=f"{list(label.shape)} with logits of shape {list(logits.shape)}",
+            fix="give one label for each row of the logits",
         )
     label = label.astype("int64").reshape([*rows, 1])
     counted = paddle.where(label == ignore_index, paddle.zeros_like(label), label)

@@ -8,7 +8,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Attribute, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import UsageError
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -58,7 +58,7 @@ class VocabParallelEmbedding(ParallelLayer):
             ``[.., embedding_dim]``, with the same bits on every member.
 
         Raises:
-            ConfigError: An id is not in the vocabulary.
+            UsageError: An id is not in the vocabulary.
         """
         look_up: Callable[..., Tensor] = paddle.nn.functional.embedding
         if not self.is_mp:
@@ -89,13 +89,14 @@ def refuse_outside(ids: Tensor, size: int, what: str) -> None:
     """Refuses ids that are not below ``size``, which no member would find.
 
     Raises:
-        ConfigError: There is one.
+        UsageError: There is one.
     """
     if ids.size == 0:
         return
     least, greatest = int(ids.min()), int(ids.max())
     if least < 0 or greatest >= size:
-        raise ConfigError(
+        raise UsageError(
             f"{what} (={least if least < 0 else greatest}) is not in the vocabulary",
             expected=f"ids from 0 to {size - 1}",
+            fix="correct the data, or build the layers with a larger vocabulary",
         )

@@ -15,7 +15,7 @@ from typing import Protocol
 from fleetpipe._paddle import LocalTopology, install_topology, user_strategy
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import _paddle
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job import meeting
 from fleetpipe.transport import Group
 
@@ -129,14 +129,15 @@ def connect(paddle_group: PaddleGroup, group: Group) -> None:
         group: fleetpipe's group with the same members in the same order.
 
     Raises:
-        ConfigError: The two differ in size or in this rank's place.
+        UsageError: The two differ in size or in this rank's place.
     """
     expected, got = (paddle_group.rank, paddle_group.nranks), (group.rank, group.ranks)
     if expected != got:
-        raise ConfigError(
+        raise UsageError(
             "a model-parallel group was given connections of another one",
             expected="member {} of {}".format(*expected),
             got="member {} of {}".format(*got),
+            fix="connect it with a group of the same ranks in the same order",
         )
     _connected[paddle_group.id] = ConnectedMembers(group)
 
@@ -193,14 +194,15 @@ def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
         mp_group: The layer's argument; None for the model-parallel group of ``fleet.init``.
 
     Raises:
-        ConfigError: Neither is there in a job of several processes, or this rank is no member.
+        StateError: Neither is there in a job of several processes.
+        UsageError: This rank is no member.
     """
     if _alone:
         return _paddle.sole_group()
     if mp_group is None:
         topology = _paddle.hybrid_topology()
         if topology is None and meeting.world_size() > 1:
-            raise ConfigError(
+            raise StateError(
                 "a tensor-parallel layer was built before fleet.init",
                 fix="call fleet.init(is_collective=True, strategy=strategy), or pass mp_group",
             )
@@ -211,7 +213,7 @@ def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
         # Paddle says of a group with one rank, in a job of several, that nobody is in it.
         return _paddle.sole_group()
     if mp_group.rank < 0:
-        raise ConfigError(
+        raise UsageError(
             "this rank is no member of the layer's mp_group",
             got=f"a group of ranks {list(mp_group.ranks)}",
             fix="build the layer on the ranks of the group only",

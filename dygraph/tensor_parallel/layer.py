@@ -16,7 +16,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Attribute, DType, Nest, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import _paddle, groups
 from fleetpipe.dygraph.tensor_parallel.operations import slice_of
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError
 
 
 class ParallelLayer(paddle.nn.Layer):
@@ -33,7 +33,8 @@ class ParallelLayer(paddle.nn.Layer):
         """Joins ``mp_group``, or the model-parallel group of the job; not collective.
 
         Raises:
-            ConfigError: There is no such group, this rank is no member, or the graph is static.
+            StateError: There is no such group, or the graph is static.
+            UsageError: This rank is no member.
         """
         super().__init__()
         self.model_parallel_group = groups.model_parallel_group(mp_group)
@@ -42,7 +43,10 @@ class ParallelLayer(paddle.nn.Layer):
         self.is_mp = self.world_size > 1
         self._dtype: DType = paddle.get_default_dtype()
         if self.is_mp and not paddle.in_dynamic_mode():
-            raise ConfigError("on CPU tensor-parallel layers run in dynamic graph only")
+            raise StateError(
+                "on CPU tensor-parallel layers run in dynamic graph only",
+                fix="call paddle.disable_static() before they are built",
+            )
 
     def share_of(self, size: int, name: str) -> int:
         """Returns the part of ``size`` that falls to each member; see :func:`share_of`."""

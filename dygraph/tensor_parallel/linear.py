@@ -8,7 +8,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Attribute, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import UsageError
 
 
 class _ParallelLinear(ParallelLayer):
@@ -131,7 +131,7 @@ class RowParallelLinear(_ParallelLinear):
             ``[.., out_features]``, with the same bits on every member.
 
         Raises:
-            ConfigError: The last axis of ``x`` has another size.
+            UsageError: The last axis of ``x`` has another size.
         """
         if not self.is_mp:
             return self.linear(x, self.weight, self.bias, name=self._name)
@@ -145,7 +145,7 @@ class RowParallelLinear(_ParallelLinear):
     def _check(self, x: Tensor) -> None:
         width = self.input_size_per_partition if self.input_is_parallel else self.in_features
         if x.shape[-1] != width:
-            raise ConfigError(
+            raise UsageError(
                 f"the last axis of the input (={x.shape[-1]}) does not fit",
                 where=f"RowParallelLinear with input_is_parallel={self.input_is_parallel}",
                 expected=f"{width}, of in_features={self.in_features} on {self.world_size} members",

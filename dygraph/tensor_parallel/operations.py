@@ -21,7 +21,7 @@ from typing import Callable
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import Members, members_of, model_parallel_group
-from fleetpipe.errors import ConfigError, FleetPipeError
+from fleetpipe.errors import FleetPipeError, UsageError
 
 Backward = Callable[[Context, Tensor], Tensor]
 _raised: list[FleetPipeError] = []
@@ -135,7 +135,7 @@ def split(tensor: Tensor, group: PaddleGroup) -> Tensor:
         group: Paddle's group or fleetpipe's.
 
     Raises:
-        ConfigError: The last axis cannot be cut in equal slices.
+        UsageError: The last axis cannot be cut in equal slices.
     """
     return _apply(_Split.apply, tensor, group)
 
@@ -179,13 +179,14 @@ def slice_of(whole: Tensor, axis: int, rank: int, ranks: int) -> Tensor:
     """Returns a copy of slice ``rank`` of the ``ranks`` equal ones along ``axis``.
 
     Raises:
-        ConfigError: The axis cannot be cut in equal slices.
+        UsageError: The axis cannot be cut in equal slices.
     """
     size = whole.shape[axis]
     if size % ranks:
-        raise ConfigError(
+        raise UsageError(
             f"axis {axis} (={size}) must be divisible by the model-parallel degree (={ranks})",
             got=f"a tensor of shape {list(whole.shape)}",
+            fix=f"pad the axis to {-(-size // ranks) * ranks}, or choose another mp_degree",
         )
     width = size // ranks
     axis %= len(whole.shape)

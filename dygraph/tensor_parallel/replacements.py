@@ -72,7 +72,11 @@ def _mp_allreduce(
     if _outside(group):
         return None
     if op != paddle.distributed.ReduceOp.SUM:
-        raise ConfigError("_mp_allreduce adds: op is ReduceOp.SUM", got=f"op={op!r}")
+        raise ConfigError(
+            "_mp_allreduce adds",
+            got=f"op={op!r}",
+            fix="leave op as it is, ReduceOp.SUM, or use paddle.distributed.all_reduce",
+        )
     return operations.all_reduce(tensor, model_parallel_group(group))
 
 

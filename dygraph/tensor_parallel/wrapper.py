@@ -7,7 +7,7 @@ from fleetpipe.aliases import Layer, Nest, Strategy, Tensor, Topology
 from fleetpipe.dygraph.broadcast import broadcast_state
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import StateError
 from fleetpipe.job.job import current_job
 from fleetpipe.transport import Group
 
@@ -25,14 +25,15 @@ class TensorParallel(paddle.nn.Layer):
                 whether every call gives all members the first one's inputs.
 
         Raises:
-            ConfigError: ``fleet.init`` was not called.
+            StateError: ``fleet.init`` was not called.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
         super().__init__()
         job = current_job()
         if job is None:
-            raise ConfigError(
-                "a model is wrapped after fleet.init(is_collective=True, strategy=strategy)"
+            raise StateError(
+                "a tensor-parallel model was wrapped before fleet.init",
+                fix="call fleet.init(is_collective=True, strategy=strategy) first",
             )
         self._layers = layers
         self._strategy = strategy

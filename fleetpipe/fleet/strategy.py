@@ -70,6 +70,8 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
                 where=f"strategy.{group}",
                 got=repr(dict(configs)),
                 cause=str(error),
+                fix="give each option a value of the type that it has in "
+                f"fleet.DistributedStrategy().{group}",
             ) from error
 
     @property

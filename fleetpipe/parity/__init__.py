@@ -46,6 +46,7 @@ def begin(
 
     Raises:
         ConfigError: The ranks run under settings that give different bits.
+        UsageError: The loss is trained too, and no ``model`` was given.
         CheckpointError: ``model`` does not fit the pipeline.
 
     Example:

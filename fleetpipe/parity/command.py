@@ -12,7 +12,7 @@ from typing import Any
 
 from fleetpipe.arguments import using
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import UsageError
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.parity.reference import of_same_layers
@@ -53,7 +53,7 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
         return_micro_batch_loss: bool = False,
     ) -> Any:
         if loss_fn_idx or return_micro_batch_loss:
-            raise ConfigError(
+            raise UsageError(
                 "parity compares the loss of a batch by the first loss function",
                 got=f"train_batch(.., loss_fn_idx={loss_fn_idx}, "
                 f"return_micro_batch_loss={return_micro_batch_loss})",

@@ -17,7 +17,7 @@ from fleetpipe.dygraph import (
     twin_optimizer,
     weighted,
 )
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import UsageError
 from fleetpipe.job.job import pipeline_group
 from fleetpipe.parity.cutting import copy_of
 
@@ -208,10 +208,10 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
     Collective over the pipeline.
 
     Raises:
-        ConfigError: The loss is trained too: both sides would add to its gradients.
+        UsageError: The loss is trained too: both sides would add to its gradients.
     """
     if any(not p.stop_gradient for loss in pipe.loss_layers() for p in loss.parameters()):
-        raise ConfigError(
+        raise UsageError(
             "parity with the pipeline's own layers needs a loss without trained parameters",
             fix="put what is trained into the last layer, or pass a model and a loss_of of its own",
         )

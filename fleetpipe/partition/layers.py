@@ -71,6 +71,7 @@ class Partition:
                 "a partition needs at least one stage",
                 expected="two boundaries or more, such as (0, number of layers)",
                 got=f"boundaries {list(self.boundaries)}",
+                fix=f"give [0, {len(self.layers)}] for a single stage",
             )
         require_cover(self.boundaries, len(self.layers), self.method)
 
@@ -91,8 +92,7 @@ class Partition:
         if not 0 <= layer < len(self.layers):
             raise PartitionError(
                 f"there is no layer {layer}",
-                expected=f"a layer number from 0 to {len(self.layers) - 1}",
-                got=str(layer),
+                fix=f"give a number from 0 to {len(self.layers) - 1}",
             )
         return bisect.bisect_right(self.boundaries, layer) - 1
 

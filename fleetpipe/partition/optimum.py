@@ -42,8 +42,8 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
             raise PartitionError(
                 "a layer cannot weigh less than nothing",
                 where=f"layer {layer}",
-                expected="weights of 0 or more",
                 got=str(weight),
+                fix="give weights of 0 or more",
             )
     totals = [0, *accumulate(weights)]
     lightest, _ = _best_cut(totals, parts, max, lambda weight: weight)

@@ -9,7 +9,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet, parity
-from fleetpipe.errors import CheckpointError, ConfigError
+from fleetpipe.errors import CheckpointError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
@@ -223,7 +223,7 @@ def test_a_loss_that_is_trained_itself_is_refused() -> None:
 
     with job(2):
         model = pipeline(loss_fn=Loss())
-        with pytest.raises(ConfigError, match="loss without trained parameters"):
+        with pytest.raises(UsageError, match="loss without trained parameters"):
             parity.begin(model, sgd(model))
 
 

@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from fleetpipe.dygraph.observe.hooks import bubbles_before
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import UsageError
 from fleetpipe.fleet.meta_parallel import PipelineParallelMicroStepLocations as Locations
 from fleetpipe.fleet.meta_parallel import register_global_pipeline_parallel_hook
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import (
@@ -128,10 +128,10 @@ def test_a_number_that_is_not_there_is_refused() -> None:
             model.register_forward_pipeline_parallel_hook,
             model.register_backward_pipeline_parallel_hook,
         ):
-            with pytest.raises(ConfigError, match="from 0 to 2"):
+            with pytest.raises(UsageError, match="from 0 to 2"):
                 register(3, print)
         assert model.bubble_pipeline_parallel_hook_capacity == 0
-        with pytest.raises(ValueError, match="no bubble hooks"):
+        with pytest.raises(UsageError, match="no bubble hooks"):
             model.register_bubble_pipeline_parallel_hook(0, print)
 
 

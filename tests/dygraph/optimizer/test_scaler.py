@@ -14,7 +14,7 @@ from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionScale
 
 from fleetpipe import fleet
 from fleetpipe.dygraph.optimizer import scaler as scaling
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError
 from tests.groups import members, on_all
 from tests.pipelines import batch, bits, job, pipeline, sgd
 from tests.scalers import enabled_scaler, half_precision
@@ -111,7 +111,7 @@ def test_unscaling_twice_in_one_step_is_refused() -> None:
         scaler = fleet.distributed_scaler(enabled_scaler())
         optimizer = sgd(model)
         scaler.unscale_(optimizer)
-        with pytest.raises(ConfigError, match="unscaled before"):
+        with pytest.raises(StateError, match="unscaled before"):
             scaler.unscale_(optimizer)
 
 

@@ -27,7 +27,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     operations,
     replacements,
 )
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError
 from tests.dygraph.members import MEMBERS, NAMES, Twins
 from tests.pipelines import job
 
@@ -148,7 +148,7 @@ def test_the_wrapper_calls_the_model_and_holds_its_parameters() -> None:
         inputs = paddle.rand([2, 6])
         assert np.array_equal(wrapped(inputs).numpy(), model(inputs).numpy())
         assert [*wrapped.state_dict()] == ["_layers.weight", "_layers.bias"]
-    with pytest.raises(ConfigError, match=r"fleet\.init"):
+    with pytest.raises(StateError, match=r"fleet\.init"):
         fleet.meta_parallel.TensorParallel(model)
 
 

@@ -26,7 +26,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     operations,
     split_axis,
 )
-from fleetpipe.errors import ConfigError, PeerFailed
+from fleetpipe.errors import ConfigError, PeerFailed, StateError, UsageError
 from tests.dygraph.members import MEMBERS, NAMES, Twins
 
 
@@ -241,7 +241,7 @@ def test_a_size_that_cannot_be_cut_is_refused(make: Callable[[], Any]) -> None:
 
 
 def test_a_rank_outside_the_group_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no member"):
+    with pytest.raises(UsageError, match="no member"):
         ColumnParallelLinear(6, 8, mp_group=Group(-1, 78, [2, 3]))
 
 
@@ -249,26 +249,26 @@ def test_a_launched_job_must_begin_before_its_layers(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_paddle, "hybrid_topology", lambda: None)
     assert not ColumnParallelLinear(6, 8).is_mp
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    with pytest.raises(ConfigError, match=r"before fleet\.init"):
+    with pytest.raises(StateError, match=r"before fleet\.init"):
         ColumnParallelLinear(6, 8)
 
 
 def test_connections_of_another_group_are_refused() -> None:
-    with pytest.raises(ConfigError, match="member 0 of 3"):
+    with pytest.raises(UsageError, match="member 0 of 3"):
         groups.connect(MEMBERS[0], Twins(3))
 
 
 @pytest.mark.parametrize(("width", "parallel", "expected"), [(3, False, "6"), (6, True, "3")])
 def test_an_input_of_the_wrong_kind_is_refused(width: int, parallel: bool, expected: str) -> None:
     row = RowParallelLinear(6, 8, input_is_parallel=parallel, mp_group=MEMBERS[0])
-    with pytest.raises(ConfigError, match=f"(?s)={width}.*expected: {expected}"):
+    with pytest.raises(UsageError, match=f"(?s)={width}.*expected: {expected}"):
         row(paddle.rand([2, width]))
 
 
 @pytest.mark.parametrize("unknown", [-1, 10])
 def test_an_id_outside_the_vocabulary_is_refused(unknown: int) -> None:
     table = VocabParallelEmbedding(10, 4, mp_group=MEMBERS[0])
-    with pytest.raises(ConfigError, match=f"(?s)={unknown}.*0 to 9"):
+    with pytest.raises(UsageError, match=f"(?s)={unknown}.*0 to 9"):
         table(paddle.to_tensor([0, unknown]))
 
 
@@ -284,7 +284,7 @@ def test_an_id_outside_the_vocabulary_is_refused(unknown: int) -> None:
 )
 def test_labels_that_do_not_fit_are_refused(label: Any, says: str) -> None:
     criterion = ParallelCrossEntropy(mp_group=MEMBERS[0])
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(UsageError, match=says):
         criterion(paddle.rand([2, 3, 5]), paddle.to_tensor(label))
 
 
