@@ -99,10 +99,36 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         if command.name in words[:1]:
             _imported(command.configure)(sub)
             sub.set_defaults(run=command.run)
+            _refuse_unknown_options(sub, words[1:])
+    _refuse_unknown_options(parser, words[:1])
     known = [command.name for command in COMMANDS]
     if words and not words[0].startswith("-") and words[0] not in known:
         parser.error(f"there is no command {words[0]!r}: {nearest(words[0], known)}")
     return parser
+
+
+def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Answers an option that a parser lacks with the nearest; argparse speaks of other words first.
+
+    Options behind a script are the script's.
+    """
+    known = {
+        name: action for name, action in parser._option_string_actions.items() if name[1] == "-"
+    }
+    has_script = any(action.nargs == argparse.REMAINDER for action in parser._actions)
+    rest = iter(words)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if word == "--" or (has_script and not word.startswith("-")):
+            return
+        if not word.startswith("--"):
+            continue
+        # As argparse does, an option is known by its beginning.
+        action = next((action for option, action in known.items() if option.startswith(name)), None)
+        if action is None:
+            parser.error(f"there is no option {name}: {nearest(name, known)}")
+        if action.nargs is None and not equals:
+            next(rest, None)
 
 
 def _imported(path: str) -> Any:

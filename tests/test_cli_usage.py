@@ -51,6 +51,45 @@ def test_a_wrong_name_is_answered_with_the_nearest(
     assert output.out == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["run", "--nprc", "2", "{}"], "there is no option --nprc: did you mean '--nproc'"),
+        (
+            ["run", "--nproc", "1", "--log_dir=a", "{}"],
+            "no option --log_dir: did you mean '--log-dir'",
+        ),
+        (["parity", "--reprot", "a.json", "{}"], "no option --reprot: did you mean '--report'"),
+        (["schedule", *SMALL, "--micro-batchs", "3"], "did you mean '--micro-batches'"),
+        (["schedule", "1F1B", "--rnks=2"], "no option --rnks: did you mean '--ranks'"),
+        (["--verison"], "no option --verison: did you mean '--version'"),
+        (["verify", "--xyz", "file"], "known: --help, --micro-batches, --placement"),
+    ],
+)
+def test_a_wrong_option_is_answered_with_the_nearest(
+    words: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    assert main([word.format(tmp_path / "train.py") for word in words]) == 2
+    output = capsys.readouterr()
+    assert hint in output.err
+    assert output.out == ""
+
+
+def test_options_behind_a_script_are_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nsys.exit(sys.argv[1:] != ['--nprc', '2', '--', '--reprot'])\n")
+    assert main(["run", "--nproc", "1", str(script), "--nprc", "2", "--", "--reprot"]) == 0
+    words = ["--log-l", "ERROR", "--", str(script), "--nprc", "2", "--", "--reprot"]
+    assert main(["run", *words]) == 0
+
+
+@pytest.mark.parametrize("command", ["run", "parity"])
+def test_a_missing_script_is_named_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--nproc", "2"]) == 2
+    assert capsys.readouterr().err.endswith("the following arguments are required: SCRIPT\n")
+
+
 def test_help_and_usage_errors_of_every_command_need_no_paddle(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     done = without_paddle(

@@ -58,9 +58,10 @@ def _configure(parser: argparse.ArgumentParser, what: str) -> None:
         help="least level of Paddle's own log lines to show (default: %(default)s)",
     )
     parser.add_argument("script", type=kinds.script, metavar="SCRIPT", help=what)
-    parser.add_argument(
+    rest = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of the script"
     )
+    rest.required = False  # or a missing SCRIPT is reported with these
 
 
 def to_be_launched(options: argparse.Namespace) -> bool:
