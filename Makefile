@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-262 types lint clean distclean
+.PHONY: help demo docs test test-262 types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # A crashed worker ends the run: xdist would wait for ever for the last tests of the one in its place.
@@ -20,6 +20,7 @@ help:
 	@echo 'make demo      train AlexNet on two CPU ranks and compare with the single-device model'
 	@echo 'make test      ruff, mypy and the tests on paddlepaddle 3.3'
 	@echo 'make test-262  the tests on paddlepaddle 2.6.2'
+	@echo 'make docs      the documentation as a site, in build/site'
 	@echo 'make lint      ruff alone;  make types: mypy alone'
 	@echo 'make clean     remove what was built;  make distclean: the environments too'
 
@@ -27,8 +28,10 @@ help:
 # 2.6.2 imports setuptools itself, and breaks with newer protobuf and numpy than it was built for.
 .venv-262/.installed: REQUIREMENTS = 'paddlepaddle==2.6.2' 'numpy<2' 'protobuf==3.20.2' \
     'setuptools<80' --editable '.[examples,test]'
+# A site is built from text and needs neither Paddle nor what tests need.
+.venv-docs/.installed: REQUIREMENTS = --constraint .ci/constraints.txt --editable '.[docs]'
 
-.venv/.installed .venv-262/.installed: setup.cfg
+.venv/.installed .venv-262/.installed .venv-docs/.installed: setup.cfg
 	@echo 'setting up $(@D): the first time this takes a minute or two, most of it for Paddle'
 	$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
 	@echo '$(@D)/bin/python -m pip install $(subst ','\'',$(REQUIREMENTS))'
@@ -65,9 +68,14 @@ test: lint types
 test-262: .venv-262/.installed
 	.venv-262/bin/python $(PYTEST) $(PYTEST_ARGS)
 
+# NO_MKDOCS_2_WARNING: the theme's advice not to move to mkdocs 2, which setup.cfg excludes.
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+	@echo 'the site is in build/site; its search needs a server: python3 -m http.server -d build/site'
+
 clean:
 	rm -rf build demo dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find fleetpipe static dygraph examples tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-262
+	rm -rf .venv .venv-262 .venv-docs

@@ -2,14 +2,18 @@
 
 The blocks of a page follow each other in one process. What a block takes for granted, such as a
 model of the reader's, stands before it in a comment that no reader sees: ``<!-- given: .. -->``.
-A block that is followed by the text of an error of fleetpipe's raises that error.
+A block that is followed by the text of an error of fleetpipe's raises that error. `make docs`
+builds the site; here is what can be seen without its tools.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import paddle
 import pytest
@@ -18,6 +22,7 @@ from fleetpipe import fleet
 from fleetpipe.config import FLEETPIPE_DEFAULTS
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import pipeline_parallel_callbacks_
+from fleetpipe.schedules import build
 from tests.launching import ROOT
 from tests.static.networks import static_mode
 
@@ -30,6 +35,21 @@ BLOCK = re.compile(
 DOCS = ROOT / "docs"
 ALL = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 PAGES = [page for page in ALL if BLOCK.search(page.read_text(encoding="utf-8"))]
+
+#: Whatever these export and is not Paddle's has an entry in the reference.
+PUBLIC = (
+    "fleetpipe.dygraph",
+    "fleetpipe.dygraph.tensor_parallel",
+    "fleetpipe.fleet",
+    "fleetpipe.fleet.meta_parallel",
+    "fleetpipe.io",
+    "fleetpipe.parity",
+    "fleetpipe.partition",
+    "fleetpipe.schedules",
+    "fleetpipe.schedules.forms",
+    "fleetpipe.static",
+    "fleetpipe.transport",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +113,43 @@ def test_the_index_names_every_page() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     pages = [page.name for page in DOCS.glob("*.md") if page.name != "index.md"]
     assert [name for name in pages if f"({name})" not in index] == []
+
+
+def test_the_site_has_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert set(re.findall(r"\S+\.md$", nav, re.MULTILINE)) == pages
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").iterdir())
+    shown = []
+    for path in re.findall(r"^::: (\S+)$", pages, re.MULTILINE):
+        entry = pkgutil.resolve_name(path)
+        shown += exported(entry) if isinstance(entry, ModuleType) else [entry]
+    for module in map(importlib.import_module, PUBLIC):
+        for each in exported(module):
+            assert any(each is entry for entry in shown), f"{module.__name__}: {each}"
+
+
+def exported(module: ModuleType) -> list[object]:
+    """What a module of fleetpipe's exports, without modules and what is Paddle's."""
+    names = getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"])
+    values = [getattr(module, name) for name in names]
+    return [
+        value
+        for value in values
+        if not isinstance(value, ModuleType)
+        and not getattr(value, "__module__", "").startswith("paddle")
+    ]
+
+
+def test_the_architecture_shows_what_the_engine_does() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    block = next(block for block in page.split("```text\n") if block.startswith("F0.0"))
+    told = [line.split("  ")[0] for line in block.split("```")[0].splitlines()]
+    plan = build("1F1B", ranks=2, micro_batches=3).lower()
+    assert " ".join(told).split() == [str(op) for op in plan.ops[0]]
 
 
 def test_every_option_of_fleetpipes_is_explained() -> None:
