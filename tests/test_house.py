@@ -42,7 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 #: Folders of which every file has a floor, and which import nothing but what stands here.
 CLOSED = {
-    "schedules": ("fleetpipe.errors", "fleetpipe.schedules", "matplotlib"),
+    "schedules": ("fleetpipe.errors", "fleetpipe.arguments", "fleetpipe.schedules", "matplotlib"),
     "partition": ("fleetpipe.errors", "fleetpipe.partition"),
     "static": (
         *("fleetpipe.__init__", "fleetpipe._paddle", "fleetpipe.aliases", "fleetpipe.checkpoint"),

@@ -14,7 +14,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet
-from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.errors import BoundaryError, ConfigError, StateError
 from fleetpipe.fleet.meta_parallel import (
     DualPipeVParallel,
     LayerDesc,
@@ -244,7 +244,7 @@ def test_timers_are_logged_each_step(capfd: pytest.CaptureFixture[str]) -> None:
         ):
             assert f"{name}: " in lines[0]
         model.timers("mine").start()
-        with pytest.raises(ConfigError, match="started already"):
+        with pytest.raises(StateError, match="started already"):
             model.timers("mine").start()
         model.timers("mine").stop()
         assert 0 < model.timers("mine").elapsed() < 10
