@@ -315,7 +315,7 @@ def begin_to_watch(store: JobStore, number: int, timeout: float) -> Watch:
     store.check = lambda: None
     meeting.wait_for_all(store, number, timeout)
     rank = meeting.own_rank()
-    sockets, seals = join(
+    ((sockets, seals),) = join(
         rank=rank,
         ranks=meeting.world_size(),
         store=store,

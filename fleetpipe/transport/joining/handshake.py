@@ -6,7 +6,8 @@ there is one, which no store sees.
 The end that connects says who it is, the end that accepts sends a challenge, and each shows in
 turn that it knows the run's secret, without telling it:
 
-    connects -> accepts   greeting: magic, version, own rank, peer's rank, ranks, 32 random bytes
+    connects -> accepts   greeting: magic, version, own rank, peer's rank, ranks, stream,
+                          32 random bytes
     accepts  -> connects  32 random bytes
     connects -> accepts   HMAC-SHA256(secret, "connects" + all bytes so far)
     accepts  -> connects  HMAC-SHA256(secret, "accepts" + all bytes so far but the proof)
@@ -15,7 +16,8 @@ Where the user gave a secret, both then have the keys of the seals of all that f
 the same bytes, which hold 32 random ones of each side.
 
 Both sides are written as generators that yield bytes to send or a number of bytes to receive, so
-that one thread runs many of them at once and no stranger holds up another peer.
+that one thread runs many of them at once and no stranger holds up another peer. The stream tells
+apart the connections that two ranks make at once.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import secrets
 import struct
 from collections.abc import Generator
 from pathlib import Path
-from typing import Union
+from typing import NamedTuple, Union
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.transport.wire.message import VERSION
@@ -35,12 +37,27 @@ from fleetpipe.transport.wire.seal import Seal, Seals
 TOKEN_BYTES = 32
 SHORTEST_SECRET = 16
 
-_GREETING = struct.Struct("<8sIIII32s")
+_GREETING = struct.Struct("<8sIIIII32s")
 _MAGIC = b"FLEETPIP"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
-Exchange = Generator[Union[bytes, int], bytes, tuple[int, Seals]]
+
+class Known(NamedTuple):
+    """The other end of a connection, once it has proved who it is.
+
+    Attributes:
+        peer: Its rank.
+        stream: Which of the connections between the two ranks this is.
+        seals: The seals of the connection.
+    """
+
+    peer: int
+    stream: int
+    seals: Seals
+
+
+Exchange = Generator[Union[bytes, int], bytes, Known]
 
 
 class Stranger(Exception):
@@ -84,46 +101,51 @@ def secret_of_run(given: bytes, namespace: str, token: str) -> bytes:
     return hmac.digest(given, f"run {namespace} {token}".encode(), "sha256")
 
 
-def connects(secret: bytes, rank: int, peer: int, ranks: int) -> Exchange:
+def connects(secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0) -> Exchange:
     """The side of rank ``rank``, which has connected to rank ``peer``.
 
     Returns:
-        ``peer``, and the seals of the connection.
+        What is known of the connection.
 
     Raises:
         Stranger: The other end does not know the secret.
     """
-    greeting = _GREETING.pack(_MAGIC, VERSION, rank, peer, ranks, secrets.token_bytes(_NONCE_BYTES))
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    greeting = _GREETING.pack(_MAGIC, VERSION, rank, peer, ranks, stream, nonce)
     yield greeting
     said = greeting + (yield _NONCE_BYTES)
     yield _proof(secret, b"connects", said)
     if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"accepts", said)):
         raise Stranger(f"rank {peer} did not prove that it belongs to this run")
-    return peer, Seals(_seal(secret, b"connects", said), _seal(secret, b"accepts", said))
+    seals = Seals(_seal(secret, b"connects", said), _seal(secret, b"accepts", said))
+    return Known(peer, stream, seals)
 
 
-def accepts(secret: bytes, rank: int, ranks: int) -> Exchange:
+def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1) -> Exchange:
     """The side of rank ``rank``, which has accepted somebody.
 
     Returns:
-        The rank of the other end, and the seals of the connection.
+        What is known of the connection.
 
     Raises:
         Stranger: The other end is no peer, or does not know the secret.
     """
     greeting = yield _GREETING.size
-    magic, version, peer, target, their_ranks, _ = _GREETING.unpack(greeting)
+    magic, version, peer, target, their_ranks, stream, _ = _GREETING.unpack(greeting)
     if (magic, version, target, their_ranks) != (_MAGIC, VERSION, rank, ranks):
         raise Stranger("its greeting is not that of a peer")
     if not rank < peer < ranks:
         raise Stranger(f"rank {peer} has no reason to connect to rank {rank}")
+    if stream >= streams:
+        raise Stranger(f"rank {peer} asks for stream {stream} of {streams}")
     challenge = secrets.token_bytes(_NONCE_BYTES)
     yield challenge
     said = greeting + challenge
     if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"connects", said)):
         raise Stranger(f"it claims to be rank {peer} but does not know the secret")
     yield _proof(secret, b"accepts", said)
-    return int(peer), Seals(_seal(secret, b"accepts", said), _seal(secret, b"connects", said))
+    seals = Seals(_seal(secret, b"accepts", said), _seal(secret, b"connects", said))
+    return Known(peer, stream, seals)
 
 
 def _proof(secret: bytes, side: bytes, said: bytes) -> bytes:

@@ -1,6 +1,9 @@
 """Joining ranks: each is connected to every other, whoever else knocks at the door.
 
-A rank connects to all lower ones and accepts all higher ones, in one loop on one thread.
+A rank connects to all lower ones and accepts all higher ones, in one loop on one thread. They may
+make several streams at once, for uses that must not wait for each other. A rank then has
+``streams * (ranks - 1)`` sockets, which is what limits a large job first: with 2 streams a limit of
+1024 open files (``ulimit -n``) is enough for about 500 ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import NamedTuple
 from fleetpipe.errors import TransportError
 from fleetpipe.transport.base import Store
 from fleetpipe.transport.joining import handshake, hosts
-from fleetpipe.transport.joining.handshake import Exchange, Stranger, accepts, connects
+from fleetpipe.transport.joining.handshake import Exchange, Known, Stranger, accepts, connects
 from fleetpipe.transport.joining.rendezvous import Rendezvous
 from fleetpipe.transport.wire.seal import Seals
 
@@ -28,7 +31,7 @@ _RETRY_SECONDS = 0.1
 
 
 class Joined(NamedTuple):
-    """One rank's connections.
+    """One rank's connections of one stream.
 
     Attributes:
         sockets: A connected and authenticated stream socket in blocking mode for each peer.
@@ -48,8 +51,22 @@ def join(
     timeout: float,
     address: str | None = None,
     force_tcp: bool | None = None,
-) -> Joined:
-    """Connects this rank to all others. Collective; see :func:`socket.connect`.
+    streams: int = 1,
+) -> list[Joined]:
+    """Connects this rank to all others. Collective; see :func:`sockets.transport.connect`.
+
+    Args:
+        rank: This process's rank.
+        ranks: Ranks that join.
+        store: Where they find each other.
+        namespace: Prefix of the keys in the store, new there.
+        timeout: Seconds for all ranks to arrive.
+        address: This host's address as other hosts reach it.
+        force_tcp: Use TCP within a host too.
+        streams: Connections between each two ranks, the same number on all.
+
+    Returns:
+        The connections, by stream.
 
     Raises:
         ConfigError: The user's secret cannot be used.
@@ -70,14 +87,14 @@ def join(
     secret = handshake.secret_of_run(given, namespace, cards[0]["token"])
     use_tcp = hosts.force_tcp_by_default() if force_tcp is None else force_tcp
     listeners = _listen([cards[r]["host"] for r in range(ranks)], rank, use_tcp, address)
-    mesh = _Mesh(meeting, secret, [x.sock for x in listeners])
+    mesh = _Mesh(meeting, secret, [x.sock for x in listeners], streams)
     try:
         meeting.publish("addresses", {"addresses": ",".join(x.address for x in listeners)})
         for peer, found in meeting.gather("addresses", range(rank), ["addresses"]).items():
             same = cards[peer]["host"] == card["host"]
             mesh.dial(peer, _best(found["addresses"].split(","), same and not use_tcp))
         joined = mesh.run()
-        return joined if given else joined._replace(seals={})
+        return joined if given else [stream._replace(seals={}) for stream in joined]
     finally:
         mesh.close()
 
@@ -118,33 +135,39 @@ def _best(addresses: list[str], beside: bool) -> str:
     return next(address for address in addresses if address.startswith(kind))
 
 
+class _Dialled(NamedTuple):
+    """A connection to a lower rank that this end makes."""
+
+    peer: int
+    stream: int
+    address: str
+
+
 class _Attempt:
     """A connection that is not yet known to lead to a peer."""
 
     def __init__(
-        self, sock: socket.socket, exchange: Exchange, dialled: int = -1, address: str = ""
+        self, sock: socket.socket, exchange: Exchange, dialled: _Dialled | None = None
     ) -> None:
         """Follows ``exchange`` on a non-blocking socket.
 
         Args:
             sock: The socket.
             exchange: This end's side of the handshake.
-            dialled: The rank this end has connected to, where it did.
-            address: The address of that rank; empty where the other end connected.
+            dialled: Where this end has connected to; None where the other end connected.
         """
         self.sock = sock
         self.dialled = dialled
-        self.address = address
         self.expires = time.monotonic() + STRANGER_SECONDS
         self._exchange = exchange
         self._received = b""
         self._step: bytes | int = next(exchange)
 
-    def advance(self) -> tuple[int, Seals] | None:
+    def advance(self) -> Known | None:
         """Goes on as far as the socket lets it.
 
         Returns:
-            The rank of the other end and the connection's seals, once that is known; else None.
+            What is known of the connection, once it is; else None.
 
         Raises:
             OSError: The connection failed.
@@ -167,73 +190,86 @@ class _Attempt:
         except BlockingIOError:
             return None
         except StopIteration as end:
-            known: tuple[int, Seals] = end.value
+            known: Known = end.value
             return known
 
 
 class _Mesh:
     """The loop that accepts, connects and shakes hands until every peer is known."""
 
-    def __init__(self, meeting: Rendezvous, secret: bytes, listeners: list[socket.socket]) -> None:
+    def __init__(
+        self, meeting: Rendezvous, secret: bytes, listeners: list[socket.socket], streams: int
+    ) -> None:
         self._meeting = meeting
         self._secret = secret
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
         self._attempts: list[_Attempt] = []
-        self._again: list[tuple[float, int, str]] = []
-        self._peers: dict[int, socket.socket] = {}
-        self._seals: dict[int, Seals] = {}
+        self._again: list[tuple[float, _Dialled]] = []
+        self._streams = [Joined({}, {}) for _ in range(streams)]
         for listener in listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def dial(self, peer: int, address: str) -> None:
         """Begins to connect to a lower rank."""
-        self._again.append((0.0, peer, address))
+        streams = range(len(self._streams))
+        self._again += [(0.0, _Dialled(peer, stream, address)) for stream in streams]
 
-    def run(self) -> Joined:
-        """Returns a socket and the seals for each peer when all are connected.
+    def run(self) -> list[Joined]:
+        """Returns a socket and the seals for each peer and stream when all are connected.
 
         Raises:
             PipelineTimeout: Some are not at the deadline.
         """
         meeting = self._meeting
-        everyone = set(range(meeting.ranks)) - {meeting.rank}
-        while everyone - self._peers.keys():
+        while missing := self._missing():
             if meeting.limit.reached():
-                raise meeting.late(everyone - self._peers.keys())
+                raise meeting.late(missing)
             now = time.monotonic()
             self._dial_again(now)
-            for attempt in [a for a in self._attempts if not a.address and a.expires < now]:
+            for attempt in [a for a in self._strangers() if a.expires < now]:
                 self._drop(attempt)
             for key, _ in self._selector.select(_RETRY_SECONDS):
                 if not isinstance(key.data, _Attempt):
                     self._accept(key.data)
                 elif key.data in self._attempts:  # else it went for somebody who came this turn
                     self._advance(key.data)
-        peers, self._peers = self._peers, {}
-        return Joined(peers, self._seals)
+        joined, self._streams = self._streams, []
+        return joined
 
     def close(self) -> None:
         """Closes everything that did not become a peer's socket."""
         for attempt in list(self._attempts):
             self._drop(attempt)
-        for sock in (*self._listeners, *self._peers.values()):
+        for sock in self._listeners:
             sock.close()
+        for stream in self._streams:
+            for sock in stream.sockets.values():
+                sock.close()
         self._selector.close()
+
+    def _missing(self) -> set[int]:
+        others = set(range(self._meeting.ranks)) - {self._meeting.rank}
+        return {p for p in others if any(p not in s.sockets for s in self._streams)}
+
+    def _strangers(self) -> list[_Attempt]:
+        return [attempt for attempt in self._attempts if attempt.dialled is None]
 
     def _dial_again(self, now: float) -> None:
         due = [entry for entry in self._again if entry[0] <= now]
         self._again = [entry for entry in self._again if entry[0] > now]
         meeting = self._meeting
-        for _, peer, address in due:
+        for _, dialled in due:
             try:
-                sock = hosts.dial(address)
+                sock = hosts.dial(dialled.address)
             except OSError:
-                self._again.append((now + _RETRY_SECONDS, peer, address))
+                self._again.append((now + _RETRY_SECONDS, dialled))
                 continue
-            exchange = connects(self._secret, meeting.rank, peer, meeting.ranks)
-            self._follow(_Attempt(sock, exchange, peer, address), selectors.EVENT_WRITE)
+            exchange = connects(
+                self._secret, meeting.rank, dialled.peer, meeting.ranks, dialled.stream
+            )
+            self._follow(_Attempt(sock, exchange, dialled), selectors.EVENT_WRITE)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -245,10 +281,11 @@ class _Mesh:
             return
         sock.setblocking(False)
         hosts.enlarge(sock)
-        strangers = [attempt for attempt in self._attempts if not attempt.address]
+        strangers = self._strangers()
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
-        exchange = accepts(self._secret, self._meeting.rank, self._meeting.ranks)
+        meeting, streams = self._meeting, len(self._streams)
+        exchange = accepts(self._secret, meeting.rank, meeting.ranks, streams)
         self._follow(_Attempt(sock, exchange), selectors.EVENT_READ)
 
     def _follow(self, attempt: _Attempt, event: int) -> None:
@@ -266,17 +303,16 @@ class _Mesh:
             self._selector.unregister(attempt.sock)
             self._attempts.remove(attempt)
             attempt.sock.setblocking(True)
-            peer, seals = known
-            replaced = self._peers.pop(peer, None)
+            stream = self._streams[known.stream]
+            replaced = stream.sockets.pop(known.peer, None)
             if replaced is not None:
                 replaced.close()
-            self._peers[peer], self._seals[peer] = attempt.sock, seals
+            stream.sockets[known.peer], stream.seals[known.peer] = attempt.sock, known.seals
 
     def _drop(self, attempt: _Attempt) -> None:
         """Forgets a connection that leads to no peer; a peer that was dialled is tried again."""
         self._selector.unregister(attempt.sock)
         self._attempts.remove(attempt)
         attempt.sock.close()
-        if attempt.address:
-            again = time.monotonic() + _RETRY_SECONDS
-            self._again.append((again, attempt.dialled, attempt.address))
+        if attempt.dialled is not None:
+            self._again.append((time.monotonic() + _RETRY_SECONDS, attempt.dialled))

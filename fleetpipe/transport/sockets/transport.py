@@ -65,7 +65,7 @@ def connect(
         TransportError: The namespace was used before, no address can be bound, or the ranks were
             given different secrets.
     """
-    sockets, seals = join(
+    ((sockets, seals),) = join(
         rank=rank,
         ranks=ranks,
         store=store,

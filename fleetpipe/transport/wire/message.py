@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fleetpipe.errors import TransportError
 
 MAGIC = b"FLTP"
-VERSION = 2
+VERSION = 3
 KINDS = b"FBC"
 MESSAGE, GOODBYE = 1, 2
 LARGEST_NUMBER = 2**32 - 1

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from fleetpipe.transport.joining.handshake import Exchange, Stranger, accepts, connects
-from fleetpipe.transport.wire.seal import Seals
+from fleetpipe.transport.joining.handshake import Exchange, Known, Stranger, accepts, connects
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 
 
-Met = tuple[int, Seals]
-
-
-def talk(one: Exchange, other: Exchange) -> tuple[Met, Met, list[bytes]]:
+def talk(one: Exchange, other: Exchange) -> tuple[Known, Known, list[bytes]]:
     """Runs both sides against each other; returns their results and all that was said."""
-    results: dict[Exchange, Met] = {}
+    results: dict[Exchange, Known] = {}
     steps = {one: next(one), other: next(other)}
     said: list[bytes] = []
     pipes: dict[Exchange, bytes] = {one: b"", other: b""}
@@ -38,8 +34,9 @@ def talk(one: Exchange, other: Exchange) -> tuple[Met, Met, list[bytes]]:
 
 
 def test_peers_learn_who_the_other_is() -> None:
-    (peer, _), (known, _), said = talk(connects(SECRET, 2, 1, 4), accepts(SECRET, 1, 4))
-    assert (peer, known) == (1, 2)
+    own, theirs, said = talk(connects(SECRET, 2, 1, 4, stream=1), accepts(SECRET, 1, 4, streams=2))
+    assert (own.peer, theirs.peer) == (1, 2)
+    assert own.stream == theirs.stream == 1
     assert not any(SECRET in text for text in said)
 
 
@@ -57,8 +54,9 @@ def test_no_two_handshakes_are_alike() -> None:
         (connects(SECRET, 2, 1, 3), accepts(SECRET, 0, 3)),
         (connects(SECRET, 0, 1, 3), accepts(SECRET, 1, 3)),
         (connects(SECRET, 7, 0, 3), accepts(SECRET, 0, 3)),
+        (connects(SECRET, 1, 0, 2, stream=2), accepts(SECRET, 0, 2, streams=2)),
     ],
-    ids=["secret", "ranks", "address", "lower", "unknown"],
+    ids=["secret", "ranks", "address", "lower", "unknown", "stream"],
 )
 def test_who_does_not_belong_is_refused(connecting: Exchange, accepting: Exchange) -> None:
     with pytest.raises(Stranger):

@@ -98,6 +98,30 @@ def test_ranks_of_a_host_use_unix_sockets_and_are_all_connected() -> None:
         transport.close()
 
 
+def test_streams_are_told_apart(threads: ThreadPoolExecutor) -> None:
+    store, ranks = ThreadStore(), range(3)
+
+    def join(rank: int) -> list[mesh.Joined]:
+        return mesh.join(
+            rank=rank, ranks=3, store=store, namespace="test", timeout=LIMIT, streams=2
+        )
+
+    joined = list(threads.map(join, ranks))
+    pairs = [(rank, peer) for rank in ranks for peer in ranks if rank != peer]
+    for stream in (1, 0):
+        for rank, peer in pairs:
+            joined[rank][stream].sockets[peer].sendall(b"%d>%d:%d" % (rank, peer, stream))
+    for stream in (0, 1):
+        for rank, peer in pairs:
+            expected = b"%d>%d:%d" % (peer, rank, stream)
+            assert joined[rank][stream].sockets[peer].recv(100) == expected
+    for rank in ranks:
+        for one in joined[rank]:
+            assert set(one.sockets) == set(ranks) - {rank}
+            for sock in one.sockets.values():
+                sock.close()
+
+
 def test_hosts_decide_between_unix_and_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 1 are on one host, rank 2 is on another."""
     threads: dict[int, str] = {}

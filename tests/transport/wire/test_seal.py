@@ -138,8 +138,8 @@ def test_a_message_that_is_sent_back(ends: Ends) -> None:
 
 
 def test_each_connection_has_keys_of_its_own_that_both_ends_know() -> None:
-    (_, dialled), (_, accepted), _ = talk(connects(KEY, 1, 0, 2), accepts(KEY, 0, 2))
-    (_, again), _, _ = talk(connects(KEY, 1, 0, 2), accepts(KEY, 0, 2))
+    (*_, dialled), (*_, accepted), _ = talk(connects(KEY, 1, 0, 2), accepts(KEY, 0, 2))
+    (*_, again), _, _ = talk(connects(KEY, 1, 0, 2), accepts(KEY, 0, 2))
     seals = [dialled.outgoing.of([b"x"]), dialled.incoming.of([b"x"]), again.outgoing.of([b"x"])]
     assert len(set(seals)) == 3
     assert accepted.incoming.of([b"x"]) == seals[0]
