@@ -29,7 +29,12 @@ from fleetpipe.dygraph.tensor_parallel.layer import (
     whole_value,
 )
 from fleetpipe.dygraph.tensor_parallel.operations import own_errors, parallel_matmul, slice_of
-from fleetpipe.dygraph.tensor_parallel.replacements import OPERATIONS, install, uninstall
+from fleetpipe.dygraph.tensor_parallel.replacements import (
+    OPERATIONS,
+    connect_slices,
+    install,
+    uninstall,
+)
 from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state
 
 _layers: ModuleType = mpu
@@ -55,6 +60,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "alone",
     "connect",
+    "connect_slices",
     "disconnect",
     "dropout",
     "get_rng_state_tracker",

@@ -16,8 +16,9 @@ from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel._paddle import OPERATION_MODULES, compiled_for_gpu
 from fleetpipe.dygraph.tensor_parallel.cross_entropy import ParallelCrossEntropy
 from fleetpipe.dygraph.tensor_parallel.embedding import own_rows
-from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group
+from fleetpipe.dygraph.tensor_parallel.groups import connect, disconnect, model_parallel_group
 from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import Job
 
 Operation = Callable[..., Tensor]
 
@@ -139,3 +140,13 @@ def uninstall() -> None:
     for module in OPERATION_MODULES:
         for name, original in _originals.items():
             setattr(module, name, original)
+
+
+def connect_slices(job: Job) -> None:
+    """Has tensor-parallel layers reach each other over a job's connections while it lasts."""
+    if job.degrees.mp == 1:
+        return
+    paddle_group = job.hcg.get_model_parallel_group()
+    connect(paddle_group, job.model_parallel())
+    install()
+    job.endings += [lambda: disconnect(paddle_group), uninstall]

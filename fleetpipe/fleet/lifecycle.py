@@ -17,8 +17,7 @@ from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import gloo, job, meeting, paddle_groups, process_exit
-from fleetpipe.job.agreement import require_agreement
+from fleetpipe.job import job, meeting, process_exit, start
 from fleetpipe.job.degrees import (
     PIPELINE_AXES,
     Degrees,
@@ -27,7 +26,6 @@ from fleetpipe.job.degrees import (
 )
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.say_once import tell_once
-from fleetpipe.job.store import JobStore
 from fleetpipe.static._paddle import dynamic_mode
 
 _numbers = itertools.count()
@@ -180,7 +178,7 @@ def _change_strategy(running: Job, degrees: Degrees, strategy: Any, config: Pipe
             got=str(degrees),
             fix="call fleet.shutdown() first",
         )
-    running.timeout = config.timeout
+    running.limit_waits(config.timeout)
     _paddle.install_topology(running.hcg, copy.deepcopy(strategy))
     return paddle_fleet.fleet
 
@@ -191,8 +189,11 @@ def _begin(
     number = next(_numbers)
     role_maker, is_collective, strategy, log_level = arguments
     if world_size > 1:
-        job.begin(_begin_together(degrees, arguments, config, number))
-        _connect_slices()
+        facts = _facts(degrees, strategy, config)
+        init = functools.partial(paddle_fleet.init, role_maker, is_collective, log_level=log_level)
+        begun = start.begin_together(degrees, strategy, facts, config.timeout, number, init)
+        job.begin(begun)
+        tensor_parallel.connect_slices(begun)
         return paddle_fleet.fleet
     _init_alone(role_maker, is_collective, log_level)
     hcg = _paddle.LocalTopology(degrees.pp)
@@ -205,60 +206,6 @@ def _begin(
     return paddle_fleet.fleet
 
 
-def _begin_together(
-    degrees: Degrees, arguments: tuple[Any, ...], config: PipelineConfig, number: int
-) -> Job:
-    """Begins a job of several processes, which watch each other from the first moment on."""
-    timeout = config.timeout
-    store = _job_store(timeout)
-    watch = job.begin_to_watch(store, number, timeout)
-    try:
-        with watch.guarding(lambda: "beginning the job"):
-            facts = _facts(degrees, arguments[2], config)
-            agree = functools.partial(
-                require_agreement, store, f"fleetpipe/{number}/strategy", facts, timeout, watch.gone
-            )
-            paddle_groups.forget_where_in_doubt(number, store, agree)
-            meeting.give_paddle_an_address(store, timeout)
-            with paddle_groups.made_for(number, store, watch, timeout):
-                hcg, fused = _make_groups(degrees, arguments)
-            # The first rank of a group serves its store: it must not leave while others make it.
-            meeting.meet(store, f"fleetpipe/{number}/groups", timeout)
-            meeting.let_others_go(store, f"fleetpipe/{number}/groups/going")
-    except BaseException:
-        gloo.share_store_again()
-        watch.close()
-        raise
-    begun = Job(degrees, hcg, timeout, number, store, watch, fused)
-    begun.endings += [
-        gloo.share_store_again,
-        lambda: paddle_groups.trust(watch.failure is None),
-    ]
-    return begun
-
-
-def _make_groups(degrees: Degrees, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Has Paddle make its groups. Collective over the job.
-
-    Returns:
-        Paddle's topology, and its group of all replicas where dp and sharding both split them.
-    """
-    role_maker, is_collective, strategy, log_level = arguments
-    strategy = copy.deepcopy(strategy)
-    # Fleet works out dp_degree=-1 from mp_degree and pp_degree alone.
-    strategy.hybrid_configs = {f"{axis}_degree": n for axis, n in asdict(degrees).items()}
-    drawn = paddle.get_rng_state()
-    paddle_fleet.init(role_maker, is_collective, strategy, log_level)
-    if strategy.tensor_parallel_configs["tensor_init_seed"] == -1:
-        # With mp_degree above 1 Paddle seeds every rank with a number of its own, over the user's.
-        paddle.set_rng_state(drawn)
-    hcg = paddle_fleet.get_hybrid_communicate_group()
-    if degrees.dp == 1 or degrees.sharding == 1:
-        return hcg, None
-    _, fused = hcg.create_fuse_group(["data", "sharding"])
-    return hcg, fused
-
-
 def _facts(degrees: Degrees, strategy: Any, config: PipelineConfig) -> dict[str, str]:
     """Returns what must be the same on all ranks before they make groups."""
     facts = {**numerics.settings(), "fleetpipe": __version__}
@@ -269,33 +216,6 @@ def _facts(degrees: Degrees, strategy: Any, config: PipelineConfig) -> dict[str,
     for options in (asdict(degrees), asdict(config), given):
         facts.update({name: repr(value) for name, value in options.items()})
     return facts
-
-
-def _connect_slices() -> None:
-    """Has tensor-parallel layers reach each other over the job's connections while it lasts."""
-    running = current_job()
-    if running is None or running.degrees.mp == 1:
-        return
-    paddle_group = running.hcg.get_model_parallel_group()
-    with running.guarded(lambda: "connecting the slices of tensor-parallel layers"):
-        tensor_parallel.connect(paddle_group, running.model_parallel())
-    tensor_parallel.install()
-    running.endings += [
-        lambda: tensor_parallel.disconnect(paddle_group),
-        tensor_parallel.uninstall,
-    ]
-
-
-def _job_store(timeout: float) -> JobStore:
-    """Returns the store that all jobs of this process share, opened by the first of them."""
-    if not _stores:
-        _stores.append(meeting.open_store(timeout))
-    _stores[0].timeout = timeout
-    return _stores[0]
-
-
-#: The one store: rank 0 cannot serve a second one at its endpoint.
-_stores: list[JobStore] = []
 
 
 @functools.lru_cache(maxsize=1)

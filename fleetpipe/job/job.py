@@ -2,6 +2,11 @@
 
 A launched job has Paddle's own ``HybridCommunicateGroup``, connections to the other ranks and a
 watch over them; a process that plays all ranks itself has a ``LocalTopology`` and needs neither.
+
+All ranks are connected when the job begins, and every group is a view of these connections: it
+costs nothing, and making it is not collective. A rank of a job of n so has 2 (n - 1) sockets, of
+which the watch needs the half in any case, and 16 KiB for each. A group's own connections would be
+fewer in a large job; they would take a meeting of their members for each group.
 """
 
 from __future__ import annotations
@@ -12,11 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from fleetpipe import transport
-from fleetpipe.job import meeting
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.degrees import Degrees
-from fleetpipe.job.store import JobStore
 from fleetpipe.job.watch import Watch
 from fleetpipe.transport import (
     DirectGroup,
@@ -27,8 +29,8 @@ from fleetpipe.transport import (
     SoleGroup,
     Store,
     Transport,
+    View,
 )
-from fleetpipe.transport.joining.mesh import join
 
 
 class Job:
@@ -51,6 +53,7 @@ class Job:
         number: int = 0,
         store: Store | None = None,
         watch: Watch | None = None,
+        mesh: SocketTransport | None = None,
         fused_replicas: Any = None,
     ) -> None:
         """Describes a job.
@@ -62,6 +65,7 @@ class Job:
             number: How many jobs the processes began before, so that no key is used twice.
             store: The job's key-value store; None where one process plays all ranks.
             watch: The connections over which its ranks watch each other; None likewise.
+            mesh: The connections for everything else, to all ranks of the job; None likewise.
             fused_replicas: Paddle's group of all replicas, where both dp and sharding split them.
         """
         self.degrees = degrees
@@ -76,35 +80,49 @@ class Job:
         self.endings: list[Callable[[], None]] = []
         self.pipelines: list[weakref.ref[Any]] = []
         self._watch = watch
+        self._mesh = mesh
         self._agreements = 0
-        self._sockets: list[tuple[SocketTransport, list[int]]] = []
 
     def connect(self) -> dict[int, Transport]:
         """Returns the transport of each rank of the pipeline that this process plays.
 
-        Collective over the ranks of a pipeline the first time it is called in a job.
-
-        Raises:
-            PipelineTimeout: Some rank did not arrive; the message says which.
+        In a launched job that is a view of the connections to all ranks; only the engine sends what
+        is of kind F and B over it.
         """
         if not self._transports:
-            pp = self.degrees.pp
-            if self._store is None:
-                hub = MemoryHub(pp)
-                self._transports = {rank: hub.endpoint(rank) for rank in range(pp)}
+            if self._mesh is None:
+                ranks = range(self.degrees.pp)
+                hub = MemoryHub(len(ranks))
+                self._transports = {rank: hub.endpoint(rank) for rank in ranks}
             else:
-                first = self.hcg.get_rank_from_stage(0)
-                rank = self.hcg.get_stage_id()
-                ranks = [self.hcg.get_rank_from_stage(stage) for stage in range(pp)]
-                self._transports = {rank: self._join(self._store, f"pipeline/{first}", rank, ranks)}
+                view = View(self._mesh, self._pipeline())
+                self._transports = {view.rank: view}
         return self._transports
+
+    def limit_waits(self, timeout: float) -> None:
+        """Sets the seconds that any wait for another rank may last from now on."""
+        self.timeout = timeout
+        self._groups = {}
+        if self._mesh is not None:
+            self._mesh.timeout = timeout
 
     def group(self) -> Group:
         """Returns the ranks of this process's pipeline as a group for collective operations."""
-        if self.local:
-            return SoleGroup()
-        (connection,) = self.connect().values()
-        return DirectGroup(connection, self.timeout)
+        return self._group("pipeline", self._pipeline)
+
+    def holders(self, ranks: Sequence[int]) -> Group:
+        """Returns some ranks of this process's pipeline, those that hold a tied weight.
+
+        Args:
+            ranks: Their numbers in the pipeline, in the same order on all of them.
+        """
+        return self._group(
+            f"holders {list(ranks)}", lambda: [self._pipeline()[rank] for rank in ranks]
+        )
+
+    def _pipeline(self) -> list[int]:
+        """Returns the job's ranks of this process's pipeline."""
+        return [self.hcg.get_rank_from_stage(stage) for stage in range(self.degrees.pp)]
 
     @property
     def replica(self) -> int:
@@ -119,8 +137,7 @@ class Job:
         """Returns the ranks that hold the same parameters of the same stages, by replica.
 
         These are all dp x sharding ranks with this rank's place in the pipeline and its slice of
-        tensor-parallel layers; each sees other data. Collective over these the first time it is
-        called in a job.
+        tensor-parallel layers; each sees other data.
         """
         degrees, stage = self.degrees, self.hcg.get_stage_id()
         return self._group(
@@ -130,66 +147,49 @@ class Job:
                 for data in range(degrees.dp)
                 for shard in range(degrees.sharding)
             ],
-            self.replica,
             self._replicas_in_paddle,
         )
 
     def model_parallel(self) -> Group:
-        """Returns the ranks that hold the slices of this replica's stages, by slice.
-
-        Collective over these the first time it is called in a job.
-        """
+        """Returns the ranks that hold the slices of this replica's stages, by slice."""
         group = self.hcg.get_model_parallel_group
-        return self._group(
-            "slices", lambda: group().ranks, self.hcg.get_model_parallel_rank(), group
-        )
+        return self._group("slices", lambda: group().ranks, group)
 
     def sharding(self) -> Group:
-        """Returns the ranks that share the optimizer's state of their stages, by shard.
-
-        Collective over these the first time it is called in a job.
-        """
+        """Returns the ranks that share the optimizer's state of their stages, by shard."""
         group = self.hcg.get_sharding_parallel_group
-        return self._group(
-            "shards", lambda: group().ranks, self.hcg.get_sharding_parallel_rank(), group
-        )
+        return self._group("shards", lambda: group().ranks, group)
 
     def everyone(self) -> Group:
-        """Returns all ranks of the job by rank, for small values only.
-
-        Collective over the job the first time it is called.
-        """
-        return self._group("everyone", lambda: list(range(self.hcg.nranks)), self.hcg.global_rank)
+        """Returns all ranks of the job by rank, for small values only."""
+        return self._group("everyone", lambda: list(range(self.hcg.nranks)))
 
     def _group(
         self,
         name: str,
         ranks: Callable[[], list[int]],
-        rank: int,
         paddle_group: Callable[[], Any] | None = None,
     ) -> Group:
         """Returns a group of the job, made at its first use.
 
         Args:
             name: Which of the groups that this process is in.
-            ranks: Returns its members' ranks in the job.
-            rank: The place of this process among these.
+            ranks: Returns its members' ranks in the job, in their order.
             paddle_group: Returns Paddle's group of the same members, which adds large tensors.
         """
         if name not in self._groups:
-            members = [0] if self._store is None else ranks()
-            if self._store is None or len(members) == 1:
-                self._groups[name] = SoleGroup()
-            else:
-                connection = self._join(self._store, f"{name}/{members[0]}", rank, members)
-                self._groups[name] = (
-                    DirectGroup(connection, self.timeout)
-                    if paddle_group is None
-                    else GlooGroup(
-                        connection, self.timeout, paddle_group(), self._limit_for(members)
-                    )
-                )
+            self._groups[name] = self._make(name, ranks, paddle_group)
         return self._groups[name]
+
+    def _make(
+        self, name: str, ranks: Callable[[], list[int]], paddle_group: Callable[[], Any] | None
+    ) -> Group:
+        if self._mesh is None or len(members := ranks()) == 1:
+            return SoleGroup()
+        view = View(self._mesh, members)
+        if paddle_group is None:
+            return DirectGroup(view, self.timeout, name)
+        return GlooGroup(view, self.timeout, name, paddle_group(), self._limit_for(members))
 
     def _limit_for(self, ranks: list[int]) -> Callable[[], AbstractContextManager[None]]:
         """Returns what ends this process where some of ``ranks`` stops within Paddle's C++."""
@@ -255,8 +255,8 @@ class Job:
         try:
             if error is None and self._watch is not None and not self._watch.noticed:
                 with self.guarded(lambda: "ending the job"):
-                    for connection, _ in self._sockets:
-                        connection.flush(self.timeout)
+                    if self._mesh is not None:
+                        self._mesh.flush(self.timeout)
         finally:
             self._close(error)
 
@@ -267,7 +267,9 @@ class Job:
         with ExitStack() as ends:  # the last one first, and all, whichever of them fails
             if watch is not None:
                 ends.callback(watch.close)
-            for connection in [*self._transports.values(), *(c for c, _ in self._sockets)]:
+            if self._mesh is not None:
+                ends.callback(self._mesh.close)
+            for connection in self._transports.values():
                 ends.callback(connection.close)
             for ending in self.endings:
                 ends.callback(ending)
@@ -281,50 +283,8 @@ class Job:
             text = f"slice {self.hcg.get_model_parallel_rank()}, {text}"
         if self.degrees.replicas > 1:
             text = f"replica {self.replica}, {text}"
-        for connection, ranks in self._sockets:
-            if connection.awaited is not None:
-                text += f", waiting for rank {ranks[connection.awaited]}"
-        return text
-
-    def _join(self, store: Store, name: str, rank: int, ranks: list[int]) -> Transport:
-        """Connects the ``ranks`` of the job, of which this process is number ``rank``."""
-        connection = transport.connect(
-            rank=rank,
-            ranks=len(ranks),
-            store=store,
-            namespace=f"{self._prefix}/{name}",
-            timeout=self.timeout,
-        )
-        self._sockets.append((connection, ranks))
-        if self._watch is not None:
-            self._watch.on_failure(connection.interrupt)
-        return connection
-
-
-def begin_to_watch(store: JobStore, number: int, timeout: float) -> Watch:
-    """Waits for all ranks of a job and connects each to every other. Collective over the job.
-
-    Args:
-        store: The job's store, whose waits from now on end when a rank fails.
-        number: How many jobs the processes began before.
-        timeout: Seconds that the ranks may take to arrive.
-
-    Raises:
-        PipelineTimeout: Some rank did not arrive; the message says which.
-    """
-    store.check = lambda: None
-    meeting.wait_for_all(store, number, timeout)
-    rank = meeting.own_rank()
-    ((sockets, seals),) = join(
-        rank=rank,
-        ranks=meeting.world_size(),
-        store=store,
-        namespace=f"fleetpipe/{number}/watch",
-        timeout=timeout,
-    )
-    watch = Watch(rank, sockets, seals)
-    store.check = watch.check
-    return watch
+        awaited = None if self._mesh is None else self._mesh.awaited
+        return text if awaited is None else f"{text}, waiting for rank {awaited}"
 
 
 _job: Job | None = None

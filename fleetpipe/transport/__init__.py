@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetpipe.transport.base import Store, Transport, Value
 from fleetpipe.transport.group import DirectGroup, GlooGroup, Group, SoleGroup
+from fleetpipe.transport.view import View
 from fleetpipe.transport.wire.message import MessageKey, describe
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
     "Store",
     "Transport",
     "Value",
+    "View",
     "connect",
     "describe",
 ]

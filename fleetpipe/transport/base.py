@@ -31,16 +31,22 @@ class Transport(Protocol):
     Attributes:
         rank: This rank, 0 to ``ranks - 1``.
         ranks: Ranks of the pipeline.
-        messages: Messages sent so far.
-        announcements: How many of them had to describe their structure.
-        bytes_sent: Bytes of tensor data sent so far.
     """
 
     rank: int
     ranks: int
-    messages: int
-    announcements: int
-    bytes_sent: int
+
+    @property
+    def messages(self) -> int:
+        """Messages sent so far."""
+
+    @property
+    def announcements(self) -> int:
+        """How many of them had to describe their structure."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of tensor data sent so far."""
 
     def post(self, peer: int, key: MessageKey) -> None:
         """Says that a receive is coming: asynchronous transports start it, others do nothing."""

@@ -62,17 +62,21 @@ class DirectGroup:
     Unlike Gloo's, its waits last as long as the user's limit.
     """
 
-    def __init__(self, transport: Transport, timeout: float) -> None:
+    def __init__(self, transport: Transport, timeout: float, name: str = "group") -> None:
         """Uses the connections of one rank.
 
         Args:
             transport: This rank's connections to the other members.
             timeout: Seconds that the wait for one value may last.
+            name: Prefix of its messages: groups that use the same connections, as views of them,
+                have names of their own, so that none takes a message of another.
         """
         self.rank = transport.rank
         self.ranks = transport.ranks
         self.transport = transport
         self._timeout = timeout
+        self._broadcast = MessageKey("C", 0, 0, f"{name} broadcast", 0)
+        self._gather = MessageKey("C", 0, 0, f"{name} gather", 0)
 
     def broadcast(self, value: Value, source: int) -> Value:
         """Returns the value of member ``source`` on every member. Collective.
@@ -80,11 +84,10 @@ class DirectGroup:
         Raises:
             PipelineTimeout: The value did not come within the limit.
         """
-        key = MessageKey("C", 0, 0, "broadcast", 0)
         if self.rank != source:
-            return self.transport.receive(source, key, self._timeout)
+            return self.transport.receive(source, self._broadcast, self._timeout)
         for peer in self._others():
-            self.transport.send(peer, key, value)
+            self.transport.send(peer, self._broadcast, value)
         return value
 
     def all_gather(self, value: Value) -> list[Value]:
@@ -93,12 +96,9 @@ class DirectGroup:
         Raises:
             PipelineTimeout: Some value did not come within the limit.
         """
-        key = MessageKey("C", 0, 0, "gather", 0)
         for peer in self._others():
-            self.transport.send(peer, key, value)
-        received = {p: self.transport.receive(p, key, self._timeout) for p in self._others()}
-        received[self.rank] = value
-        return [received[rank] for rank in range(self.ranks)]
+            self.transport.send(peer, self._gather, value)
+        return [value if r == self.rank else self._received(r) for r in range(self.ranks)]
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum of all members', added in their order. Collective.
@@ -125,6 +125,9 @@ class DirectGroup:
             if source != self.rank:
                 tensor.set_value(value)
 
+    def _received(self, peer: int) -> Value:
+        return self.transport.receive(peer, self._gather, self._timeout)
+
     def _others(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank != self.rank]
 
@@ -140,6 +143,7 @@ class GlooGroup(DirectGroup):
         self,
         transport: Transport,
         timeout: float,
+        name: str,
         paddle_group: Any,
         limit: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -148,10 +152,11 @@ class GlooGroup(DirectGroup):
         Args:
             transport: This rank's connections to the other members.
             timeout: Seconds that the wait for a member may last.
+            name: Prefix of its messages.
             paddle_group: What ``paddle.distributed.new_group`` returned.
             limit: Each operation of that group runs within what this returns.
         """
-        super().__init__(transport, timeout)
+        super().__init__(transport, timeout, name)
         self.paddle_group = paddle_group
         self._limit = limit
 

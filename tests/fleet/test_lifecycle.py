@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import paddle
@@ -77,21 +76,6 @@ def test_whatever_ends_with_a_job_ends_where_one_part_of_it_fails() -> None:
     assert paddle_fleet.fleet._hcg is None
     with job(3):
         assert pipeline().num_stages == 3
-
-
-def test_a_later_job_waits_by_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Any] = []
-
-    def open_store(timeout: float) -> Any:
-        opened.append(SimpleNamespace(timeout=timeout))
-        return opened[-1]
-
-    monkeypatch.setattr(lifecycle, "_stores", [])
-    monkeypatch.setattr(lifecycle.meeting, "open_store", open_store)
-    first = lifecycle._job_store(60.0)
-    # The port of rank 0 is taken: by the store that it serves itself.
-    assert lifecycle._job_store(5.0) is first
-    assert (first.timeout, len(opened)) == (5.0, 1)
 
 
 def test_a_process_whose_job_ends_in_an_error_ends_in_one_too(

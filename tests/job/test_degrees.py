@@ -126,46 +126,37 @@ class Topology:
     ],
 )
 def test_groups_have_the_right_ranks_in_every_order(
-    order: list[str], monkeypatch: pytest.MonkeyPatch
+    order: list[str],
 ) -> None:
     degrees = Degrees(dp=2, pp=2, sharding=2, mp=2)
-    joined: dict[str, list[list[int]]] = {}
-
-    def join(self: Job, store: Any, name: str, rank: int, ranks: list[int]) -> Any:
-        # Who joins under a name must be who is meant, each at its own place.
-        assert ranks[rank] == self.hcg.global_rank
-        joined.setdefault(name, []).append(ranks)
-        return SimpleNamespace(rank=rank, ranks=len(ranks))
-
-    monkeypatch.setattr(Job, "_join", join)
     store: Any = object()
+    # Who names which members, by the kind of the group.
+    named: dict[str, dict[tuple[int, ...], list[int]]] = {}
     replicas: dict[int, list[Any]] = {}
     for rank in range(16):
         topology = Topology(degrees, order, rank)
-        job = Job(degrees, topology, 10.0, store=store, fused_replicas="fused")
-        for group in (job.replicas, job.model_parallel, job.sharding, job.everyone):
-            made = group()
+        mesh: Any = SimpleNamespace(rank=rank, ranks=16)
+        job = Job(degrees, topology, 10.0, store=store, mesh=mesh, fused_replicas="fused")
+        for group in (job.group, job.replicas, job.model_parallel, job.sharding, job.everyone):
+            made: Any = group()
             assert group() is made
-        assert job.replicas().paddle_group == "fused"
+            assert made.transport.members[made.rank] == rank
+            members = named.setdefault(group.__name__, {})
+            members.setdefault(made.transport.members, []).append(rank)
+        (view,) = job.connect().values()
+        assert (view.rank, view.ranks) == (topology.place.pipe, 2)
+        found: Any = job.replicas()
+        assert found.paddle_group == "fused"
         replicas.setdefault(job.replica, []).append(topology.place)
-        places = [topology._topo.get_coord(member) for member in joined_last(joined, rank)]
+        places = [topology._topo.get_coord(member) for member in found.transport.members]
         assert [(p.data, p.sharding) for p in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
         assert {(p.pipe, p.model) for p in places} == {(topology.place.pipe, topology.place.model)}
-    for name, lists in joined.items():
-        # Everyone who is named joins, and names the same.
-        assert lists == [lists[0]] * len(lists[0]), name
-    assert len(joined) == 4 + 8 + 8 + 1
+    for groups in named.values():
+        # Everyone who is named names the same.
+        assert all(sorted(members) == ranks for members, ranks in groups.items())
+    assert [*map(len, named.values())] == [8, 4, 8, 8, 1]
     for number, found in replicas.items():
         assert {(2 * place.data + place.sharding) for place in found} == {number}
-
-
-def joined_last(joined: dict[str, list[list[int]]], rank: int) -> list[int]:
-    """The replicas among which a rank is."""
-    return next(
-        lists[0]
-        for name, lists in joined.items()
-        if name.startswith("replicas/") and rank in lists[0]
-    )
 
 
 def test_a_process_alone_is_every_group() -> None:

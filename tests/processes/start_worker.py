@@ -19,7 +19,7 @@ import paddle
 
 from fleetpipe import _paddle
 from fleetpipe.job import job as jobs
-from fleetpipe.job import meeting
+from fleetpipe.job import meeting, start
 from fleetpipe.transport.group import DirectGroup
 from tests.pipelines import batch, job, pipeline, sgd
 
@@ -28,7 +28,7 @@ RANKS = int(os.environ["PADDLE_TRAINERS_NUM"])
 TIMEOUT = float(os.environ.get("START_TIMEOUT", "60"))
 #: Which function a rank enters at each moment.
 MOMENTS: dict[str, tuple[Any, str]] = {
-    "connecting": (jobs, "join"),
+    "connecting": (start, "join"),
     "opening Paddle's store": (meeting, "paddles_client"),
     "within a group": (_paddle._paddle_collective, "_new_process_group_impl"),
     "within the first sum": (paddle.distributed, "all_reduce"),

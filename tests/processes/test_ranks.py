@@ -120,10 +120,10 @@ with job(2, timeout=100):
 SLOW_TO_MAKE_GROUPS = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from fleetpipe.fleet import lifecycle
+from fleetpipe.job import start
 from tests.pipelines import job
 
-make = lifecycle._make_groups
+make = start._make_groups
 def make_slowly(*arguments):
     made = make(*arguments)
     time.sleep(3)
@@ -131,7 +131,7 @@ def make_slowly(*arguments):
     return made
 
 if os.environ["PADDLE_TRAINER_ID"] == "1":
-    lifecycle._make_groups = make_slowly
+    start._make_groups = make_slowly
 with job(2):
     print("began at", time.time(), flush=True)
 """

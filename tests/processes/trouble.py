@@ -337,8 +337,8 @@ def strangers_and_a_truncated_frame() -> None:
     def truncate() -> None:
         found = current_job()
         assert found is not None
-        (transport,) = found.connect().values()
-        sock = transport._connections[0]._sock  # type: ignore[attr-defined]
+        assert found._mesh is not None
+        sock = found._mesh._connections[0]._sock
         sock.sendall(struct.pack("<Q", 7))
         sock.shutdown(socket.SHUT_WR)
         time.sleep(30)

@@ -9,7 +9,8 @@ from typing import Any
 import paddle
 import pytest
 
-from fleetpipe.transport import DirectGroup, SoleGroup
+from fleetpipe.errors import TransportError
+from fleetpipe.transport import DirectGroup, MessageKey, SoleGroup, View
 from tests.transport.helpers import LIMIT, join_all
 
 RANKS = 3
@@ -24,6 +25,47 @@ def on_all() -> Iterator[OnAll]:
         yield lambda run: list(threads.map(run, [DirectGroup(t, LIMIT) for t in transports]))
     for transport in transports:
         transport.close()
+
+
+def test_groups_of_one_mesh_do_not_take_each_others_messages(on_all: OnAll) -> None:
+    """Each member of two groups speaks first in another of them; some wait in both at once."""
+    members = {"tail": (1, 2), "all": (2, 0, 1), "others": (2, 1)}
+
+    def views(whole: DirectGroup) -> dict[str, Any]:
+        rank = whole.rank
+        own = {
+            name: DirectGroup(View(whole.transport, ranks), LIMIT, name)
+            for name, ranks in members.items()
+            if rank in ranks
+        }
+        # What is of one name comes in order, what is of others in any.
+        for name in own if rank == 1 else reversed(own):
+            group = own[name]
+            for peer in set(range(group.ranks)) - {group.rank}:
+                group.transport.send(peer, group._gather, f"{name} of {rank}")
+        return {
+            name: [group._received(p) for p in range(group.ranks) if p != group.rank]
+            for name, group in own.items()
+        }
+
+    for rank, found in enumerate(on_all(views)):
+        assert found == {
+            name: [f"{name} of {other}" for other in ranks if other != rank]
+            for name, ranks in members.items()
+            if rank in ranks
+        }
+
+
+def test_a_view_refuses_who_is_no_member(on_all: OnAll) -> None:
+    def refused(whole: DirectGroup) -> bool:
+        if whole.rank == 1:
+            return True
+        view = View(whole.transport, (2, 0))
+        with pytest.raises(TransportError, match="has no connection to rank 2"):
+            view.send(2, MessageKey("C", 0, 0, "", 0), None)
+        return True
+
+    assert on_all(refused) == [True] * RANKS
 
 
 def test_values_go_from_one_to_all_and_from_all_to_all(on_all: OnAll) -> None:

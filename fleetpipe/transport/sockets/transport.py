@@ -84,6 +84,7 @@ class SocketTransport:
 
     Attributes:
         awaited: The peer for whose message :meth:`receive` waits at this moment, or None.
+        timeout: Seconds that ``send`` waits for a slow peer.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class SocketTransport:
         self.announcements = 0
         self.bytes_sent = 0
         self.awaited: int | None = None
-        self._timeout = timeout
+        self.timeout = timeout
         self._backlog = backlog
         self._closed = False
         self._interrupted = False
@@ -235,7 +236,7 @@ class SocketTransport:
 
     def _make_room(self, connection: Connection, key: MessageKey) -> None:
         """Waits until less than ``backlog`` bytes wait for a peer."""
-        limit = Limit(self._timeout)
+        limit = Limit(self.timeout)
         route = Route(key, self.rank, connection.peer)
         while True:
             connection.outbox.ask()
@@ -244,7 +245,7 @@ class SocketTransport:
             self._raise_if_any_died(route)
             if not self._wait(limit):
                 raise PipelineTimeout(
-                    f"rank {self.rank} could not send for {self._timeout:g} s",
+                    f"rank {self.rank} could not send for {self.timeout:g} s",
                     where=str(route),
                     expected=f"less than {self._backlog} bytes of earlier messages to be waiting",
                     got=f"{connection.outbox.backlog} bytes wait for rank {connection.peer}",
