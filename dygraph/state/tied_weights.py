@@ -17,8 +17,7 @@ from fleetpipe.dygraph.gradients import gradient_of, set_gradient
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.transport import Transport, Value
-from fleetpipe.transport.wire.message import MessageKey
+from fleetpipe.transport import Group, SoleGroup
 
 
 class SharedWeight(NamedTuple):
@@ -52,68 +51,9 @@ def holders(
     ]
 
 
-class SharingGroup:
-    """Some ranks of a pipeline, which exchange values without the others.
-
-    Attributes:
-        members: The ranks of the pipeline.
-    """
-
-    def __init__(self, transport: Transport, members: Sequence[int], timeout: float) -> None:
-        """Uses the connections of this rank, one of ``members``.
-
-        Args:
-            transport: Connections to all ranks of the pipeline.
-            members: The ranks of the group, in the same order on all of them.
-            timeout: Seconds that the wait for one value may last.
-        """
-        self.members = tuple(members)
-        self._transport = transport
-        self._timeout = timeout
-
-    def all_gather(self, value: Value) -> list[Value]:
-        """Returns the values of all members, in their order, on every member. Collective.
-
-        Raises:
-            PipelineTimeout: Some value did not come within the limit.
-        """
-        for peer in self._others():
-            self._transport.send(peer, _KEY, value)
-        received = {peer: self._receive(peer) for peer in self._others()}
-        return [received.get(member, value) for member in self.members]
-
-    def broadcast(self, value: Value, source: int) -> Value:
-        """Returns the value of rank ``source`` on every member. Collective.
-
-        Raises:
-            PipelineTimeout: The value did not come within the limit.
-        """
-        if self._transport.rank != source:
-            return self._receive(source)
-        for peer in self._others():
-            self._transport.send(peer, _KEY, value)
-        return value
-
-    def _receive(self, peer: int) -> Value:
-        return self._transport.receive(peer, _KEY, self._timeout)
-
-    def _others(self) -> list[int]:
-        return [member for member in self.members if member != self._transport.rank]
-
-
-_KEY = MessageKey("C", 0, 0, "shared", 0)
-
-
-def sharing_group(job: Job | None, members: Sequence[int]) -> SharingGroup:
-    """Returns some ranks of this process's pipeline, which is one of them, as a group.
-
-    Raises:
-        ConfigError: There is no job.
-    """
-    if job is None:
-        raise ConfigError("outside of a job no rank has a copy of another's weights")
-    (transport,) = job.connect().values()
-    return SharingGroup(transport, members, job.timeout)
+def sharing_group(job: Job | None, members: Sequence[int]) -> Group:
+    """Returns some ranks of this process's pipeline, which is one of them, as a group."""
+    return SoleGroup() if job is None else job.holders(tuple(members))
 
 
 class SharedWeights:
@@ -124,7 +64,7 @@ class SharedWeights:
         weights: Sequence[SharedWeight],
         tensors: Mapping[str, Tensor],
         rank: int,
-        group_of: Callable[[tuple[int, ...]], SharingGroup],
+        group_of: Callable[[tuple[int, ...]], Group],
     ) -> None:
         """Marks the copies that the global norm does not count.
 
@@ -132,9 +72,8 @@ class SharedWeights:
             weights: All shared weights of the model, the same on every rank.
             tensors: This rank's parameters and buffers, by lasting name.
             rank: This rank in the pipeline.
-            group_of: Connects some ranks.
+            group_of: Returns some ranks of the pipeline as a group.
         """
-        self._rank = rank
         self._group_of = group_of
         self._tensors = tensors
         self.weights = [w for w in weights if len(w.holders) > 1 and rank in w.holders]
@@ -154,14 +93,12 @@ class SharedWeights:
         """
         sources = {} if sources is None else sources
         for group, weights in self._groups():
-            for weight in weights:
-                source = sources.get(weight.name, weight.holders[0])
-                tensor = self._tensors[weight.name]
-                # Sent as a copy: training may go on before it has left this process.
-                mine = tensor.detach().clone() if source == self._rank else None
-                values = group.broadcast(mine, source)
-                if source != self._rank:
-                    tensor.set_value(values)
+            group.broadcast_each(
+                [
+                    (self._tensors[name], members.index(sources.get(name, members[0])))
+                    for name, members in weights
+                ]
+            )
 
     def sum_gradients(self) -> None:
         """Gives every copy the sum of all copies' gradients. Collective over those that share.
@@ -182,7 +119,7 @@ class SharedWeights:
                 if total is not None and not parameter.stop_gradient:
                     set_gradient(parameter, total)
 
-    def _groups(self) -> Iterator[tuple[SharingGroup, list[SharedWeight]]]:
+    def _groups(self) -> Iterator[tuple[Group, list[SharedWeight]]]:
         """Yields the groups that this rank belongs to, in the same order on every rank."""
         ordered = sorted(self.weights, key=lambda weight: weight.holders)
         for members, weights in groupby(ordered, key=lambda weight: weight.holders):
@@ -214,7 +151,6 @@ def connected(
         return SharedWeights([], {}, rank, group_of)
     copies = SharedWeights(weights, tensors, rank, group_of)
     with job.guarded(lambda: "making shared weights equal"):
-        job.connect()
         copies.equalize()
     return copies
 

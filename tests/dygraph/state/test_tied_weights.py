@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, ho
 from fleetpipe.errors import ConfigError
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS
+from tests.groups import members, on_all
 from tests.pipelines import job, pipeline
 
 MICRO_BATCHES = 4
@@ -128,62 +128,24 @@ def test_training_goes_on_as_the_single_model_does() -> None:
             np.testing.assert_allclose(found, tensor.numpy(), rtol=1e-4, atol=1e-5)
 
 
-class Meeting:
-    """Groups whose members are threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._barriers: dict[tuple[int, ...], threading.Barrier] = {}
-        self._values: dict[tuple[int, ...], dict[int, Any]] = {}
-
-    def group(self, rank: int, members: tuple[int, ...]) -> Any:
-        with self._lock:
-            values = self._values.setdefault(members, {})
-            barrier = self._barriers.setdefault(
-                members, threading.Barrier(len(members), timeout=20)
-            )
-
-        class Members:
-            def all_gather(self, value: Any) -> list[Any]:
-                values[rank] = value
-                barrier.wait()
-                gathered = [values[member] for member in members]
-                barrier.wait()
-                return gathered
-
-            def broadcast(self, value: Any, source: int) -> Any:
-                return self.all_gather(value)[members.index(source)]
-
-        return Members()
-
-
 def played(ranks: int, weights: list[SharedWeight], act: Any) -> list[dict[str, Any]]:
     """Runs ``act(rank, tensors, copies)`` on every rank; returns each rank's tensors."""
-    meeting = Meeting()
+    groups = {weight.holders: members(len(weight.holders)) for weight in weights}
     everyones: list[dict[str, Any]] = []
     for rank in range(ranks):
         held = [w.name for w in weights if rank in w.holders]
         layers = {name: paddle.nn.Linear(4, 4, bias_attr=False) for name in held}
         everyones.append({name: layer.weight for name, layer in layers.items()})
-    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         tensors = everyones[rank]
-        try:
-            act(
-                rank,
-                tensors,
-                SharedWeights(weights, tensors, rank, lambda m: meeting.group(rank, m)),
-            )
-        except BaseException as error:
-            errors.append(error)
+        act(
+            rank,
+            tensors,
+            SharedWeights(weights, tensors, rank, lambda held: groups[held][held.index(rank)]),
+        )
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not errors, errors
+    assert on_all(ranks, run) == [None] * ranks
     return everyones
 
 
@@ -257,8 +219,9 @@ def test_only_sharing_ranks_meet_and_each_weight_has_its_own() -> None:
 def test_a_sparse_gradient_is_refused() -> None:
     layer = paddle.nn.Embedding(4, 4, sparse=True)
     layer(paddle.to_tensor([1])).sum().backward()
-    group = Meeting().group(0, (0, 1))
-    copies = SharedWeights([SharedWeight("a", (0, 1))], {"a": layer.weight}, 0, lambda _: group)
+    copies = SharedWeights(
+        [SharedWeight("a", (0, 1))], {"a": layer.weight}, 0, lambda _: members(2)[0]
+    )
     with pytest.raises(ConfigError, match="sparse"):
         copies.sum_gradients()
 
