@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Clip, Tensor
-from fleetpipe.dygraph.tensor_parallel.groups import members_of, model_parallel_group
+from fleetpipe.dygraph.tensor_parallel.groups import members_of, model_parallel_group, total
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -35,7 +35,7 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
             whole: Pairs = super().__call__(params_grads)
             return whole
         squares = [(grad.astype("float32") ** 2).sum() for grad in cut.values()]
-        totals = members_of(model_parallel_group()).total(paddle.stack(squares))
+        totals = total(paddle.stack(squares), members_of(model_parallel_group()))
         most = paddle.full([], self.clip_norm, totals.dtype)
         factors = dict(zip(cut, most / paddle.sqrt(totals).maximum(most)))
         clipped: Pairs = []

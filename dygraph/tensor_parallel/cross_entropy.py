@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.embedding import refuse_outside
-from fleetpipe.dygraph.tensor_parallel.groups import Members, is_alone, members_of
+from fleetpipe.dygraph.tensor_parallel.groups import Members, gathered, is_alone, members_of
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
 from fleetpipe.errors import UsageError
 
@@ -103,7 +103,7 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         picked = paddle.gather(exact.reshape([-1]), places).reshape(label.shape)
         picked = paddle.where(here, picked, paddle.zeros_like(picked))
         share = paddle.concat([top, powers.sum(axis=-1, keepdim=True), picked], axis=-1)
-        loss, highest, below = _combine(members.gather(share))
+        loss, highest, below = _combine(gathered(share, members))
         ctx.save_for_backward(powers, paddle.exp(top - highest) / below, places, here, ignored)
         ctx.dtype = logits.dtype
         return paddle.where(ignored, paddle.zeros_like(loss), loss).astype(logits.dtype)

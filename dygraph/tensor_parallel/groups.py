@@ -8,7 +8,7 @@ sent over these is a meeting at the same time, under the user's limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -17,14 +17,14 @@ from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import _paddle
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job import meeting
-from fleetpipe.transport import Group
+from fleetpipe.transport import SoleGroup
 
 #: Above this, and among more than two, each member sending to each costs more than Gloo's ring.
 _RING_BYTES = 256 * 1024
 
 
 class Members(Protocol):
-    """The ranks that hold the slices of one layer, as the collective operations see them.
+    """What tensor-parallel layers use of a group: :class:`fleetpipe.transport.Group`, or less.
 
     Attributes:
         rank: Which slice this rank holds.
@@ -34,64 +34,14 @@ class Members(Protocol):
     rank: int
     ranks: int
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """Returns the sum of all members' tensors, a new one, with the same bits. Collective."""
+    def all_gather(self, value: Tensor) -> list[Tensor]:
+        """Returns the tensors of all members, by member, on every member. Collective."""
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all members, by member. Collective."""
-
-
-class SoleMember:
-    """One process that holds the whole layer."""
-
-    rank = 0
-    ranks = 1
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """Returns ``tensor``."""
-        return tensor
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns ``tensor`` as that of the one member."""
-        return [tensor]
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces each tensor by the sum of all members'. Collective."""
 
 
-class ConnectedMembers:
-    """Members that are reached over a group of fleetpipe's."""
-
-    def __init__(self, group: Group) -> None:
-        """Uses ``group``, whose members are in the order of the slices."""
-        self.rank = group.rank
-        self.ranks = group.ranks
-        self._group = group
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """Returns the sum of all members' tensors, added in their order. Collective.
-
-        Raises:
-            PipelineTimeout: Some member did not come within the limit.
-        """
-        if self.ranks > 2 and _bytes(tensor) > _RING_BYTES:
-            summed = tensor.detach().clone()
-            self._group.all_reduce([summed])
-            return summed
-        first, *others = self.gather(tensor)
-        for other in others:
-            first = first + other
-        return first
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all members, by member. Collective.
-
-        Raises:
-            PipelineTimeout: Some member did not come within the limit.
-        """
-        # A copy: what is still on its way when this returns must not change, and autograd adds
-        # to gradients in place.
-        return self._group.all_gather(tensor.detach().clone())
-
-
-class PaddleMembers:
+class StockGroup:
     """Members that only Paddle's group reaches: over Gloo, which waits 30 s for the last one."""
 
     def __init__(self, group: PaddleGroup) -> None:
@@ -100,28 +50,56 @@ class PaddleMembers:
         self.ranks = group.nranks
         self._group = group
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """Returns the sum of all members' tensors. Collective."""
-        from paddle.distributed import all_reduce
-
-        summed = tensor.detach().clone()
-        all_reduce(summed, group=self._group)
-        return summed
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, value: Tensor) -> list[Tensor]:
         """Returns the tensors of all members, by member. Collective."""
         from paddle.distributed import all_gather
 
-        tensors: list[Tensor] = []
-        all_gather(tensors, tensor.detach(), group=self._group)
-        return tensors
+        found: list[Tensor] = []
+        all_gather(found, value, group=self._group)
+        return found
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces each tensor by the sum of all members'. Collective."""
+        from paddle.distributed import all_reduce
+
+        for tensor in tensors:
+            all_reduce(tensor, group=self._group)
 
 
-_connected: dict[int, ConnectedMembers] = {}
+def total(tensor: Tensor, members: Members) -> Tensor:
+    """Returns the sum of all members' tensors, a new one, with the same bits. Collective.
+
+    Raises:
+        PipelineTimeout: Some member did not come within the limit.
+    """
+    if members.ranks > 2 and _bytes(tensor) > _RING_BYTES:
+        summed = tensor.detach().clone()
+        members.all_reduce([summed])
+        return summed
+    first, *others = gathered(tensor, members)
+    for other in others:
+        first = first + other
+    return first
+
+
+def gathered(tensor: Tensor, members: Members) -> list[Tensor]:
+    """Returns the tensors of all members, by member. Collective.
+
+    Raises:
+        PipelineTimeout: Some member did not come within the limit.
+    """
+    if members.ranks == 1:
+        return [tensor]
+    # A copy: what is still on its way when this returns must not change, and autograd adds to
+    # gradients in place.
+    return members.all_gather(tensor.detach().clone())
+
+
+_connected: dict[int, Members] = {}
 _alone = False
 
 
-def connect(paddle_group: PaddleGroup, group: Group) -> None:
+def connect(paddle_group: PaddleGroup, group: Members) -> None:
     """Has every operation among the members of ``paddle_group`` go over ``group`` from now on.
 
     Args:
@@ -139,7 +117,7 @@ def connect(paddle_group: PaddleGroup, group: Group) -> None:
             got="member {} of {}".format(*got),
             fix="connect it with a group of the same ranks in the same order",
         )
-    _connected[paddle_group.id] = ConnectedMembers(group)
+    _connected[paddle_group.id] = group
 
 
 def disconnect(paddle_group: PaddleGroup) -> None:
@@ -224,11 +202,11 @@ def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
 def members_of(group: PaddleGroup) -> Members:
     """Returns how to reach the members of a group of Paddle's or of fleetpipe's."""
     if not isinstance(group, _paddle.Group):
-        return ConnectedMembers(group) if group.ranks > 1 else SoleMember()
+        own: Members = group
+        return own
     if group.nranks == 1:
-        return SoleMember()
-    connected = _connected.get(group.id)
-    return PaddleMembers(group) if connected is None else connected
+        return SoleGroup()
+    return _connected.get(group.id) or StockGroup(group)
 
 
 def _bytes(tensor: Tensor) -> int:

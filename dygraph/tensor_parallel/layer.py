@@ -181,7 +181,7 @@ def whole_value(value: Tensor, axis: int | None, group: PaddleGroup = None) -> T
     """
     if axis is None:
         return value.detach().clone()
-    return paddle.concat(_members(group).gather(value), axis=axis)
+    return paddle.concat(groups.gathered(value, _members(group)), axis=axis)
 
 
 def own_value(whole: Tensor, axis: int | None, group: PaddleGroup = None) -> Tensor:

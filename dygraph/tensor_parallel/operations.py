@@ -20,7 +20,13 @@ from typing import Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
-from fleetpipe.dygraph.tensor_parallel.groups import Members, members_of, model_parallel_group
+from fleetpipe.dygraph.tensor_parallel.groups import (
+    Members,
+    gathered,
+    members_of,
+    model_parallel_group,
+    total,
+)
 from fleetpipe.errors import FleetPipeError, UsageError
 
 Backward = Callable[[Context, Tensor], Tensor]
@@ -66,13 +72,13 @@ class _Identity(paddle.autograd.PyLayer):
     @staticmethod
     @_noting
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return ctx.members.total(grad)
+        return total(grad, ctx.members)
 
 
 class _AllReduce(paddle.autograd.PyLayer):
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
-        return members.total(tensor)
+        return total(tensor, members)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
@@ -89,14 +95,14 @@ class _Split(paddle.autograd.PyLayer):
     @staticmethod
     @_noting
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return paddle.concat(ctx.members.gather(grad), axis=-1)
+        return paddle.concat(gathered(grad, ctx.members), axis=-1)
 
 
 class _Gather(paddle.autograd.PyLayer):
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
         ctx.members = members
-        return paddle.concat(members.gather(tensor), axis=-1)
+        return paddle.concat(gathered(tensor, members), axis=-1)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
