@@ -3,8 +3,8 @@
 All Gloo groups of a job write their addresses under the same keys of the job's store (2.6.2 and
 3.3.1). A rank that makes its second group a moment before another does reads the address of that
 one's first group, which no longer listens: "Connection refused", about once in five starts of
-three ranks. With a store of its own no group sees the addresses of another. The ranks also meet
-there, so that none enters Gloo, which gives up after 30 s, before the others have come.
+three ranks. With a store of its own no group sees the addresses of another. The ranks also meet,
+so that none enters Gloo, which gives up after 30 s, before the others have come.
 
 Gloo listens at the address that the host's name has, which on many hosts is a loopback one, unless
 it is told an interface.
@@ -16,8 +16,7 @@ import contextlib
 import os
 import random
 import socket
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from fleetpipe import _paddle
@@ -25,11 +24,11 @@ from fleetpipe.errors import PipelineTimeout, TransportError
 from fleetpipe.job.say_once import tell_once
 from fleetpipe.transport import Store
 from fleetpipe.transport.joining import hosts
+from fleetpipe.transport.joining.rendezvous import await_keys
 from fleetpipe.transport.limit import Limit
 
 #: Below the ports that the system gives to outgoing connections: none of those is in the way.
 _PORTS = range(20000, 32000)
-_POLL_SECONDS = 0.01
 
 
 def separate_stores(store: Store, timeout: float) -> None:
@@ -44,9 +43,11 @@ def separate_stores(store: Store, timeout: float) -> None:
     _choose_interface()
 
     def own_store(rank: int, ranks: int, group: int) -> Any:
-        own = _meet(store, rank, f"fleetpipe/gloo/{group}", timeout)
-        own.add("here", 1)
-        _wait(lambda: own.add("here", 0) >= ranks, f"not all ranks made group {group}", timeout)
+        own = _open(store, rank, group, timeout)
+        # They meet at the job's store, whose waits end when a rank fails.
+        keys = {member: f"fleetpipe/gloo/{group}/here/{member}" for member in range(ranks)}
+        store.add(keys[rank], 1)
+        _await(store, group, keys, timeout)
         return own
 
     _paddle.replace_gloo_stores(own_store)
@@ -57,8 +58,9 @@ def share_store_again() -> None:
     _paddle.restore_gloo_stores()
 
 
-def _meet(store: Store, rank: int, key: str, timeout: float) -> Any:
+def _open(store: Store, rank: int, group: int, timeout: float) -> Any:
     """Opens a group's store: its first rank serves it, the others find it in the job's store."""
+    key = f"fleetpipe/gloo/{group}"
     if rank == 0:
         host = hosts.gloo_interface()[1] or hosts.own_address()
         port = _free_port(host)
@@ -66,7 +68,7 @@ def _meet(store: Store, rank: int, key: str, timeout: float) -> Any:
         store.set(f"{key}/address", f"{host}:{port}")
         store.add(f"{key}/published", 1)
         return own
-    _wait(lambda: store.add(f"{key}/published", 0) > 0, f"no first rank for {key}", timeout)
+    _await(store, group, {0: f"{key}/published"}, timeout)
     host, _, text = store.get(f"{key}/address").decode().rpartition(":")
     return _paddle.open_store(host, int(text), False, timeout)
 
@@ -87,15 +89,19 @@ def _choose_interface() -> None:
         )
 
 
-def _wait(arrived: Callable[[], bool], summary: str, timeout: float) -> None:
+def _await(store: Store, group: int, keys: Mapping[int, str], timeout: float) -> None:
+    """Waits until the members of a group have come to their keys."""
     limit = Limit(timeout)
-    while not arrived():
-        if limit.reached():
-            raise PipelineTimeout(
-                f"{summary} within {timeout:g} s",
-                fix="see their logs; raise fleetpipe_configs['timeout'] if they are only slow",
-            )
-        time.sleep(_POLL_SECONDS)
+
+    def failure(missing: list[int], _: object) -> PipelineTimeout:
+        who = f"members {missing}" if missing[1:] else f"member {missing[0]}"
+        return PipelineTimeout(
+            f"{who} of Paddle's group {group} did not make it within {timeout:g} s",
+            fix="see their logs; raise fleetpipe_configs['timeout'] if they are only slow",
+        )
+
+    for _ in await_keys(store, keys, limit.reached, failure):
+        pass
 
 
 def _free_port(host: str) -> int:

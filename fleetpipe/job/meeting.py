@@ -15,9 +15,10 @@ from collections.abc import Collection
 from typing import Any, Callable
 
 from fleetpipe import _paddle
-from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.job.store import JobStore
 from fleetpipe.transport import Store
+from fleetpipe.transport.joining.rendezvous import await_keys
 from fleetpipe.transport.limit import Limit
 
 _POLL_SECONDS = 0.02
@@ -110,25 +111,23 @@ def meet(
     store.add(f"{key}/{own_rank()}", 1)
     limit = Limit(timeout)
     everyone = range(world_size())
-    missing = sorted(everyone if ranks is None else ranks)
-    others = set(everyone).difference(missing)
-    while True:
-        # Asked before the store: whoever has ended by now either stands there or never will.
-        ended = set(gone())
-        missing = [rank for rank in missing if not store.add(f"{key}/{rank}", 0)]
-        if not missing:
-            return
-        if ended.intersection(missing):
-            raise PeerFailed(
-                f"rank {min(ended.intersection(missing))} ended and did not come to {place}"
-            )
+    keys = {rank: f"{key}/{rank}" for rank in (everyone if ranks is None else ranks)}
+
+    def over() -> bool:
         # The others' time began at other moments; the first that gives up does it for all.
-        if limit.reached() or store.add(f"{key}/late", 0):
-            store.add(f"{key}/late", 1)
-            let_others_go(store, f"{key}/going", [*missing, *others])
-            who = f"ranks {missing}" if missing[1:] else f"rank {missing[0]}"
-            raise _not_here(who, timeout, place=place)
-        time.sleep(_POLL_SECONDS)
+        return limit.reached() or store.add(f"{key}/late", 0) > 0
+
+    def failure(missing: list[int], ended: set[int]) -> FleetPipeError:
+        if ended:
+            return PeerFailed(f"rank {min(ended)} ended and did not come to {place}")
+        store.add(f"{key}/late", 1)
+        others = [rank for rank in everyone if rank not in keys]
+        let_others_go(store, f"{key}/going", [*missing, *others])
+        who = f"ranks {missing}" if missing[1:] else f"rank {missing[0]}"
+        return _not_here(who, timeout, place=place)
+
+    for _ in await_keys(store, keys, over, failure, gone):
+        pass
 
 
 def let_others_go(store: Store, key: str, missing: list[int] | None = None) -> None:
