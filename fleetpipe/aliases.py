@@ -36,6 +36,11 @@ PaddleGroup = Any
 Program = Any
 #: A variable or value of a static program.
 Variable = Any
+#: An operation of a static program, of either representation, and the block that it is in.
+Op = Any
+Block = Any
+#: What a variable of a scope holds: a dense tensor, below those of ``paddle.Tensor``.
+ScopeTensor = Any
 #: Where a static program's variables have their values.
 Scope = Any
 #: A device.

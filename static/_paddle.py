@@ -18,6 +18,7 @@ from paddle.base.dygraph.base import guard
 from paddle.static import io as _static_io
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Variable
 
 # Their stubs hide what this module reaches for.
 core: Any = _core
@@ -52,6 +53,12 @@ def dynamic_mode() -> Iterator[None]:
     else:
         with guard():
             yield
+
+
+def dtype_name(value: Variable) -> str:
+    """Returns the name of the dtype of a program's value, as ``float32``."""
+    name: str = paddle.base.data_feeder.convert_dtype(value.dtype)
+    return "bfloat16" if name == "uint16" else name
 
 
 def user_line(stack: Iterable[str]) -> str:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
-from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.aliases import Op, Program, Variable
+from fleetpipe.errors import BoundaryError
 from fleetpipe.static._paddle import static
 from fleetpipe.static.cut.contract import (
     PREFIX,
     Pieces,
-    accumulator_name,
-    gradient_name,
-    incoming_gradient_name,
     incoming_name,
     outgoing_name,
 )
 from fleetpipe.static.cut.split import Split
+from fleetpipe.static.ir import backward
 from fleetpipe.static.ir.pir.operations import (
     DATA,
     IN_PLACE,
@@ -42,11 +42,11 @@ _operations: Any = paddle._C_ops
 
 
 class PirStage:
-    """One stage with its own backward; see :class:`sections.StageProgram`."""
+    """One stage with its own backward; see ``cut.contract.StageProgram``."""
 
     def __init__(
         self,
-        program: Any,
+        program: Program,
         places: Sequence[tuple[int, int]],
         split: Split,
         stage: int,
@@ -64,14 +64,14 @@ class PirStage:
         self._stage = stage
         self._split = split
         self._program = program.clone()
-        self._values: dict[int, Any] = {}
-        self.accumulators: dict[str, str] = {}
-        self.input_gradients: dict[int, str] = {}
+        self._values: dict[int, Variable] = {}
+        self._left: dict[int, str] = {}
         with static.program_guard(self._program, static.Program()):
             self._isolate(places)
             self._forward = {op.id() for op in self._ops()}
             self._numbers = {place(value): n for n, value in self._values.items()}
-            self._differentiate(*loss)
+            self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
+        self._refuse_control_flow()
         self._kept, self._repeated, self._read = self._crossing()
 
     def incoming(self, value: int) -> str:
@@ -87,12 +87,12 @@ class PirStage:
         forward = self._forward_piece({*self._kept, *exports})
         if self._forward.issuperset(op.id() for op in self._ops()):
             return Pieces(forward, None, (), frozenset())
-        backward, kept = self._backward_piece()
+        again, kept = self._backward_piece()
         read = {outgoing_name(self._stage, number) for number in self._read}
         for number in self._read:
             op = self._values[number].get_defining_op()
             read |= {name_of(op)} if op.name() == DATA else set()
-        return Pieces(forward, backward, kept, frozenset(kept) - read)
+        return Pieces(forward, again, kept, frozenset(kept) - read)
 
     def _isolate(self, places: Sequence[tuple[int, int]]) -> None:
         """Removes what other stages compute, and takes in what they hand over."""
@@ -123,82 +123,47 @@ class PirStage:
         names = [name_of(op) for op in fed]
         self.feeds = [name for name in names if not name.startswith(PREFIX)]
 
-    def _differentiate(self, loss: int, weight: float) -> None:
-        """Appends the backward of the stage: from its outputs or the loss to what it was given."""
-        targets, grads = self._targets(loss, weight)
-        if not targets:
-            return
-        ops = self._program.global_block().ops
-        parameters = [op for op in ops if op.name() == PARAMETER and not op.result(0).stop_gradient]
-        incoming = self._differentiable_inputs()
-        inputs = [op.result(0) for op in parameters] + [self._values[n] for n in incoming]
-        if not inputs:
-            return
-        found = static.gradients(targets, inputs, grads)
-        self._refuse_control_flow()
-        for op, grad in zip(parameters, found):
-            if grad is not None:
-                self._accumulate(op, grad)
-        names: dict[Any, str] = {}
-        for number, grad in zip(incoming, found[len(parameters) :]):
-            if grad is not None:
-                # One value has one name: two inputs may share their gradient.
-                if grad.id not in names:
-                    names[grad.id] = incoming_gradient_name(self._stage, number)
-                    export(grad, names[grad.id])
-                self.input_gradients[number] = names[grad.id]
+    def parameters(self) -> dict[str, Variable]:
+        """Returns the parameters to train that the stage uses, by name."""
+        used = [op for op in self._ops() if op.name() == PARAMETER]
+        return {name_of(op): op.result(0) for op in used if not op.result(0).stop_gradient}
 
-    def _targets(self, loss: int, weight: float) -> tuple[list[Any], list[Any]]:
-        graph, targets, grads = self._split.graph, [], []
-        for number, readers in sorted(self._split.readers(self._stage).items()):
-            value = self._values[number]
-            if number not in graph.differentiable:
-                continue
-            # The latest reader first, as the unsplit program adds gradients up.
-            parts = [
-                placeholder(gradient_name(self._stage, number, target), value)
-                for target in sorted(readers, reverse=True)
-            ]
-            total = parts[0]
-            for part in parts[1:]:
-                total = _operations.add(total, part)
-            targets.append(value)
-            grads.append(total)
-        if self._split.stage_of_value.get(loss) == self._stage:
-            value = self._values[loss]
-            targets.append(value)
-            grads.append(paddle.full(value.shape, weight, value.dtype))
-        return targets, grads
+    def variable(self, value: int) -> Variable:
+        """Returns a value that the stage makes or is given."""
+        return self._values[value]
 
-    def _differentiable_inputs(self) -> list[int]:
-        return [
-            number
-            for edge, numbers in sorted(self._split.crossing.items())
-            for number in numbers
-            if edge.target == self._stage and number in self._split.graph.differentiable
-        ]
+    def target(self, value: int) -> Variable:
+        """Returns what is differentiated in the place of a value that leaves the stage."""
+        return self._values[value]
 
-    def _accumulate(self, parameter: Any, grad: Any) -> None:
-        name = name_of(parameter)
-        if not grad.is_dense_tensor_type():
-            raise ConfigError(
-                f"the gradient of {name!r} is sparse, which a static pipeline does not add up",
-                fix="build the embedding with sparse=False",
-            )
-        self.accumulators[name] = accumulator_name(name)
-        total = placeholder(self.accumulators[name], grad)
+    def fed(self, name: str, like: Variable) -> Variable:
+        """Returns a variable of the scope, shaped as a value is."""
+        return placeholder(name, like)
+
+    def add(self, parts: Sequence[Variable]) -> Variable:
+        """Returns a sum, added up in the order of its parts."""
+        return functools.reduce(_operations.add, parts)
+
+    def add_to(self, total: Variable, grad: Variable) -> None:
+        """Adds a gradient to an accumulator."""
         _operations.add_(total, grad)
 
+    def is_sparse(self, grad: Variable) -> bool:
+        """Whether a gradient has some rows alone."""
+        return not grad.is_dense_tensor_type()
+
+    def leave(self, grad: Variable, name: str) -> str:
+        """Leaves a gradient under a name; one that two inputs share has one name."""
+        if grad.id not in self._left:
+            self._left[grad.id] = name
+            export(grad, name)
+        return self._left[grad.id]
+
     def _refuse_control_flow(self) -> None:
-        for op in self._program.global_block().ops:
+        for op in self._ops():
             # What backward takes from inside of a block is pushed there onto a stack.
             if op.id() in self._forward and any("push" in one.name() for one in inside(op)):
-                raise BoundaryError(
-                    "a gradient passes through control flow, which a pipeline cannot cut",
-                    where=f"operation {op.name()!r} ({line_of(op)})",
-                    fix="write it without cond and while_loop (paddle.where chooses by value), or "
-                    "keep gradients out of it with stop_gradient",
-                )
+                raise backward.through_control_flow(f"operation {op.name()!r} ({line_of(op)})")
 
     def _crossing(self) -> tuple[list[int], set[int], set[int]]:
         """Finds what backward takes from forward or is given again.
@@ -233,7 +198,7 @@ class PirStage:
         made = {n for n in crossing if self._values[n].get_defining_op().id() in repeated}
         return sorted(crossing - made), repeated, read
 
-    def _computed_again(self, op: Any, value: Any) -> bool:
+    def _computed_again(self, op: Op, value: Variable) -> bool:
         """Whether backward computes a value again because the user's script has it cost no memory.
 
         What was drawn is not drawn again, and what an operation changes in place is kept as that
@@ -246,7 +211,7 @@ class PirStage:
             return False
         return not any(map(changes, (op, *value.all_used_ops())))
 
-    def _copy(self) -> tuple[Any, list[Any], list[Any], dict[int, Any]]:
+    def _copy(self) -> tuple[Program, list[Op], list[Op], dict[int, Variable]]:
         """Returns a copy, its operations, those of them of the forward, and its values."""
         copy = self._program.clone()
         mine, ops = self._ops(), list(copy.global_block().ops)
@@ -257,7 +222,7 @@ class PirStage:
         }
         return copy, ops, [ops[index[number]] for number in sorted(self._forward)], values
 
-    def _forward_piece(self, numbers: Iterable[int]) -> Any:
+    def _forward_piece(self, numbers: Iterable[int]) -> Program:
         piece, ops, forward, values = self._copy()
         ids = {op.id() for op in forward}
         with static.program_guard(piece, static.Program()):
@@ -269,7 +234,7 @@ class PirStage:
                 export(values[number], outgoing_name(self._stage, number))
         return piece
 
-    def _backward_piece(self) -> tuple[Any, tuple[str, ...]]:
+    def _backward_piece(self) -> tuple[Program, tuple[str, ...]]:
         """Returns the backward, and the names of what it takes from the forward or its inputs."""
         piece, ops, forward, values = self._copy()
         ids = {op.id() for op in forward}
@@ -296,5 +261,5 @@ class PirStage:
         kept = [outgoing_name(self._stage, number) for number in self._kept]
         return piece, (*sorted(own), *kept)
 
-    def _ops(self) -> list[Any]:
+    def _ops(self) -> list[Op]:
         return list(self._program.global_block().ops)

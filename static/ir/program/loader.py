@@ -14,7 +14,7 @@ from paddle.base import reader as _reader
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import EOFException, is_pir
-from fleetpipe.static.ir.program.stage import remove_operations
+from fleetpipe.static.ir.program.operations import remove_operations
 
 _Loader: Any = _reader.GeneratorLoader
 _READ = "read"

@@ -9,16 +9,14 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
-from fleetpipe.static._paddle import learning_rate, static
+from fleetpipe.static._paddle import dtype_name, learning_rate, static
 from fleetpipe.static.cut.contract import CLIP_FACTOR, Update, accumulator_name
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Declared, Graph, Operation
 from fleetpipe.static.ir.program.loader import belongs_to_loader
-from fleetpipe.static.ir.program.stage import (
-    ProgramStage,
+from fleetpipe.static.ir.program.operations import (
     create_variable,
     draws_of,
-    dtype_name,
     inside,
     is_tensor,
     line_of,
@@ -26,6 +24,7 @@ from fleetpipe.static.ir.program.stage import (
     remove_operations,
     temporary,
 )
+from fleetpipe.static.ir.program.stage import ProgramStage
 from fleetpipe.static.tags import stage_of_device
 
 _CONSTANTS = ("fill_constant", "assign_value", "range", "eye", "linspace")

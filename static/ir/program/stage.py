@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from fleetpipe._paddle import paddle
-from fleetpipe.errors import BoundaryError, ConfigError
-from fleetpipe.static._paddle import core, static, user_line
-from fleetpipe.static.cut.contract import Pieces, accumulator_name, gradient_name
+from fleetpipe.aliases import Program, Variable
+from fleetpipe.errors import BoundaryError
+from fleetpipe.static._paddle import static
+from fleetpipe.static.cut.contract import Pieces
 from fleetpipe.static.cut.split import Split
-from fleetpipe.static.graph import DROPOUTS, draws
+from fleetpipe.static.ir import backward
+from fleetpipe.static.ir.program.operations import (
+    create_variable,
+    draws_of,
+    is_sparse,
+    is_tensor,
+    line_of,
+    reads_of,
+    remove_operations,
+    spare_statistics,
+    takes,
+    temporary,
+)
 
-_TYPES = core.VarDesc.VarType
 #: Operations that update running statistics in place.
 _NORMS = ("batch_norm", "sync_batch_norm")
-#: The type of an ordinary variable: 2.6.2 calls it otherwise.
-_DENSE = getattr(_TYPES, "DENSE_TENSOR", None) or _TYPES.LOD_TENSOR
 
 
 class ProgramStage:
-    """One stage with its own backward; see :class:`sections.StageProgram`.
+    """One stage with its own backward; see ``cut.contract.StageProgram``.
 
     Values keep the names of their variables: stages that share a scope run one after another, and
     what belongs to a micro-batch is never left in it.
@@ -29,7 +36,7 @@ class ProgramStage:
 
     def __init__(
         self,
-        program: Any,
+        program: Program,
         names: Sequence[str],
         offset: int,
         split: Split,
@@ -49,13 +56,11 @@ class ProgramStage:
         self._names, self._split, self._stage = names, split, stage
         self._program = program.clone()
         self._block = self._program.global_block()
-        self.accumulators: dict[str, str] = {}
-        self.input_gradients: dict[int, str] = {}
         own = split.operations_of(stage)
         mine = {number - offset for number in own}
         remove_operations(self._program, [i for i in range(len(self._block.ops)) if i not in mine])
-        read = {name for op in self._block.ops for name in reads_of(self._program, op)}
-        self.feeds = sorted(n for n in read if self._has(n) and self._block.var(n).is_data)
+        self._read = {name for op in self._block.ops for name in reads_of(self._program, op)}
+        self.feeds = sorted(n for n in self._read if self._has(n) and self._block.var(n).is_data)
         self._refuse_rewritten(own)
         self._constants = {
             index
@@ -63,8 +68,11 @@ class ProgramStage:
             if split.graph.operations[number].floating
         }
         self._forward = len(self._block.ops)
+        self._copies = 0
         with static.program_guard(self._program, static.Program()):
-            self._differentiate(*loss)
+            self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
+        # The copies were there to be differentiated; nothing takes their values.
+        remove_operations(self._program, range(self._forward, self._forward + self._copies))
         self._kept, self._repeated, self._shapes = self._crossing()
         for op in self._block.ops:
             op._set_attr("op_device", "")
@@ -83,18 +91,18 @@ class ProgramStage:
             *self._kept,
             *self.feeds,
             *self.input_gradients.values(),
-            *(self._names[value] for value in self._incoming()),
+            *(self._names[value] for value in backward.incoming(self._split, self._stage)),
         }
         leaving = {self._names[value] for value in exports}
         forward = self._piece(range(self._forward), lasting | leaving)
         if self._forward == len(self._block.ops):
             return Pieces(forward, None, (), frozenset())
-        backward = self._piece(self._backward_order(), lasting, self._repeated)
-        return Pieces(forward, backward, tuple(sorted(self._kept)), frozenset(self._shapes))
+        again = self._piece(self._backward_order(), lasting, self._repeated)
+        return Pieces(forward, again, tuple(sorted(self._kept)), frozenset(self._shapes))
 
     def _piece(
         self, indices: Sequence[int], lasting: Iterable[str], again: Collection[int] = ()
-    ) -> Any:
+    ) -> Program:
         """Returns a program of the operations of these indices, in this order.
 
         Args:
@@ -109,7 +117,7 @@ class ProgramStage:
             block.desc.append_op().copy_from(block.ops[index].desc)
         remove_operations(piece, range(total))
         for op in [op for op, index in zip(block.ops, indices) if index in again]:
-            _spare_statistics(block, op)
+            spare_statistics(block, op)
         used = {name for op in block.ops for name in (*reads_of(piece, op), *op.output_arg_names)}
         for name in list(block.vars):
             if name not in used:
@@ -128,10 +136,10 @@ class ProgramStage:
             The variables that it takes; the operations of forward that it repeats; those of the
             variables that it takes for their shape alone.
         """
-        made: set[str] = {*self.accumulators.values(), *self._fed_gradients}
+        made: set[str] = set()
         waiting: list[tuple[str, bool]] = []
         for op in self._block.ops[self._forward :]:
-            waiting += [(n, s) for n, s in _takes(self._program, op) if n not in made]
+            waiting += [(n, s) for n, s in takes(self._program, op) if n not in made]
             made.update(op.output_arg_names)
         makers = self._makers()
         kept: dict[str, bool] = {}
@@ -143,7 +151,7 @@ class ProgramStage:
                 kept[name] = by_shape and kept.get(name, True)
             elif index not in repeated:
                 repeated.add(index)
-                waiting += _takes(self._program, self._block.ops[index])
+                waiting += takes(self._program, self._block.ops[index])
         again = {n for index in repeated for n in self._block.ops[index].output_arg_names}
         crossing = {n for n in kept if n not in again and self._crosses(n)}
         return crossing, repeated, {name for name in crossing if kept[name]}
@@ -201,89 +209,56 @@ class ProgramStage:
         found = self._block.var(name)
         if not is_tensor(found):
             maker = next(op for op in self._block.ops if name in op.output_arg_names)
-            raise BoundaryError(
-                "a gradient passes through control flow, which a pipeline cannot cut",
-                where=f"operation {maker.type!r} ({line_of(maker)}) of stage {self._stage}",
-                fix="write it without cond and while_loop (paddle.where chooses by value), or "
-                "keep gradients out of it with stop_gradient",
-            )
+            where = f"operation {maker.type!r} ({line_of(maker)}) of stage {self._stage}"
+            raise backward.through_control_flow(where)
         return not found.persistable
 
-    def _differentiate(self, loss: int, weight: float) -> None:
-        """Appends the backward of the stage: from its outputs or the loss to what it was given."""
-        self._fed_gradients: list[str] = []
-        targets, grads, copies = self._targets(loss, weight)
-        used = {name for op in self._block.ops for name in reads_of(self._program, op)}
-        parameters = [
-            parameter
+    def parameters(self) -> dict[str, Variable]:
+        """Returns the parameters to train that the stage uses, by name."""
+        return {
+            parameter.name: parameter
             for parameter in self._block.all_parameters()
-            if parameter.name in used and parameter.trainable and not parameter.stop_gradient
-        ]
-        incoming = [n for n in self._incoming() if n in self._split.graph.differentiable]
-        inputs = [*parameters, *(self._block.var(self._names[n]) for n in incoming)]
-        if not targets or not inputs:
-            remove_operations(self._program, range(self._forward, len(self._block.ops)))
-            return
-        found = static.gradients(targets, inputs, grads)
-        # The copies were there to be differentiated; nothing takes their values.
-        remove_operations(self._program, range(self._forward, self._forward + copies))
-        for parameter, grad in zip(parameters, found):
-            if grad is not None:
-                self._accumulate(parameter, grad)
-        for number, grad in zip(incoming, found[len(parameters) :]):
-            if grad is not None:
-                self.input_gradients[number] = grad.name
+            if parameter.name in self._read and parameter.trainable and not parameter.stop_gradient
+        }
 
-    def _targets(self, loss: int, weight: float) -> tuple[list[Any], list[Any], int]:
-        """Returns what to differentiate, the gradients of it, and how many copies were made."""
-        used = {name for op in self._block.ops for name in reads_of(self._program, op)}
-        readers = sorted(self._split.readers(self._stage).items())
-        leaving = [pair for pair in readers if pair[0] in self._split.graph.differentiable]
-        targets, copies = [], 0
-        for number, _ in leaving:
-            value = self._block.var(self._names[number])
-            if value.name in used:
-                # gradients() would forget the way through the stage's own use of it.
-                copy = temporary(self._block, value)
-                self._block.append_op(type="assign", inputs={"X": [value]}, outputs={"Out": [copy]})
-                value, copies = copy, copies + 1
-            targets.append(value)
-        grads = [self._sum_of_readers(number, readers) for number, readers in leaving]
-        if self._split.stage_of_value.get(loss) == self._stage:
-            value = self._block.var(self._names[loss])
-            targets.append(value)
-            dtype: Any = dtype_name(value)
-            grads.append(paddle.full(value.shape, weight, dtype))
-        return targets, grads, copies
+    def variable(self, value: int) -> Variable:
+        """Returns the variable of a value that the stage makes or is given."""
+        return self._block.var(self._names[value])
 
-    def _sum_of_readers(self, number: int, readers: Sequence[int]) -> Any:
-        value = self._block.var(self._names[number])
-        parts = []
-        # The latest reader first, as the unsplit program adds gradients up.
-        for target in sorted(readers, reverse=True):
-            name = gradient_name(self._stage, number, target)
-            self._fed_gradients.append(name)
-            parts.append(create_variable(self._block, name, value.shape, value.dtype))
-        if len(parts) == 1:
-            return parts[0]
-        total = temporary(self._block, value)
+    def target(self, value: int) -> Variable:
+        """Returns a variable, or a copy of it where the stage itself goes on with it.
+
+        Else ``gradients`` would forget the way through the stage's own use of it.
+        """
+        found = self.variable(value)
+        if found.name not in self._read:
+            return found
+        copy = temporary(self._block, found)
+        self._block.append_op(type="assign", inputs={"X": [found]}, outputs={"Out": [copy]})
+        self._copies += 1
+        return copy
+
+    def fed(self, name: str, like: Variable) -> Variable:
+        """Returns a variable of the scope, shaped as another."""
+        return create_variable(self._block, name, like.shape, like.dtype)
+
+    def add(self, parts: Sequence[Variable]) -> Variable:
+        """Returns a sum, added up in the order of its parts."""
+        total = temporary(self._block, parts[0])
         self._block.append_op(type="sum", inputs={"X": parts}, outputs={"Out": [total]})
         return total
 
-    def _accumulate(self, parameter: Any, grad: Any) -> None:
-        if grad.type == _TYPES.SELECTED_ROWS:
-            raise ConfigError(
-                f"the gradient of {parameter.name!r} is sparse, which a static pipeline does not "
-                "add up",
-                fix="build the embedding with sparse=False",
-            )
-        name = self.accumulators[parameter.name] = accumulator_name(parameter.name)
-        total = create_variable(self._block, name, parameter.shape, grad.dtype)
+    def add_to(self, total: Variable, grad: Variable) -> None:
+        """Adds a gradient to an accumulator."""
         self._block.append_op(type="sum", inputs={"X": [total, grad]}, outputs={"Out": [total]})
 
-    def _incoming(self) -> list[int]:
-        crossing = self._split.crossing
-        return [n for e in sorted(crossing) if e.target == self._stage for n in crossing[e]]
+    def is_sparse(self, grad: Variable) -> bool:
+        """Whether a gradient has some rows alone."""
+        return is_sparse(grad)
+
+    def leave(self, grad: Variable, name: str) -> str:
+        """Returns the gradient's own name, under which a piece leaves it in the scope."""
+        return str(grad.name)
 
     def _refuse_rewritten(self, own: Iterable[int]) -> None:
         """A value that leaves the stage or came to it must not be written over in it."""
@@ -297,7 +272,7 @@ class ProgramStage:
             # A while_loop writes over what it was given: without gradients, its end will do.
             if len(versions) > 1 and (versions[-1] != value or value in graph.differentiable):
                 raise self._written_again(versions[-1])
-        for value in self._incoming():
+        for value in backward.incoming(self._split, self._stage):
             if self._names[value] in made:
                 raise self._written_again(made[self._names[value]][-1])
 
@@ -311,88 +286,3 @@ class ProgramStage:
 
     def _has(self, name: str) -> bool:
         return bool(self._block.has_var(name))
-
-
-def draws_of(op: Any) -> bool:
-    """Whether an operation takes random numbers; one with a dropout of its own as well."""
-    inner = next((op.attr(name) for name in DROPOUTS if op.has_attr(name)), 0.0)
-    return draws(op.type) or inner > 0.0
-
-
-def _takes(program: Any, op: Any) -> list[tuple[str, bool]]:
-    """Returns what an operation takes, and whether that is for its shape alone."""
-    slots = {name: op.input(name) for name in op.input_names}
-    outputs = {name: op.output(name) for name in op.output_names}
-    attributes = {name: op.attr(name) for name in op.attr_names}
-    unread = core.infer_no_need_buffer_slots(op.type, slots, outputs, attributes)
-    read = {name for slot, names in slots.items() if slot not in unread for name in names}
-    shapes = {name for slot in unread for name in slots.get(slot, ())} - read
-    return [(name, name in shapes) for name in reads_of(program, op)]
-
-
-def line_of(op: Any) -> str:
-    """Returns where in the user's script an operation was made."""
-    return user_line(op.attr("op_callstack") or ())
-
-
-def _spare_statistics(block: Any, op: Any) -> None:
-    """Has an operation that is repeated update copies: the forward updated its statistics."""
-    for name in set(op.input_arg_names).intersection(op.output_arg_names):
-        like = block.var(name)
-        copy = block.create_var(name=f"{name}.again", shape=like.shape, dtype=like.dtype)
-        position = block.ops.index(op)
-        block._insert_op(position, type="assign", inputs={"X": [like]}, outputs={"Out": [copy]})
-        op._rename_input(name, copy.name)
-        op._rename_output(name, copy.name)
-
-
-def create_variable(block: Any, name: str, shape: Sequence[int], dtype: Any) -> Any:
-    """Returns a variable that lives in the scope, made where the block has none of that name."""
-    return block.create_var(
-        name=name, shape=list(shape), dtype=dtype, persistable=True, stop_gradient=True
-    )
-
-
-def temporary(block: Any, like: Any) -> Any:
-    """Returns a new variable of the shape and dtype of another.
-
-    It has a name that is free: in a clone 2.6.2 counts unnamed variables from 0 again, and gives
-    one that the program has.
-    """
-    names = (f"fleetpipe_temporary_{number}" for number in itertools.count())
-    name = next(name for name in names if not block.has_var(name))
-    return block.create_var(name=name, dtype=like.dtype, shape=like.shape)
-
-
-def remove_operations(program: Any, indices: Iterable[int]) -> None:
-    """Removes operations of the main block by index."""
-    for index in sorted(indices, reverse=True):
-        program.global_block()._remove_op(index, sync=False)
-    program._sync_with_cpp()
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether a variable holds one dense tensor."""
-    return bool(value.type == _DENSE)
-
-
-def dtype_name(value: Any) -> str:
-    """Returns the name of a variable's dtype, as ``float32``."""
-    name: str = paddle.base.data_feeder.convert_dtype(value.dtype)
-    return "bfloat16" if name == "uint16" else name
-
-
-def inside(program: Any, op: Any) -> Iterator[Any]:
-    """Yields the operations in the block of an operation, at any depth."""
-    if op.has_attr("sub_block"):
-        for one in program.block(op._block_attr_id("sub_block")).ops:
-            yield one
-            yield from inside(program, one)
-
-
-def reads_of(program: Any, op: Any) -> list[str]:
-    """Returns the variables that an operation and those in its block take, each once."""
-    taken = [*op.input_arg_names]
-    for one in inside(program, op):
-        taken += one.input_arg_names
-    return list(dict.fromkeys(name for name in taken if name != "@EMPTY@"))

@@ -1,0 +1,98 @@
+"""Single operations and variables of the older Program: what they are, and how they are made."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from fleetpipe.aliases import Block, DType, Op, Program, Variable
+from fleetpipe.static._paddle import core, user_line
+from fleetpipe.static.graph import DROPOUTS, draws
+
+_TYPES = core.VarDesc.VarType
+#: The type of an ordinary variable: 2.6.2 calls it otherwise.
+_DENSE = getattr(_TYPES, "DENSE_TENSOR", None) or _TYPES.LOD_TENSOR
+
+
+def draws_of(op: Op) -> bool:
+    """Whether an operation takes random numbers; one with a dropout of its own as well."""
+    inner = next((op.attr(name) for name in DROPOUTS if op.has_attr(name)), 0.0)
+    return draws(op.type) or inner > 0.0
+
+
+def takes(program: Program, op: Op) -> list[tuple[str, bool]]:
+    """Returns what an operation takes, and whether that is for its shape alone."""
+    slots = {name: op.input(name) for name in op.input_names}
+    outputs = {name: op.output(name) for name in op.output_names}
+    attributes = {name: op.attr(name) for name in op.attr_names}
+    unread = core.infer_no_need_buffer_slots(op.type, slots, outputs, attributes)
+    read = {name for slot, names in slots.items() if slot not in unread for name in names}
+    shapes = {name for slot in unread for name in slots.get(slot, ())} - read
+    return [(name, name in shapes) for name in reads_of(program, op)]
+
+
+def line_of(op: Op) -> str:
+    """Returns where in the user's script an operation was made."""
+    return user_line(op.attr("op_callstack") or ())
+
+
+def spare_statistics(block: Block, op: Op) -> None:
+    """Has an operation that is repeated update copies: the forward updated its statistics."""
+    for name in set(op.input_arg_names).intersection(op.output_arg_names):
+        like = block.var(name)
+        copy = block.create_var(name=f"{name}.again", shape=like.shape, dtype=like.dtype)
+        position = block.ops.index(op)
+        block._insert_op(position, type="assign", inputs={"X": [like]}, outputs={"Out": [copy]})
+        op._rename_input(name, copy.name)
+        op._rename_output(name, copy.name)
+
+
+def create_variable(block: Block, name: str, shape: Sequence[int], dtype: DType) -> Variable:
+    """Returns a variable that lives in the scope, made where the block has none of that name."""
+    return block.create_var(
+        name=name, shape=list(shape), dtype=dtype, persistable=True, stop_gradient=True
+    )
+
+
+def temporary(block: Block, like: Variable) -> Variable:
+    """Returns a new variable of the shape and dtype of another.
+
+    It has a name that is free: in a clone 2.6.2 counts unnamed variables from 0 again, and gives
+    one that the program has.
+    """
+    names = (f"fleetpipe_temporary_{number}" for number in itertools.count())
+    name = next(name for name in names if not block.has_var(name))
+    return block.create_var(name=name, dtype=like.dtype, shape=like.shape)
+
+
+def remove_operations(program: Program, indices: Iterable[int]) -> None:
+    """Removes operations of the main block by index."""
+    for index in sorted(indices, reverse=True):
+        program.global_block()._remove_op(index, sync=False)
+    program._sync_with_cpp()
+
+
+def is_sparse(value: Variable) -> bool:
+    """Whether a variable holds some rows of a tensor, as a sparse gradient does."""
+    return bool(value.type == _TYPES.SELECTED_ROWS)
+
+
+def is_tensor(value: Variable) -> bool:
+    """Whether a variable holds one dense tensor."""
+    return bool(value.type == _DENSE)
+
+
+def inside(program: Program, op: Op) -> Iterator[Op]:
+    """Yields the operations in the block of an operation, at any depth."""
+    if op.has_attr("sub_block"):
+        for one in program.block(op._block_attr_id("sub_block")).ops:
+            yield one
+            yield from inside(program, one)
+
+
+def reads_of(program: Program, op: Op) -> list[str]:
+    """Returns the variables that an operation and those in its block take, each once."""
+    taken = [*op.input_arg_names]
+    for one in inside(program, op):
+        taken += one.input_arg_names
+    return list(dict.fromkeys(name for name in taken if name != "@EMPTY@"))
