@@ -17,7 +17,12 @@ from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.schedules import Schedule
-from fleetpipe.static._paddle import EOFException, dynamic_mode, found_tensor
+from fleetpipe.static._paddle import (
+    EOFException,
+    dynamic,
+    dynamic_mode,
+    found_tensor,
+)
 from fleetpipe.static.cut.contract import Reader
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.run import reductions
@@ -118,9 +123,11 @@ class StaticPipeline:
         run(startup if local else self._reader.startup(startup, self.persistable))
         if self._recipe.update is not None:
             run(self._recipe.update.startup)
-        state = {name: found_tensor(scope, name) for name in self.persistable}
+        found = [found_tensor(scope, name) for name in self.persistable]
         with dynamic_mode(), self._job.guarded(lambda: "initialising the static pipeline"):
-            reductions.broadcast_state(state, self._job.replicas())
+            self._job.replicas().broadcast_each(
+                [(dynamic(tensor), 0) for tensor in found if tensor is not None]
+            )
         self._compiled = self._streams = None
 
     def run(

@@ -11,24 +11,8 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
-from fleetpipe.static._paddle import dynamic, gradient_clip
+from fleetpipe.static._paddle import gradient_clip
 from fleetpipe.transport import Group
-
-
-def broadcast_state(state: Mapping[str, Any], replicas: Group) -> None:
-    """Gives every replica the variables of the first. Collective over the replicas.
-
-    Args:
-        state: Dense tensors by name, the same names on every replica.
-        replicas: The ranks that hold the same stages.
-    """
-    if replicas.ranks == 1:
-        return
-    own = {name: dynamic(tensor) for name, tensor in state.items()}
-    first = replicas.broadcast(own, 0)
-    if replicas.rank:
-        for name, tensor in own.items():
-            paddle.assign(first[name], tensor)
 
 
 def add_shared(own: Mapping[str, Any], names: Sequence[str], group: Group) -> None:

@@ -27,7 +27,7 @@ folder, stages, fetch, clip = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(
 rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 replicas = int(os.environ.get("PADDLE_TRAINERS_NUM", str(stages))) // stages
 paddle.enable_static()
-paddle.seed(7)
+paddle.seed(7 + rank // stages)  # replicas begin with what the first of them has
 fleet.init(is_collective=True)
 strategy = strategy_of("1F1B", fetch=fetch, fetch_broadcast="--broadcast" in sys.argv, timeout=40)
 loss, logits = mlp(stages, norm="--plain" not in sys.argv)()
