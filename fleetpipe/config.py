@@ -11,6 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from fleetpipe.aliases import Strategy
 from fleetpipe.errors import ConfigError, ScheduleError, nearest
 from fleetpipe.schedules import Costs, Edge, Schedule, build_verified, canonical_name
 
@@ -126,6 +127,22 @@ class PipelineConfig:
             ScheduleError: It needs more memory than the cap allows, or cannot run on these edges.
         """
         return _schedule_for(self, ranks, chunks, None if edges is None else tuple(edges), placed)
+
+
+def scale_strategy(strategy: Strategy) -> str:
+    """Returns what ``gradient_scale_configs`` makes of the replicas' gradients: "avg" or "sum".
+
+    Raises:
+        ConfigError: It asks for neither the mean nor the sum.
+    """
+    scale = str(strategy.gradient_scale_configs["scale_strategy"])
+    if scale not in ("avg", "sum"):
+        raise ConfigError(
+            "gradient_scale_configs['scale_strategy'] is 'avg' or 'sum' here",
+            got=repr(scale),
+            fix="scale the loss itself for anything else",
+        )
+    return scale
 
 
 @functools.lru_cache(maxsize=4)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fleetpipe._paddle import paddle
-from fleetpipe.config import PipelineConfig
+from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.job import Job
@@ -113,7 +113,8 @@ class StaticOptimizer:
         _refuse_split_backward(schedule)
         job = self._begin(degrees, self._config)
         share = self._config.micro_batches if self._config.loss_reduction == "mean" else 1
-        weight = 1.0 / (share * self._averaged(degrees.dp))
+        averaged = degrees.dp if scale_strategy(self._strategy) == "avg" else 1
+        weight = 1.0 / (share * averaged)
         pipeline = StaticPipeline(
             reader, cut, schedule, job, self._config, self.wrapped, (number, weight)
         )
@@ -132,17 +133,6 @@ class StaticOptimizer:
         degrees = Degrees.resolve(wanted, self._world_size)
         degrees.refuse_beyond(("pp", "dp"), "use dynamic graph, or dp_degree for these ranks")
         return degrees, chunks
-
-    def _averaged(self, replicas: int) -> int:
-        """Returns by what the gradients of the replicas are divided."""
-        scale = str(self._strategy.gradient_scale_configs["scale_strategy"])
-        if scale not in ("avg", "sum"):
-            raise ConfigError(
-                "gradient_scale_configs['scale_strategy'] is 'avg' or 'sum' here",
-                got=repr(scale),
-                fix="scale the loss in the program for anything else",
-            )
-        return replicas if scale == "avg" else 1
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the wrapped optimizer."""
