@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Callable, NoReturn
+from typing import Callable, NoReturn
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.layers.tied import called_through
 
 
@@ -17,7 +18,7 @@ class PipelineLayerChunk(paddle.nn.Layer):
 
     def __init__(
         self,
-        functions: Mapping[int, Callable[[Any], Any]],
+        functions: Mapping[int, Callable[[Nest], Nest]],
         keys: Mapping[int, str],
     ) -> None:
         """Takes built layers and functions by their number in the whole list, in order.
@@ -34,11 +35,11 @@ class PipelineLayerChunk(paddle.nn.Layer):
             elif index in keys:
                 self.add_sublayer(keys[index], *called_through(function))
 
-    def get_run_function(self) -> list[Callable[[Any], Any]]:
+    def get_run_function(self) -> list[Callable[[Nest], Nest]]:
         """Returns the layers and functions in order."""
         return self.run_function
 
-    def __iter__(self) -> Iterator[Callable[[Any], Any]]:
+    def __iter__(self) -> Iterator[Callable[[Nest], Nest]]:
         """Yields the layers and functions in order."""
         return iter(self.run_function)
 
@@ -46,7 +47,7 @@ class PipelineLayerChunk(paddle.nn.Layer):
         """Returns the number of layers and functions."""
         return len(self.run_function)
 
-    def forward(self, *_args: Any, **_named: Any) -> NoReturn:
+    def forward(self, *_args: object, **_named: object) -> NoReturn:
         """Refuses to be called, as Fleet's chunk does.
 
         Raises:

@@ -7,14 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
 
+#: An entry of a layer list: a ``LayerDesc``, a built layer, or a function.
+Entry = Any
 #: Fleet seeds layer i of a model with this number plus i.
 FIRST_SEED = 1234
 
 
-def checked(layers: Any) -> list[Any]:
+def checked(layers: object) -> list[Entry]:
     """Returns the entries of the list of layers that a user gave.
 
     Raises:
@@ -40,14 +43,14 @@ def checked(layers: Any) -> list[Any]:
     return entries
 
 
-def _check(entry: Any, index: int) -> None:
+def _check(entry: Entry, index: int) -> None:
     """Refuses what cannot stand in a list of layers.
 
     Raises:
         ConfigError: ``entry`` is neither a description, nor a layer, nor callable; or a class.
     """
-    theirs = getattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc", None)
-    if theirs is not None and isinstance(entry, theirs):
+    local = getattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc", None)
+    if local is not None and isinstance(entry, local):
         raise ConfigError(
             "LocalSharedLayerDesc shares weights between the two chunks of a rank alone",
             where=f"layer {index} of the list, key {entry.layer_name!r}",
@@ -70,19 +73,19 @@ def _check(entry: Any, index: int) -> None:
         )
 
 
-def is_shared(entry: Any) -> bool:
+def is_shared(entry: Entry) -> bool:
     """Tells whether ``entry`` is a ``SharedLayerDesc``."""
     return isinstance(entry, paddle_fleet.meta_parallel.SharedLayerDesc)
 
 
-def shared_attributes(entry: Any) -> tuple[str, ...]:
+def shared_attributes(entry: Entry) -> tuple[str, ...]:
     """Returns the names of the weights that a ``SharedLayerDesc`` shares."""
     # One name on 2.6.2, a list on 3.3.
     named = entry.shared_weight_attr
     return (named,) if isinstance(named, str) else tuple(named)
 
 
-def build(entry: Any, index: int) -> Any:
+def build(entry: Entry, index: int) -> Any:
     """Returns the callable of layer ``index``, built under the seed that Fleet gives it.
 
     The random state is left advanced.
@@ -106,29 +109,29 @@ def build(entry: Any, index: int) -> Any:
         ) from error
 
 
-class Blueprints(Sequence[Any]):
+class Blueprints(Sequence[Layer]):
     """Layers like those of a list, for their names and shapes; their values mean nothing.
 
     Each is made when it is asked for, and kept.
     """
 
-    def __init__(self, entries: Sequence[Any]) -> None:
+    def __init__(self, entries: Sequence[Entry]) -> None:
         """Describes the layers of a whole list."""
         self._entries = entries
-        self._made: dict[int, Any] = {}
+        self._made: dict[int, Layer] = {}
 
     def __len__(self) -> int:
         """Returns the number of layers."""
         return len(self._entries)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Layer:
         """Returns the blueprint of layer ``index``."""
         if index not in self._made:
             self._made[index] = _blueprint(self._entries[index], index)
         return self._made[index]
 
 
-def _blueprint(entry: Any, index: int) -> Any:
+def _blueprint(entry: Entry, index: int) -> Layer:
     if not hasattr(entry, "build_layer"):
         return entry
     # Names of its own, so that the parameters that count are named as if it were not there.
@@ -141,7 +144,7 @@ def _blueprint(entry: Any, index: int) -> Any:
             return build(entry, index)
 
 
-def class_name(entry: Any) -> str:
+def class_name(entry: Entry) -> str:
     """Returns the name that ``seg_method="layer:Regex"`` is matched with; "" if there is none."""
     if isinstance(entry, paddle.nn.Layer):
         return type(entry).__name__
@@ -151,14 +154,14 @@ def class_name(entry: Any) -> str:
     return str(getattr(described or entry, "__name__", ""))
 
 
-def count_parameters(layer: Any) -> int:
+def count_parameters(layer: Layer) -> int:
     """Returns how many numbers the trainable parameters of a layer hold; 0 for a function."""
     if not isinstance(layer, paddle.nn.Layer):
         return 0
     return sum(_numel(parameter) for parameter in layer.parameters() if parameter.trainable)
 
 
-def _numel(parameter: Any) -> int:
+def _numel(parameter: Tensor) -> int:
     count = 1
     for size in parameter.shape:
         count *= size
@@ -166,7 +169,7 @@ def _numel(parameter: Any) -> int:
 
 
 @contextmanager
-def _specification_kept(entry: Any) -> Iterator[None]:
+def _specification_kept(entry: Entry) -> Iterator[None]:
     """Undoes what building a ``LayerDesc`` of a ``LayerSpec`` writes into the specification.
 
     Two entries may use the same: the arguments of one must not reach the other.

@@ -6,15 +6,15 @@ import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, FleetPipeError, reason
 from fleetpipe.partition import Partition
 
 
-def is_refusal(error: Exception, value: Any, caller: str) -> bool:
+def is_refusal(error: Exception, value: Nest, caller: str) -> bool:
     """Tells whether a layer failed on what it was given, and not on something of its own.
 
     So it is where Paddle or the call itself refused the value, and where the layer's code could not
@@ -54,7 +54,7 @@ _OF_VALUES = (
 
 
 def refusal(
-    error: Exception, partition: Partition, index: int, layer: Callable[[Any], Any], value: Any
+    error: Exception, partition: Partition, index: int, layer: Callable[[Nest], Nest], value: Nest
 ) -> BoundaryError:
     """Returns what to raise in the place of ``error``.
 
@@ -84,13 +84,13 @@ def _named(partition: Partition, index: int) -> str:
     return f"layer {index} ({name})" if name else f"layer {index}"
 
 
-def _described(layer: Any) -> str | None:
+def _described(layer: Layer) -> str | None:
     """Returns the sizes that a layer of Paddle's was built with."""
     sizes = layer.extra_repr() if isinstance(layer, paddle.nn.Layer) else ""
     return f"what {type(layer).__name__}({sizes}) takes" if sizes else None
 
 
-def _advice(error: Exception, index: int, value: Any) -> str:
+def _advice(error: Exception, index: int, value: Nest) -> str:
     giver = f"layer {index - 1} return" if index else "the batch give"
     several = isinstance(error, TypeError) and "positional argument" in str(error)
     if isinstance(value, (tuple, list)):

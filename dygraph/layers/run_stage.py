@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
@@ -25,7 +25,7 @@ class _Step(NamedTuple):
     """A layer and its number in the whole list."""
 
     number: int
-    function: Callable[[Any], Any]
+    function: Callable[[Nest], Nest]
 
 
 _Steps = tuple[_Step, ...]
@@ -36,7 +36,7 @@ class StageRunner:
 
     def __init__(
         self,
-        functions: Mapping[int, Callable[[Any], Any]],
+        functions: Mapping[int, Callable[[Nest], Nest]],
         partition: Partition,
         recompute_interval: int = 0,
     ) -> None:
@@ -141,7 +141,7 @@ def _sole(value: Nest) -> Nest:
     return value[0] if type(value) is tuple and len(value) == 1 else value
 
 
-def checked_interval(recompute_interval: Any, recompute_ctx: Any) -> int:
+def checked_interval(recompute_interval: object, recompute_ctx: object) -> int:
     """Returns the number of layers that are recomputed together; 0 for none.
 
     Args:

@@ -14,7 +14,9 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.layers import entries as descriptions
+from fleetpipe.dygraph.layers.entries import Entry
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
 
@@ -48,7 +50,7 @@ class _Variant(NamedTuple):
     attributes: list[str]
 
 
-def find(entries: Sequence[Any], blueprints: Sequence[Any]) -> tuple[SharedLayer, ...]:
+def find(entries: Sequence[Entry], blueprints: Sequence[Layer]) -> tuple[SharedLayer, ...]:
     """Returns the shared layers of a list by their first entries, checked.
 
     Args:
@@ -80,7 +82,7 @@ def find(entries: Sequence[Any], blueprints: Sequence[Any]) -> tuple[SharedLayer
     return tuple(sorted(found, key=lambda layer: layer.indices))
 
 
-def _sort_in(variants: list[_Variant], entries: Sequence[Any], index: int) -> None:
+def _sort_in(variants: list[_Variant], entries: Sequence[Entry], index: int) -> None:
     """Adds entry ``index`` to the variant of its key that it belongs to, or makes one."""
     entry = entries[index]
     attributes = descriptions.shared_attributes(entry)
@@ -102,7 +104,7 @@ def _sort_in(variants: list[_Variant], entries: Sequence[Any], index: int) -> No
     variants.append(_Variant([index], list(attributes)))
 
 
-def _description(entry: Any) -> tuple[Any, ...]:
+def _description(entry: Entry) -> tuple[object, ...]:
     """Returns what decides how an entry's layer is built."""
     specification = getattr(entry, "layer_spec", None)
     if specification is None:
@@ -129,15 +131,15 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(own) and _alike(own, vars(other))
 
 
-def _paths(layer: Any) -> list[str]:
+def _paths(layer: Layer) -> list[str]:
     return list(layer.state_dict())
 
 
-def _paths_of(variant: _Variant, blueprints: Sequence[Any]) -> list[str]:
+def _paths_of(variant: _Variant, blueprints: Sequence[Layer]) -> list[str]:
     return _paths(blueprints[variant.indices[0]])
 
 
-def _attribute_paths(key: str, variant: _Variant, blueprints: Sequence[Any]) -> dict[str, str]:
+def _attribute_paths(key: str, variant: _Variant, blueprints: Sequence[Layer]) -> dict[str, str]:
     """Returns the path of each shared weight of a variant within its layer."""
     index = variant.indices[0]
     layer = blueprints[index]
@@ -162,7 +164,7 @@ def _require_alike(
     attribute: str,
     first: tuple[_Variant, Mapping[str, str]],
     other: tuple[_Variant, Mapping[str, str]],
-    blueprints: Sequence[Any],
+    blueprints: Sequence[Layer],
 ) -> None:
     told = []
     for variant, paths in (first, other):
@@ -178,7 +180,7 @@ def _require_alike(
         )
 
 
-def refuse_split(entries: Sequence[Any], rank_of_layer: Callable[[int], int]) -> None:
+def refuse_split(entries: Sequence[Entry], rank_of_layer: Callable[[int], int]) -> None:
     """Refuses built layers that share a parameter on several ranks: each would train its own.
 
     Args:
@@ -212,12 +214,12 @@ class Built(NamedTuple):
         names: The lasting names of parameters and buffers that are called otherwise here.
     """
 
-    functions: dict[int, Callable[[Any], Any]]
-    shared: dict[str, Any]
-    own: dict[str, Any]
+    functions: dict[int, Callable[[Nest], Nest]]
+    shared: dict[str, Layer]
+    own: dict[str, Layer]
     names: dict[str, str]
 
-    def register(self, model: Any) -> None:
+    def register(self, model: Layer) -> None:
         """Makes the layers sublayers of ``model``, the shared ones first."""
         holder = paddle.nn.LayerDict()
         for key, layer in self.shared.items():
@@ -227,7 +229,7 @@ class Built(NamedTuple):
             model.add_sublayer(name, layer)
 
 
-def build(entries: Sequence[Any], indices: Iterable[int], shared: Sequence[SharedLayer]) -> Built:
+def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[SharedLayer]) -> Built:
     """Builds some entries of a list; those that share a layer or a weight here get the same.
 
     A shared layer is built under the seed of its first entry in the whole list, so that its values
@@ -241,8 +243,8 @@ def build(entries: Sequence[Any], indices: Iterable[int], shared: Sequence[Share
     """
     built = Built({}, {}, {}, {})
     layer_of = {index: layer for layer in shared for index in layer.indices}
-    made: dict[int, Any] = {}
-    weights: dict[str, Any] = {}
+    made: dict[int, Layer] = {}
+    weights: dict[str, Tensor] = {}
     with random_states_kept():
         for index in indices:
             if index not in layer_of:
@@ -262,7 +264,7 @@ def build(entries: Sequence[Any], indices: Iterable[int], shared: Sequence[Share
     return built
 
 
-def _place(layer: Any, shared: SharedLayer, built: Built) -> None:
+def _place(layer: Layer, shared: SharedLayer, built: Built) -> None:
     """Gives a shared layer its name here: the first of a key is ``shared_layers.<key>``."""
     if shared.key in built.shared:
         prefix = str(shared.indices[0])
@@ -275,7 +277,7 @@ def _place(layer: Any, shared: SharedLayer, built: Built) -> None:
             built.names[f"{prefix}.{path}"] = name
 
 
-def _tie(layer: Any, shared: SharedLayer, weights: dict[str, Any]) -> None:
+def _tie(layer: Layer, shared: SharedLayer, weights: dict[str, Tensor]) -> None:
     """Puts the weights that are here already in the place of the layer's own."""
     for path, parameter in list(layer.named_parameters()):
         name = shared.names[path]
@@ -286,7 +288,7 @@ def _tie(layer: Any, shared: SharedLayer, weights: dict[str, Any]) -> None:
             setattr(parts[owner], attribute, known)
 
 
-def called_through(function: Any) -> tuple[Any, ...]:
+def called_through(function: Nest) -> tuple[Layer, ...]:
     """Returns the shared layer that ``function`` calls through a ``forward_func``; () for others.
 
     Args:
