@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.nest import outline, tensors_of
 from fleetpipe.engine.observer import Blocked, Instruction, Played, message_of
 from fleetpipe.errors import BoundaryError
@@ -55,7 +55,7 @@ def _require_finite(value: Value, key: MessageKey, rank: int) -> None:
             )
 
 
-def _finite(tensor: Any) -> bool:
+def _finite(tensor: Tensor) -> bool:
     tensor = tensor.detach()
     if tensor.dtype in (paddle.float16, paddle.bfloat16):
         # Paddle's CPU kernels do not do everything for these.

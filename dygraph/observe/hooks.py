@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Optional
 
+from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backports import PipelineParallelMicroStepLocations as Locations
 from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
 from fleetpipe.errors import UsageError
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 
-NumberedHook = Callable[[int], Any]
+NumberedHook = Callable[[int], object]
+#: The gradients of the tensors of a value, in order; None for a loss.
+Grads = Optional[tuple[Tensor, ...]]
 
 
 class NumberedHooks:
@@ -144,20 +147,20 @@ class HookCalls:
             for rank in ranks:
                 self._bubble(rank)
 
-    def before_forward(self, stage: int, value: Any) -> None:
+    def before_forward(self, stage: int, value: Nest) -> None:
         """See :class:`StageHooks`."""
         self._step = self._count("forward", stage, self._hooks.forward)
         pipeline_parallel_callbacks_.on_location(
             Locations.FORWARD_BEGIN, input_tensor=value, step_id=self._step
         )
 
-    def after_forward(self, stage: int, value: Any, output: Any) -> None:
+    def after_forward(self, stage: int, value: Nest, output: Nest) -> None:
         """See :class:`StageHooks`."""
         pipeline_parallel_callbacks_.on_location(
             Locations.FORWARD_END, input_tensor=value, output_tensor=output, step_id=self._step
         )
 
-    def before_backward(self, stage: int, value: Any, output: Any, output_grads: Any) -> None:
+    def before_backward(self, stage: int, value: Nest, output: Nest, output_grads: Grads) -> None:
         """See :class:`StageHooks`."""
         self._step = self._count("backward", stage, self._hooks.backward)
         pipeline_parallel_callbacks_.on_location(
@@ -169,7 +172,7 @@ class HookCalls:
         )
 
     def after_backward(
-        self, stage: int, value: Any, output: Any, output_grads: Any, input_grads: Any
+        self, stage: int, value: Nest, output: Nest, output_grads: Grads, input_grads: Grads
     ) -> None:
         """See :class:`StageHooks`."""
         pipeline_parallel_callbacks_.on_location(
@@ -204,7 +207,7 @@ class HookCalls:
             self._done["bubble", rank] += 1
 
 
-def _shaped_like(value: Any, grads: tuple[Any, ...] | None) -> Any:
+def _shaped_like(value: Nest, grads: Grads) -> Nest:
     """Returns one gradient for one tensor, a tuple of them for a value of several."""
     if grads is None:
         return None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Union
 
 from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.backward.split import SplitBackward
@@ -34,7 +34,7 @@ from fleetpipe.schedules.operations import Recv, Send
 BATCHES = 3
 
 #: Costs in the form of ``Costs.from_json``: seconds, and bytes that a forward holds.
-Measured = dict[str, Any]
+Measured = dict[str, Union[float, list[float]]]
 
 
 def one_micro_batch(placement: Placement) -> Schedule:
