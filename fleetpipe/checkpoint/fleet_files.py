@@ -7,11 +7,12 @@ cannot be read is a ``CheckpointError`` that says what the file seems to be.
 from __future__ import annotations
 
 import os
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest
 from fleetpipe.checkpoint import pickled
 from fleetpipe.errors import CheckpointError
 
@@ -28,7 +29,7 @@ _BEGINNINGS = (
 )
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load(path: str | os.PathLike[str]) -> dict[str, Nest]:
     """Reads a file of ``paddle.save``, as ``paddle.load`` does, without running what it names.
 
     Args:
@@ -40,11 +41,11 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: There is no such file, it cannot be read, or it holds something else.
     """
-    found: dict[str, Any] = _with_tensors(arrays(path), {})
+    found: dict[str, Nest] = _with_tensors(arrays(path), {})
     return found
 
 
-def arrays(path: str | os.PathLike[str]) -> dict[str, Any]:
+def arrays(path: str | os.PathLike[str]) -> dict[str, Nest]:
     """Does what :func:`load` does, with arrays in the place of tensors; bfloat16 is uint16."""
     name = os.fspath(path)
     if not os.path.exists(name):
@@ -81,7 +82,7 @@ def _cause(name: str) -> str:
     return f"it has {size} bytes and begins with {begin[:24]!r}"
 
 
-def _pickled_dict(file: BinaryIO) -> dict[str, Any]:
+def _pickled_dict(file: BinaryIO) -> dict[str, Nest]:
     found = pickled.read(file)
     if not isinstance(found, dict):
         raise pickled.Refused(f"a {type(found).__name__}, not a dict")
@@ -92,7 +93,7 @@ def _pickled_dict(file: BinaryIO) -> dict[str, Any]:
     return found
 
 
-def _with_tensors(value: Any, made: dict[int, Any]) -> Any:
+def _with_tensors(value: Nest, made: dict[int, Nest]) -> Nest:
     """Returns ``value`` with tensors for its arrays; what it holds twice is made once."""
     if id(value) not in made:
         if isinstance(value, np.ndarray):

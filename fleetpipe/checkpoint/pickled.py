@@ -14,6 +14,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+#: What a pickle builds: plain containers, numbers and texts, arrays, and what is not finished yet.
+Pickled = Any
+
 _SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8), "c": (8, 16)}
 _DTYPES = {f"{kind}{size}" for kind, sizes in _SIZES.items() for size in sizes}
 #: Operations that push their own argument, and those that push a constant or an empty container.
@@ -30,8 +33,8 @@ _ARGUMENTS = {
     "BINBYTES",
     "BINBYTES8",
 }
-_CONSTANTS: Mapping[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY: Mapping[str, Callable[[], Any]] = {
+_CONSTANTS: Mapping[str, bool | None] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY: Mapping[str, Callable[[], Pickled]] = {
     "EMPTY_DICT": dict,
     "EMPTY_LIST": list,
     "EMPTY_TUPLE": tuple,
@@ -59,12 +62,12 @@ class _Unbuilt:
         memo: Where the machine remembers it.
     """
 
-    def __init__(self, build: Callable[[Any], Any]) -> None:
+    def __init__(self, build: Callable[[Pickled], Pickled]) -> None:
         self.build = build
         self.memo: list[int] = []
 
 
-def read(file: BinaryIO) -> Any:
+def read(file: BinaryIO) -> Pickled:
     """Returns what a file of ``paddle.save`` holds.
 
     Args:
@@ -100,11 +103,11 @@ class _Machine:
     """The stack and the memo of a pickle that is read."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []
+        self.stack: list[Pickled] = []
         self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+        self._memo: dict[int, Pickled] = {}
 
-    def run(self, operation: str, argument: Any) -> None:
+    def run(self, operation: str, argument: Pickled) -> None:
         """Runs one operation."""
         if operation in _ARGUMENTS:
             self.stack.append(argument)
@@ -119,7 +122,7 @@ class _Machine:
         else:
             raise Refused(f"the pickle operation {operation}")
 
-    def _pop(self, count: int) -> list[Any]:
+    def _pop(self, count: int) -> list[Pickled]:
         if len(self.stack) < count:
             raise Refused("an operation without its operands")
         start = len(self.stack) - count
@@ -127,12 +130,12 @@ class _Machine:
         del self.stack[start:]
         return values
 
-    def _pop_to_mark(self) -> list[Any]:
+    def _pop_to_mark(self) -> list[Pickled]:
         if not self._marks or self._marks[-1] > len(self.stack):
             raise Refused("an operation without its mark")
         return self._pop(len(self.stack) - self._marks.pop())
 
-    def _top(self, kind: type) -> Any:
+    def _top(self, kind: type) -> Pickled:
         if not self.stack or type(self.stack[-1]) is not kind:
             raise Refused(f"an operation on something else than {_TOLD[kind]}")
         return self.stack[-1]
@@ -158,7 +161,7 @@ class _Machine:
     def _sets(self, _: None) -> None:
         self._put_into_dict(self._pop_to_mark())
 
-    def _put_into_dict(self, items: list[Any]) -> None:
+    def _put_into_dict(self, items: list[Pickled]) -> None:
         target, keys = self._top(dict), items[::2]
         if len(items) % 2 or any(type(key) not in (str, int) for key in keys):
             raise Refused("a dict whose keys are neither names nor numbers")
@@ -183,7 +186,7 @@ class _Machine:
     def _stack_global(self, _: None) -> None:
         self._name(*self._pop(2))
 
-    def _name(self, *parts: Any) -> None:
+    def _name(self, *parts: Pickled) -> None:
         full = ".".join(map(str, parts))
         if full != _ARRAY and full not in _CALLS:
             raise Refused(f"the name {full[:80]!r}")
@@ -202,11 +205,11 @@ class _Machine:
         for key in unbuilt.memo:
             self._memo[key] = built
 
-    def _pass(self, _: Any) -> None:
+    def _pass(self, _: object) -> None:
         """PROTO and FRAME tell a reader what it need not know; STOP ends the loop by itself."""
 
 
-_OPERATIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
+_OPERATIONS: Mapping[str, Callable[[_Machine, Pickled], None]] = {
     "PROTO": _Machine._pass,
     "FRAME": _Machine._pass,
     "STOP": _Machine._pass,
@@ -228,17 +231,17 @@ _OPERATIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
 }
 
 
-def _dtype(code: Any, *_: Any) -> _Unbuilt:
+def _dtype(code: Pickled, *_: object) -> _Unbuilt:
     if code not in _DTYPES:
         raise Refused(f"an array of dtype {str(code)[:40]!r}")
     return _Unbuilt(lambda state: np.dtype(code).newbyteorder(state[1]))
 
 
-def _array(*_: Any) -> _Unbuilt:
+def _array(*_: object) -> _Unbuilt:
     return _Unbuilt(_array_of)
 
 
-def _array_of(state: Any) -> np.ndarray:
+def _array_of(state: Pickled) -> np.ndarray:
     """Makes an array of ``(version, shape, dtype, whether in Fortran's order, bytes)``."""
     _, shape, dtype, in_fortrans_order, data = state
     if not isinstance(dtype, np.dtype) or not isinstance(data, bytes):
@@ -251,11 +254,11 @@ def _array_of(state: Any) -> np.ndarray:
     return array.astype(dtype.newbyteorder("="), copy=False)
 
 
-def _scalar(dtype: Any, data: Any) -> Any:
+def _scalar(dtype: Pickled, data: Pickled) -> Pickled:
     return _array_of((1, (), dtype, False, data))[()]
 
 
-def _empty_dict() -> dict[Any, Any]:
+def _empty_dict() -> dict[str, Pickled]:
     return {}
 
 
@@ -265,7 +268,7 @@ def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _named_tensor(pair: Any) -> np.ndarray:
+def _named_tensor(pair: Pickled) -> np.ndarray:
     """Returns the array of a tensor that was saved with its name."""
     name, array = pair
     if not isinstance(name, str) or not isinstance(array, np.ndarray):
@@ -273,7 +276,7 @@ def _named_tensor(pair: Any) -> np.ndarray:
     return array
 
 
-def _static_tensor(expression: Any, names: Any) -> np.ndarray:
+def _static_tensor(expression: Pickled, names: Pickled) -> np.ndarray:
     """Does what Paddle asks ``eval`` for: it gives back what it was given."""
     if expression != "data" or not isinstance(names["data"], np.ndarray):
         raise Refused("an expression to evaluate")
@@ -283,7 +286,7 @@ def _static_tensor(expression: Any, names: Any) -> np.ndarray:
 
 _ARRAY = "numpy.ndarray"
 #: What Paddle's files call. numpy 2 has another name for its module, and protocol 2 for Python's.
-_CALLS: Mapping[str, Callable[..., Any]] = {
+_CALLS: Mapping[str, Callable[..., Pickled]] = {
     "numpy.dtype": _dtype,
     "numpy.core.multiarray._reconstruct": _array,
     "numpy._core.multiarray._reconstruct": _array,
@@ -299,11 +302,11 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def _require_plain(value: Any) -> None:
+def _require_plain(value: Pickled) -> None:
     """Refuses what was left unfinished, and containers that hold themselves or nest endlessly."""
     seen: set[int] = set()
     open_containers: set[int] = set()
-    todo: list[tuple[Any, bool]] = [(value, False)]
+    todo: list[tuple[Pickled, bool]] = [(value, False)]
     while todo:
         value, left = todo.pop()
         if type(value) not in (dict, list, tuple):
