@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+from fleetpipe.aliases import PaddleGroup, Store, Strategy, Topology
 from fleetpipe.errors import PaddleNotFound
 
 try:
@@ -57,24 +59,26 @@ class LocalTopology(_topology.HybridCommunicateGroup):
 
 
 #: Paddle's modules with all their names: their stubs hide what this package reaches for.
-paddle_fleet: Any = _fleet
+paddle_fleet: ModuleType = _fleet
 _paddle_topology: Any = _topology
 _paddle_collective: Any = _collective
 
 
-def open_store(host: str, port: int, serve: bool, timeout: float) -> Any:
+def open_store(host: str, port: int, serve: bool, timeout: float) -> Store:
     """Opens a TCPStore: serves it, or connects to the one that is served there already."""
     # With a world of 1 its constructor does not wait for anybody: it could not be interrupted.
     return core.TCPStore(host, port, serve, 1, int(timeout) + 1)
 
 
-def replace_gloo_stores(own_store: Callable[[int, int, int], Any]) -> None:
+def replace_gloo_stores(own_store: Callable[[int, int, int], Store]) -> None:
     """Has every Gloo group made in ``own_store(rank_in_group, ranks, group_id)``."""
     restore_gloo_stores()
     original = _paddle_collective._new_process_group_impl
 
     @functools.wraps(original)
-    def new_group(backend: str, store: Any, rank: int, ranks: int, *more: Any, **named: Any) -> Any:
+    def new_group(
+        backend: str, store: Store, rank: int, ranks: int, *more: object, **named: Any
+    ) -> PaddleGroup:
         if backend == "gloo":
             # The default group, which is number 0, gives no group_id.
             store = own_store(rank, ranks, named.get("group_id", 0))
@@ -91,11 +95,13 @@ def restore_gloo_stores() -> None:
 
 
 #: A group's store must live as long as the group.
-_kept_stores: list[Any] = []
+_kept_stores: list[Store] = []
 
 
 @contextmanager
-def beginning(open_store: Callable[[], Any], new_group: Callable[..., Any]) -> Iterator[None]:
+def beginning(
+    open_store: Callable[[], Store], new_group: Callable[..., PaddleGroup]
+) -> Iterator[None]:
     """Within it, Paddle's start opens its store and makes its groups through these functions.
 
     Args:
@@ -113,7 +119,7 @@ def beginning(open_store: Callable[[], Any], new_group: Callable[..., Any]) -> I
         paddle.distributed.new_group = stock_group
 
 
-def install_topology(hcg: Any, strategy: Any) -> None:
+def install_topology(hcg: Topology, strategy: Strategy) -> None:
     """Makes ``hcg`` and ``strategy`` the ones that Paddle's own fleet functions see."""
     paddle_fleet.fleet._hcg = hcg
     paddle_fleet.fleet._topology = None if hcg is None else hcg.topology()
@@ -121,7 +127,7 @@ def install_topology(hcg: Any, strategy: Any) -> None:
     _paddle_topology._HYBRID_PARALLEL_GROUP = hcg
 
 
-def user_strategy() -> Any:
+def user_strategy() -> Strategy:
     """Returns the strategy given to ``fleet.init`` or ``fleet.distributed_optimizer`` last.
 
     None before the first ``fleet.init``, where Paddle's singleton has no such attribute.

@@ -32,6 +32,8 @@ Strategy = Any
 Topology = Any
 #: One of Paddle's communication groups.
 PaddleGroup = Any
+#: One of Paddle's key-value stores, or what stands for one.
+Store = Any
 #: A static program, of either representation.
 Program = Any
 #: A variable or value of a static program.

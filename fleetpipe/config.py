@@ -17,7 +17,7 @@ from fleetpipe.schedules import Costs, Edge, Schedule, build_verified, canonical
 
 DEFAULT_TIMEOUT = 600.0
 
-FLEETPIPE_DEFAULTS: Mapping[str, Any] = {
+FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     "fetch": "mean",
     "fetch_broadcast": False,
     "costs": None,
@@ -68,7 +68,7 @@ class PipelineConfig:
     warmup_slack: int | None = None
 
     @classmethod
-    def from_strategy(cls, strategy: Any) -> PipelineConfig:
+    def from_strategy(cls, strategy: Strategy) -> PipelineConfig:
         """Reads ``pipeline_configs`` and ``fleetpipe_configs`` of ``strategy``.
 
         Args:
@@ -78,7 +78,7 @@ class PipelineConfig:
             ConfigError: An option has a value that cannot be used.
         """
         stock = strategy.pipeline_configs if strategy is not None else {}
-        own = getattr(strategy, "fleetpipe_configs", FLEETPIPE_DEFAULTS)
+        own: Mapping[str, Any] = getattr(strategy, "fleetpipe_configs", FLEETPIPE_DEFAULTS)
         return cls(
             micro_batches=_positive("accumulate_steps", stock.get("accumulate_steps", 1)),
             micro_batch_size=_positive("micro_batch_size", stock.get("micro_batch_size", 1)),
@@ -180,8 +180,8 @@ def _schedule_for(
 
 
 def merge_fleetpipe_configs(
-    current: Mapping[str, Any], changes: Mapping[str, Any]
-) -> dict[str, Any]:
+    current: Mapping[str, object], changes: Mapping[str, object]
+) -> dict[str, object]:
     """Returns ``current`` with ``changes`` put in; an unknown key is refused with the nearest."""
     for key in changes:
         if key not in FLEETPIPE_DEFAULTS:
@@ -191,7 +191,7 @@ def merge_fleetpipe_configs(
     return {**current, **changes}
 
 
-def _positive(name: str, value: Any) -> int:
+def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
             f"{name} must be a whole number of at least 1",
@@ -201,7 +201,7 @@ def _positive(name: str, value: Any) -> int:
     return value
 
 
-def _schedule(name: str, strategy: Any) -> str:
+def _schedule(name: str, strategy: Strategy) -> str:
     """Returns the schedule's canonical name; Fleet's switch for DualPipeV takes 1F1B's place."""
     schedule = canonical_name(name)
     pp_configs = strategy.hybrid_configs["pp_configs"] if strategy is not None else None
@@ -216,7 +216,7 @@ def _schedule(name: str, strategy: Any) -> str:
     return "DualPipeV"
 
 
-def _choice(name: str, value: Any, words: tuple[str, ...]) -> str:
+def _choice(name: str, value: object, words: tuple[str, ...]) -> str:
     """Returns the value of an option that is one of a few words, the usual one first."""
     if isinstance(value, str) and value in words:
         return value
@@ -228,13 +228,13 @@ def _choice(name: str, value: Any, words: tuple[str, ...]) -> str:
     )
 
 
-def _groups(value: Any) -> tuple[int, ...] | None:
+def _groups(value: object) -> tuple[int, ...] | None:
     if value is not None and not isinstance(value, (list, tuple)):
         raise ConfigError("`groups` is no list of sizes", got=repr(value), fix="groups=[4, 4]")
     return None if value is None else tuple(value)
 
 
-def _switch(name: str, value: Any) -> bool:
+def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(
             f"{name} is True or False",
@@ -244,11 +244,11 @@ def _switch(name: str, value: Any) -> bool:
     return value
 
 
-def _memory_cap(value: Any) -> int | None:
+def _memory_cap(value: object) -> int | None:
     return None if value is None else _positive("memory_cap", value)
 
 
-def _trace(value: Any, strategy: Any) -> str | None:
+def _trace(value: object, strategy: Strategy) -> str | None:
     """Returns the folder for the trace; Fleet's switch for profiling gives it a usual name."""
     if value is None:
         pp_configs = strategy.hybrid_configs["pp_configs"] if strategy is not None else None
@@ -262,7 +262,7 @@ def _trace(value: Any, strategy: Any) -> str | None:
     return os.fspath(value)
 
 
-def _costs(value: Any) -> Costs | None:
+def _costs(value: object) -> Costs | None:
     """Reads costs given as a value, as a mapping, or as the path of a JSON file."""
     if value is None or isinstance(value, Costs):
         return value

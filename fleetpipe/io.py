@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sized
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import StateError
@@ -18,7 +18,7 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Sized,
         batch_size: int,
         shuffle: bool = False,
         drop_last: bool = True,
