@@ -21,6 +21,7 @@ import numpy as np
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph._paddle import is_patched, stream_seeds, track_streams
+from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import Group
 
 #: The values of ``fleetpipe_configs["rng"]``.
@@ -150,11 +151,11 @@ class Keys:
 
     def __init__(self, draw: int) -> None:
         """Begins with the number drawn for the batch."""
-        self.micro_batch = 0
+        self.micro_batch = GlobalMicroBatch(0)
         self._draw = draw
         self._slice = 0
         self._common: frozenset[str] = frozenset()
-        self._call: tuple[int, int] | None = None
+        self._call: tuple[int, GlobalMicroBatch] | None = None
         self._streams: dict[str, GeneratorStates] = {}
 
     def agree(self, group: Group) -> None:

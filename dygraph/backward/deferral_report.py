@@ -10,6 +10,7 @@ from typing import Any, Callable, NamedTuple
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.backward.leaf import Leaf
+from fleetpipe.schedules.action import MicroBatch
 
 #: ``layers_of(stage)`` gives the layers of a stage by their numbers in the whole list.
 LayersOf = Callable[[int], Mapping[int, Layer]]
@@ -94,10 +95,10 @@ class Waiting:
 
     def __init__(self) -> None:
         """Begins with none."""
-        self._bytes: dict[int, int] = {}
+        self._bytes: dict[MicroBatch, int] = {}
         self.peak = Peak()
 
-    def add(self, micro_batch: int, size: int) -> None:
+    def add(self, micro_batch: MicroBatch, size: int) -> None:
         """Takes a micro-batch that keeps ``size`` bytes."""
         self._bytes[micro_batch] = size
         self.peak = Peak(
@@ -105,7 +106,7 @@ class Waiting:
             max(self.peak.bytes, sum(self._bytes.values())),
         )
 
-    def remove(self, micro_batch: int) -> None:
+    def remove(self, micro_batch: MicroBatch) -> None:
         """Lets a micro-batch go whose W is done."""
         del self._bytes[micro_batch]
 

@@ -25,7 +25,7 @@ from fleetpipe.dygraph.backward.deferral_report import (
 from fleetpipe.dygraph.backward.leaf import Leaf, leaves_of
 from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.schedules import Schedule
-from fleetpipe.schedules.action import flatten
+from fleetpipe.schedules.action import MicroBatch, flatten
 
 _MISSING = object()
 
@@ -43,7 +43,7 @@ class SplitBackward:
             layers_of: The layers of a stage of this process.
         """
         self._split = {
-            (action.stage, action.micro_batch)
+            (action.stage, MicroBatch(action.micro_batch))
             for row in schedule.actions
             for action in flatten(row)
             if action.kind == "I"
@@ -51,7 +51,7 @@ class SplitBackward:
         self._name = schedule.name
         self._layers_of = layers_of
         self._leaves: dict[int, list[Leaf]] = {}
-        self._tapes: dict[tuple[int, int], list[Call]] = {}
+        self._tapes: dict[tuple[int, MicroBatch], list[Call]] = {}
         self._waiting: dict[int, Waiting] = {}
         self._arrivals: GradientArrivals | None = None
 
@@ -66,7 +66,7 @@ class SplitBackward:
         for waiting in self._waiting.values():
             waiting.forget()
 
-    def recording(self, stage: int, micro_batch: int) -> AbstractContextManager[None]:
+    def recording(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Cuts the calls of the stage's leaf layers out of the graph while the context is open.
 
         Args:
@@ -78,7 +78,7 @@ class SplitBackward:
         return self._recording(stage, micro_batch)
 
     @contextmanager
-    def _recording(self, stage: int, micro_batch: int) -> Iterator[None]:
+    def _recording(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
         tape = self._tapes.setdefault((stage, micro_batch), [])
         leaves = [leaf for leaf in self._leaves_of(stage) if not leaf.static]
         before = [leaf.layer.__dict__.get("forward", _MISSING) for leaf in leaves]
@@ -95,7 +95,7 @@ class SplitBackward:
                     leaf.layer.__dict__["forward"] = forward
 
     @contextmanager
-    def input_grads(self, stage: int, micro_batch: int) -> Iterator[None]:
+    def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
         """Has autograd leave the leaf layers' weight gradients out while the context is open."""
         with self._noted(stage, "I"), self.recording(stage, micro_batch):
             yield
@@ -105,7 +105,7 @@ class SplitBackward:
         hidden = sum(call.hidden_bytes for call in calls)
         self._waiting.setdefault(stage, Waiting()).add(micro_batch, sum(storages.values()) + hidden)
 
-    def weight_grads(self, stage: int, micro_batch: int) -> None:
+    def weight_grads(self, stage: int, micro_batch: MicroBatch) -> None:
         """Adds to the parameters' gradients what I left over, as autograd would have."""
         totals: dict[int, tuple[Tensor, Tensor]] = {}
         tape = self._tapes[stage, micro_batch]
@@ -122,7 +122,7 @@ class SplitBackward:
                 paddle.autograd.backward(*map(list, zip(*totals.values())))
         self._waiting[stage].remove(micro_batch)
 
-    def release(self, stage: int, micro_batch: int) -> None:
+    def release(self, stage: int, micro_batch: MicroBatch) -> None:
         """Drops the tape of a stage and micro-batch."""
         self._tapes.pop((stage, micro_batch), None)
 

@@ -16,10 +16,11 @@ from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.schedules import Edge
+from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 from fleetpipe.transport import Value
 
 #: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
-RunOf = Callable[[int], Callable[[Nest, int], Nest]]
+RunOf = Callable[[int], Callable[[Nest, GlobalMicroBatch], Nest]]
 
 #: A gradient, or None, for each tensor of a value that needs one; None at either end of the model.
 Gradients = Optional[tuple[Tensor, ...]]
@@ -128,14 +129,14 @@ class DygraphStage:
         self._kept.clear()
         self._split.end()
 
-    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
+    def forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
         """Runs the layers of ``stage``; the last stage also computes the loss."""
-        self.micro_batch_id = micro_batch - self._first_micro_batch
+        self.micro_batch_id = self._within(micro_batch)
         into = self._into.get(stage)
         value = self._inputs_of(micro_batch) if into is None else _received(inputs[into])
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
-        with self._split.recording(stage, micro_batch - self._first_micro_batch):
+        with self._split.recording(stage, self._within(micro_batch)):
             output = self._run_of(stage)(value, micro_batch)
         if self._hooks is not None:
             self._hooks.after_forward(stage, value, output)
@@ -148,7 +149,7 @@ class DygraphStage:
         self.micro_batch_id += 1
         return outputs
 
-    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+    def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs autograd from the outputs, or from the loss, back to what the stage received."""
         value, output = self._kept[stage, micro_batch]
         arrived = output_grads[self._out[stage]] if stage in self._out else None
@@ -173,34 +174,37 @@ class DygraphStage:
             self._hooks.after_backward(stage, value, output, arrived, grads)
         return {} if into is None else {into: grads}
 
-    def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+    def input_grad(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """As :meth:`backward`, but the gradients of leaf layers' parameters wait for W.
 
         Everything but what they need is dropped here.
         """
-        with self._split.input_grads(stage, micro_batch - self._first_micro_batch):
+        with self._split.input_grads(stage, self._within(micro_batch)):
             grads = self.backward(stage, micro_batch, output_grads)
         del self._kept[stage, micro_batch]
         return grads
 
-    def weight_grad(self, stage: int, micro_batch: int) -> None:
+    def weight_grad(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Adds the gradients that waited."""
         if self._hooks is not None:
             self._hooks.before_weight_grad(stage)
-        self._split.weight_grads(stage, micro_batch - self._first_micro_batch)
+        self._split.weight_grads(stage, self._within(micro_batch))
 
-    def release(self, stage: int, micro_batch: int) -> None:
+    def release(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Drops the activations of a stage and micro-batch."""
         self._kept.pop((stage, micro_batch), None)
-        self._split.release(stage, micro_batch - self._first_micro_batch)
+        self._split.release(stage, self._within(micro_batch))
 
-    def _inputs_of(self, micro_batch: int) -> Nest:
-        return self._batch.data.inputs[micro_batch - self._first_micro_batch]
+    def _within(self, micro_batch: GlobalMicroBatch) -> MicroBatch:
+        return MicroBatch(micro_batch - self._first_micro_batch)
 
-    def _finish(self, micro_batch: int, output: Nest) -> Nest:
+    def _inputs_of(self, micro_batch: GlobalMicroBatch) -> Nest:
+        return self._batch.data.inputs[self._within(micro_batch)]
+
+    def _finish(self, micro_batch: GlobalMicroBatch, output: Nest) -> Nest:
         """Turns the last stage's output into the loss to start backward from."""
         batch = self._batch
-        index = micro_batch - self._first_micro_batch
+        index = self._within(micro_batch)
         if batch.losses is None:
             batch.outputs[index] = output
             return output

@@ -15,10 +15,11 @@ from fleetpipe.dygraph.layers import refusals
 from fleetpipe.dygraph.nest import replace, tensors_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Partition
+from fleetpipe.schedules.action import GlobalMicroBatch
 
 #: ``run(value, micro_batch)`` runs layers. The value is what the first takes, the micro-batch the
 #: global one in a run of a plan, and None in a direct call.
-Run = Callable[[Nest, Optional[int]], Nest]
+Run = Callable[[Nest, Optional[GlobalMicroBatch]], Nest]
 
 
 class _Step(NamedTuple):
@@ -65,7 +66,9 @@ class StageRunner:
         kind = stage, paddle.is_grad_enabled()
         return self._known.get(kind) or functools.partial(self._first_run, kind)
 
-    def _first_run(self, kind: tuple[int, bool], value: Nest, micro_batch: int | None) -> Nest:
+    def _first_run(
+        self, kind: tuple[int, bool], value: Nest, micro_batch: GlobalMicroBatch | None
+    ) -> Nest:
         """Runs a stage, and finds out whether it writes into what it is given."""
         stage, _ = kind
         run = self._runs.get(stage) or self._run_of(stage)
@@ -97,7 +100,7 @@ class StageRunner:
         return steps, Piece(name, [function for _, function in steps])
 
     def _run_pieces(
-        self, pieces: list[tuple[_Steps, Piece]], value: Nest, micro_batch: int | None
+        self, pieces: list[tuple[_Steps, Piece]], value: Nest, micro_batch: GlobalMicroBatch | None
     ) -> Nest:
         for steps, piece in pieces:
             value = _sole(value)
@@ -107,7 +110,7 @@ class StageRunner:
             )
         return value
 
-    def _run_steps(self, steps: _Steps, value: Nest, micro_batch: int | None) -> Nest:
+    def _run_steps(self, steps: _Steps, value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
         """Calls layers one after another, in a run of a plan each under its own key."""
         keys = None if micro_batch is None else random_keys.current()
         if keys is not None and micro_batch is not None:
@@ -132,7 +135,7 @@ def _copies(value: Nest) -> dict[int, Tensor]:
     return {id(tensor): tensor.clone() for tensor in tensors_of(value)}
 
 
-def _run_on_copies(run: Run, value: Nest, micro_batch: int | None) -> Nest:
+def _run_on_copies(run: Run, value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
     return run(replace(value, _copies(value)), micro_batch)
 
 

@@ -16,11 +16,11 @@ from fleetpipe.engine.observer import Blocked, Instruction, Observer, message_of
 from fleetpipe.engine.stage import Stage, Values
 from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout, ScheduleError
 from fleetpipe.schedules import Action, Edge, Free, Fused, Op, Plan, Recv, Send
-from fleetpipe.schedules.action import parts
+from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch, parts
 from fleetpipe.schedules.operations import ranks_of
 from fleetpipe.transport import MessageKey, Transport, Value, describe
 
-Compute = Callable[[int, int, Values], Values]
+Compute = Callable[[int, GlobalMicroBatch, Values], Values]
 
 
 class Walker:
@@ -133,7 +133,7 @@ class Walker:
             _, target = ranks_of(op, self._plan.placement)
             yield op, self._watched(op, functools.partial(self._send, target, message_of(op)))
         elif isinstance(op, Free):
-            free = functools.partial(self._free, op.stage, op.micro_batch)
+            free = functools.partial(self._free, op.stage, MicroBatch(op.micro_batch))
             yield op, self._watched(op, free)
         else:
             yield op, self._watched(op, functools.partial(self._arrive, str(op)))
@@ -187,20 +187,23 @@ class Walker:
             self.peak_held = max(self.peak_held, self.held)
         values = self.values
         inputs = {edge: values.pop(key) for edge, key in incoming}
-        outputs = run(action.stage, self._first_micro_batch + action.micro_batch, inputs)
+        outputs = run(action.stage, self._global(MicroBatch(action.micro_batch)), inputs)
         for edge, key in outgoing:
             values[key] = outputs[edge]
 
-    def _weight_grad(self, stage: int, micro_batch: int, _: Values) -> Values:
+    def _weight_grad(self, stage: int, micro_batch: GlobalMicroBatch, _: Values) -> Values:
         self._stage.weight_grad(stage, micro_batch)
         return {}
 
     def _send(self, peer: int, key: MessageKey) -> None:
         self.transport.send(peer, key, self.values.pop(key))
 
-    def _free(self, stage: int, micro_batch: int) -> None:
-        self._stage.release(stage, self._first_micro_batch + micro_batch)
+    def _free(self, stage: int, micro_batch: MicroBatch) -> None:
+        self._stage.release(stage, self._global(micro_batch))
         self.held -= 1
+
+    def _global(self, micro_batch: MicroBatch) -> GlobalMicroBatch:
+        return GlobalMicroBatch(self._first_micro_batch + micro_batch)
 
 
 class Engine:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from fleetpipe.schedules import Edge
+from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import Value
 
 #: What crosses the edges into or out of a stage: its inputs or outputs, or their gradients.
@@ -15,11 +16,11 @@ Values = Mapping[Edge, Value]
 class Stage(Protocol):
     """Runs the compute actions of the stages a process owns.
 
-    Stages are global numbers along the model, micro-batches are global too: the data-parallel
-    rank times m, plus the number within the batch.
+    Stages are global numbers along the model; micro-batches are global too, because random streams
+    are keyed by them.
     """
 
-    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
+    def forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
         """Computes the value of every edge out of ``stage`` and keeps what backward needs.
 
         Args:
@@ -32,7 +33,7 @@ class Stage(Protocol):
             The value of every edge out of ``stage``; none for the last stage, which keeps a loss.
         """
 
-    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+    def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Adds to the parameters' gradients; returns the gradient of every edge into ``stage``.
 
         Args:
@@ -45,11 +46,11 @@ class Stage(Protocol):
             The like for every edge into ``stage``.
         """
 
-    def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+    def input_grad(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """As :meth:`backward`, but leaves the parameters' gradients to :meth:`weight_grad`."""
 
-    def weight_grad(self, stage: int, micro_batch: int) -> None:
+    def weight_grad(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Adds to the parameters' gradients what :meth:`input_grad` left over."""
 
-    def release(self, stage: int, micro_batch: int) -> None:
+    def release(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Drops everything kept for this stage and micro-batch."""

@@ -20,6 +20,7 @@ from fleetpipe.dygraph import (
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import pipeline_group
 from fleetpipe.parity.cutting import copy_of
+from fleetpipe.schedules.action import GlobalMicroBatch
 
 LossOf = Callable[[Any, Any], Any]
 LossesOf = Callable[[Any, Any], Sequence[Any]]
@@ -125,7 +126,7 @@ class Reference:
         keys = random_keys.current()
         for number, (value, label, weight) in enumerate(zip(inputs, labels, weights), first):
             if keys is not None:
-                keys.micro_batch = number
+                keys.micro_batch = GlobalMicroBatch(number)
             # Of copies, for the same micro-batches may run again.
             losses = self.losses_of(copy_of(value), copy_of(label))
             losses = [weighted(loss, weight) for loss in losses]

@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Union
+from typing import NamedTuple, NewType, Union
 
 from fleetpipe.errors import ScheduleError
+
+#: A micro-batch's number within its batch, as actions have it.
+MicroBatch = NewType("MicroBatch", int)
+#: Its number over all replicas: the data-parallel rank times m, plus the one within the batch.
+GlobalMicroBatch = NewType("GlobalMicroBatch", int)
 
 #: Forward, full backward, input-gradient and weight-gradient. B is I followed by W.
 KINDS = ("F", "B", "I", "W")
