@@ -68,12 +68,12 @@ def sharded(
     """Returns 3.3's ``ShardedWeight`` of each tensor, of which those in ``axes`` are slices."""
     from paddle.distributed.flex_checkpoint.dcp import sharded_weight
 
-    theirs: ModuleType = sharded_weight
+    shards: ModuleType = sharded_weight
     weights: dict[str, Tensor] = {}
     for name, tensor in state.items():
         key = f"{prefix}{name}"
         if name in axes:
-            weights[key] = theirs.shard_weight(key, tensor, axes[name], group)
+            weights[key] = shards.shard_weight(key, tensor, axes[name], group)
         else:
-            weights[key] = theirs.make_replicated_sharded_weight(key, tensor)
+            weights[key] = shards.make_replicated_sharded_weight(key, tensor)
     return weights

@@ -64,8 +64,8 @@ class VocabParallelEmbedding(ParallelLayer):
         if not self.is_mp:
             return look_up(x, self.weight, name=self._name)
         refuse_outside(x, self.num_embeddings, "an id")
-        own = own_rows(self.weight, x, self.vocab_start_index)
-        return operations.all_reduce(own, self.model_parallel_group)
+        rows = own_rows(self.weight, x, self.vocab_start_index)
+        return operations.all_reduce(rows, self.model_parallel_group)
 
 
 def own_rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
@@ -79,10 +79,10 @@ def own_rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
     look_up: Callable[..., Tensor] = paddle.nn.functional.embedding
     rows = ids - start
     elsewhere = paddle.logical_or(rows < 0, rows >= table.shape[0])
-    found = look_up(paddle.where(elsewhere, paddle.zeros_like(rows), rows), table)
+    vectors = look_up(paddle.where(elsewhere, paddle.zeros_like(rows), rows), table)
     # Not a product with 0: it would make NaN of an infinite gradient.
-    mask = elsewhere.unsqueeze(-1).expand_as(found)
-    return paddle.where(mask, paddle.zeros_like(found), found)
+    mask = elsewhere.unsqueeze(-1).expand_as(vectors)
+    return paddle.where(mask, paddle.zeros_like(vectors), vectors)
 
 
 def refuse_outside(ids: Tensor, size: int, what: str) -> None:

@@ -60,14 +60,14 @@ class ParallelLayer(paddle.nn.Layer):
             axis: The axis that is cut.
             attr: Of the whole parameter; an ``Assign`` may also hold the slice itself.
         """
-        own = list(shape)
+        part = list(shape)
         if self.is_mp:
-            own[axis] //= self.world_size
+            part[axis] //= self.world_size
             attr = _paddle.attribute(attr)
-            if _paddle.assigned_shape(attr.initializer) != own:
+            if _paddle.assigned_shape(attr.initializer) != part:
                 whole = attr.initializer
                 attr.initializer = SliceOf(whole, shape, axis, self.rank, self.world_size)
-        parameter: Tensor = self.create_parameter(shape=own, attr=attr, dtype=self._dtype)
+        parameter: Tensor = self.create_parameter(shape=part, attr=attr, dtype=self._dtype)
         _mark(parameter, axis if self.is_mp else None)
         return parameter
 

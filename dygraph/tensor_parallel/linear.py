@@ -136,9 +136,9 @@ class RowParallelLinear(_ParallelLinear):
         if not self.is_mp:
             return self.linear(x, self.weight, self.bias, name=self._name)
         self._check(x)
-        own = x if self.input_is_parallel else operations.split(x, self.model_parallel_group)
+        columns = x if self.input_is_parallel else operations.split(x, self.model_parallel_group)
         output = operations.all_reduce(
-            self.linear(own, self.weight, name=self._name), self.model_parallel_group
+            self.linear(columns, self.weight, name=self._name), self.model_parallel_group
         )
         return output if self.bias is None else output + self.bias
 
