@@ -188,16 +188,16 @@ Packed = tuple[str, Tensor]
 
 def _packed(squares: Sequence[_Square]) -> Packed:
     """Returns squares as one message: what they are, and a float64 Tensor with their values."""
-    told = " ".join(f"{square.order}:{square.dtype}:{square.sliced:d}" for square in squares)
+    fields = " ".join(f"{square.order}:{square.dtype}:{square.sliced:d}" for square in squares)
     values = [square.value.astype("float64").reshape([1]) for square in squares]
-    return told, paddle.concat(values) if values else None
+    return fields, paddle.concat(values) if values else None
 
 
-def _unpacked(told: str, values: Tensor) -> list[_Square]:
-    fields = [one.split(":") for one in told.split()]
+def _unpacked(fields: str, values: Tensor) -> list[_Square]:
+    parts = [one.split(":") for one in fields.split()]
     return [
         _Square(int(order), dtype, sliced == "1", values[index].astype(dtype))
-        for index, (order, dtype, sliced) in enumerate(fields)
+        for index, (order, dtype, sliced) in enumerate(parts)
     ]
 
 
@@ -210,11 +210,11 @@ def _with_slices(squares: Sequence[_Square], members: Group) -> list[_Square]:
         ConfigError: The members have not the same parameters with gradients.
     """
     packed = members.all_gather(_packed(squares))
-    if any(told != packed[0][0] for told, _ in packed):
+    if any(fields != packed[0][0] for fields, _ in packed):
         raise ConfigError(
             "the tensor-parallel members do not clip the same gradients",
             expected=f"as on the first: {packed[0][0]} (place:dtype:sliced)",
-            got="; ".join(told for told, _ in packed[1:]),
+            got="; ".join(fields for fields, _ in packed[1:]),
             fix="freeze, use and give need_clip to the same parameters on every member",
         )
     parts = [_unpacked(*part) for part in packed]

@@ -127,9 +127,9 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         """
 
         def minimize() -> Stepped:
-            own = optimized_parameters(self._inner_opt)
-            wanted = _names(parameters or own) - _names(no_grad_set or ())
-            chosen = [parameter for parameter in own if parameter.name in wanted]
+            optimized = optimized_parameters(self._inner_opt)
+            wanted = _names(parameters or optimized) - _names(no_grad_set or ())
+            chosen = [parameter for parameter in optimized if parameter.name in wanted]
             if not chosen:
                 # Paddle would take an empty list for all parameters.
                 self._clip_nothing(clips())
@@ -140,8 +140,8 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         def clips() -> list[Clip]:
             return [clip_of_minimize(self._inner_opt)]
 
-        found = self._run(minimize, clips)
-        return ([], []) if found is None else found
+        result = self._run(minimize, clips)
+        return ([], []) if result is None else result
 
     def _facts(self) -> dict[str, str]:
         """Returns what must be the same on all ranks: each clip of a group waits for all."""
@@ -204,18 +204,18 @@ def _names(parameters: Iterable[Tensor | str]) -> set[str]:
     return {parameter if isinstance(parameter, str) else parameter.name for parameter in parameters}
 
 
-def _require_parameters_of(layers: Layer, given: Sequence[Tensor]) -> None:
+def _require_parameters_of(layers: Layer, optimized: Sequence[Tensor]) -> None:
     """Raises a ``ConfigError`` where an optimizer was built on other parameters than a model's."""
-    own = {id(parameter): parameter for parameter in layers.state.own_parameters().values()}
-    known = {id(parameter) for parameter in layers.trained_parameters()}
-    foreign = [p.name for p in given if id(p) not in known and not p.stop_gradient]
-    trained = [p for p in own.values() if not p.stop_gradient]
-    if not foreign and (not trained or any(id(parameter) in own for parameter in given)):
+    parameters = {id(p): p for p in layers.state.own_parameters().values()}
+    trained_ids = {id(parameter) for parameter in layers.trained_parameters()}
+    foreign = [p.name for p in optimized if id(p) not in trained_ids and not p.stop_gradient]
+    trained = [p for p in parameters.values() if not p.stop_gradient]
+    if not foreign and (not trained or any(id(parameter) in parameters for parameter in optimized)):
         return
     raise ConfigError(
         "the optimizer was built on the wrong parameters",
         expected=f"parameters of this rank's stages, {_listed([p.name for p in trained])}",
-        got=_listed(foreign) if foreign else f"none of them, {len(given)} in all",
+        got=_listed(foreign) if foreign else f"none of them, {len(optimized)} in all",
         cause="it was built on another model, or on the layers before PipelineLayer built its own",
         fix="build it on the parameters() of the PipelineLayer or of what distributed_model "
         "returned",

@@ -90,12 +90,12 @@ def _pieces(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     for gradient in gradients:
         kind = str(gradient.dtype)
         piece, size = open_pieces.get(kind, ([], _PIECE_BYTES))
-        own = int(gradient.size) * int(gradient.element_size())
-        if size + own > _PIECE_BYTES:
+        nbytes = int(gradient.size) * int(gradient.element_size())
+        if size + nbytes > _PIECE_BYTES:
             piece, size = [], 0
             pieces.append(piece)
         piece.append(gradient)
-        open_pieces[kind] = (piece, size + own)
+        open_pieces[kind] = (piece, size + nbytes)
     return pieces
 
 

@@ -74,8 +74,8 @@ def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
         if gradient is not None:
             finite.append(paddle.isfinite(gradient).all())
             gradient.multiply_(inverse.astype(gradient.dtype).reshape([]))
-    found = bool(finite) and not bool(paddle.stack(finite).all())
-    note_unscaled(scaler, optimizer, _any_rank(found, scaler))
+    overflow = bool(finite) and not bool(paddle.stack(finite).all())
+    note_unscaled(scaler, optimizer, _any_rank(overflow, scaler))
 
 
 def _any_rank(found: bool, scaler: Scaler) -> bool:
@@ -85,12 +85,12 @@ def _any_rank(found: bool, scaler: Scaler) -> bool:
         return found
     everyone = job.everyone()
     verdicts = everyone.all_gather((found, str(scaler_counts(scaler))))
-    others = [rank for rank, (_, told) in enumerate(verdicts) if told != verdicts[0][1]]
-    if others:
+    different = [rank for rank, (_, counts) in enumerate(verdicts) if counts != verdicts[0][1]]
+    if different:
         raise ConfigError(
-            f"the GradScalers of ranks 0 and {others[0]} are not in the same state",
+            f"the GradScalers of ranks 0 and {different[0]} are not in the same state",
             expected=f"as on rank 0: {verdicts[0][1]}",
-            got=f"on rank {others[0]}: {verdicts[others[0]][1]}",
+            got=f"on rank {different[0]}: {verdicts[different[0]][1]}",
             fix="give all ranks the same GradScaler arguments, and load the same state on each",
         )
-    return any(theirs for theirs, _ in verdicts)
+    return any(verdict for verdict, _ in verdicts)

@@ -75,9 +75,9 @@ def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
         ranks: Number of owners.
     """
     load = [0] * ranks
-    found = {}
+    owner_of = {}
     for parameter in sorted(parameters, key=lambda p: -int(p.size)):
         owner = load.index(min(load))
         load[owner] += int(parameter.size)
-        found[id(parameter)] = owner
-    return found
+        owner_of[id(parameter)] = owner
+    return owner_of
