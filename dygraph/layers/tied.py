@@ -65,21 +65,21 @@ def find(entries: Sequence[Entry], blueprints: Sequence[Layer]) -> tuple[SharedL
     for index, entry in enumerate(entries):
         if descriptions.is_shared(entry):
             _sort_in(variants.setdefault(entry.layer_name, []), entries, index)
-    found = []
+    layers = []
     for key, (first, *others) in variants.items():
         names = {path: f"{HOLDER}.{key}.{path}" for path in _paths(blueprints[first.indices[0]])}
         for variant in (first, *others):
             paths = _attribute_paths(key, variant, blueprints)
             if variant is first:
                 pivot = paths
-                found.append(SharedLayer(key, tuple(first.indices), names))
+                layers.append(SharedLayer(key, tuple(first.indices), names))
                 continue
             own = {path: f"{variant.indices[0]}.{path}" for path in _paths_of(variant, blueprints)}
             for attribute, path in paths.items():
                 _require_alike(key, attribute, (first, pivot), (variant, paths), blueprints)
                 own[path] = names[pivot[attribute]]
-            found.append(SharedLayer(key, tuple(variant.indices), own))
-    return tuple(sorted(found, key=lambda layer: layer.indices))
+            layers.append(SharedLayer(key, tuple(variant.indices), own))
+    return tuple(sorted(layers, key=lambda layer: layer.indices))
 
 
 def _sort_in(variants: list[_Variant], entries: Sequence[Entry], index: int) -> None:
@@ -127,8 +127,8 @@ def _alike(one: Any, other: Any) -> bool:
     if bool(one == other):
         return True
     # An initializer or a ParamAttr equals nothing but itself.
-    own = getattr(one, "__dict__", None)
-    return bool(own) and _alike(own, vars(other))
+    attributes = getattr(one, "__dict__", None)
+    return bool(attributes) and _alike(attributes, vars(other))
 
 
 def _paths(layer: Layer) -> list[str]:
@@ -144,7 +144,7 @@ def _attribute_paths(key: str, variant: _Variant, blueprints: Sequence[Layer]) -
     index = variant.indices[0]
     layer = blueprints[index]
     paths = {id(parameter): path for path, parameter in layer.named_parameters()}
-    found = {}
+    shared = {}
     for attribute in variant.attributes:
         weight = getattr(layer, attribute, None)
         if id(weight) not in paths:
@@ -155,8 +155,8 @@ def _attribute_paths(key: str, variant: _Variant, blueprints: Sequence[Layer]) -
                 got="no such attribute" if weight is None else type(weight).__name__,
                 fix="pass its name as shared_weight_attr, or write a property that returns it",
             )
-        found[attribute] = paths[id(weight)]
-    return found
+        shared[attribute] = paths[id(weight)]
+    return shared
 
 
 def _require_alike(
@@ -166,16 +166,16 @@ def _require_alike(
     other: tuple[_Variant, Mapping[str, str]],
     blueprints: Sequence[Layer],
 ) -> None:
-    told = []
+    forms = []
     for variant, paths in (first, other):
         weight = blueprints[variant.indices[0]].state_dict()[paths[attribute]]
-        told.append(f"{list(weight.shape)} {weight.dtype}")
-    if told[0] != told[1]:
+        forms.append(f"{list(weight.shape)} {weight.dtype}")
+    if forms[0] != forms[1]:
         raise ConfigError(
             f"the entries with key {key!r} have {attribute!r} in different shapes or dtypes",
             where=f"layers {first[0].indices[0]} and {other[0].indices[0]} of the list",
-            expected=told[0],
-            got=told[1],
+            expected=forms[0],
+            got=forms[1],
             fix="give both entries the same sizes, or keys of their own",
         )
 
@@ -281,11 +281,11 @@ def _tie(layer: Layer, shared: SharedLayer, weights: dict[str, Tensor]) -> None:
     """Puts the weights that are here already in the place of the layer's own."""
     for path, parameter in list(layer.named_parameters()):
         name = shared.names[path]
-        known = weights.setdefault(name, parameter)
-        if known is not parameter:
+        first = weights.setdefault(name, parameter)
+        if first is not parameter:
             owner, _, attribute = path.rpartition(".")
             parts = dict(layer.named_sublayers(include_self=True))
-            setattr(parts[owner], attribute, known)
+            setattr(parts[owner], attribute, first)
 
 
 def called_through(function: Nest) -> tuple[Layer, ...]:
