@@ -138,8 +138,8 @@ def measure(
     held = {str(stage): statistics.median(sizes) for stage, sizes in weighed.bytes.items()}
     everyone = {int(s): size for part in job.group().all_gather(held) for s, size in part.items()}
     events = [event for step in trace.steps()[len(weights) :] for event in step]
-    found = costs(events, everyone, layers.placement.stages) if events else None
-    measured: Measured = job.group().broadcast(found, 0)
+    medians = costs(events, everyone, layers.placement.stages) if events else None
+    measured: Measured = job.group().broadcast(medians, 0)
     return measured
 
 
