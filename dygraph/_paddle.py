@@ -212,8 +212,12 @@ def device_id() -> int:
 
 def is_patched(layer: Layer) -> bool:
     """Whether a layer has hooks around its forward, or another forward than its class."""
-    own = vars(layer)
-    return bool(own["_forward_pre_hooks"] or own["_forward_post_hooks"] or "forward" in own)
+    attributes = vars(layer)
+    return bool(
+        attributes["_forward_pre_hooks"]
+        or attributes["_forward_post_hooks"]
+        or "forward" in attributes
+    )
 
 
 def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None]) -> None:
@@ -229,9 +233,9 @@ def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None
 
     @functools.wraps(original)
     def rng_state(name: str = "model_parallel_rng") -> AbstractContextManager[None]:
-        ours = stream_of(name) if name in tracker.states_ else None
-        theirs: AbstractContextManager[None] = original(name)
-        return theirs if ours is None else ours
+        replacement = stream_of(name) if name in tracker.states_ else None
+        stream: AbstractContextManager[None] = original(name)
+        return stream if replacement is None else replacement
 
     tracker.rng_state = rng_state
 
@@ -248,14 +252,14 @@ def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
     These are its buffers, and the vectors among its parameters that are not trained, which is
     where some layers have statistics.
     """
-    own = vars(layer)
-    for name, tensor in own["_buffers"].items():
+    attributes = vars(layer)
+    for name, tensor in attributes["_buffers"].items():
         # The one that LSTM and its kin have for GPUs is nowhere on a CPU.
         if tensor is not None and tensor._is_initialized():
-            yield own["_buffers"], name
-    for name, tensor in own["_parameters"].items():
+            yield attributes["_buffers"], name
+    for name, tensor in attributes["_parameters"].items():
         if tensor is not None and tensor.stop_gradient and tensor.ndim <= 1:
-            yield own["_parameters"], name
+            yield attributes["_parameters"], name
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -18,8 +18,8 @@ def broadcast_state(state: Mapping[str, Tensor], group: Group) -> None:
     if group.ranks == 1:
         return
     # Sent as copies: what these are may change before they have left this process.
-    own = None if group.rank else {name: t.detach().clone() for name, t in state.items()}
-    first = group.broadcast(own, 0)
+    copies = None if group.rank else {name: t.detach().clone() for name, t in state.items()}
+    first = group.broadcast(copies, 0)
     if group.rank:
         for name, tensor in state.items():
             tensor.set_value(first[name])

@@ -187,14 +187,14 @@ class Keys:
         Used several times within a call of a layer, it goes on where it ended.
         """
         states, call = GeneratorStates(), self._call
-        known = self._streams.get(name)
-        if known is not None:
-            known.put_back()
+        resumed = self._streams.get(name)
+        if resumed is not None:
+            resumed.put_back()
         else:
             layer, micro_batch = call or (_LOSS, self.micro_batch)
             number = zlib.crc32(name.encode())
-            own = 0 if name in self._common else self._slice
-            paddle.seed(key(self._draw, layer, micro_batch, own, number))
+            part = 0 if name in self._common else self._slice
+            paddle.seed(key(self._draw, layer, micro_batch, part, number))
         try:
             yield
         finally:

@@ -78,21 +78,21 @@ class PipelineConfig:
             ConfigError: An option has a value that cannot be used.
         """
         stock = strategy.pipeline_configs if strategy is not None else {}
-        own: Mapping[str, Any] = getattr(strategy, "fleetpipe_configs", FLEETPIPE_DEFAULTS)
+        options: Mapping[str, Any] = getattr(strategy, "fleetpipe_configs", FLEETPIPE_DEFAULTS)
         return cls(
             micro_batches=_positive("accumulate_steps", stock.get("accumulate_steps", 1)),
             micro_batch_size=_positive("micro_batch_size", stock.get("micro_batch_size", 1)),
             schedule=_schedule(stock.get("schedule_mode", "1F1B"), strategy),
-            loss_reduction=_choice("loss_reduction", own["loss_reduction"], ("mean", "sum")),
-            memory_cap=_memory_cap(own["memory_cap"]),
-            rng=_choice("rng", own["rng"], ("keyed", "fleet")),
-            timeout=_timeout(own["timeout"]),
-            fetch=_choice("fetch", own["fetch"], ("mean", "last", "all")),
-            fetch_broadcast=_switch("fetch_broadcast", own["fetch_broadcast"]),
-            trace=_trace(own["trace"], strategy),
-            costs=_costs(own["costs"]),
-            groups=_groups(own["groups"]),
-            warmup_slack=own["warmup_slack"],
+            loss_reduction=_choice("loss_reduction", options["loss_reduction"], ("mean", "sum")),
+            memory_cap=_memory_cap(options["memory_cap"]),
+            rng=_choice("rng", options["rng"], ("keyed", "fleet")),
+            timeout=_timeout(options["timeout"]),
+            fetch=_choice("fetch", options["fetch"], ("mean", "last", "all")),
+            fetch_broadcast=_switch("fetch_broadcast", options["fetch_broadcast"]),
+            trace=_trace(options["trace"], strategy),
+            costs=_costs(options["costs"]),
+            groups=_groups(options["groups"]),
+            warmup_slack=options["warmup_slack"],
         )
 
     def resized(self, micro_batches: int, micro_batch_size: int) -> PipelineConfig:

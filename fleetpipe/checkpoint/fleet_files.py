@@ -41,8 +41,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Nest]:
     Raises:
         CheckpointError: There is no such file, it cannot be read, or it holds something else.
     """
-    found: dict[str, Nest] = _with_tensors(arrays(path), {})
-    return found
+    contents: dict[str, Nest] = _with_tensors(arrays(path), {})
+    return contents
 
 
 def arrays(path: str | os.PathLike[str]) -> dict[str, Nest]:
@@ -83,14 +83,14 @@ def _cause(name: str) -> str:
 
 
 def _pickled_dict(file: BinaryIO) -> dict[str, Nest]:
-    found = pickled.read(file)
-    if not isinstance(found, dict):
-        raise pickled.Refused(f"a {type(found).__name__}, not a dict")
-    found.pop(_NAMES, None)
-    for name, description in found.pop(_DIVIDED, {}).items():
-        parts = [found.pop(part) for part in description["slices"]]
-        found[name] = np.concatenate(parts).reshape(description["OriginShape"])
-    return found
+    contents = pickled.read(file)
+    if not isinstance(contents, dict):
+        raise pickled.Refused(f"a {type(contents).__name__}, not a dict")
+    contents.pop(_NAMES, None)
+    for name, description in contents.pop(_DIVIDED, {}).items():
+        parts = [contents.pop(part) for part in description["slices"]]
+        contents[name] = np.concatenate(parts).reshape(description["OriginShape"])
+    return contents
 
 
 def _with_tensors(value: Nest, made: dict[int, Nest]) -> Nest:

@@ -74,9 +74,9 @@ class Trace:
         trace = cls(Path(folder), schedule, job.connect(), job.group())
 
         def write() -> None:
-            told = trace.write()
-            if told is not None:
-                sys.stderr.write(f"fleetpipe: {told}\n")
+            summary = trace.write()
+            if summary is not None:
+                sys.stderr.write(f"fleetpipe: {summary}\n")
 
         job.endings.append(write)
         return trace
