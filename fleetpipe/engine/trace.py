@@ -11,14 +11,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Callable, Protocol
 
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
 from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, write_trace
 from fleetpipe.schedules.forms.events import Event, events_of, figures_of
 from fleetpipe.schedules.forms.picture import NoMatplotlib, Panel, draw, panel_of
-from fleetpipe.transport import Group
+from fleetpipe.transport import Group, Transport
 from fleetpipe.transport.joining.hosts import host_identity
 
 #: Steps that a trace keeps unless it is told otherwise.
@@ -27,6 +27,28 @@ _ROUNDS = 8
 
 #: What is sent of an event: name, start and end in seconds.
 Record = tuple[str, float, float]
+
+
+class Traced(Protocol):
+    """What a trace needs of a :class:`fleetpipe.job.job.Job`.
+
+    Attributes:
+        endings: Called when the job ends.
+    """
+
+    endings: list[Callable[[], None]]
+
+    def connect(self) -> Mapping[int, Transport]:
+        """Returns the transport of each rank of the pipeline that this process plays."""
+
+    def group(self) -> Group:
+        """Returns the ranks of the pipeline."""
+
+    def replicas(self) -> Group:
+        """Returns the ranks that hold the same parameters."""
+
+    def model_parallel(self) -> Group:
+        """Returns the ranks that hold the slices of one replica's stages."""
 
 
 class Trace:
@@ -61,13 +83,13 @@ class Trace:
         self._offset, self.clock_error = _clock(group)
 
     @classmethod
-    def of_job(cls, folder: str | None, schedule: Schedule, job: Any) -> Trace | None:
+    def of_job(cls, folder: str | None, schedule: Schedule, job: Traced) -> Trace | None:
         """Begins to record what a job runs, written when it ends. Collective over the pipeline.
 
         Args:
             folder: ``fleetpipe_configs["trace"]``; None: nothing is recorded.
             schedule: What runs.
-            job: A :class:`fleetpipe.job.job.Job`; its first replica records for all.
+            job: Its first replica records for all.
         """
         if folder is None or job.replicas().rank or job.model_parallel().rank:
             return None
