@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from fleetpipe.aliases import PaddleGroup, Store, Strategy, Topology
+from fleetpipe.aliases import PaddleGroup, PaddleStore, Strategy, Topology
 from fleetpipe.errors import PaddleNotFound
 
 try:
@@ -64,20 +64,20 @@ _paddle_topology: Any = _topology
 _paddle_collective: Any = _collective
 
 
-def open_store(host: str, port: int, serve: bool, timeout: float) -> Store:
+def open_store(host: str, port: int, serve: bool, timeout: float) -> PaddleStore:
     """Opens a TCPStore: serves it, or connects to the one that is served there already."""
     # With a world of 1 its constructor does not wait for anybody: it could not be interrupted.
     return core.TCPStore(host, port, serve, 1, int(timeout) + 1)
 
 
-def replace_gloo_stores(own_store: Callable[[int, int, int], Store]) -> None:
+def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore]) -> None:
     """Has every Gloo group made in ``own_store(rank_in_group, ranks, group_id)``."""
     restore_gloo_stores()
     original = _paddle_collective._new_process_group_impl
 
     @functools.wraps(original)
     def new_group(
-        backend: str, store: Store, rank: int, ranks: int, *more: object, **named: Any
+        backend: str, store: PaddleStore, rank: int, ranks: int, *more: object, **named: Any
     ) -> PaddleGroup:
         if backend == "gloo":
             # The default group, which is number 0, gives no group_id.
@@ -95,12 +95,12 @@ def restore_gloo_stores() -> None:
 
 
 #: A group's store must live as long as the group.
-_kept_stores: list[Store] = []
+_kept_stores: list[PaddleStore] = []
 
 
 @contextmanager
 def beginning(
-    open_store: Callable[[], Store], new_group: Callable[..., PaddleGroup]
+    open_store: Callable[[], PaddleStore], new_group: Callable[..., PaddleGroup]
 ) -> Iterator[None]:
     """Within it, Paddle's start opens its store and makes its groups through these functions.
 

@@ -11,7 +11,7 @@ from typing import Any
 #: A ``paddle.Tensor``, or a parameter.
 Tensor = Any
 #: A node of autograd's graph.
-Node = Any
+GradNode = Any
 #: What the forward of a ``PyLayer`` leaves for its backward.
 Context = Any
 #: A ``paddle.nn.Layer``.
@@ -33,7 +33,7 @@ Topology = Any
 #: One of Paddle's communication groups.
 PaddleGroup = Any
 #: One of Paddle's key-value stores, or what stands for one.
-Store = Any
+PaddleStore = Any
 #: A static program, of either representation.
 Program = Any
 #: A variable or value of a static program.

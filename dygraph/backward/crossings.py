@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fleetpipe.aliases import Node, Tensor
+from fleetpipe.aliases import GradNode, Tensor
 from fleetpipe.dygraph.backward.leaf import nodes_of, operands
 
 #: The fields of a :class:`Meeting`.
@@ -67,7 +67,7 @@ def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossi
     reach = [nodes_of([root], set()) for root in roots]
     edges = Counter(other for node in set().union(*reach) for other in operands(node))
 
-    def meeting(node: Node, itself: Sequence[int]) -> Meeting:
+    def meeting(node: GradNode, itself: Sequence[int]) -> Meeting:
         ways = tuple(index for index, nodes in enumerate(reach) if node in nodes)
         return Meeting(edges[node], tuple(itself), ways)
 

@@ -21,7 +21,7 @@ from typing import Callable, NamedTuple
 import numpy as np
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Layer, Nest, Node, Tensor
+from fleetpipe.aliases import GradNode, Layer, Nest, Tensor
 from fleetpipe.dygraph._paddle import is_static
 from fleetpipe.dygraph.nest import leaves, leaves_like, replace
 from fleetpipe.dygraph.random_keys import random_states_kept
@@ -185,7 +185,9 @@ def _are_vectors(parameters: Iterable[Tensor]) -> bool:
     return all(parameter.ndim <= 1 for parameter in parameters)
 
 
-def _ways_to(ends: set[Node], below: Mapping[Node, Sequence[Node]]) -> dict[Node, tuple[int, int]]:
+def _ways_to(
+    ends: set[GradNode], below: Mapping[GradNode, Sequence[GradNode]]
+) -> dict[GradNode, tuple[int, int]]:
     """Returns, for each node that leads to ``ends``, the longest way there and how many there are.
 
     Args:
@@ -209,9 +211,9 @@ def _ways_to(ends: set[Node], below: Mapping[Node, Sequence[Node]]) -> dict[Node
     return ways
 
 
-def nodes_of(roots: Iterable[Node], ends: set[Node]) -> set[Node]:
+def nodes_of(roots: Iterable[GradNode], ends: set[GradNode]) -> set[GradNode]:
     """Returns the nodes of a graph from ``roots`` to ``ends``, or to where it begins."""
-    seen: set[Node] = set()
+    seen: set[GradNode] = set()
     stack = list(roots)
     while stack:
         node = stack.pop()
@@ -222,7 +224,7 @@ def nodes_of(roots: Iterable[Node], ends: set[Node]) -> set[Node]:
     return seen
 
 
-def operands(node: Node) -> list[Node]:
+def operands(node: GradNode) -> list[GradNode]:
     """Returns the nodes to which a node of a graph hands gradients on."""
     # None stands for an operand that needs no gradient.
     return [other for other in node.next_functions if other is not None]
