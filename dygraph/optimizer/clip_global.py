@@ -15,12 +15,11 @@ from typing import NamedTuple
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph._paddle import clip_places, squared_norm
-from fleetpipe.dygraph.optimizer.clip_sliced import SlicedNormClip
+from fleetpipe.dygraph.optimizer.clip_sliced import Pairs, SlicedNormClip
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.transport import Group
 
-Pairs = list[tuple[Tensor, Tensor]]
 _HALVES = ("float16", "bfloat16")
 #: The order of what another rank counts: a copy of a tied weight.
 COPY = -1

@@ -10,6 +10,7 @@ from fleetpipe.aliases import Clip, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import members_of, model_parallel_group, total
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
 
+#: Parameters, each with its gradient.
 Pairs = list[tuple[Tensor, Tensor]]
 
 

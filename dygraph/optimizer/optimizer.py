@@ -20,7 +20,8 @@ from fleetpipe.dygraph._paddle import (
     in_data_parallel_mode,
     optimized_parameters,
 )
-from fleetpipe.dygraph.optimizer.clip_global import COPY, Pairs, replace_clips, total_norm
+from fleetpipe.dygraph.optimizer.clip_global import COPY, replace_clips, total_norm
+from fleetpipe.dygraph.optimizer.clip_sliced import Pairs
 from fleetpipe.dygraph.optimizer.replicas import reduce_gradients
 from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.errors import ConfigError
