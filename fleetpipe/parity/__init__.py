@@ -1,13 +1,24 @@
 """Runs a pipeline and its single-device model side by side and says whether a bit differs.
 
-:func:`begin` is the function, ``fleetpipe parity SCRIPT`` the command for a training script that
-stays as it is.
+:func:`begin` is the function, ``fleetpipe parity SCRIPT`` (``command``) the command for a training
+script that stays as it is. Both make a ``session``, which compares one step after another:
+
+1. ``cutting`` cuts the batch a second time, and the micro-batches of both sides are compared;
+2. the ``reference``, the model on one device, runs forward and backward on its own;
+3. the pipeline trains, while ``outputs`` keeps what layers return (of the reference too), ``edges``
+   the gradients between stages, and ``orders`` looks where sums have another order;
+4. in the place of the pipeline's optimizer ``stepping`` compares the gradients, then steps both
+   sides at the ``rates`` of each; where a gradient differs, the reference has run once more before,
+   to compare what arrived on the edges;
+5. parameters and buffers are compared after, as is the loss.
+
+``evaluation`` does the like for ``eval_batch`` and ``predict_batch``. ``differences`` says how far
+two values are apart; the session puts those that all ranks found into one ``report``.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
+from fleetpipe.aliases import Layer, Optimizer
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.parity.differences import Difference
 from fleetpipe.parity.reference import LossOf, Reference, of_model, of_same_layers
@@ -20,8 +31,8 @@ __all__ = ["Difference", "Reference", "Report", "Session", "begin"]
 def begin(
     pipeline: PipelineParallel,
     optimizer: PipelineOptimizer,
-    model: Any = None,
-    model_optimizer: Any = None,
+    model: Layer | None = None,
+    model_optimizer: Optimizer | None = None,
     loss_of: LossOf | None = None,
     tolerance: float | None = None,
 ) -> Session:

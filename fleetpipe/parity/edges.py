@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Callable, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, SingleModel, has_memory, state_slots
+from fleetpipe.dygraph.nest import mapped
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.parity.differences import Difference, compare, leaves
 from fleetpipe.parity.outputs import part_of
@@ -34,6 +37,7 @@ class At(NamedTuple):
     path: str
 
 
+@dataclass
 class Gradients:
     """The gradients of one batch on the edges.
 
@@ -42,19 +46,18 @@ class Gradients:
         used: The gradient of the value on the side of its producer, which may use it itself too.
     """
 
-    def __init__(self) -> None:
-        """Begins without any."""
-        self.arrived: dict[At, Any] = {}
-        self.used: dict[At, Any] = {}
+    arrived: dict[At, Tensor | None] = field(default_factory=dict)
+    used: dict[At, Tensor | None] = field(default_factory=dict)
 
-    def keep(self, which: dict[At, Any], at: At) -> Callable[[Any], None]:
-        """Returns a hook that keeps a copy of a gradient."""
-        which[at] = None
 
-        def hook(gradient: Any) -> None:
-            which[at] = gradient.detach().clone()
+def _keep(tensor: Tensor, gradients: dict[At, Tensor | None], at: At) -> None:
+    """Keeps a copy of the gradient that a tensor will get."""
 
-        return hook
+    def hook(gradient: Tensor) -> None:
+        gradients[at] = gradient.detach().clone()
+
+    gradients[at] = None
+    tensor.register_hook(hook)
 
 
 class EdgeWatch:
@@ -98,10 +101,12 @@ class EdgeWatch:
     def _follow(self, kept: Gradients, op: Action, values: Mapping[MessageKey, Value]) -> None:
         """Begins to keep the gradients of what a forward hands on."""
         for value in _of(op, "F", values):
-            for path, tensor in _differentiable(value).items():
+            for path, tensor in _tensors(value).items():
+                if tensor.stop_gradient:
+                    continue
                 at = At(op.stage, self._first_micro_batch + op.micro_batch, path)
                 kept.arrived[at] = None
-                tensor.register_hook(kept.keep(kept.used, at))
+                _keep(tensor, kept.used, at)
 
     def _keep_arrived(
         self, kept: Gradients, op: Action, values: Mapping[MessageKey, Value]
@@ -133,16 +138,21 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[Gradi
     borders = {first: stage for stage, first in enumerate(pipe.partition.boundaries[1:-1])}
     calls = dict.fromkeys(borders, 0)
 
-    def copied(layer: int, value: Any) -> Any:
+    def copied(layer: int, value: Nest) -> Nest:
         stage, micro_batch = borders[layer], calls[layer]
         calls[layer] += 1
-        copies = {}
-        for path, tensor in _differentiable(value).items():
-            at = At(stage, micro_batch, path)
-            tensor.register_hook(kept.keep(kept.used, at))
-            copies[path] = tensor.clone()
-            copies[path].register_hook(kept.keep(kept.arrived, at))
-        return _with(value, copies)
+        places = [At(stage, micro_batch, path) for path in _tensors(value)]
+
+        def copy(tensor: Tensor) -> Tensor:
+            at = places.pop(0)
+            if tensor.stop_gradient:
+                return tensor
+            _keep(tensor, kept.used, at)
+            other = tensor.clone()
+            _keep(other, kept.arrived, at)
+            return other
+
+        return mapped(copy, value)
 
     with _state_kept(model), model.changed_before(list(borders), copied):
         yield kept
@@ -184,14 +194,17 @@ def differences(
     return list(found.values())
 
 
-def _compare(name: str, micro_batch: int, step: int, ours: Any, theirs: Any) -> Difference | None:
+def _compare(
+    name: str, micro_batch: int, step: int, ours: Tensor | None, theirs: Tensor | None
+) -> Difference | None:
     """Compares one gradient; where there is none, zeros stand for it."""
-    if ours is None and theirs is None:
-        return None
+    if theirs is None:
+        if ours is None:
+            return None
+        theirs = paddle.zeros_like(ours)
     lost = ours is None
-    if lost or theirs is None:
-        zeros = paddle.zeros_like(theirs if lost else ours)
-        ours, theirs = (zeros, theirs) if lost else (ours, zeros)
+    if ours is None:
+        ours = paddle.zeros_like(theirs)
     else:
         theirs = part_of(theirs, ours)
     name += f"{' (lost)' if lost else ''}, micro-batch {micro_batch}"
@@ -201,34 +214,18 @@ def _compare(name: str, micro_batch: int, step: int, ours: Any, theirs: Any) -> 
     return difference if difference.relative > _ROUNDING * _unit(theirs) else None
 
 
-def _unit(tensor: Any) -> float:
+def _unit(tensor: Tensor) -> float:
     """Returns the last place of a tensor's dtype, of 1."""
     name = str(tensor.dtype).rpartition(".")[2]
     return 2.0**-7 if name == "bfloat16" else float(np.finfo(name).eps)
 
 
-def _differentiable(value: Any) -> dict[str, Any]:
-    return {
-        path: leaf
-        for path, leaf in leaves(value).items()
-        if isinstance(leaf, paddle.Tensor) and not leaf.stop_gradient
-    }
-
-
-def _with(value: Any, others: dict[str, Any], path: str = "") -> Any:
-    """Returns a value with other tensors at some places."""
-    if path in others:
-        return others[path]
-    if isinstance(value, (tuple, list)):
-        parts = [_with(item, others, f"{path}[{index}]") for index, item in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, dict):
-        return {key: _with(item, others, f"{path}[{key!r}]") for key, item in value.items()}
-    return value
+def _tensors(value: Nest) -> dict[str, Tensor]:
+    return {path: leaf for path, leaf in leaves(value).items() if isinstance(leaf, paddle.Tensor)}
 
 
 @contextmanager
-def _state_kept(model: Any) -> Iterator[None]:
+def _state_kept(model: Layer) -> Iterator[None]:
     """Gives the parameters back their gradients, and the layers their buffers, in the end."""
     grads = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     buffers = [

@@ -9,11 +9,11 @@ from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.dygraph import PipelineParallel, random_keys, tensor_parallel, weighted
-from fleetpipe.dygraph.layers.tied import is_shared
+from fleetpipe.dygraph.nest import rebuilt
 from fleetpipe.job.job import pipeline_group
 from fleetpipe.parity.cutting import Given, cut, shares_of_rows
 from fleetpipe.parity.differences import Difference, compare_values
-from fleetpipe.parity.outputs import Outputs, compare_outputs, part_of, recorded
+from fleetpipe.parity.outputs import Outputs, compare_outputs, part_of, recorded, recorded_here
 from fleetpipe.parity.reference import Reference, sum_in_order
 
 
@@ -46,7 +46,7 @@ class Evaluations:
             What the pipeline's call returns, and what this rank found.
         """
         given = Given(data, self._pipeline.accumulate_steps)
-        with self._recorded() as outputs:
+        with recorded_here(self._pipeline.layers) as outputs:
             result = call(given.again(), compute_loss, *more)
         inputs, labels, weights = self._shared(*given.parts())
         with self._evaluating(inputs) as expected:
@@ -79,7 +79,7 @@ class Evaluations:
         Returns:
             What the pipeline's call returns, and what this rank found.
         """
-        with self._recorded() as outputs:
+        with recorded_here(self._pipeline.layers) as outputs:
             result = call(inputs, broadcast)
         values, _, _ = self._shared(inputs, None)
         with self._evaluating(values) as expected:
@@ -126,12 +126,6 @@ class Evaluations:
         return [sum_in_order(each) / replicas.ranks for each in zip(*replicas.all_gather(losses))]
 
     @contextmanager
-    def _recorded(self) -> Iterator[Outputs]:
-        layers = self._pipeline.layers
-        with recorded(layers, {n: n for n in layers.state.own() if not is_shared(n)}) as outputs:
-            yield outputs
-
-    @contextmanager
     def _evaluating(self, inputs: Sequence[Any]) -> Iterator[Outputs]:
         """Within it the reference evaluates, with the running statistics of this replica."""
         reference = self._reference
@@ -154,8 +148,7 @@ def joined(values: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: joined([value[key] for value in values]) for key in first}
     if isinstance(first, (tuple, list)):
-        parts = [joined(part) for part in zip(*values)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+        return rebuilt(first, [joined(part) for part in zip(*values)])
     return first
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Callable
 
-from fleetpipe.dygraph import tensor_parallel, tensors_of
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.dygraph import PipelineLayer, tensor_parallel, tensors_of
 from fleetpipe.dygraph.backward import recompute
+from fleetpipe.dygraph.layers.tied import is_shared
 from fleetpipe.parity.differences import Difference, compare
 
 #: By layer, the tensors that its calls returned, in the order of the calls.
-Outputs = dict[str, list[Any]]
+Outputs = dict[str, list[Tensor]]
 
 
 @contextmanager
-def recorded(model: Any, names: Mapping[str, str]) -> Iterator[Outputs]:
+def recorded(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
     """Records the outputs of every layer that owns parameters while the context is open.
 
     Args:
@@ -39,8 +41,16 @@ def recorded(model: Any, names: Mapping[str, str]) -> Iterator[Outputs]:
             handle.remove()
 
 
-def _keeper(kept: list[Any]) -> Any:
-    def keep(_layer: Any, _inputs: Any, output: Any) -> None:
+def recorded_here(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
+    """Records the outputs of this process's layers of a pipeline, as :func:`recorded` does.
+
+    Not those of shared layers: each rank makes some of their calls, in an order of its own.
+    """
+    return recorded(layers, {name: name for name in layers.state.own() if not is_shared(name)})
+
+
+def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
+    def keep(_layer: Layer, _inputs: Nest, output: Nest) -> None:
         # A layer that is recomputed is called a second time. Copies: the next layer may work in
         # place, and only where no border between stages stands before it would both sides show it.
         if not recompute.rerunning():
@@ -73,7 +83,7 @@ def compare_outputs(
     return found
 
 
-def part_of(whole: Any, ours: Any) -> Any:
+def part_of(whole: Tensor, ours: Tensor) -> Tensor:
     """Returns of an output of the reference what this rank has of it, where it has a slice."""
     group = tensor_parallel.model_parallel_group()
     for axis, (all_of_it, own) in enumerate(zip(whole.shape, ours.shape)):

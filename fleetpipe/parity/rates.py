@@ -44,8 +44,9 @@ class Rates:
         self._own = copy.deepcopy(lr_scheduler, memo)
 
     def used(self, step: int) -> list[Difference]:
-        """Compares the learning rates of the optimizers as they step."""
-        return self._compare(step)
+        """Compares the learning rates that the optimizers have now."""
+        ours, theirs = self._optimizer.get_lr(), self._twin.get_lr()
+        return compare_numbers("learning rate", "", step, ours, theirs)
 
     def stepped(self, step: int) -> list[Difference]:
         """Steps the reference's scheduler where the pipeline has stepped its own; compares them."""
@@ -53,11 +54,7 @@ class Rates:
             return []
         if self._own is not None:
             self._own.step()
-        found = self._compare(step)
+        found = self.used(step)
         theirs, own = (getattr(one, "last_epoch", 0) for one in (self._theirs, self._own))
         name = type(self._theirs).__name__
         return found + compare_numbers("last_epoch", name, step, theirs, own)
-
-    def _compare(self, step: int) -> list[Difference]:
-        ours, theirs = self._optimizer.get_lr(), self._twin.get_lr()
-        return compare_numbers("learning rate", "", step, ours, theirs)

@@ -12,6 +12,7 @@ from typing import Any, Callable, NamedTuple
 
 from fleetpipe import numerics
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import (
     PipelineLayer,
     PipelineOptimizer,
@@ -28,7 +29,7 @@ from fleetpipe.parity import edges, orders
 from fleetpipe.parity.cutting import Given
 from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
 from fleetpipe.parity.evaluation import Evaluations
-from fleetpipe.parity.outputs import compare_outputs, recorded
+from fleetpipe.parity.outputs import compare_outputs, recorded, recorded_here
 from fleetpipe.parity.rates import Rates
 from fleetpipe.parity.reference import Reference
 from fleetpipe.parity.report import Report, in_order
@@ -64,11 +65,7 @@ class Session:
             pipeline: The wrapped model.
             reference: The single-device side, with the same weights.
             calls: What runs the pipeline; its own methods where it is left out.
-            tolerance: Largest relative difference that passes. Default: none where bits can be
-                equal. 1e-6 where several replicas add up their gradients in another order than one
-                device does, 1e-5 where ranks that hold slices of a layer do so in every layer,
-                where several stages use one weight, and where the model's graph makes the pipeline
-                add up in another order, as the report then says.
+            tolerance: As for :func:`fleetpipe.parity.begin`.
         """
         self._pipeline = pipeline
         self._reference = reference
@@ -77,10 +74,7 @@ class Session:
         self._replicas = pipeline.replicas
         self._tolerance_given = tolerance is not None
         if tolerance is None:
-            tolerance = 0.0 if self._replicas.ranks == 1 else 1e-6
-            slices = tensor_parallel.model_parallel_group().nranks
-            if slices > 1 or pipeline.layers.state.adds_up_uses:
-                tolerance = 1e-5
+            tolerance = _usual_tolerance(pipeline)
         self._names = _places(pipeline.layers)
         self._watch = edges.EdgeWatch()
         pipeline.observe(self._watch)
@@ -114,11 +108,9 @@ class Session:
         model, names = self._reference.model, self._reference.names
         with self._as_the_next_batch(keys), recorded(model, names) as expected:
             single = self._train_reference(everyone)
-        # Not those of shared layers: each rank makes some of their calls, in an order of its own.
-        own_names = {name: name for name in layers.state.own() if not is_shared(name)}
         with (
             self._watch.watching(self._first_micro_batch) as arrived,
-            recorded(layers, own_names) as outputs,
+            recorded_here(layers) as outputs,
             orders.crossings(self._pipeline, self.report) as crossings,
         ):
             diagnose = functools.partial(self._before_the_update, rates, arrived, own, keys)
@@ -144,18 +136,15 @@ class Session:
     ) -> Any:
         """Calls ``eval_batch`` and compares what it returns. Collective; arguments as there."""
         arguments = (compute_loss, loss_fn_idx, return_host_tensor)
-        result, found = self._evaluations.eval_batch(
-            self._calls.eval_batch, self.report.steps, data, *arguments
-        )
-        self._gather(found, {})
-        self.report.evaluations += 1
-        return result
+        call, step = self._calls.eval_batch, self.report.steps
+        return self._evaluated(*self._evaluations.eval_batch(call, step, data, *arguments))
 
     def predict_batch(self, inputs: Any, broadcast: bool = True) -> Any:
         """Calls ``predict_batch`` and compares what it returns. Collective; arguments as there."""
-        result, found = self._evaluations.predict_batch(
-            self._calls.predict_batch, self.report.steps, inputs, broadcast
-        )
+        call, step = self._calls.predict_batch, self.report.steps
+        return self._evaluated(*self._evaluations.predict_batch(call, step, inputs, broadcast))
+
+    def _evaluated(self, result: Nest, found: list[Difference]) -> Nest:
         self._gather(found, {})
         self.report.evaluations += 1
         return result
@@ -225,6 +214,14 @@ class Session:
         whole = {name: pair for _, pairs in parts for name, pair in pairs.items()}
         everything += _compare_norms(whole, self.report.steps)
         self.report.differences += in_order(list(dict.fromkeys(everything)), self._names)
+
+
+def _usual_tolerance(pipeline: PipelineParallel) -> float:
+    """Returns what passes where nothing is said; ``orders`` may raise it in the first steps."""
+    slices = tensor_parallel.model_parallel_group().nranks
+    if slices > 1 or pipeline.layers.state.adds_up_uses:
+        return orders.ROUNDING
+    return 0.0 if pipeline.replicas.ranks == 1 else 1e-6
 
 
 def _compare_norms(squares: Mapping[str, tuple[float, float]], step: int) -> list[Difference]:
