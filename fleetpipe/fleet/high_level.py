@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import UsageError
 
@@ -15,14 +16,14 @@ def install() -> None:
     constructor: Any = paddle.Model.__init__
 
     @functools.wraps(constructor)
-    def begin(self: Any, network: Any, *more: Any, **named: Any) -> None:
+    def begin(self: Any, network: Layer, *more: Any, **named: Any) -> None:
         _refuse_pipelines(network)
         constructor(self, network, *more, **named)
 
     setattr(paddle.Model, "__init__", begin)  # noqa: B010  # mypy: a method is not assignable
 
 
-def _refuse_pipelines(network: Any) -> None:
+def _refuse_pipelines(network: Layer) -> None:
     """Refuses a model of several stages, wrapped or not.
 
     Raises:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, overload
+from typing import overload
 
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
 from fleetpipe import _paddle
 from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe.aliases import DType, Layer, Optimizer, Scaler, Strategy
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel, wrap
 from fleetpipe.dygraph.optimizer.scaler import agreeing
 from fleetpipe.dygraph.tensor_parallel import TensorParallel
@@ -26,10 +27,10 @@ def distributed_model(model: PipelineLayer) -> PipelineParallel: ...
 
 
 @overload
-def distributed_model(model: Any) -> Any: ...
+def distributed_model(model: Layer) -> Layer: ...
 
 
-def distributed_model(model: Any) -> Any:
+def distributed_model(model: Layer) -> Layer:
     """Wraps a model for training. Collective over the job.
 
     Args:
@@ -81,19 +82,21 @@ def distributed_model(model: Any) -> Any:
         return paddle_fleet.distributed_model(model)
 
 
-def _decorated(model: Any) -> Any:
+def _decorated(model: PipelineLayer) -> Layer:
     """Casts a model as ``strategy.amp`` with pure float16 or bfloat16 asks; on CPU it stays."""
     strategy = _paddle.user_strategy()
     if strategy is None or not strategy.amp:
         return model
-    asked: dict[Any, str] = {"float16": "use_pure_fp16", "bfloat16": "use_pure_bf16"}
+    asked: dict[DType, str] = {"float16": "use_pure_fp16", "bfloat16": "use_pure_bf16"}
     for dtype, option in asked.items():
         if strategy.amp_configs.get(option):
             return paddle.amp.decorate(models=model, level="O2", dtype=dtype)
     return model
 
 
-def distributed_optimizer(optimizer: Any, strategy: Any = None) -> PipelineOptimizer:
+def distributed_optimizer(
+    optimizer: Optimizer, strategy: Strategy | None = None
+) -> PipelineOptimizer:
     """Wraps an optimizer for ``train_batch``, or in static graph for ``minimize``.
 
     Without a pipeline (a job in dynamic graph, ``strategy.pipeline`` in static graph), and with
@@ -115,7 +118,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> PipelineOptim
     return wrapped
 
 
-def _wrapped(optimizer: Any, strategy: Any) -> Any:
+def _wrapped(optimizer: Optimizer, strategy: Strategy | None) -> Optimizer:
     if not paddle.in_dynamic_mode():
         chosen = _paddle.user_strategy() if strategy is None else strategy
         if getattr(chosen, "pipeline", False):
@@ -131,7 +134,7 @@ def _wrapped(optimizer: Any, strategy: Any) -> Any:
     return PipelineOptimizer(optimizer)
 
 
-def distributed_scaler(scaler: Any) -> Any:
+def distributed_scaler(scaler: Scaler) -> Scaler:
     """Has a ``GradScaler`` ask all ranks whether a gradient overflowed: all step, or none.
 
     Args:

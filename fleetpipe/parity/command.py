@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fleetpipe.aliases import Nest, Scaler, Scheduler
 from fleetpipe.arguments import using
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import UsageError
@@ -37,21 +38,21 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
     sessions: dict[int, Session] = {}
     originals = Calls(*(getattr(PipelineParallel, name) for name in Calls._fields))
 
-    def session_of(pipeline: Any) -> Session:
+    def session_of(pipeline: PipelineParallel) -> Session:
         if id(pipeline) not in sessions:
             calls = Calls(*(functools.partial(call, pipeline) for call in originals))
             sessions[id(pipeline)] = Session(pipeline, of_same_layers(pipeline.layers), calls)
         return sessions[id(pipeline)]
 
     def train_batch(
-        pipeline: Any,
+        pipeline: PipelineParallel,
         data: Any,
         optimizer: Any,
-        lr_scheduler: Any = None,
-        scaler: Any = None,
+        lr_scheduler: Scheduler | None = None,
+        scaler: Scaler | None = None,
         loss_fn_idx: int = 0,
         return_micro_batch_loss: bool = False,
-    ) -> Any:
+    ) -> Nest:
         if loss_fn_idx or return_micro_batch_loss:
             raise UsageError(
                 "parity compares the loss of a batch by the first loss function",
@@ -66,10 +67,10 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
         _, loss = session.step(data, lr_scheduler, scaler)
         return loss
 
-    def eval_batch(pipeline: Any, *arguments: Any, **named: Any) -> Any:
+    def eval_batch(pipeline: PipelineParallel, *arguments: Any, **named: Any) -> Nest:
         return session_of(pipeline).eval_batch(*arguments, **named)
 
-    def predict_batch(pipeline: Any, *arguments: Any, **named: Any) -> Any:
+    def predict_batch(pipeline: PipelineParallel, *arguments: Any, **named: Any) -> Nest:
         return session_of(pipeline).predict_batch(*arguments, **named)
 
     _put(Calls(train_batch, eval_batch, predict_batch))

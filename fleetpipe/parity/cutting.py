@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.backports import PipelineDatasetPreprocessor
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.parity.differences import Difference, compare_numbers
@@ -48,7 +49,7 @@ class Given:
         items = len(self._data)
         return compare_numbers("micro-batch", "the iterator, taken", step, self._taken, items)
 
-    def parts(self) -> tuple[Any, Any]:
+    def parts(self) -> tuple[Nest, Nest]:
         """Returns the inputs and the labels of the batch; of an iterator as lists."""
         if not self._is_iterator:
             return (None, None) if self._data is None else tuple(self._data)
@@ -59,7 +60,7 @@ class Given:
         """Cuts the batch into micro-batches of ``size`` rows."""
         return MicroBatches(*(cut(part, size, self._count) for part in self.parts()))
 
-    def _iterator(self) -> Iterator[Any]:
+    def _iterator(self) -> Iterator[Nest]:
         self._taken = 0
         for item in self._data:
             self._taken += 1
@@ -67,7 +68,7 @@ class Given:
         self._taken += 1
 
 
-def cut(value: Any, size: int, count: int) -> list[Any] | None:
+def cut(value: Nest, size: int, count: int) -> list[Nest] | None:
     """Returns the micro-batches of the inputs, or of the labels, of a batch.
 
     Args:
@@ -81,7 +82,7 @@ def cut(value: Any, size: int, count: int) -> list[Any] | None:
     return [_pick(value, number, size) for number in range(count if found is None else found)]
 
 
-def shares_of_rows(value: Any, size: int) -> list[Fraction] | None:
+def shares_of_rows(value: Nest, size: int) -> list[Fraction] | None:
     """Returns which part of all rows is in each micro-batch; None for a batch that was given cut.
 
     Args:
@@ -97,14 +98,14 @@ def shares_of_rows(value: Any, size: int) -> list[Fraction] | None:
     return [Fraction(min(size, rows - first), rows) for first in range(0, rows, size)]
 
 
-def copy_of(value: Any) -> Any:
+def copy_of(value: Nest) -> Nest:
     """Returns a copy of a micro-batch: a model may work in place."""
     if isinstance(value, paddle.Tensor):
         return value.detach().clone()
     return _same(value, [copy_of(part) for part in _parts(value)])
 
 
-def _count(value: Any, size: int) -> int | None:
+def _count(value: Nest, size: int) -> int | None:
     """Returns how many micro-batches a value has; None where it has none to tell."""
     if isinstance(value, paddle.Tensor):
         return len(range(0, value.shape[0], size))
@@ -116,7 +117,7 @@ def _count(value: Any, size: int) -> int | None:
     return None
 
 
-def _pick(value: Any, number: int, size: int) -> Any:
+def _pick(value: Nest, number: int, size: int) -> Nest:
     """Returns micro-batch ``number`` of a value that is a whole batch."""
     if isinstance(value, paddle.Tensor):
         return copy_of(value[number * size : (number + 1) * size])
@@ -125,13 +126,13 @@ def _pick(value: Any, number: int, size: int) -> Any:
     return _same(value, [_pick(part, number, size) for part in _parts(value)])
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts(value: Nest) -> list[Nest]:
     if isinstance(value, dict):
         return list(value.values())
     return list(value) if isinstance(value, (tuple, list)) else []
 
 
-def _same(value: Any, parts: list[Any]) -> Any:
+def _same(value: Nest, parts: list[Nest]) -> Nest:
     """Returns a container like ``value`` of other parts; what is no container as it is."""
     if isinstance(value, dict):
         return dict(zip(value, parts))
@@ -140,7 +141,7 @@ def _same(value: Any, parts: list[Any]) -> Any:
     return value
 
 
-def _first(items: Iterable[Any], count: int) -> Iterator[Any]:
+def _first(items: Iterable[Nest], count: int) -> Iterator[Nest]:
     """Yields some first items, and takes no more than these."""
     for _, item in zip(range(count), items):
         yield item

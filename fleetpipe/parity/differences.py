@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
 
 #: What is compared, in the order in which a step computes it.
 QUANTITIES = (
@@ -58,7 +59,7 @@ class Difference:
 
 
 def compare(
-    quantity: str, name: str, step: int, pipeline: Any, reference: Any
+    quantity: str, name: str, step: int, pipeline: Tensor | None, reference: Tensor | None
 ) -> Difference | None:
     """Compares two tensors bit by bit.
 
@@ -92,9 +93,9 @@ def compare_values(
     quantity: str,
     name: str,
     step: int,
-    pipeline: Any,
-    reference: Any,
-    same: Callable[[Any, Any], Any] = lambda whole, ours: whole,
+    pipeline: Nest,
+    reference: Nest,
+    same: Callable[[Tensor, Tensor], Tensor] = lambda whole, ours: whole,
 ) -> list[Difference]:
     """Compares all tensors in nested tuples, lists and dicts; what is no tensor by its value.
 
@@ -120,7 +121,7 @@ def compare_values(
     return found
 
 
-def leaves(value: Any, path: str = "") -> dict[str, Any]:
+def leaves(value: Nest, path: str = "") -> dict[str, Any]:
     """Returns what stands in nested containers, by its place: ``{"[0]['mask']": tensor}``.
 
     A container's own place has its type.
@@ -146,14 +147,14 @@ def compare_numbers(
     return [Difference(quantity, name, step, gap, relative, _units_between(*numbers))]
 
 
-def _array(tensor: Any) -> Any:
+def _array(tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
     # NumPy has no bfloat16: its bits are the upper half of a float32's.
     return (tensor.astype("float32") if _unused_bits(tensor) else tensor).numpy()
 
 
-def _unused_bits(tensor: Any) -> int:
+def _unused_bits(tensor: Tensor) -> int:
     return 16 if str(tensor.dtype).endswith("bfloat16") else 0
 
 

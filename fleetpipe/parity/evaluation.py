@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineParallel, random_keys, tensor_parallel, weighted
 from fleetpipe.dygraph.nest import rebuilt
 from fleetpipe.job.job import pipeline_group
@@ -32,7 +33,7 @@ class Evaluations:
 
     def eval_batch(
         self, call: Callable[..., Any], step: int, data: Any, compute_loss: bool, *more: Any
-    ) -> tuple[Any, list[Difference]]:
+    ) -> tuple[Nest, list[Difference]]:
         """Evaluates a batch on both sides. Collective.
 
         Args:
@@ -66,8 +67,8 @@ class Evaluations:
         return result, found
 
     def predict_batch(
-        self, call: Callable[..., Any], step: int, inputs: Any, broadcast: bool
-    ) -> tuple[Any, list[Difference]]:
+        self, call: Callable[..., Any], step: int, inputs: Nest, broadcast: bool
+    ) -> tuple[Nest, list[Difference]]:
         """Predicts on both sides. Collective.
 
         Args:
@@ -97,7 +98,7 @@ class Evaluations:
         placement = self._pipeline.schedule.placement
         return placement.rank_of(stage % placement.stages)
 
-    def _shared(self, inputs: Any, labels: Any) -> tuple[list[Any], list[Any], list[Fraction]]:
+    def _shared(self, inputs: Nest, labels: Nest) -> tuple[list[Nest], list[Nest], list[Fraction]]:
         """Gives every rank the micro-batches and their weights in the loss. Collective."""
         pipeline, group = self._pipeline, pipeline_group()
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
@@ -111,22 +112,22 @@ class Evaluations:
         return (values, *group.broadcast((own[1], weights), self._owner(-1)))
 
     def _losses(
-        self, inputs: Sequence[Any], labels: Sequence[Any], weights: Sequence[Fraction]
-    ) -> list[Any]:
+        self, inputs: Sequence[Nest], labels: Sequence[Nest], weights: Sequence[Fraction]
+    ) -> list[Tensor]:
         shares = [
             [weighted(loss, weight) for loss in self._reference.losses_of(value, label)]
             for value, label, weight in zip(inputs, labels, weights)
         ]
         return [sum_in_order(by_function) for by_function in zip(*shares)]
 
-    def _mean_over_replicas(self, losses: list[Any]) -> list[Any]:
+    def _mean_over_replicas(self, losses: list[Tensor]) -> list[Tensor]:
         replicas = self._pipeline.replicas
         if replicas.ranks == 1:
             return losses
         return [sum_in_order(each) / replicas.ranks for each in zip(*replicas.all_gather(losses))]
 
     @contextmanager
-    def _evaluating(self, inputs: Sequence[Any]) -> Iterator[Outputs]:
+    def _evaluating(self, inputs: Sequence[Nest]) -> Iterator[Outputs]:
         """Within it the reference evaluates, with the running statistics of this replica."""
         reference = self._reference
         state = self._pipeline.layers.full_state_dict() if self._pipeline.replicas.ranks > 1 else {}
@@ -140,7 +141,7 @@ class Evaluations:
         _put(before, reference)
 
 
-def joined(values: Sequence[Any]) -> Any:
+def joined(values: Sequence[Nest]) -> Nest:
     """Returns the outputs of micro-batches as one: rows one after another, numbers stacked."""
     first = values[0]
     if isinstance(first, paddle.Tensor):
@@ -152,7 +153,7 @@ def joined(values: Sequence[Any]) -> Any:
     return first
 
 
-def _put(state: dict[str, Any], reference: Reference) -> None:
+def _put(state: dict[str, Tensor], reference: Reference) -> None:
     tensors = reference.tensors()
     for name, value in state.items():
         tensors[name].set_value(value)

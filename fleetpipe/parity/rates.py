@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 from fleetpipe._paddle import paddle
-from fleetpipe.dygraph import learning_rate_of
+from fleetpipe.aliases import Optimizer, Scheduler
+from fleetpipe.dygraph import PipelineOptimizer, learning_rate_of
 from fleetpipe.parity.differences import Difference, compare_numbers
 
 
@@ -17,7 +17,13 @@ class Rates:
     with a copy of what the pipeline has then, and steps it by itself.
     """
 
-    def __init__(self, optimizer: Any, twin: Any, lr_scheduler: Any, follow: bool) -> None:
+    def __init__(
+        self,
+        optimizer: PipelineOptimizer,
+        twin: Optimizer,
+        lr_scheduler: Scheduler | None,
+        follow: bool,
+    ) -> None:
         """Begins a step.
 
         Args:
@@ -30,7 +36,7 @@ class Rates:
         self._optimizer = optimizer.wrapped
         self._twin = twin
         self._theirs = lr_scheduler
-        self._own = None
+        self._own: Scheduler | None = None
         rate = learning_rate_of(self._optimizer)
         self._follow = follow or learning_rate_of(twin) is rate
         if not self._follow:

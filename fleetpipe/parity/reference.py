@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Callable
+from typing import Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.dygraph import (
     PipelineLayer,
     PipelineOptimizer,
@@ -22,8 +23,8 @@ from fleetpipe.job.job import pipeline_group
 from fleetpipe.parity.cutting import copy_of
 from fleetpipe.schedules.action import GlobalMicroBatch
 
-LossOf = Callable[[Any, Any], Any]
-LossesOf = Callable[[Any, Any], Sequence[Any]]
+LossOf = Callable[[Nest, Nest], Tensor]
+LossesOf = Callable[[Nest, Nest], Sequence[Tensor]]
 
 
 class Reference:
@@ -34,9 +35,9 @@ class Reference:
 
     def __init__(
         self,
-        model: Any,
+        model: Layer,
         losses_of: LossesOf,
-        optimizer: Any,
+        optimizer: Optimizer | None,
         names: Mapping[str, str],
     ) -> None:
         """Describes the single-device side of a comparison.
@@ -50,18 +51,22 @@ class Reference:
         """
         self.model = model
         self.names = names
-        self.optimizer = optimizer
+        self.optimizer: Optimizer = optimizer
         self.losses_of = losses_of
-        self._twins: dict[int, Any] = {}
+        #: Whether the pipeline's learning rate is the reference's too.
+        self.takes_rate = True
+        self._twins: dict[int, Optimizer] = {}
         self._has_own_optimizer = optimizer is not None
         self._stepped_here: frozenset[str] | None = None
 
     def train_like(self, optimizer: PipelineOptimizer, pipe: PipelineLayer) -> None:
-        """Takes a twin of the pipeline's optimizer, where it has no optimizer of its own.
+        """Takes a twin of the pipeline's optimizer, unless it has an optimizer of its own.
 
         Collective over the pipeline the first time; to be called before the optimizer's first step.
         """
         if self._has_own_optimizer:
+            rate = learning_rate_of(optimizer.wrapped)
+            self.takes_rate = rate is learning_rate_of(self.optimizer)
             return
         ours = pipe.state.own_parameters()
         theirs = {self.names[name]: p for name, p in self.model.named_parameters()}
@@ -73,16 +78,11 @@ class Reference:
         # The others come from the other ranks after each step.
         self._stepped_here = None if ours.keys() == theirs.keys() else frozenset(pipe.state.own())
 
-    def takes_rate_of(self, optimizer: PipelineOptimizer) -> bool:
-        """Whether the pipeline's learning rate is the reference's too."""
-        rate = learning_rate_of(optimizer.wrapped)
-        return not self._has_own_optimizer or rate is learning_rate_of(self.optimizer)
-
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers of the model."""
         return {self.names[name]: tensor for name, tensor in self.model.state_dict().items()}
 
-    def hidden_places(self) -> dict[str, tuple[dict[str, Any], str]]:
+    def hidden_places(self) -> dict[str, tuple[dict[str, Tensor], str]]:
         """Returns where the buffers are that no state dict has.
 
         Of a user's own model those in layers that own parameters: others have no name in common
@@ -108,11 +108,11 @@ class Reference:
 
     def accumulate(
         self,
-        inputs: Sequence[Any],
-        labels: Sequence[Any],
+        inputs: Sequence[Nest],
+        labels: Sequence[Nest],
         weights: Sequence[Fraction],
         first: int = 0,
-    ) -> list[Any]:
+    ) -> list[Tensor]:
         """Runs all micro-batches forward and backward, one after another.
 
         Under the keys of a batch (``randomness.keyed``) the micro-batches have theirs in order,
@@ -170,7 +170,7 @@ class Reference:
                 tensors[name].set_value(part[name])
 
 
-def sum_in_order(losses: Sequence[Any]) -> Any:
+def sum_in_order(losses: Sequence[Tensor]) -> Tensor:
     """Returns the sum of losses, added one after another."""
     total = losses[0]
     for loss in losses[1:]:
@@ -178,7 +178,9 @@ def sum_in_order(losses: Sequence[Any]) -> Any:
     return total
 
 
-def of_model(pipe: PipelineLayer, model: Any, loss_of: LossOf | None, optimizer: Any) -> Reference:
+def of_model(
+    pipe: PipelineLayer, model: Layer, loss_of: LossOf | None, optimizer: Optimizer | None
+) -> Reference:
     """Makes a reference of the user's own single-device model and optimizer.
 
     Collective over the pipeline: the model takes the pipeline's weights.
@@ -191,7 +193,7 @@ def of_model(pipe: PipelineLayer, model: Any, loss_of: LossOf | None, optimizer:
     """
     pipe.copy_to(model)
 
-    def losses_of(inputs: Any, label: Any) -> Sequence[Any]:
+    def losses_of(inputs: Nest, label: Nest) -> Sequence[Tensor]:
         if loss_of is not None:
             return [loss_of(inputs, label)]
         output = model(inputs)

@@ -12,7 +12,7 @@ from typing import Any, Callable, NamedTuple
 
 from fleetpipe import numerics
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Nest
+from fleetpipe.aliases import Nest, Scaler, Scheduler, Tensor
 from fleetpipe.dygraph import (
     PipelineLayer,
     PipelineOptimizer,
@@ -85,9 +85,10 @@ class Session:
         """Takes the optimizer of the steps that follow. Collective the first time it is given."""
         self._reference.train_like(optimizer, self._pipeline.layers)
         self._optimizer = optimizer
-        self._takes_rate = self._reference.takes_rate_of(optimizer)
 
-    def step(self, data: Any, lr_scheduler: Any = None, scaler: Any = None) -> tuple[Any, Any]:
+    def step(
+        self, data: Any, lr_scheduler: Scheduler | None = None, scaler: Scaler | None = None
+    ) -> tuple[Nest, Nest]:
         """Trains both for one batch and compares them. Collective.
 
         Args:
@@ -102,11 +103,11 @@ class Session:
         given = Given(data, self._pipeline.accumulate_steps)
         batches, found = self._cut(given)
         own, everyone = self._pipeline.share(batches)
-        self._reference.take_switches(layers)
-        rates = Rates(self._optimizer, self._reference.optimizer, lr_scheduler, self._takes_rate)
+        reference = self._reference
+        reference.take_switches(layers)
+        rates = Rates(self._optimizer, reference.optimizer, lr_scheduler, reference.takes_rate)
         keys = self._pipeline.next_keys()
-        model, names = self._reference.model, self._reference.names
-        with self._as_the_next_batch(keys), recorded(model, names) as expected:
+        with self._as_the_next_batch(keys), recorded(reference.model, reference.names) as expected:
             single = self._train_reference(everyone)
         with (
             self._watch.watching(self._first_micro_batch) as arrived,
@@ -114,11 +115,11 @@ class Session:
             orders.crossings(self._pipeline, self.report) as crossings,
         ):
             diagnose = functools.partial(self._before_the_update, rates, arrived, own, keys)
-            watched = ComparingOptimizer(self._optimizer, self._reference, layers, step, diagnose)
+            watched = ComparingOptimizer(self._optimizer, reference, layers, step, diagnose)
             loss = self._calls.train_batch(given.again(), watched, lr_scheduler, scaler)
         found += given.differences(step) + watched.found
         found += compare_outputs(outputs, expected, step, self._replicas.rank)
-        found += compare_state(layers, self._reference, step, self._replicas.ranks == 1)
+        found += compare_state(layers, reference, step, self._replicas.ranks == 1)
         found += compare_values("loss", "", step, loss, single) + rates.stepped(step)
         self._gather(found, watched.squares)
         if not self._tolerance_given:
@@ -133,13 +134,13 @@ class Session:
         compute_loss: bool = False,
         loss_fn_idx: int = 0,
         return_host_tensor: bool = False,
-    ) -> Any:
+    ) -> Nest:
         """Calls ``eval_batch`` and compares what it returns. Collective; arguments as there."""
         arguments = (compute_loss, loss_fn_idx, return_host_tensor)
         call, step = self._calls.eval_batch, self.report.steps
         return self._evaluated(*self._evaluations.eval_batch(call, step, data, *arguments))
 
-    def predict_batch(self, inputs: Any, broadcast: bool = True) -> Any:
+    def predict_batch(self, inputs: Nest, broadcast: bool = True) -> Nest:
         """Calls ``predict_batch`` and compares what it returns. Collective; arguments as there."""
         call, step = self._calls.predict_batch, self.report.steps
         return self._evaluated(*self._evaluations.predict_batch(call, step, inputs, broadcast))
@@ -159,7 +160,7 @@ class Session:
             found += compare_values("micro-batch", name, self.report.steps, ours, expected)
         return own, found
 
-    def _train_reference(self, batches: MicroBatches) -> Any:
+    def _train_reference(self, batches: MicroBatches) -> Nest:
         """Returns the reference's loss of the batches of all replicas, or a list of several."""
         weights = self._pipeline.weights_of_all_replicas
         losses = self._reference.accumulate(batches.inputs, batches.labels, weights)
@@ -229,7 +230,7 @@ def _compare_norms(squares: Mapping[str, tuple[float, float]], step: int) -> lis
     return compare_numbers("gradient norm", "", step, *norms)
 
 
-def _first(loss: Any) -> Any:
+def _first(loss: Nest) -> Tensor:
     return loss[0] if isinstance(loss, list) else loss
 
 

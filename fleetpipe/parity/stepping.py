@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Callable
 
-from fleetpipe.dygraph import PipelineOptimizer, tensor_parallel
+from fleetpipe.aliases import Tensor
+from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, tensor_parallel
 from fleetpipe.parity.differences import Difference, compare
 from fleetpipe.parity.reference import Reference
 
@@ -19,7 +20,7 @@ class ComparingOptimizer(PipelineOptimizer):
         self,
         optimizer: PipelineOptimizer,
         reference: Reference,
-        layers: Any,
+        layers: PipelineLayer,
         step: int,
         before: Callable[[list[Difference]], list[Difference]],
     ) -> None:
@@ -41,7 +42,7 @@ class ComparingOptimizer(PipelineOptimizer):
         self._step = step
         self._before = before
 
-    def bind(self, layers: Any) -> None:
+    def bind(self, layers: PipelineLayer) -> None:
         """See :meth:`PipelineOptimizer.bind`."""
         self._pipelines.bind(layers)
 
@@ -60,7 +61,7 @@ class ComparingOptimizer(PipelineOptimizer):
 
 
 def compare_state(
-    layers: Any, reference: Reference, step: int, buffers_too: bool
+    layers: PipelineLayer, reference: Reference, step: int, buffers_too: bool
 ) -> list[Difference]:
     """Compares parameters, and all buffers where one replica saw all the data that made them."""
     theirs = reference.tensors()
@@ -83,11 +84,11 @@ def compare_state(
     return [difference for difference in compared if difference]
 
 
-def _whole(value: Any, parameter: Any) -> Any:
+def _whole(value: Tensor | None, parameter: Tensor) -> Tensor | None:
     """Returns a parameter or its gradient whole. Collective where the parameter is a slice."""
     axis = tensor_parallel.split_axis(parameter)
     return value if axis is None or value is None else tensor_parallel.whole_value(value, axis)
 
 
-def _square(grad: Any) -> float:
+def _square(grad: Tensor | None) -> float:
     return 0.0 if grad is None else float((grad.astype("float64") ** 2).sum())
