@@ -154,7 +154,11 @@ class _Finder(MetaPathFinder):
             return None
         name = fullname[len(OURS) + 1 :]
         if name in OVERLAYS:
-            return ModuleSpec(fullname, _Overlay(name), is_package=bool(_inside(name)))
+            spec = ModuleSpec(
+                fullname, _Overlay(name), origin=__file__, is_package=bool(_inside(name))
+            )
+            spec.has_location = True  # or `__file__` would be that of Paddle's module
+            return spec
         if _is_file(name):
             return None
         theirs = f"{PADDLES}.{name}"

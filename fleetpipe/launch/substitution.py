@@ -44,10 +44,9 @@ def in_place_of_paddles() -> Iterator[None]:
     fleetpipe has one for. The others stay Paddle's.
     """
     tails = ["", ".meta_parallel", *(f".{path}" for path in OVERLAYS)]
-    counterparts = {
-        PADDLES + tail: sys.modules[OURS + tail] for tail in tails if PADDLES + tail in sys.modules
-    }
-    theirs = {name: sys.modules[name] for name in counterparts}
+    counterparts = {PADDLES + tail: sys.modules[OURS + tail] for tail in tails}
+    # Not all: 2.6.2 lacks one.
+    theirs = {name: sys.modules[name] for name in counterparts if name in sys.modules}
     finder = _Finder(theirs)
     distributed = paddle.distributed
     sys.modules.update(counterparts)
@@ -58,4 +57,6 @@ def in_place_of_paddles() -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         setattr(distributed, "fleet", theirs[PADDLES])  # noqa: B010
+        for name in counterparts:
+            sys.modules.pop(name, None)
         sys.modules.update(theirs)

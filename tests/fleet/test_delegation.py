@@ -14,6 +14,7 @@ import pytest
 from paddle.distributed import fleet as theirs
 
 from fleetpipe import fleet
+from fleetpipe.fleet import overlay
 from fleetpipe.fleet.overlay import OVERLAYS
 
 OWN = {
@@ -102,6 +103,17 @@ def test_a_star_import_brings_every_name_that_differs(path: str) -> None:
         assert name in dir(module)
     for name in below:
         assert namespace[name.rpartition(".")[2]] is sys.modules[f"fleetpipe.fleet.{name}"]
+
+
+@pytest.mark.parametrize("path", OVERLAYS)
+def test_a_module_of_the_table_says_that_it_is_fleetpipes(path: str) -> None:
+    module = importlib.import_module(f"fleetpipe.fleet.{path}")
+    assert module.__name__ == f"fleetpipe.fleet.{path}"
+    assert module.__file__ == overlay.__file__
+    assert path in str(module.__doc__)
+    assert importlib.reload(module) is module
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = module.nonsense
 
 
 def test_a_pickled_object_of_paddles_comes_back() -> None:

@@ -16,6 +16,7 @@ from paddle.distributed import fleet as theirs
 
 from fleetpipe import fleet
 from fleetpipe.cli import main
+from fleetpipe.fleet.overlay import OVERLAYS
 from fleetpipe.launch.substitution import in_place_of_paddles
 from tests.check_types import sources
 from tests.launching import ROOT
@@ -58,6 +59,15 @@ def test_the_pipeline_layer_is_fleetpipes_at_every_path(path: str) -> None:
     else:
         module = found_by(f"from {PADDLES} import *\nfound = meta_parallel.PipelineLayer")
     assert module["found"] is fleet.meta_parallel.PipelineLayer
+
+
+@pytest.mark.parametrize("path", OVERLAYS)
+def test_a_module_of_the_table_is_found_and_paddles_is_back_afterwards(path: str) -> None:
+    name = f"{PADDLES}.{path}"
+    before = sys.modules.get(name)
+    found = found_by(f"import importlib; found = importlib.import_module({name!r})")["found"]
+    assert found is importlib.import_module(f"fleetpipe.fleet.{path}")
+    assert sys.modules.get(name) is before
 
 
 def test_what_fleetpipe_does_not_define_stays_paddles() -> None:
