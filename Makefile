@@ -3,11 +3,12 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-262 types lint clean distclean
+.PHONY: help demo docs check test test-fast test-262 types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # A crashed worker ends the run: xdist would wait for ever for the last tests of the one in its place.
-PYTEST := -m pytest -n 2 --dist loadgroup --max-worker-restart=0
+# tests/conftest.py gives the files to the workers, in the order in which it sorts the tests.
+PYTEST := -m pytest -n 2 --no-loadscope-reorder --max-worker-restart=0
 PYTEST_ARGS ?=
 # Least level of Paddle's own log lines that the demo shows.
 LOG_LEVEL ?= WARNING
@@ -18,10 +19,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo 'make demo      train AlexNet on two CPU ranks and compare with the single-device model'
-	@echo 'make test      ruff, mypy and the tests on paddlepaddle 3.3'
-	@echo 'make test-262  the tests on paddlepaddle 2.6.2'
+	@echo 'make check     ruff, mypy and the tests that start no processes, on paddlepaddle 3.3'
+	@echo 'make test      ruff, mypy and all tests, on paddlepaddle 3.3'
+	@echo 'make test-262  all tests, on paddlepaddle 2.6.2'
 	@echo 'make docs      the documentation as a site, in build/site'
-	@echo 'make lint      ruff alone;  make types: mypy alone'
+	@echo 'make lint      ruff alone;  make types: mypy alone;  make test-fast: the tests of make check'
 	@echo 'make clean     remove what was built;  make distclean: the environments too'
 
 .venv/.installed: REQUIREMENTS = --editable '.[cpu,examples,dev]'
@@ -29,13 +31,16 @@ help:
 .venv-262/.installed: REQUIREMENTS = 'paddlepaddle==2.6.2' 'numpy<2' 'protobuf==3.20.2' \
     'setuptools<80' --editable '.[examples,test]'
 # A site is built from text and needs neither Paddle nor what tests need.
-.venv-docs/.installed: REQUIREMENTS = --constraint .ci/constraints.txt --editable '.[docs]'
+.venv-docs/.installed: REQUIREMENTS = --editable '.[docs]'
 
-.venv/.installed .venv-262/.installed .venv-docs/.installed: setup.cfg
+# The tools, pinned. It names nothing that Paddle needs.
+CONSTRAINTS := .ci/constraints.txt
+
+.venv/.installed .venv-262/.installed .venv-docs/.installed: setup.cfg $(CONSTRAINTS)
 	@echo 'setting up $(@D): the first time this takes a minute or two, most of it for Paddle'
 	$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
-	@echo '$(@D)/bin/python -m pip install $(subst ','\'',$(REQUIREMENTS))'
-	@$(@D)/bin/python -m pip install --progress-bar off $(REQUIREMENTS) \
+	@echo '$(@D)/bin/python -m pip install -c $(CONSTRAINTS) $(subst ','\'',$(REQUIREMENTS))'
+	@$(@D)/bin/python -m pip install --progress-bar off -c $(CONSTRAINTS) $(REQUIREMENTS) \
 	    | sed -un '/^ *\(Downloading\|Using cached\|Installing\) /p'
 	@touch $@
 
@@ -58,9 +63,15 @@ demo: .venv/.installed
 
 lint: .venv/.installed
 	.venv/bin/python -m ruff check .
+	.venv/bin/python -m ruff format --check .
 
 types: .venv/.installed
 	.venv/bin/python tests/check_types.py
+
+check: lint types test-fast
+
+test-fast: .venv/.installed
+	.venv/bin/python $(PYTEST) -m 'not processes' $(PYTEST_ARGS)
 
 test: lint types
 	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from fleetpipe.schedules.families.table import FAMILIES
-from tests.launching import Finished, run
+from tests import byhand, launching
+from tests.launching import Finished
 
 # More threads would change the bits of a product. Paddle reads this once, when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +27,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where a process that crashes leaves its stacks: the workers of xdist inherit the environment.
 os.environ.setdefault("FLEETPIPE_TEST_CRASHES", tempfile.mkdtemp(prefix="crashes-"))
 CRASHES = Path(os.environ["FLEETPIPE_TEST_CRASHES"])
+
+# Files whose tests measure how long processes take to end, or start Paddle's launcher: they run one
+# after another on one worker of xdist, the first files of all. (A group of xdist's would do that,
+# but a test's id cannot be changed any more since pytest 9.2.)
+CLOCK = {
+    "tests/processes/test_failures.py",
+    "tests/processes/test_readme.py",
+    "tests/processes/test_run.py",
+    "tests/processes/test_start.py",
+    "tests/processes/test_two_hosts.py",
+    "tests/test_launching.py",
+}
 
 # The machine's load must not decide whether a property holds.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -43,14 +57,30 @@ def pytest_report_header() -> str:
     return "no Paddle"
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives whole files to the workers, which share fixtures; and those of CLOCK to one of them."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "clock" if file in CLOCK else file
+
+    return Scheduler(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that launch jobs, and keeps all of these on one worker, one after another."""
+    """Marks tests that launch jobs. What waits most comes first, what leaves least to do last."""
     for item in items:
-        if "launch" in getattr(item, "fixturenames", ()):
+        if {"launch", "launcher"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.processes)
-        if item.get_closest_marker("processes"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+    items.sort(
+        key=lambda item: (
+            item.nodeid.partition("::")[0] not in CLOCK,
+            item.get_closest_marker("processes") is not None,
+        )
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -99,5 +129,11 @@ def own_names() -> Iterator[None]:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., Finished]:
-    """`tests.launching.run` with the test's own folder for logs."""
-    return partial(run, folder=tmp_path)
+    """Runs a script on several ranks: `tests.byhand.run` with the test's own folder for logs."""
+    return partial(byhand.run, folder=tmp_path)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Callable[..., Finished]:
+    """As `launch`, but as a user does it, from the launcher on: `tests.launching.run`."""
+    return partial(launching.run, folder=tmp_path)

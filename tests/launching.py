@@ -98,11 +98,8 @@ def run(
         JobLeftProcesses: A process of the job outlived it.
     """
     home = Path(tempfile.mkdtemp(prefix="job-", dir=folder))
-    if isinstance(script, str):
-        (home / "script.py").write_text(textwrap.dedent(script))
-        script = home / "script.py"
     mark = uuid.uuid4().hex
-    command = [*_python(nproc, home), __file__, str(script.resolve()), *args]
+    command = [*_python(nproc, home), __file__, str(script_file(script, home)), *args]
     start = time.monotonic()
     with (home / "output.log").open("wb") as output:
         process = subprocess.Popen(
@@ -132,6 +129,15 @@ def run(
     if check and returncode != 0:
         raise JobFailed(str(job))
     return job
+
+
+def script_file(script: Path | str, home: Path) -> Path:
+    """The file of a script; source code is written to one in ``home``."""
+    if isinstance(script, Path):
+        return script.resolve()
+    file = home / "script.py"
+    file.write_text(textwrap.dedent(script))
+    return file
 
 
 def _python(nproc: int | None, home: Path) -> list[str]:

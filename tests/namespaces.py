@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests import launching
+from tests.byhand import Ranks
 
 #: What a shell in a namespace does before the command: it gives the host its name there.
 _ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
@@ -83,6 +84,34 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
 
 
+@contextmanager
+def started(
+    hosts: Sequence[Host], script: Path, *args: str, folder: Path, env: Mapping[str, str]
+) -> Iterator[Ranks]:
+    """Starts a script on one rank of each host, without a launcher; see tests.byhand.started."""
+    mark = uuid.uuid4().hex
+    endpoints = [f"{host.address}:29500" for host in hosts]
+    python = [sys.executable, "-u", launching.__file__, str(script), *args]
+    processes = {}
+    for rank, host in enumerate(hosts):
+        own = {
+            **launching._environment(mark, env),
+            "PADDLE_TRAINERS_NUM": str(len(hosts)),
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_DISTRI_BACKEND": "gloo",
+            "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_RANK_IN_NODE": "0",
+        }
+        processes[rank] = _popen(host.command(*python), own, folder, folder / f"rank{rank}.log")
+    try:
+        yield Ranks(processes, folder)
+    finally:
+        launching._kill(mark)
+        for process in processes.values():
+            process.wait()
+
+
 def launch(
     hosts: Sequence[Host],
     script: Path,
@@ -132,10 +161,17 @@ def _start(
     if host is master:
         nodes += ["--host", host.address]
     launcher = [sys.executable, "-m", "paddle.distributed.launch", *nodes]
-    with (home / f"{host.name}.log").open("wb") as output:
+    command = host.command(*launcher, "--log_dir", str(home / host.name), str(script))
+    return _popen(command, launching._environment(mark, env), home, home / f"{host.name}.log")
+
+
+def _popen(
+    command: Sequence[str], env: Mapping[str, str], home: Path, log: Path
+) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
         return subprocess.Popen(
-            host.command(*launcher, "--log_dir", str(home / host.name), str(script)),
-            env=launching._environment(mark, env),
+            command,
+            env=env,
             cwd=home,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -22,9 +22,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_each_rank_has_its_log_its_arguments_and_its_environment(launch: Launch) -> None:
+def test_each_rank_has_its_log_its_arguments_and_its_environment(launcher: Launch) -> None:
     pytest.importorskip("paddle")
-    job = launch(
+    job = launcher(
         """
         import os, sys
         print("rank", os.environ["PADDLE_TRAINER_ID"], "of", os.environ["PADDLE_TRAINERS_NUM"])
@@ -42,16 +42,16 @@ def test_each_rank_has_its_log_its_arguments_and_its_environment(launch: Launch)
         assert "to the error stream" in log
 
 
-def test_exit_code_of_the_failed_rank_is_the_jobs(launch: Launch) -> None:
+def test_exit_code_of_the_failed_rank_is_the_jobs(launcher: Launch) -> None:
     pytest.importorskip("paddle")
     source = """
         import os, sys
         sys.exit(7 if os.environ["PADDLE_TRAINER_ID"] == "1" else 0)
     """
-    assert launch(source, 2, check=False).returncode == 7
+    assert launcher(source, 2, check=False).returncode == 7
 
 
-def test_a_hang_shows_every_ranks_stack_and_leaves_no_process(launch: Launch) -> None:
+def test_a_hang_shows_every_ranks_stack_and_leaves_no_process(launcher: Launch) -> None:
     pytest.importorskip("paddle")
     source = """
         import os, subprocess, sys, threading, time, paddle
@@ -68,7 +68,7 @@ def test_a_hang_shows_every_ranks_stack_and_leaves_no_process(launch: Launch) ->
     """
     start = time.monotonic()
     with pytest.raises(JobHung) as caught:
-        launch(source, 2, timeout=15)
+        launcher(source, 2, timeout=15)
     assert time.monotonic() - start < 15 + 5
     text = str(caught.value)
     first, second = text.split("--- rank 1")
@@ -80,42 +80,44 @@ def test_a_hang_shows_every_ranks_stack_and_leaves_no_process(launch: Launch) ->
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_a_stopped_process_is_killed_too(launch: Launch) -> None:
+def test_a_stopped_process_is_killed_too(launcher: Launch) -> None:
     source = f"import os; print('pid', os.getpid()); os.kill(os.getpid(), {int(signal.SIGSTOP)})"
     with pytest.raises(JobHung) as caught:
-        launch(source, None, timeout=1)
+        launcher(source, None, timeout=1)
     assert not is_running(int(str(caught.value).split("pid ")[1].split()[0]))
 
 
-def test_a_process_that_outlives_its_job_is_reported_and_killed(launch: Launch) -> None:
+def test_a_process_that_outlives_its_job_is_reported_and_killed(launcher: Launch) -> None:
     source = """
         import subprocess
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         print("child", child.pid)
     """
     with pytest.raises(JobLeftProcesses, match="sleep 600") as caught:
-        launch(source, None)
+        launcher(source, None)
     assert not is_running(int(str(caught.value).split("child ")[1].split()[0]))
 
 
-def test_one_process_needs_no_launcher(launch: Launch) -> None:
-    job = launch("import os; print('world', os.environ.get('PADDLE_TRAINERS_NUM'))", None)
+def test_one_process_needs_no_launcher(launcher: Launch) -> None:
+    job = launcher("import os; print('world', os.environ.get('PADDLE_TRAINERS_NUM'))", None)
     assert job.logs == ("world None",)
 
 
-def test_a_failure_shows_the_traceback(launch: Launch) -> None:
+def test_a_failure_shows_the_traceback(launcher: Launch) -> None:
     with pytest.raises(JobFailed, match="ZeroDivisionError"):
-        launch("1 / 0", None)
+        launcher("1 / 0", None)
 
 
-def test_helpers_stand_beside_the_script(launch: Launch, tmp_path: Path) -> None:
+def test_helpers_stand_beside_the_script(launcher: Launch, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'found'")
     (tmp_path / "main.py").write_text("import beside; print(beside.WORD)")
-    assert launch(tmp_path / "main.py", None).logs == ("found",)
+    assert launcher(tmp_path / "main.py", None).logs == ("found",)
 
 
-def test_the_parents_job_is_not_inherited(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parents_job_is_not_inherited(
+    launcher: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PADDLE_TRAINER_ID", "5")
-    job = launch("import os; print(os.environ.get('PADDLE_TRAINER_ID'))", None)
+    job = launcher("import os; print(os.environ.get('PADDLE_TRAINER_ID'))", None)
     assert job.logs == ("None",)
     assert os.environ["PADDLE_TRAINER_ID"] == "5"

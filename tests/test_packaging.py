@@ -17,9 +17,6 @@ from tests.launching import ROOT
 SOURCES = {"fleetpipe": "fleetpipe", "dygraph": "fleetpipe/dygraph", "static": "fleetpipe/static"}
 WITHOUT_PADDLE = "import sys; sys.modules.update(paddle=None, numpy=None); "
 
-# What is built is built once, by the worker that runs all of these.
-pytestmark = pytest.mark.xdist_group("packaging")
-
 
 def copied(folder: Path) -> Path:
     """Copies what a clone has to ``folder``, so that the tree stays clean."""

@@ -96,9 +96,9 @@ def test_a_rank_that_waits_inside_gloo_leaves_too(tmp_path: Path) -> None:
 
 
 def test_under_the_launcher_nobody_waits_for_it(
-    launch: Callable[..., Finished], tmp_path: Path
+    launcher: Callable[..., Finished], tmp_path: Path
 ) -> None:
-    job = launch(TROUBLE, 2, args=["killed_while_waiting"], cwd=tmp_path, check=False)
+    job = launcher(TROUBLE, 2, args=["killed_while_waiting"], cwd=tmp_path, check=False)
     assert job.returncode != 0
     assert the_line("PeerFailed", job.logs[0]).startswith(": rank 1 died")
     # The launcher's own signal comes 4 s after the death; this rank ran its own way to the end.

@@ -21,11 +21,11 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_the_first_script_runs_on_two_ranks_and_in_one_process(
-    launch: Callable[..., Finished], script: Path
+    launcher: Callable[..., Finished], script: Path
 ) -> None:
     told = set()
     for nproc in (2, None):
-        job = launch(script, nproc)
+        job = launcher(script, nproc)
         for log in job.logs:
             steps = re.findall(r"^(\d) (\d\.\d+)$", log, flags=re.MULTILINE)
             assert [int(step) for step, _ in steps] == list(range(10))

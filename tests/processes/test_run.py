@@ -24,18 +24,18 @@ def losses(log: str) -> list[float]:
 
 
 @pytest.mark.parametrize("script", ["stock_alexnet.py", "stock_static.py"])
-def test_a_script_for_stock_paddle_runs_unedited(launch: Launch, script: str) -> None:
+def test_a_script_for_stock_paddle_runs_unedited(launcher: Launch, script: str) -> None:
     words = ["run", str(SCRIPTS / script), "4"]
-    alone = losses(launch(LAUNCHED, None, args=words).logs[0])
+    alone = losses(launcher(LAUNCHED, None, args=words).logs[0])
     assert len(alone) == 4
     assert len(set(alone)) == 4
-    first, last = (losses(log) for log in launch(LAUNCHED, 2, args=words).logs)
+    first, last = (losses(log) for log in launcher(LAUNCHED, 2, args=words).logs)
     assert last == alone
     # In static graph only the owner of the loss has it.
     assert first == ([] if "static" in script else alone)
 
 
-def test_the_command_launches_the_ranks_itself_and_ends_as_they_do(launch: Launch) -> None:
+def test_the_command_launches_the_ranks_itself_and_ends_as_they_do(launcher: Launch) -> None:
     command = """
         import subprocess, sys
         words = ["run", "--nproc", "2", sys.argv[1], sys.argv[2]]
@@ -43,18 +43,18 @@ def test_the_command_launches_the_ranks_itself_and_ends_as_they_do(launch: Launc
         print("ended with", done.returncode)
         """
     script = str(SCRIPTS / "stock_alexnet.py")
-    told = launch(command, None, args=[script, "2"]).logs[0]
+    told = launcher(command, None, args=[script, "2"]).logs[0]
     # The launcher repeats what rank 0 prints.
     assert len(losses(told)) == 2
     assert "ended with 0" in told
-    told = launch(command, None, args=[script, "two"]).logs[0]
+    told = launcher(command, None, args=[script, "two"]).logs[0]
     assert "ValueError: invalid literal for int() with base 10: 'two'" in told
     assert "ended with 1" in told
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(
-    launch: Launch, tmp_path: Path, end: str, code: int
+    launcher: Launch, tmp_path: Path, end: str, code: int
 ) -> None:
     script = tmp_path / "fails.py"
     script.write_text(
@@ -74,7 +74,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(
         print("ended with", done.returncode)
         """
     # Paddle's own launcher looks for a second device here, and raises IndexError.
-    finished = launch(command, None, args=[str(script)], env={"CUDA_VISIBLE_DEVICES": ""})
+    finished = launcher(command, None, args=[str(script)], env={"CUDA_VISIBLE_DEVICES": ""})
     assert f"ended with {code}" in finished.logs[0]
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.byhand import started
 from tests.launching import ROOT
-from tests.namespaces import Host, cut, launch, two_hosts, why_not
+from tests.namespaces import Host, cut, launch, started, two_hosts, why_not
 
 pytestmark = pytest.mark.processes
 
@@ -35,7 +34,7 @@ def test_a_cut_cable_ends_both_ranks_within_the_limit(
 ) -> None:
     limit = {"START_TIMEOUT": "4"}
     arguments = (moment, "SIGSTOP", "1")
-    with started(STARTER, 2, *arguments, folder=tmp_path, env=limit, hosts=hosts) as job:
+    with started(hosts, STARTER, *arguments, folder=tmp_path, env=limit) as job:
         job.wait_for("troubled.1")
         cut(hosts[1])
         since = time.monotonic()

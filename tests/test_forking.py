@@ -1,0 +1,148 @@
+"""Forked ranks: as fresh as started ones, seen to their end, and none of them left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import forking
+from tests.launching import ROOT, Finished, JobFailed, JobHung, JobLeftProcesses
+from tests.test_launching import is_running
+
+pytest.importorskip("paddle")
+
+Launch = Callable[..., Finished]
+
+
+def test_each_rank_has_its_log_its_arguments_and_its_environment(launch: Launch) -> None:
+    job = launch(
+        """
+        import os, sys, threading
+        print("rank", os.environ["PADDLE_TRAINER_ID"], "of", os.environ["PADDLE_TRAINERS_NUM"])
+        print(sys.argv[1:], os.environ["EXTRA"], os.environ["OMP_NUM_THREADS"], __name__)
+        print(os.getcwd(), sys.stdin.read(), threading.active_count())
+        print(os.getsid(0) == os.getpid())
+        print("to the error stream", file=sys.stderr)
+        """,
+        2,
+        args=["--steps", "3"],
+        env={"EXTRA": "yes"},
+        cwd=ROOT,
+    )
+    assert job.returncode == 0
+    for rank, log in enumerate(job.logs):
+        assert log.splitlines() == [
+            f"rank {rank} of 2",
+            "['--steps', '3'] yes 1 __main__",
+            f"{ROOT}  1",
+            "True",
+            "to the error stream",
+        ]
+
+
+def test_a_child_has_nothing_of_another_ones(launch: Launch) -> None:
+    source = """
+        import builtins, os, tempfile
+        import numpy as np, paddle
+        assert not hasattr(builtins, "left") and "LEFT" not in os.environ
+        builtins.left = os.environ["LEFT"] = "something"
+        paddle.enable_static()
+        print(np.random.rand(), paddle.get_rng_state()[0].current_seed(), tempfile.mktemp())
+    """
+    logs = [*launch(source, 2).logs, *launch(source, None).logs]
+    drawn = [log.splitlines()[-1].split() for log in logs]
+    assert all(len(set(numbers)) == 3 for numbers in zip(*drawn))
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("pass", 0, "left by atexit"),
+        ("sys.exit(7)", 7, "left by atexit"),
+        ("raise ValueError('no good')", 1, "ValueError: no good\nleft by atexit"),
+        ("os._exit(3)", 3, ""),
+        ("os.kill(os.getpid(), 9)", -9, ""),
+    ],
+)
+def test_a_child_ends_as_a_process_does(launch: Launch, end: str, code: int, told: str) -> None:
+    source = f"import atexit, os, sys; atexit.register(print, 'left by atexit')\n{end}"
+    job = launch(source, None, check=False)
+    assert job.returncode == code
+    assert job.logs[0].endswith(told)
+    if code:
+        with pytest.raises(JobFailed, match=f"exit code {code}"):
+            launch(source, None)
+
+
+def test_a_hang_shows_every_ranks_stack_and_leaves_no_process(launch: Launch) -> None:
+    source = """
+        import os, subprocess, time
+        def waits_for_ever():
+            print("pid", os.getpid(), subprocess.Popen(["sleep", "600"]).pid, os.fork())
+            time.sleep(600)
+        waits_for_ever()
+    """
+    with pytest.raises(JobHung) as caught:
+        launch(source, 2, timeout=2)
+    text = str(caught.value)
+    assert all("in waits_for_ever" in log for log in text.split("--- rank 1"))
+    pids = [int(word) for line in text.splitlines() if "pid " in line for word in line.split()[1:]]
+    assert len(set(pids)) >= 6
+    assert not any(is_running(pid) for pid in pids if pid)
+
+
+def test_a_process_that_outlives_its_job_is_reported_and_killed(launch: Launch) -> None:
+    source = """
+        import subprocess
+        print("child", subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+    """
+    with pytest.raises(JobLeftProcesses, match="sleep 600") as caught:
+        launch(source, None)
+    assert not is_running(int(str(caught.value).split(":")[1].split()[0]))
+
+
+def test_a_mother_that_was_killed_is_replaced(launch: Launch) -> None:
+    launch("", None)
+    mother = forking._mother()
+    mother.kill()
+    mother.wait()
+    assert launch("print('here')", None).logs == ("here",)
+
+
+ABANDONED = """
+import os, sys
+from pathlib import Path
+from tests.forking import Forked
+folder = Path(sys.argv[1])
+(folder / "sleeps.py").write_text("import time; time.sleep(600)")
+options = {"mark": "1" * 32, "env": {}, "cwd": folder, "log": folder / "log"}
+child = Forked(folder / "sleeps.py", [], **options)
+print(child._mother.pid, child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.processes
+def test_nothing_is_left_where_the_tests_are_killed(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    killed = subprocess.run(
+        [sys.executable, "-c", ABANDONED, str(tmp_path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in killed.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
