@@ -11,9 +11,16 @@ from tests.check_types import check
 pytest.importorskip("mypy")
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What mypy knows of the standard library, once for all."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small correct package in the layout of this one."""
+    monkeypatch.setenv("MYPY_CACHE_DIR", str(cache))
     for name in ("fleetpipe", "dygraph", "static"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("def one() -> int:\n    return 1\n")

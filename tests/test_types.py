@@ -24,11 +24,13 @@ MYPY = [
 ]
 
 
-def said_of(script: Path, environment: Path) -> list[str]:
-    """Returns mypy's lines about a script, run with the packages of ``environment``."""
+def said_of(scripts: list[Path], environment: Path) -> list[str]:
+    """Returns mypy's lines about scripts of a folder, run with the packages of ``environment``."""
     python = ["--python-executable", str(environment / "bin" / "python")]
-    command = [sys.executable, "-m", "mypy", *MYPY, *python, script.name]
-    done = subprocess.run(command, cwd=script.parent, check=False, capture_output=True, text=True)
+    names = [script.name for script in scripts]
+    command = [sys.executable, "-m", "mypy", *MYPY, *python, *names]
+    folder = scripts[0].parent
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
     assert not done.stderr, done.stderr
     return done.stdout.splitlines()
 
@@ -48,18 +50,18 @@ def test_a_misspelt_method_is_found_and_the_first_script_is_right(
 ) -> None:
     text = (ROOT / "README.md").read_text()
     (code,) = re.findall(r"```python\n(import paddle\n.*?)```", text, flags=re.DOTALL)
-    script = tmp_path / "train.py"
-    script.write_text(code)
-    assert said_of(script, environment) == ["Success: no issues found in 1 source file"]
-    script.write_text(
+    right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
+    right.write_text(code)
+    wrong.write_text(
         code.replace("model.train_batch(", "model.trian_batch(")
         + "reveal_type(optimizer)\n"
         + "LayerDesc(nn.functional.relu)\n"
         + "PipelineLayer(layers, topolgy=topology)\n"
     )
-    said = "\n".join(said_of(script, environment))
+    said = "\n".join(said_of([right, wrong], environment))
+    assert "right.py" not in said
     assert '"PipelineParallel" has no attribute "trian_batch"; maybe "train_batch"?' in said
     assert 'Revealed type is "fleetpipe.dygraph.optimizer.optimizer.PipelineOptimizer"' in said
     assert 'Argument 1 to "LayerDesc" has incompatible type' in said
     assert 'Unexpected keyword argument "topolgy" for "PipelineLayer"' in said
-    assert "Found 3 errors in 1 file" in said
+    assert "Found 3 errors in 1 file (checked 2 source files)" in said

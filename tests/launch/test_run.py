@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from fleetpipe.cli import main
 from fleetpipe.fleet.overlay import OVERLAYS
 from fleetpipe.launch.substitution import in_place_of_paddles
 from tests.check_types import sources
-from tests.launching import ROOT
+from tests.launching import ROOT, Finished
 
 PADDLES = "paddle.distributed.fleet"
+LAUNCHED = ROOT / "fleetpipe" / "launch" / "launched.py"
 
 
 def found_by(code: str) -> dict[str, Any]:
@@ -153,28 +155,36 @@ print(told(), sys.modules["__main__"].told is told, helper.__file__)
     ],
 )
 def test_a_script_sees_and_ends_what_it_would_under_python(
-    end: str, code: int, tmp_path: Path
+    launch: Callable[..., Finished], end: str, code: int, tmp_path: Path
 ) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "helper.py").write_text("")
     (tmp_path / "scripts" / "show.py").write_text(SHOW.format(end=end))
     words = ["scripts/show.py", "--steps", "3", "-h"]
-    expected, found = (
-        subprocess.run(
-            [sys.executable, "-W", "ignore", *how, *words],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        for how in ([], ["-m", "fleetpipe", "run"])
+    told, returncode = done([sys.executable, "-u", *words], tmp_path)
+    found = launch(LAUNCHED, None, args=["run", *words], cwd=tmp_path, check=False)
+    assert found.returncode == returncode == code
+    assert found.logs[0].endswith(told)
+    if code == 7:
+        command = [sys.executable, "-u", "-W", "ignore", "-m", "fleetpipe", "run", *words]
+        by_command, returncode = done(command, tmp_path)
+        assert returncode == 7
+        assert by_command.endswith(told)
+
+
+def done(command: list[str], folder: Path) -> tuple[str, int]:
+    """Runs a command in a folder; returns what it wrote, and its exit code."""
+    ended = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert found.returncode == expected.returncode == code
-    assert found.stdout == expected.stdout
-    tail = found.stderr[len(found.stderr) - len(expected.stderr) :]
-    assert tail == expected.stderr
+    return ended.stdout.strip(), ended.returncode
 
 
 def test_a_script_that_is_not_there_and_a_wrong_number_are_refused(
