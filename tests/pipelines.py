@@ -1,9 +1,7 @@
-"""Small models and jobs that the tests of the engine, of dygraph and of parity share."""
+"""Small models, and jobs for them, that the tests of the engine, of dygraph and of parity share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,28 +10,10 @@ from paddle import nn
 
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from tests.jobs import ROWS as ROWS
+from tests.jobs import job as job
 
-ROWS, FEATURES, CLASSES = 2, 6, 4
-
-
-@contextmanager
-def job(
-    ranks: int, micro_batches: int = 4, schedule: str = "1F1B", **fleetpipe_configs: Any
-) -> Iterator[None]:
-    """Begins a job in which this one process plays all ranks, and ends it."""
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 1, "pp_degree": ranks}
-    strategy.pipeline_configs = {
-        "accumulate_steps": micro_batches,
-        "micro_batch_size": ROWS,
-        "schedule_mode": schedule,
-    }
-    strategy.fleetpipe_configs = fleetpipe_configs
-    fleet.init(is_collective=True, strategy=strategy)
-    try:
-        yield
-    finally:
-        fleet.shutdown()
+FEATURES, CLASSES = 6, 4
 
 
 def mlp_layers(hidden: int = 8, blocks: int = 3) -> list[Any]:

@@ -326,14 +326,12 @@ import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import paddle
 from fleetpipe import fleet, parity
+from tests import jobs
 from tests.dygraph.test_random_keys import drawing_loss, noisy_layers
 from tests.pipelines import ROWS, batch, pipeline, sgd
 
 rank = int(os.environ["PADDLE_TRAINER_ID"])
-strategy = fleet.DistributedStrategy()
-strategy.hybrid_configs = {{"dp_degree": int(sys.argv[2]), "pp_degree": 2}}
-strategy.pipeline_configs = {{"accumulate_steps": 2, "micro_batch_size": ROWS}}
-fleet.init(is_collective=True, strategy=strategy)
+jobs.begin(dp=int(sys.argv[2]), pp=2, micro_batches=2)
 replica = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
 # Batch statistics are of each micro-batch, running ones of each replica: not to be compared here.
 layers = [entry for entry in noisy_layers() if "BatchNorm" not in repr(entry)]

@@ -17,6 +17,7 @@ from paddle import nn
 
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+from tests.jobs import begin
 from tests.pipelines import ROWS, batch, job, pipeline, sgd
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
@@ -101,11 +102,8 @@ def of_a_topology_of_its_own() -> Any:
 
 def of_replicas() -> Any:
     """A step made of its two halves: the gradients of the replicas are averaged once."""
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"pp_degree": 1}
     steps = 4 if ALONE else 2
-    strategy.pipeline_configs = {"accumulate_steps": steps, "micro_batch_size": ROWS}
-    fleet.init(is_collective=True, strategy=strategy)
+    begin(dp=1 if ALONE else 2, micro_batches=steps)
     model = pipeline()
     optimizer = sgd(model)
     rows = slice(RANK * steps * ROWS, (RANK + 1) * steps * ROWS)

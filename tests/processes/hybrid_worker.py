@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
@@ -20,7 +19,7 @@ from paddle import nn
 
 from fleetpipe import fleet, parity
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.job import current_job
+from tests import jobs
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS, Model
 from tests.pipelines import ROWS, batch, bits, pipeline
@@ -29,30 +28,7 @@ from tests.scalers import enabled_scaler, half_precision
 MICRO_BATCHES, STEPS = 2, 3
 KINDS = {**MODELS, "tied": Model(tied.layers, MODELS["gpt"].batch, tied.loss)}
 Make = Callable[[Any], Any]
-
-
-@contextmanager
-def job(
-    schedule: str = "1F1B", order: list[str] | None = None, timeout: int = 60, **degrees: int
-) -> Iterator[Any]:
-    """Begins a job, and ends it."""
-    strategy = fleet.DistributedStrategy()
-    configs: dict[str, Any] = {f"{axis}_degree": n for axis, n in degrees.items()}
-    if order:
-        known = strategy.hybrid_parallel_order
-        configs["order"] = order + [axis for axis in known if axis not in order]
-    strategy.hybrid_configs = configs
-    strategy.pipeline_configs = {
-        "accumulate_steps": MICRO_BATCHES,
-        "micro_batch_size": ROWS,
-        "schedule_mode": schedule,
-    }
-    strategy.fleetpipe_configs = {"timeout": timeout}
-    fleet.init(is_collective=True, strategy=strategy)
-    try:
-        yield current_job()
-    finally:
-        fleet.shutdown()
+job = partial(jobs.job, micro_batches=MICRO_BATCHES, timeout=60)
 
 
 def adamw(parameters: Any) -> Any:
@@ -120,7 +96,7 @@ def four_stages() -> Any:
 
 
 def two_chunks() -> Any:
-    with job("Interleaved1F1B", pp=2, dp=2) as running:
+    with job(pp=2, dp=2, schedule="Interleaved1F1B") as running:
         return trained(running, momentum, num_virtual_pipeline_stages=2)
 
 
@@ -263,7 +239,7 @@ def trained_loss() -> Any:
 
 def parity_with_clip() -> Any:
     """The pipeline's own comparison with its single model, whose optimizer clips too."""
-    with job("Interleaved1F1B", pp=2, dp=2):
+    with job(pp=2, dp=2, schedule="Interleaved1F1B"):
         kind = MODELS["mlp"]
         model = pipeline(kind.layers(), loss_fn=kind.loss, num_virtual_pipeline_stages=2)
         optimizer = fleet.distributed_optimizer(momentum(model.parameters()))

@@ -25,7 +25,7 @@ from fleetpipe.fleet.meta_parallel import (
     SharedLayerDesc,
     VocabParallelEmbedding,
 )
-from tests.pipelines import CLASSES, FEATURES, ROWS, batch, job, mlp_layers, pipeline, sgd
+from tests.pipelines import CLASSES, FEATURES, batch, job, mlp_layers, pipeline, sgd
 from tests.scalers import enabled_scaler, half_precision
 
 RANK = int(os.environ["PADDLE_TRAINER_ID"])
@@ -128,12 +128,7 @@ def in_a_pipeline() -> Found:
 
 def with_slices() -> Found:
     """Each on both members, within one job that then goes on."""
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 2, "pp_degree": 1}
-    strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": ROWS}
-    strategy.fleetpipe_configs = {"timeout": TIMEOUT}
-    fleet.init(is_collective=True, strategy=strategy)
-    try:
+    with job(mp=2, timeout=TIMEOUT):
 
         def build(description: Any) -> Callable[[], Any]:
             return lambda: pipeline([nn.functional.relu, description])
@@ -153,8 +148,6 @@ def with_slices() -> Found:
             ]
         )
         return {"refused": found, "losses": losses(model)}
-    finally:
-        fleet.shutdown()
 
 
 def at_a_boundary() -> Found:

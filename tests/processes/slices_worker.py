@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,13 @@ from fleetpipe.fleet.meta_parallel import (
     get_rng_state_tracker,
 )
 from fleetpipe.job.job import current_job
+from tests import jobs
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 WORLD = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 FOLDER = Path(sys.argv[1])
 VOCABULARY, WIDTH, LENGTH = 12, 6, 4
-
-
-def begin(dp: int, mp: int, pp: int) -> None:
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"dp_degree": dp, "mp_degree": mp, "pp_degree": pp}
-    strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 2}
-    fleet.init(is_collective=True, strategy=strategy)
+begin = partial(jobs.begin, micro_batches=2)
 
 
 def write(**found: Any) -> None:
@@ -76,7 +72,7 @@ class Language(nn.Layer):
 def plain() -> None:
     dp, mp = (2, 2) if WORLD == 4 else (1, 1)
     paddle.seed(5)
-    begin(dp, mp, 1)
+    begin(dp=dp, mp=mp)
     drawn = paddle.rand([1]).item()
     model = Language()
     model.norm.weight.set_value(paddle.full([WIDTH], 1.0 + RANK))
@@ -126,7 +122,7 @@ class Streams(nn.Layer):
 
 
 def pipeline() -> None:
-    begin(1, 2, 2)
+    begin(mp=2, pp=2)
     hcg = fleet.get_hybrid_communicate_group()
     get_rng_state_tracker().add("global_seed", 17)
     get_rng_state_tracker().add("local_seed", 18 + hcg.get_model_parallel_rank())
@@ -195,7 +191,7 @@ def read_again(layers: Any) -> tuple[bool, list[str]]:
 
 
 def lost() -> None:
-    begin(1, 2, 1)
+    begin(mp=2)
     model = ColumnParallelLinear(4, 4, gather_output=False)
 
     def fail(grad: Any) -> Any:
@@ -222,7 +218,7 @@ def lost() -> None:
 
 
 def odd() -> None:
-    begin(1, 2, 2)
+    begin(mp=2, pp=2)
     hcg = fleet.get_hybrid_communicate_group()
     try:
         PipelineLayer(

@@ -16,14 +16,13 @@ sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
 import paddle
 from fleetpipe import fleet, parity
+from tests import jobs
 from tests.pipelines import CLASSES, FEATURES, ROWS, bits, mlp_layers, pipeline, sgd
 
 rank = int(os.environ["PADDLE_TRAINER_ID"])
 scale = sys.argv[2]
 paddle.seed(100 + rank)
-strategy = fleet.DistributedStrategy()
-strategy.hybrid_configs = {{"dp_degree": 2, "pp_degree": 2}}
-strategy.pipeline_configs = {{"accumulate_steps": 2, "micro_batch_size": ROWS}}
+strategy = jobs.strategy(2, dp=2, pp=2)
 strategy.gradient_scale_configs = {{"scale_strategy": scale}}
 fleet.init(is_collective=True, strategy=strategy)
 hcg = fleet.get_hybrid_communicate_group()
@@ -113,17 +112,11 @@ import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from fleetpipe import fleet
 from fleetpipe.io import DistributedBatchSampler
+from tests import jobs
 
 found = {{}}
-for name, order in (("default", None), ("pipeline first", ["pp", "dp", "sharding", "sep", "mp"])):
-    strategy = fleet.DistributedStrategy()
-    configs = {{"dp_degree": -1, "mp_degree": 1, "pp_degree": 2}}
-    if order:
-        from paddle.distributed.fleet import DistributedStrategy
-        known = DistributedStrategy().hybrid_parallel_order
-        configs["order"] = order[:2] + [axis for axis in known if axis not in order[:2]]
-    strategy.hybrid_configs = configs
-    fleet.init(is_collective=True, strategy=strategy)
+for name, order in (("default", ()), ("pipeline first", ("pp", "dp"))):
+    jobs.begin(dp=-1, pp=2, order=order)
     hcg = fleet.get_hybrid_communicate_group()
     seen = [list(batch) for batch in DistributedBatchSampler(range(16), 2)]
     found[name] = {{

@@ -34,6 +34,7 @@ from fleetpipe.fleet.meta_parallel import (
     VocabParallelEmbedding,
 )
 from fleetpipe.job.job import current_job, pipeline_group
+from tests import jobs
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 16, 8, 2, 6, 4
 MICRO_BATCHES, ROWS, STEPS = 8, 1, 10
@@ -126,17 +127,9 @@ def layers() -> list[Any]:
 def begin(degrees: dict[str, int], schedule: str) -> Any:
     """Begins a job; returns the wrapped model."""
     chunks = 2 if schedule == "Interleaved1F1B" else 1
-    strategy = fleet.DistributedStrategy()
-    configs: dict[str, Any] = {f"{axis}_degree": n for axis, n in degrees.items()}
-    if schedule == "ZBH1":
-        configs["order"] = strategy.hybrid_parallel_order[::-1]
-    strategy.hybrid_configs = configs
-    strategy.pipeline_configs = {
-        "accumulate_steps": MICRO_BATCHES // degrees["dp"],
-        "micro_batch_size": ROWS,
-        "schedule_mode": schedule,
-    }
-    fleet.init(is_collective=True, strategy=strategy)
+    order = fleet.DistributedStrategy().hybrid_parallel_order[::-1] if schedule == "ZBH1" else ()
+    micro_batches = MICRO_BATCHES // degrees["dp"]
+    jobs.begin(micro_batches=micro_batches, schedule=schedule, rows=ROWS, order=order, **degrees)
     paddle.seed(7)
     hcg = fleet.get_hybrid_communicate_group()
     group = hcg.get_model_parallel_group()

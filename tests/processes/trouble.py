@@ -26,8 +26,9 @@ from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.job.job import current_job
 from fleetpipe.transport.joining import hosts
+from tests import jobs
 from tests.byhand import kill_now
-from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, pipeline, sgd
+from tests.pipelines import CLASSES, FEATURES, batch, bits, pipeline, sgd
 
 RANK = int(os.environ["PADDLE_TRAINER_ID"])
 RANKS = int(os.environ["PADDLE_TRAINERS_NUM"])
@@ -90,19 +91,11 @@ def train(model: Any, optimizer: Any, steps: int = 4, between: Trouble | None = 
     return [loss.numpy().tobytes().hex() for loss in losses]
 
 
-def begin(**changes: Any) -> tuple[Any, Any]:
+def begin(width: int = WIDTH, **changes: Any) -> tuple[Any, Any]:
     """Begins a job of all ranks as one pipeline; returns the model and the optimizer."""
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"dp_degree": 1, "pp_degree": RANKS, **changes.pop("degrees", {})}
-    strategy.pipeline_configs = {
-        "accumulate_steps": 4,
-        "micro_batch_size": ROWS,
-        **changes.pop("pipeline", {}),
-    }
-    strategy.fleetpipe_configs = {"timeout": TIMEOUT}
-    fleet.init(is_collective=True, strategy=strategy)
+    jobs.begin(**{"pp": RANKS, "timeout": TIMEOUT, **changes})
     paddle.seed(1)
-    model = pipeline(layers(**changes))
+    model = pipeline(layers(width))
     return model, sgd(model)
 
 
@@ -185,7 +178,7 @@ def stopped_inside_gloo() -> None:
 
 
 def inside_gloo(trouble: Trouble) -> None:
-    model, optimizer = begin(degrees={"dp_degree": 2, "pp_degree": 1})
+    model, optimizer = begin(dp=2, pp=1)
     if RANK == 1:
         real = paddle.distributed.all_reduce
         paddle.distributed.all_reduce = lambda *a, **k: (
@@ -236,7 +229,7 @@ def slow_replica() -> None:
     """Longer than Gloo's 30 s before a collective."""
     if RANK == 1:
         later(lambda: time.sleep(35))
-    train(*begin(degrees={"dp_degree": 2, "pp_degree": 1}))
+    train(*begin(dp=2, pp=1))
     note("done")
 
 
@@ -275,10 +268,10 @@ def expected(what: str) -> Iterator[None]:
 def configured_differently() -> None:
     mine: dict[str, Any] = {}
     for what, change in {
-        "accumulate_steps": {"pipeline": {"accumulate_steps": 2}},
-        "schedule": {"pipeline": {"schedule_mode": "FThenB"}},
+        "accumulate_steps": {"micro_batches": 2},
+        "schedule": {"schedule": "FThenB"},
         "widths": {"width": 9},
-        "degrees": {"degrees": {"dp_degree": RANKS, "pp_degree": 1}},
+        "degrees": {"dp": RANKS, "pp": 1},
     }.items():
         mine = change if RANK == 1 else {}
         with expected(what):

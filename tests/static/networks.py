@@ -13,8 +13,10 @@ from paddle.static import device_guard
 
 from fleetpipe import fleet
 from fleetpipe.static import SingleProgram, install, state_dict
+from tests import jobs
+from tests.jobs import ROWS as ROWS
 
-ROWS, FEATURES, CLASSES, MICRO_BATCHES = 2, 6, 4, 4
+FEATURES, CLASSES, MICRO_BATCHES = 6, 4, 4
 
 #: Builds a network in the default program; returns the loss, and more that is worth fetching.
 Build = Callable[[], Sequence[Any]]
@@ -41,14 +43,8 @@ def static_mode() -> Iterator[None]:
 
 def strategy_of(schedule: str = "1F1B", micro_batches: int = MICRO_BATCHES, **own: Any) -> Any:
     """A strategy for a static pipeline."""
-    strategy = fleet.DistributedStrategy()
+    strategy = jobs.strategy(micro_batches, schedule, own=own)
     strategy.pipeline = True
-    strategy.pipeline_configs = {
-        "accumulate_steps": micro_batches,
-        "micro_batch_size": ROWS,
-        "schedule_mode": schedule,
-    }
-    strategy.fleetpipe_configs = own
     return strategy
 
 
