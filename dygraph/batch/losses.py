@@ -1,4 +1,7 @@
-"""The losses of a batch: every loss function on every micro-batch, weighted, summed, by number."""
+"""The losses of a batch: every loss function on every micro-batch, weighted, summed, by number.
+
+And the loss functions as a model's user gives them: one, several in a list, or none.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,48 @@ from fractions import Fraction
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.nest import outline
-from fleetpipe.errors import BoundaryError, FleetPipeError, reason
+from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, reason
 
-Criterion = Callable[[Any, Any], Any]
+#: ``criterion(output, label)`` gives a Tensor with one element.
+Criterion = Callable[[Any, Any], Tensor]
+
+
+def functions_in(loss_fn: Any) -> list[Any]:
+    """Returns the loss functions of ``loss_fn``; None stands for none."""
+    return list(loss_fn) if isinstance(loss_fn, (list, tuple)) else [loss_fn]
+
+
+def require_functions(loss_fn: Any) -> None:
+    """Refuses a loss that would fail in the first batch, on the last rank alone.
+
+    Raises:
+        ConfigError: One of the functions is a class, or cannot be called.
+    """
+    for function in functions_in(loss_fn):
+        is_class = isinstance(function, type)
+        if function is not None and (is_class or not callable(function)):
+            raise ConfigError(
+                "loss_fn is called with the model's output and the label",
+                expected="a function or a built layer, or a list of these",
+                got=f"the class {function.__name__}" if is_class else repr(function),
+                fix=f"pass {function.__name__}()" if is_class else "pass nn.CrossEntropyLoss()",
+            )
+
+
+def required_functions(loss_fn: Any) -> list[Criterion]:
+    """Returns the loss functions.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    functions = functions_in(loss_fn)
+    if not functions or None in functions:
+        raise ConfigError(
+            "this PipelineLayer has no loss function", fix="pass loss_fn= when you build it"
+        )
+    return functions
 
 
 class Losses:
@@ -37,9 +78,9 @@ class Losses:
         self._weights = weights
         self._chosen = chosen
         self._delayed = delayed
-        self._shares: list[dict[int, Any]] = [{} for _ in functions]
+        self._shares: list[dict[int, Tensor]] = [{} for _ in functions]
 
-    def take(self, index: int, output: Any, label: Any) -> Any:
+    def take(self, index: int, output: Nest, label: Nest) -> Tensor:
         """Computes all losses of micro-batch ``index``; returns the one to start backward from.
 
         Raises:
@@ -55,7 +96,7 @@ class Losses:
                 start = share
         return start
 
-    def totals(self) -> list[Any]:
+    def totals(self) -> list[Tensor]:
         """Returns the loss of the batch by each function, detached, with its own shape and dtype.
 
         The micro-batches are added in their order, whatever order they ran in.
@@ -68,7 +109,7 @@ class Losses:
             totals.append(weighted(first, self._weights[0]) if self._delayed else first)
         return totals
 
-    def by_micro_batch(self) -> list[Any]:
+    def by_micro_batch(self) -> list[Tensor]:
         """Returns a Tensor [micro-batches] for each function; weighted unless delayed."""
         return [
             paddle.stack([shares[index].reshape([]) for index in sorted(shares)])
@@ -80,7 +121,7 @@ class Losses:
         return bool(self._shares[0])
 
 
-def weighted(loss: Any, weight: Fraction) -> Any:
+def weighted(loss: Tensor, weight: Fraction) -> Tensor:
     """Returns a micro-batch's share of the loss of the batch."""
     # A quotient, not a product with 1/m: this is what a hand-written accumulation loop does,
     # and the two differ in the last bit where m is not a power of two.
@@ -91,7 +132,7 @@ def weighted(loss: Any, weight: Fraction) -> Any:
     return loss
 
 
-def _loss(criterion: Criterion, output: Any, label: Any) -> Any:
+def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
     try:
         loss = criterion(output, label)
     except (FleetPipeError, MemoryError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Callable, Optional, Protocol
 
 from fleetpipe._paddle import paddle
@@ -46,6 +48,10 @@ class Batch:
         self.losses = losses
         self.scale = scale
         self.outputs: dict[int, Nest] = {}
+
+    def ordered_outputs(self) -> list[Nest]:
+        """Returns the outputs by the number of their micro-batch, whatever order they ran in."""
+        return [self.outputs[index] for index in sorted(self.outputs)]
 
 
 class StageHooks(Protocol):
@@ -102,8 +108,7 @@ class DygraphStage:
         self._batch = _NO_BATCH
         self._hooks: StageHooks | None = None
         self._first_micro_batch = 0
-        #: Takes how the graphs of the stages hang together; None where nobody asks for it.
-        self.crossings: dict[int, Crossing] | None = None
+        self._crossings: dict[int, Crossing] | None = None
         #: The number within the batch of the micro-batch whose forward runs, or else the next.
         self.micro_batch_id = 0
 
@@ -165,9 +170,9 @@ class DygraphStage:
             )
         else:
             _backward([output])
-        if self.crossings is not None:
+        if self._crossings is not None:
             outputs = differentiable(output)
-            self.crossings[stage] = crossing_of(differentiable(value), outputs)
+            self._crossings[stage] = crossing_of(differentiable(value), outputs)
         into = self._into.get(stage)
         grads = None if into is None else tuple(leaf.grad for leaf in differentiable(value))
         if self._hooks is not None:
@@ -194,6 +199,19 @@ class DygraphStage:
         """Drops the activations of a stage and micro-batch."""
         self._kept.pop((stage, micro_batch), None)
         self._split.release(stage, self._within(micro_batch))
+
+    @contextmanager
+    def noting_crossings(self) -> Iterator[dict[int, Crossing]]:
+        """Within it each backward notes how the graph of its stage hangs together.
+
+        Yields:
+            By stage, its crossing in the last micro-batch.
+        """
+        self._crossings = {}
+        try:
+            yield self._crossings
+        finally:
+            self._crossings = None
 
     def _within(self, micro_batch: GlobalMicroBatch) -> MicroBatch:
         return MicroBatch(micro_batch - self._first_micro_batch)

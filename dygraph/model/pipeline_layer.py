@@ -16,11 +16,12 @@ from fleetpipe.aliases import Layer, Nest, Tensor, Topology
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import arrangement
 from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST, device_id
+from fleetpipe.dygraph.batch import losses
+from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers import entries, tied
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.run_stage import StageRunner, checked_interval
-from fleetpipe.dygraph.model import fleet_face, loss_functions
-from fleetpipe.dygraph.model.loss_functions import LossFunction
+from fleetpipe.dygraph.model import fleet_face
 from fleetpipe.dygraph.model.stage_count import number_of_stages, topology_of
 from fleetpipe.dygraph.state.layer_files import LayerFiles
 from fleetpipe.dygraph.state.single_model import SingleModel, single_model
@@ -103,9 +104,9 @@ class PipelineLayer(paddle.nn.Layer):
         # With one stage in a job of several the whole model is here, and the others do not matter.
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
         # As Fleet keeps it. Around Layer.__setattr__, which would make a sublayer of a loss.
-        loss_functions.require_callable(loss_fn)
+        losses.require_functions(loss_fn)
         self.__dict__["_loss_fn"] = (
-            loss_functions.as_list(loss_fn) if LOSS_FUNCTIONS_ARE_A_LIST else loss_fn
+            losses.functions_in(loss_fn) if LOSS_FUNCTIONS_ARE_A_LIST else loss_fn
         )
         interval = checked_interval(recompute_interval, recompute_ctx)
         self._recompute_interval, self.recompute_ctx = interval, recompute_ctx
@@ -272,26 +273,27 @@ class PipelineLayer(paddle.nn.Layer):
         self._require_chunk(chunk_id)
         return self.runner.function(self._owned[chunk_id])(input, None)
 
-    def loss_functions(self) -> list[LossFunction]:
+    def loss_functions(self) -> list[Criterion]:
         """Returns the loss functions, mostly one.
 
         Raises:
             ConfigError: The model was built without one.
         """
-        return loss_functions.required(self._loss_fn)
+        return losses.required_functions(self._loss_fn)
 
-    def loss_fn(self) -> LossFunction:
+    def loss_fn(self) -> Criterion:
         """Returns the first of :meth:`loss_functions`; raises as that does."""
         return self.loss_functions()[0]
 
     def loss_layers(self) -> list[Layer]:
         """Returns the loss functions that are layers: no stage has their parameters and buffers."""
-        functions = loss_functions.as_list(self._loss_fn)
+        functions = losses.functions_in(self._loss_fn)
         return [f for f in functions if isinstance(f, paddle.nn.Layer)]
 
     def trained_parameters(self) -> list[Tensor]:
         """Returns the parameters of this process's stages and of the losses, each once."""
-        parameters = list(self.state.own_parameters().values())
+        # Layer's own method, as in ``state``.
+        parameters = [parameter for _, parameter in paddle.nn.Layer.named_parameters(self)]
         for layer in self.loss_layers():
             parameters += layer.parameters()
         return list({id(parameter): parameter for parameter in parameters}.values())

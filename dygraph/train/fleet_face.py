@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
-from fleetpipe.config import PipelineConfig
+from fleetpipe._paddle import user_strategy
+from fleetpipe.aliases import PaddleGroup, Strategy, Tensor, Topology
 from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
-from fleetpipe.dygraph.batch.losses import Losses
-from fleetpipe.dygraph.batch.stage import DygraphStage
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.observe.hooks import NumberedHook, UserHooks
+from fleetpipe.dygraph.observe.hooks import NumberedHook
 from fleetpipe.dygraph.observe.timers import Timers
-from fleetpipe.dygraph.train.overlapping import NoOverlap
-from fleetpipe.dygraph.train.switches import Switches
+from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.job import Job
+from fleetpipe.job.job import current_job
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 from fleetpipe.transport import Group
@@ -28,12 +26,10 @@ from fleetpipe.transport import Group
 _LETTERS: Mapping[str, str] = {"F": "f", "B": "b", "I": "b", "W": "w"}
 
 
-class PipelineAttributes(NoOverlap, MetaParallelBase):
-    """The part of a wrapper that runs nothing.
+class PipelineFace(MetaParallelBase):
+    """A wrapped model as far as it runs nothing: attributes, sizes and hooks.
 
     Attributes:
-        schedule: What is run.
-        timers: Those of ``pp_configs.enable_timer``; None where it is off.
         callbacks: The registry of hooks by location, one for all wrappers of the process.
     """
 
@@ -41,70 +37,97 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
         # By that of Layer a type checker takes every name for an attribute, a misspelt one too.
         __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
 
-    schedule: Schedule
-    timers: Timers | None
     callbacks = pipeline_parallel_callbacks_
     #: Whether Fleet's wrapper of this type has hooks for bubbles.
     _has_bubble_hooks = False
-    _job: Job
-    _config: PipelineConfig
-    _switches: Switches
-    _hooks: UserHooks
-    _stage: DygraphStage
-    _losses: Losses | None = None
     _virtual_pp_rank: int | None = None
+
+    def __init__(
+        self, layers: PipelineLayer, hcg: Topology = None, strategy: Strategy = None
+    ) -> None:
+        """Builds, verifies and lowers the schedule, and connects the ranks. Collective.
+
+        Args:
+            layers: The model.
+            hcg: Accepted for Fleet's sake; the topology is that of ``fleet.init``.
+            strategy: The options; None for those given to ``fleet.init``.
+
+        Raises:
+            ConfigError: ``fleet.init`` was not called, or an option is wrong.
+            ScheduleError: The schedule passes the memory cap.
+            PipelineTimeout: Another rank did not arrive within the limit.
+        """
+        job = current_job()
+        if job is None:
+            raise ConfigError(
+                "a pipeline is wrapped after fleet.init",
+                got="no fleet.init, or a fleet.shutdown() since",
+                fix="call fleet.init(is_collective=True, strategy=strategy) first",
+            )
+        if not isinstance(layers, PipelineLayer):
+            raise ConfigError("a pipeline wraps a PipelineLayer", got=type(layers).__name__)
+        strategy = strategy or user_strategy()
+        begin: Callable[..., None] = super().__init__
+        begin(layers, hcg or job.hcg, strategy)
+        self._runtime = Runtime(layers, strategy, job, self._has_bubble_hooks)
 
     @property
     def layers(self) -> PipelineLayer:
         """The wrapped model."""
-        layers: PipelineLayer = self._layers
-        return layers
+        return self._runtime.layers
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is run."""
+        return self._runtime.schedule
+
+    @property
+    def timers(self) -> Timers | None:
+        """Those of ``pp_configs.enable_timer``; None where it is off."""
+        return self._runtime.timers
 
     @property
     def accumulate_steps(self) -> int:
         """The number m of micro-batches of a batch. Setting it needs the same on every rank."""
-        return self._config.micro_batches
+        return self._runtime.config.micro_batches
 
     @accumulate_steps.setter
     def accumulate_steps(self, count: int) -> None:
-        self._resize(count, self.micro_batch_size)
+        self._runtime.resize(count, self.micro_batch_size)
 
     @property
     def micro_batch_size(self) -> int:
         """Rows of one micro-batch; may be set between batches."""
-        return self._config.micro_batch_size
+        return self._runtime.config.micro_batch_size
 
     @micro_batch_size.setter
     def micro_batch_size(self, rows: int) -> None:
-        self._resize(self.accumulate_steps, rows)
-
-    def _resize(self, micro_batches: int, micro_batch_size: int) -> None:
-        raise NotImplementedError
+        self._runtime.resize(self.accumulate_steps, rows)
 
     @property
     def num_stages(self) -> int:
         """Ranks of the pipeline."""
-        return self._job.degrees.pp
+        return self._runtime.job.degrees.pp
 
     @property
     def stage_id(self) -> int:
         """This process's rank in the pipeline; 0 where it plays all ranks."""
-        return int(self._job.hcg.get_stage_id())
+        return int(self._runtime.job.hcg.get_stage_id())
 
     @property
     def global_rank(self) -> int:
         """This process's rank in the job."""
-        return int(self._job.hcg.get_global_rank())
+        return int(self._runtime.job.hcg.get_global_rank())
 
     @property
-    def pp_group(self) -> Any:
+    def pp_group(self) -> PaddleGroup:
         """Paddle's group of the ranks of this pipeline."""
-        return self._job.hcg.get_pipe_parallel_group()
+        return self._runtime.job.hcg.get_pipe_parallel_group()
 
     @property
-    def dp_group(self) -> Any:
+    def dp_group(self) -> PaddleGroup:
         """Paddle's group of the ranks that hold the same stages in all data-parallel replicas."""
-        return self._job.hcg.get_data_parallel_group()
+        return self._runtime.job.hcg.get_data_parallel_group()
 
     @property
     def num_model_chunks(self) -> int:
@@ -119,27 +142,27 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
     @property
     def micro_batch_id(self) -> int:
         """The number within the batch of the micro-batch whose forward runs, or else the next."""
-        return self._stage.micro_batch_id
+        return self._runtime.stage.micro_batch_id
 
     @property
-    def total_loss(self) -> list[Any] | None:
+    def total_loss(self) -> list[Tensor] | None:
         """The losses of the last batch's micro-batches, as the last stage's owner keeps them.
 
         A Tensor [micro-batches] for each loss function: this replica's own, weighted unless
         ``delay_scale_loss``. None on other ranks and before the first batch.
         """
-        return self._losses.by_micro_batch() if self._losses else None
+        losses = self._runtime.losses
+        return losses.by_micro_batch() if losses else None
 
     @property
     def replicas(self) -> Group:
         """The ranks that hold the same stages in all replicas."""
-        return self._job.replicas()
+        return self._runtime.job.replicas()
 
     @property
     def weights(self) -> list[Fraction]:
         """The weight of each of this replica's micro-batches in its loss of the batch."""
-        count = self.accumulate_steps
-        return [Fraction(1, count if self._config.loss_reduction == "mean" else 1)] * count
+        return self._runtime.weights
 
     def is_pipeline_first_stage(self, ignore_virtual: bool = False) -> bool:
         """Whether this process owns the first stage, which takes the inputs.
@@ -147,7 +170,8 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
         Args:
             ignore_virtual: Leaves :meth:`set_virtual_pipeline_rank` out of account.
         """
-        return self._owns(0) and (ignore_virtual or self._virtual_pp_rank in (None, 0))
+        owns = self._runtime.plays(self._runtime.first_owner)
+        return owns and (ignore_virtual or self._virtual_pp_rank in (None, 0))
 
     def is_pipeline_last_stage(self, ignore_virtual: bool = False) -> bool:
         """Whether this process owns the last stage, which takes the labels.
@@ -156,7 +180,7 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
             ignore_virtual: Leaves :meth:`set_virtual_pipeline_rank` out of account.
         """
         last = self.num_model_chunks - 1
-        owns = self._owns(self.schedule.placement.stages - 1)
+        owns = self._runtime.plays(self._runtime.last_owner)
         return owns and (ignore_virtual or self._virtual_pp_rank in (None, last))
 
     def set_virtual_pipeline_rank(self, rank: int | None) -> None:
@@ -184,7 +208,7 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
         Raises:
             ConfigError: ``location`` is not below :attr:`forward_pipeline_parallel_hook_capacity`.
         """
-        self._hooks.forward.register_hook(location, hook)
+        self._runtime.hooks.forward.register_hook(location, hook)
 
     def register_backward_pipeline_parallel_hook(self, location: int, hook: NumberedHook) -> None:
         """Adds ``hook(location)``, called before that backward of this rank in each training batch.
@@ -192,7 +216,7 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
         Raises:
             ConfigError: ``location`` is not below :attr:`backward_pipeline_parallel_hook_capacity`.
         """
-        self._hooks.backward.register_hook(location, hook)
+        self._runtime.hooks.backward.register_hook(location, hook)
 
     def register_bubble_pipeline_parallel_hook(self, location: int, hook: NumberedHook) -> None:
         """Adds ``hook(location)``, called where this rank of an interleaved pipeline waits.
@@ -200,22 +224,22 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
         Raises:
             ConfigError: ``location`` is not below :attr:`bubble_pipeline_parallel_hook_capacity`.
         """
-        self._hooks.bubble.register_hook(location, hook)
+        self._runtime.hooks.bubble.register_hook(location, hook)
 
     @property
     def forward_pipeline_parallel_hook_capacity(self) -> int:
         """Forwards of a rank in a batch: m * v."""
-        return self._hooks.forward.hooks_capacity
+        return self._runtime.hooks.forward.hooks_capacity
 
     @property
     def backward_pipeline_parallel_hook_capacity(self) -> int:
         """Backwards of a rank in a batch: m * v."""
-        return self._hooks.backward.hooks_capacity
+        return self._runtime.hooks.backward.hooks_capacity
 
     @property
     def bubble_pipeline_parallel_hook_capacity(self) -> int:
         """Bubbles of a rank in a batch: 2p - 2 where the schedule is interleaved, else 0."""
-        return self._hooks.bubble.hooks_capacity
+        return self._runtime.hooks.bubble.hooks_capacity
 
     def get_static_scheduler(self) -> str:
         """Returns what this rank runs in a batch, in Fleet's spelling.
@@ -236,20 +260,22 @@ class PipelineAttributes(NoOverlap, MetaParallelBase):
         if self.timers is not None:
             self.timers.log(self.timers.timers)
 
-    def _owns(self, stage: int) -> bool:
-        return self._job.local or self.schedule.placement.rank_of(stage) == self.stage_id
+    def fused_gradient(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Refuses to fuse gradients and to put reductions into backward.
 
-    def _loss_functions(self, index: int) -> list[Any]:
-        """Returns all loss functions of the model, after a look at the chosen one.
+        Users of ``fleet.distributed_model`` do not call this or its like; a script that does must
+        not go on as if gradients had been reduced.
 
         Raises:
-            ConfigError: There is none, or none of that number.
+            ConfigError: Always.
         """
-        functions = self.layers.loss_functions()
-        if index not in range(len(functions)):
-            raise ConfigError(
-                f"there is no loss function {index}",
-                expected=f"loss_fn_idx from 0 to {len(functions) - 1}",
-                fix="pass loss_fn=[f, g, ..] when you build the PipelineLayer",
-            )
-        return functions
+        raise ConfigError(
+            "gradients are reduced once, after the last backward of a batch",
+            cause="the order in which they are added up must not depend on timing",
+            fix="leave it to train_batch; pp_configs dp_comm_overlap and sharding_comm_overlap may "
+            "stay as they are",
+        )
+
+    bw_hook_func = fused_gradient
+    register_allreduce_overlap_hook = fused_gradient
+    register_sharding_comm_overlap_hook = fused_gradient

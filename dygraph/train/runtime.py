@@ -1,4 +1,4 @@
-"""What a wrapper runs: builds its schedule, its stage and its engines, and connects the ranks."""
+"""What stands ready between batches: a model's schedule, its stage and its engines in a job."""
 
 from __future__ import annotations
 
@@ -6,73 +6,100 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any, Callable
+from fractions import Fraction
+from typing import Callable
 
 from fleetpipe import __version__, numerics
-from fleetpipe._paddle import user_strategy
+from fleetpipe.aliases import Nest, Strategy, Tensor
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
-from fleetpipe.dygraph.backward.crossings import Crossing
-from fleetpipe.dygraph.backward.deferral_report import DeferralReport
 from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.losses import Criterion, Losses
+from fleetpipe.dygraph.batch.micro_batches import Cut, MicroBatches, split
 from fleetpipe.dygraph.batch.outputs import Evaluation
-from fleetpipe.dygraph.batch.stage import DygraphStage
+from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.broadcast import broadcast_state
+from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.observe import finite, hooks
+from fleetpipe.dygraph.observe import finite
+from fleetpipe.dygraph.observe.hooks import HookCalls, UserHooks
 from fleetpipe.dygraph.observe.timers import TimedActions, Timers
 from fleetpipe.dygraph.optimizer import replicas
-from fleetpipe.dygraph.train.fleet_face import PipelineAttributes
 from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.job.job import current_job
-from fleetpipe.schedules import Plan
+from fleetpipe.job.job import Job, current_job
+from fleetpipe.schedules import Plan, Schedule
 
 
-class PipelineEngines(PipelineAttributes):
-    """The part of a wrapper that stands ready between batches."""
+class Runtime:
+    """What the batches of one model run on, as one process sees it.
 
-    def __init__(self, layers: PipelineLayer, hcg: Any = None, strategy: Any = None) -> None:
+    Attributes:
+        layers: The model.
+        job: The job in which it was wrapped.
+        config: The options of its pipeline.
+        switches: Those of ``pp_configs``.
+        scale: Whether the gradients of the replicas are averaged ("avg") or added up ("sum").
+        timers: Those of ``pp_configs.enable_timer``; None where it is off.
+        trace: Records what really runs; None where nobody asked for it, or another rank does.
+        schedule: What is run.
+        first_owner: The rank that owns the first stage.
+        last_owner: The rank that owns the last stage.
+        split: Keeps what weight gradients need, where the schedule splits backward.
+        stage: Runs the actions of this process's stages.
+        hooks: The user's numbered hooks.
+        hook_calls: Calls these and the ones by location.
+        engine: Walks the plan of a training batch.
+        evaluation: The engines that run forwards only.
+        losses: Those of the last batch, where this process owns the last stage.
+    """
+
+    config: PipelineConfig
+    schedule: Schedule
+    first_owner: int
+    last_owner: int
+    split: SplitBackward
+    stage: DygraphStage
+    hooks: UserHooks
+    hook_calls: HookCalls
+    engine: Engine
+    evaluation: Evaluation
+
+    def __init__(
+        self, layers: PipelineLayer, strategy: Strategy, job: Job, has_bubble_hooks: bool
+    ) -> None:
         """Builds, verifies and lowers the schedule, and connects the ranks. Collective.
 
         Args:
             layers: The model.
-            hcg: Accepted for Fleet's sake; the topology is that of ``fleet.init``.
-            strategy: The options; None for those given to ``fleet.init``.
+            strategy: The options.
+            job: The current job.
+            has_bubble_hooks: Whether a rank's bubbles can be hooked.
 
         Raises:
-            ConfigError: ``fleet.init`` was not called, or an option is wrong.
+            ConfigError: An option is wrong.
             ScheduleError: The schedule passes the memory cap.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
-        job = current_job()
-        if job is None:
-            raise ConfigError(
-                "a pipeline is wrapped after fleet.init",
-                got="no fleet.init, or a fleet.shutdown() since",
-                fix="call fleet.init(is_collective=True, strategy=strategy) first",
-            )
-        if not isinstance(layers, PipelineLayer):
-            raise ConfigError("a pipeline wraps a PipelineLayer", got=type(layers).__name__)
-        strategy = strategy or user_strategy()
-        begin: Callable[..., None] = super().__init__
-        begin(layers, hcg or job.hcg, strategy)
-        self._job = job
+        self.layers = layers
+        self.job = job
+        self.switches = Switches.from_strategy(strategy, layers)
+        self.scale = replicas.scale_strategy(strategy)
+        self.timers = Timers() if self.switches.enable_timer else None
+        self.losses: Losses | None = None
+        self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
+        self._check_finite = finite.asked_for()
         self._own_errors: Callable[[], AbstractContextManager[None]] = (
             tensor_parallel.own_errors if job.degrees.mp > 1 else nullcontext
         )
-        self._switches = Switches.from_strategy(strategy, layers)
-        self._scale = replicas.scale_strategy(strategy)
-        self.timers = Timers() if self._switches.enable_timer else None
-        self._check_finite = finite.asked_for()
         self._observers: list[Observer] = []
         self._arrange(PipelineConfig.from_strategy(strategy))
         job.pipelines.append(weakref.ref(layers))
         with job.guarded(lambda: "wrapping the model"):
-            self._trace = Trace.of_job(self._config.trace, self.schedule, job)
+            self.trace = Trace.of_job(self.config.trace, self.schedule, job)
             self._connect()
             job.require_agreement(self._facts())
             losses = [layer.state_dict() for layer in layers.loss_layers()]
@@ -81,82 +108,68 @@ class PipelineEngines(PipelineAttributes):
                 broadcast_state(state, job.replicas())
 
     @property
-    def trace(self) -> Trace | None:
-        """What really ran, where ``fleetpipe_configs["trace"]`` asked for it."""
-        return self._trace
+    def weights(self) -> list[Fraction]:
+        """The weight of each of this replica's micro-batches in its loss of the batch."""
+        count = self.config.micro_batches
+        return [Fraction(1, count if self.config.loss_reduction == "mean" else 1)] * count
 
     @property
-    def peak_held(self) -> dict[int, int]:
-        """Most forwards held unreleased in the last training run, by rank played here."""
-        return self._training.peak_held
+    def first_micro_batch(self) -> int:
+        """The global number of this replica's micro-batch 0."""
+        return self.job.replicas().rank * self.config.micro_batches
+
+    def plays(self, rank: int) -> bool:
+        """Whether this process is that rank of the pipeline, or plays all ranks."""
+        return self.job.local or rank == self.job.hcg.get_stage_id()
+
+    def cut(self, any_rows: bool = False) -> Cut:
+        """Returns how a batch is cut, one with another number of rows too if ``any_rows``."""
+        return Cut(self.config.micro_batches, self.config.micro_batch_size, any_rows)
+
+    def micro_batches(self, data: Nest, any_rows: bool = False) -> MicroBatches:
+        """Cuts a batch in any form that ``train_batch`` takes.
+
+        Raises:
+            ConfigError: The number of rows or items does not fit.
+            BoundaryError: A value is not made of Tensors.
+        """
+        return split(data, self.cut(any_rows))
 
     def observe(self, observer: Observer) -> None:
         """Has ``observer`` watch every operation of later batches."""
         self._observers.append(observer)
         self._connect()
 
-    def deferral_report(self) -> DeferralReport:
-        """Returns which parameters' gradients wait for W, and the bytes kept between I and W.
+    def resize(self, micro_batches: int, micro_batch_size: int) -> None:
+        """Takes another number and size of micro-batches from the next batch on.
 
-        For the stages of this process, of a schedule that splits backward, after a first batch.
+        Raises:
+            ConfigError: They do not fit the schedule, or hooks or a trace count actions.
         """
-        return self._split.report()
+        config = self.config.resized(micro_batches, micro_batch_size)
+        if micro_batches == self.config.micro_batches:
+            self.config = config
+            return
+        if self.hooks or self.trace:
+            raise ConfigError(
+                "accumulate_steps cannot change while numbered hooks or a trace count actions",
+                fix="set it before the first hook is registered, and without a trace",
+            )
+        self._arrange(config)
+        self._connect()
 
-    @contextmanager
-    def crossings(self) -> Iterator[dict[int, Crossing]]:
-        """Within it training notes how the graphs of this process's stages hang together.
-
-        Yields:
-            By stage, its crossing in the last micro-batch.
-        """
-        found: dict[int, Crossing] = {}
-        self._stage.crossings = found
-        try:
-            yield found
-        finally:
-            self._stage.crossings = None
-
-    def reordered_leaves(self) -> list[str]:
-        """Returns the layers here whose split backward may add up in another order than a full one.
-
-        Known after a first batch, as :meth:`deferral_report` is.
-        """
-        return self._split.reordered()
-
-    def _timing(self, name: str) -> AbstractContextManager[None]:
+    def timing(self, name: str) -> AbstractContextManager[None]:
+        """Times what runs within it, where ``enable_timer`` is on."""
         return nullcontext() if self.timers is None else self.timers.timing(name)
 
-    @property
-    def _last_owner(self) -> int:
-        placement = self.schedule.placement
-        return placement.rank_of(placement.stages - 1)
-
-    @property
-    def _first_micro_batch(self) -> int:
-        """The global number of this replica's micro-batch 0."""
-        return self._job.replicas().rank * self.accumulate_steps
-
-    def _facts(self) -> dict[str, str]:
-        """Returns what must be the same on all ranks."""
-        facts = {**numerics.settings(), "fleetpipe": __version__, "schedule": self.schedule.name}
-        for options in (asdict(self._config), asdict(self._switches)):
-            facts.update({name: repr(value) for name, value in options.items()})
-        # Which folder it is matters to rank 0 alone.
-        facts["trace"] = str(self._config.trace is not None)
-        facts["gradient scale"] = self._scale
-        layers = self.layers
-        facts.update({f"layer {i}": text for i, text in enumerate(layers.state.outlines())})
-        facts["cut"] = str(layers.segment_parts)
-        return facts
-
-    def _require_running(self) -> None:
+    def require_running(self) -> None:
         """Refuses a batch after the job has ended; its connections are closed.
 
         Raises:
             StateError: The job in which the model was wrapped is not the one that runs.
         """
         now = current_job()
-        if now is not self._job:
+        if now is not self.job:
             raise StateError(
                 "this model's job has ended",
                 expected="a batch between fleet.distributed_model and fleet.shutdown",
@@ -166,19 +179,101 @@ class PipelineEngines(PipelineAttributes):
                 "the model anew, and load what was saved",
             )
 
-    def _resize(self, micro_batches: int, micro_batch_size: int) -> None:
-        """Takes another number and size of micro-batches from the next batch on."""
-        config = self._config.resized(micro_batches, micro_batch_size)
-        if micro_batches == self._config.micro_batches:
-            self._config = config
-            return
-        if self._hooks or self._trace:
+    def require_data(self, batches: MicroBatches, labelled: bool) -> None:
+        """Refuses a batch that lacks what this process's stages need.
+
+        Args:
+            batches: The batch.
+            labelled: Whether the last stage needs labels.
+
+        Raises:
+            ConfigError: It has no inputs for the first stage, or no labels for the last.
+        """
+        if batches.inputs is None and self.plays(self.first_owner):
+            raise ConfigError("this rank owns the first stage and was given no inputs")
+        if labelled and batches.labels is None and self.plays(self.last_owner):
             raise ConfigError(
-                "accumulate_steps cannot change while numbered hooks or a trace count actions",
-                fix="set it before the first hook is registered, and without a trace",
+                "this rank owns the last stage and was given no labels",
+                fix="where loss_fn needs none, pass [None] * accumulate_steps",
             )
-        self._arrange(config)
-        self._connect()
+
+    def loss_functions(self, index: int) -> list[Criterion]:
+        """Returns all loss functions of the model, after a look at the chosen one.
+
+        Raises:
+            ConfigError: There is none, or none of that number.
+        """
+        functions = self.layers.loss_functions()
+        if index not in range(len(functions)):
+            raise ConfigError(
+                f"there is no loss function {index}",
+                expected=f"loss_fn_idx from 0 to {len(functions) - 1}",
+                fix="pass loss_fn=[f, g, ..] when you build the PipelineLayer",
+            )
+        return functions
+
+    @contextmanager
+    def running(self, batch: Batch, engine: Engine, training: bool) -> Iterator[None]:
+        """Within it ``engine`` may run ``batch``; a training batch that fails leaves no gradients.
+
+        A failure elsewhere ends this rank's waits within it, and one here reaches all others.
+        """
+        self.stage.begin(batch, self.first_micro_batch, self.hook_calls.begin(training))
+        self.losses = batch.losses if self.plays(self.last_owner) else None
+        trace = self.trace if training else None
+        try:
+            with self.job.guarded(engine.where), self._own_errors():
+                if trace is not None:
+                    trace.begin_step()
+                yield
+                if trace is not None:
+                    trace.end_step()
+        except BaseException:
+            # Some micro-batches are in the gradients: the next batch must not add its own to that.
+            if training:
+                drop_gradients(self.layers.trained_parameters())
+            raise
+        finally:
+            self.stage.end()
+
+    def share_losses(self, losses: Losses, by_micro_batch: bool) -> Tensor | list[Tensor]:
+        """Gives the mean losses of the replicas' last stages to every rank. Collective.
+
+        Args:
+            losses: What the owner of the last stage has.
+            by_micro_batch: Whether to give those of the micro-batches, not their sum.
+
+        Returns:
+            One loss, or a list where there are several loss functions.
+        """
+        with self.timing("broadcast_final_loss"):
+            found = None
+            if self.plays(self.last_owner):
+                own = losses.by_micro_batch() if by_micro_batch else losses.totals()
+                found = [replicas.mean_loss(loss, self.job.replicas()) for loss in own]
+            shared: list[Tensor] = self.job.group().broadcast(found, self.last_owner)
+        return shared[0] if len(shared) == 1 else shared
+
+    def reduce_gradients(self) -> None:
+        """Adds up gradients over the replicas and over the copies of shared weights. Collective."""
+        with self.timing("allreduce_gradients"):
+            parameters = self.layers.trained_parameters()
+            replicas.reduce_gradients(parameters, self.job.replicas(), self.scale)
+        # After the replicas: their sums differ in the last bit from stage to stage.
+        with self.timing("allreduce_shared_weight_gradients"):
+            self.layers.allreduce_shared_weight_gradients()
+
+    def _facts(self) -> dict[str, str]:
+        """Returns what must be the same on all ranks."""
+        facts = {**numerics.settings(), "fleetpipe": __version__, "schedule": self.schedule.name}
+        for options in (asdict(self.config), asdict(self.switches)):
+            facts.update({name: repr(value) for name, value in options.items()})
+        # Which folder it is matters to rank 0 alone.
+        facts["trace"] = str(self.config.trace is not None)
+        facts["gradient scale"] = self.scale
+        facts.update({f"layer {i}": text for i, text in enumerate(self.layers.state.outlines())})
+        facts["cut"] = str(self.layers.segment_parts)
+        return facts
 
     def _arrange(self, config: PipelineConfig) -> None:
         """Builds the schedule, verified and lowered, and what runs its actions."""
@@ -186,17 +281,19 @@ class PipelineEngines(PipelineAttributes):
         plan = schedule.lower()
         plan.verify()
         # Nothing is refused from here on: after an error all is as it was.
-        self._config, self.schedule, self._plan = config, schedule, plan
-        bubbles = 2 * self.num_stages - 2 if self._has_bubble_hooks else 0
-        self._hooks = hooks.UserHooks(self.schedule, bubbles)
-        self._hook_calls = hooks.HookCalls(self._hooks, self.schedule)
-        self._split = SplitBackward(self.schedule, self.layers.stage_layers)
-        self._stage = DygraphStage(self.layers.runner.function, self._plan.edges, self._split)
+        self.config, self.schedule, self._plan = config, schedule, plan
+        placement = schedule.placement
+        self.first_owner = placement.rank_of(0)
+        self.last_owner = placement.rank_of(placement.stages - 1)
+        self.hooks = UserHooks(schedule, self._bubbles)
+        self.hook_calls = HookCalls(self.hooks, schedule)
+        self.split = SplitBackward(schedule, self.layers.stage_layers)
+        self.stage = DygraphStage(self.layers.runner.function, plan.edges, self.split)
 
     def _connect(self) -> None:
         """Makes the engines. Collective over the pipeline the first time in a job."""
-        self._training = self._engine(self._plan, self._trace)
-        self._evaluation = Evaluation(self.schedule.placement, self._engine)
+        self.engine = self._engine(self._plan, self.trace)
+        self.evaluation = Evaluation(self.schedule.placement, self._engine)
 
     def _engine(self, plan: Plan, trace: Trace | None = None) -> Engine:
         observers = [*self._observers]
@@ -206,4 +303,4 @@ class PipelineEngines(PipelineAttributes):
             observers.append(TimedActions(self.timers))
         if trace is not None:
             observers.append(trace)
-        return Engine(plan, self._stage, self._job.connect(), self._job.timeout, observers)
+        return Engine(plan, self.stage, self.job.connect(), self.job.timeout, observers)

@@ -6,9 +6,8 @@ taken, so that ``isinstance`` finds it.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fleetpipe._paddle import user_strategy
+from fleetpipe.aliases import Optimizer, Strategy, Topology
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
@@ -21,7 +20,9 @@ from fleetpipe.job.job import current_job
 class NoPipelineParallel(PipelineParallel):
     """A pipeline of one rank: one process, or replicas and slices of the whole model."""
 
-    def __init__(self, layers: PipelineLayer, strategy: Any = None, hcg: Any = None) -> None:
+    def __init__(
+        self, layers: PipelineLayer, strategy: Strategy = None, hcg: Topology = None
+    ) -> None:
         """As :class:`PipelineParallel`; Fleet has these arguments in another order.
 
         Args:
@@ -41,9 +42,9 @@ class NoPipelineParallel(PipelineParallel):
             )
         super().__init__(layers, hcg, strategy)
 
-    def _bind(self, optimizer: Any) -> None:
+    def _bind(self, optimizer: Optimizer) -> None:
         """Takes a bare optimizer too, as Fleet does, where the rank has whole parameters."""
-        degrees = self._job.degrees
+        degrees = self._runtime.job.degrees
         wrapped = isinstance(optimizer, PipelineOptimizer)
         if wrapped or degrees.mp > 1 or degrees.sharding > 1:
             super()._bind(optimizer)
@@ -54,7 +55,9 @@ class PipelineParallelWithInterleave(PipelineParallel):
 
     _has_bubble_hooks = True
 
-    def __init__(self, layers: PipelineLayer, hcg: Any = None, strategy: Any = None) -> None:
+    def __init__(
+        self, layers: PipelineLayer, hcg: Topology = None, strategy: Strategy = None
+    ) -> None:
         """As :class:`PipelineParallel`.
 
         Raises:

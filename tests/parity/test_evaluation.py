@@ -8,8 +8,8 @@ import pytest
 from paddle import nn
 
 from fleetpipe import dygraph, parity
-from fleetpipe.dygraph.batch import outputs
-from fleetpipe.dygraph.train import pipeline_parallel
+from fleetpipe.dygraph.batch import outputs, stage
+from fleetpipe.dygraph.train import forward_batch, pipeline_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.parity.defects import FORMS, differences
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
@@ -45,14 +45,14 @@ def test_right_evaluations_pass_whatever_their_rows(call: Any, rows: int) -> Non
 
 
 def test_a_wrong_mean_of_the_evaluation_is_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(pipeline_parallel, "ragged_weights", lambda *_: None)
+    monkeypatch.setattr(forward_batch, "ragged_weights", lambda *_: None)
     report = evaluated(CALLS["loss"])
     assert differences(report) == [("loss", "eval_batch", 1)]
     assert "step 1: loss of eval_batch differs" in report.verdict()
 
 
 def test_outputs_in_another_order_are_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(pipeline_parallel, "sorted", lambda x: sorted(x)[::-1], raising=False)
+    monkeypatch.setattr(stage, "sorted", lambda x: sorted(x)[::-1], raising=False)
     name = "eval_batch, micro-batch [0]"
     assert ("output", name, 1) in differences(evaluated(CALLS["outputs"]))
     assert ("output", "predict_batch", 1) in differences(evaluated(CALLS["prediction"]))

@@ -702,7 +702,7 @@ def test_evaluation_under_a_split_schedule_is_as_ever() -> None:
         model.train_batch([inputs, labels], sgd(model, rate=0.0))
         again = paddle.concat(model.eval_batch([inputs, labels]))
         assert outputs.numpy().tobytes() == again.numpy().tobytes()
-        assert model._split._tapes == {}
+        assert model._runtime.split._tapes == {}
 
 
 def test_hooks_of_parameters_run_once_for_each_micro_batch_in_w() -> None:
@@ -840,7 +840,7 @@ def test_an_unfinished_batch_leaves_nothing_to_the_next() -> None:
             model.train_batch([inputs, wrong], sgd(model))
         model.layers.clear_gradients()
         loss = model.train_batch([inputs, labels], sgd(model))
-        assert model._split._tapes == {}
+        assert model._runtime.split._tapes == {}
     with job(2, 4, "1F1B"):
         other = pipeline()
         assert other.train_batch([inputs, labels], sgd(other)).numpy() == loss.numpy()

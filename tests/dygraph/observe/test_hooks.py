@@ -192,7 +192,7 @@ def test_without_hooks_nothing_of_them_runs() -> None:
         model = pipeline()
         optimizer = sgd(model)
         model.register_forward_pipeline_parallel_hook(0, print)
-        model._hooks.forward._hooks.clear()
+        model._runtime.hooks.forward._hooks.clear()
         model.train_batch(batch(), optimizer)
         calls = own_calls(lambda: model.train_batch(batch(), optimizer))
         found = {name: count for name, count in calls.items() if name.startswith("hooks.py")}
@@ -205,10 +205,10 @@ def test_the_first_hook_leaves_stage_and_engine_as_they_are() -> None:
         model = pipeline()
         optimizer = sgd(model)
         model.train_batch(batch(), optimizer)
-        stage, engine = model._stage, model._training
+        stage, engine = model._runtime.stage, model._runtime.engine
         called: list[int] = []
         model.register_forward_pipeline_parallel_hook(0, called.append)
         model.train_batch(batch(), optimizer)
         assert called
-        assert model._stage is stage
-        assert model._training is engine
+        assert model._runtime.stage is stage
+        assert model._runtime.engine is engine

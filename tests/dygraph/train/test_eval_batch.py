@@ -143,7 +143,7 @@ def test_nothing_is_kept_of_an_evaluation() -> None:
     with job(3, 4):
         model = pipeline()
         model.eval_batch(batch())
-        assert model._stage._kept == {}
+        assert model._runtime.stage._kept == {}
         assert all(parameter.grad is None for parameter in model.parameters())
 
 

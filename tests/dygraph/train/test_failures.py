@@ -61,8 +61,8 @@ def trained(ranks: int, schedule: str, error: BaseException | None, **options: A
             with pytest.raises(type(error)):
                 model.train_batch(batch(4, seed=7), optimizer)
             assert all(parameter.grad is None for parameter in model.parameters())
-            assert model._stage._kept == {}
-            assert model._stage._batch.data.inputs is None
+            assert model._runtime.stage._kept == {}
+            assert model._runtime.stage._batch.data.inputs is None
         paddle.seed(11)
         loss = model.train_batch(batch(4, seed=1), optimizer)
         return loss.numpy().tobytes(), bits(model.layers.state_dict())

@@ -29,8 +29,8 @@ def check(model: Model, pipe: Any, optimizer: Any, micro_batches: int) -> None:
         session.step(model.batch(micro_batches, step))
     assert session.report.passed, session.report.verdict()
     assert tuple(pipe.peak_held.values()) == pipe.schedule.simulate().peak_activations
-    assert pipe._stage._kept == {}
-    assert pipe._split._tapes == {}
+    assert pipe._runtime.stage._kept == {}
+    assert pipe._runtime.split._tapes == {}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -76,7 +76,7 @@ def test_activations_are_gone_after_a_step() -> None:
     with job(3, 4):
         model = pipeline()
         model.train_batch(batch(4), sgd(model))
-        assert model._stage._kept == {}
+        assert model._runtime.stage._kept == {}
 
 
 def test_the_loss_has_the_shape_and_dtype_of_the_loss_function() -> None:

@@ -1,0 +1,115 @@
+"""One batch that is trained: what is refused before any wait, the run, REDUCE and STEP."""
+
+from __future__ import annotations
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Optimizer, Scaler, Tensor
+from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.batch.losses import Losses
+from fleetpipe.dygraph.batch.stage import Batch
+from fleetpipe.dygraph.gradients import divide_gradients
+from fleetpipe.dygraph.train.runtime import Runtime
+from fleetpipe.errors import ConfigError
+
+
+class TrainingBatch:
+    """A batch between its data and its loss.
+
+    Attributes:
+        loss: The loss of the batch, the same on every rank, once it has run; a list where there
+            are several loss functions.
+    """
+
+    loss: Tensor | list[Tensor]
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        data: Nest,
+        loss_fn_idx: int = 0,
+        scaler: Scaler = None,
+        by_micro_batch: bool = False,
+    ) -> None:
+        """Cuts the batch, and refuses what this rank can refuse by itself.
+
+        Args:
+            runtime: What it will run on.
+            data: As for ``train_batch``.
+            loss_fn_idx: Which of the model's loss functions backward starts from.
+            scaler: Scales the loss and steps the optimizer.
+            by_micro_batch: Whether the loss is a Tensor [micro-batches].
+
+        Raises:
+            ConfigError: The batch, loss_fn_idx or the grad mode does not fit.
+            BoundaryError: A value is not made of Tensors.
+            StateError: ``fleet.shutdown`` ended the job of the model.
+        """
+        runtime.require_running()
+        functions = runtime.loss_functions(loss_fn_idx)
+        _require_gradients()
+        # First, so that it does not matter which ranks' data draw random numbers too.
+        self._keys = random_keys.draw(runtime.config.rng)
+        batches = runtime.micro_batches(data)
+        runtime.require_data(batches, labelled=True)
+        delayed = runtime.switches.delay_scale_loss
+        self._losses = Losses(functions, runtime.weights, loss_fn_idx, delayed)
+        self._batch = Batch(batches, self._losses, None if scaler is None else scaler.scale)
+        self._runtime = runtime
+        self._scaler = scaler
+        self._optimizer: Optimizer = None
+        self._by_micro_batch = by_micro_batch
+
+    def train(self, optimizer: Optimizer = None) -> None:
+        """Runs all micro-batches forward and backward, then one step. Collective.
+
+        Args:
+            optimizer: Steps, after which gradients are cleared; None leaves the gradients as the
+                reductions have left them.
+
+        Raises:
+            BoundaryError: A value cannot cross between stages.
+            PeerFailed: Another rank left.
+            PipelineTimeout: A message did not come within the limit.
+        """
+        self._optimizer = optimizer
+        runtime = self._runtime
+        runtime.layers.train()
+        with (
+            runtime.running(self._batch, runtime.engine, training=True),
+            random_keys.keyed(self._keys, runtime.job.model_parallel()),
+        ):
+            collectives = {"REDUCE": self._reduce, "STEP": self._step}
+            runtime.engine.run(collectives, runtime.first_micro_batch)
+        runtime.hook_calls.end(runtime.job.connect())
+        if runtime.timers is not None:
+            runtime.timers.log(runtime.timers.timers)
+
+    def _reduce(self) -> None:
+        # The loss goes out before the step, so that nobody waits for the last stage's update.
+        self.loss = self._runtime.share_losses(self._losses, self._by_micro_batch)
+        self._runtime.reduce_gradients()
+
+    def _step(self) -> None:
+        if self._optimizer is None:
+            return
+        runtime = self._runtime
+        if runtime.switches.delay_scale_loss:
+            parameters = runtime.layers.trained_parameters()
+            divide_gradients(parameters, runtime.weights[0].denominator)
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        if runtime.switches.release_gradients:
+            self._optimizer.clear_grad(set_to_zero=False)
+        else:
+            self._optimizer.clear_grad()
+
+
+def _require_gradients() -> None:
+    if not paddle.is_grad_enabled():
+        raise ConfigError(
+            "training needs gradients, and they are switched off",
+            fix="leave paddle.no_grad(), or use eval_batch",
+        )
