@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable
 
-from fleetpipe._paddle import paddle, user_strategy
+from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor, Topology
 from fleetpipe.config import PipelineConfig
-from fleetpipe.dygraph import arrangement
 from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST, device_id
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.losses import Criterion
@@ -22,6 +21,7 @@ from fleetpipe.dygraph.layers import entries, tied
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.run_stage import StageRunner, checked_interval
 from fleetpipe.dygraph.model import fleet_face
+from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.dygraph.model.stage_count import number_of_stages, topology_of
 from fleetpipe.dygraph.state.layer_files import LayerFiles
 from fleetpipe.dygraph.state.single_model import SingleModel, single_model
@@ -31,7 +31,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
 from fleetpipe.partition import LayerInfo, Partition, segment
-from fleetpipe.schedules import Placement, Schedule
+from fleetpipe.schedules import Schedule
 from fleetpipe.transport import Group, SoleGroup
 
 
@@ -111,14 +111,15 @@ class PipelineLayer(paddle.nn.Layer):
         interval = checked_interval(recompute_interval, recompute_ctx)
         self._recompute_interval, self.recompute_ctx = interval, recompute_ctx
         self.use_cudagraph = use_cudagraph
-        self._chunks = num_virtual_pipeline_stages
-        self._use_dualpipev = use_dualpipev
         self._blueprints = entries.Blueprints(self._layers_desc)
         if job is not None and job.degrees.mp > 1:
             # Sizes that cannot be cut are refused on every rank, before any waits for another.
             list(self._blueprints)
         self._tied = tied.find(self._layers_desc, self._blueprints)
-        self.placement = self._arranged(_current_config()).placement
+        self._arrangement = Arrangement(
+            self._num_stages, num_virtual_pipeline_stages, use_dualpipev
+        )
+        self.placement = self._arrangement.placement
         self.partition = self._cut(seg_method)
         tied.refuse_split(self._layers_desc, self.get_stage_from_index)
         self._stage_id, self._owned = self._own_stages()
@@ -197,29 +198,7 @@ class PipelineLayer(paddle.nn.Layer):
             ConfigError: The schedule needs another placement, or cannot be built.
             ScheduleError: The schedule passes the memory cap.
         """
-        job = current_job()
-        if job is not None and job.degrees.pp != self._num_stages:
-            raise ConfigError(
-                "this PipelineLayer has another number of stages than the job",
-                expected=f"pp_degree={job.degrees.pp}",
-                got=f"{self._num_stages}: the whole model is in this process",
-                fix="pass topology=fleet.get_hybrid_communicate_group().topology()",
-            )
-        schedule = self._arranged(config, self.placement.name)
-        if schedule.placement != self.placement:
-            raise ConfigError(
-                f"the schedule {schedule.name} does not run on layers placed like these",
-                expected=_description(schedule.placement),
-                got=_description(self.placement),
-                cause="the strategy was another when the PipelineLayer was built",
-                fix="set schedule_mode, and call fleet.init, before you build the PipelineLayer",
-            )
-        return schedule
-
-    def _arranged(self, config: PipelineConfig, placed: str | None = None) -> Schedule:
-        if self._use_dualpipev:
-            config = arrangement.dualpipev(config, self._chunks)
-        return config.schedule_for(self._num_stages, self._chunks, placed=placed)
+        return self._arrangement.schedule(config)
 
     def _cut(self, method: str | Sequence[int]) -> Partition:
         layers = (
@@ -434,14 +413,3 @@ class PipelineLayer(paddle.nn.Layer):
                 if chunks
                 else "no chunk_id: each rank has one chunk",
             )
-
-
-def _current_config() -> PipelineConfig:
-    """Returns the options of the current job; without a job the defaults."""
-    if current_job() is None:
-        return PipelineConfig()
-    return PipelineConfig.from_strategy(user_strategy())
-
-
-def _description(placement: Placement) -> str:
-    return f"a {placement.name} of {placement.ranks} ranks with {placement.chunks} chunks on each"

@@ -1,0 +1,91 @@
+"""Which schedules run a list of layers: those for as many ranks and chunks, placed like it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fleetpipe._paddle import user_strategy
+from fleetpipe.config import PipelineConfig
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import current_job
+from fleetpipe.schedules import Placement, Schedule
+
+_DUALPIPEV = "DualPipeV"
+
+
+class Arrangement:
+    """How a list of layers is spread over ranks.
+
+    Attributes:
+        placement: Which rank has which stage, from now on for good.
+    """
+
+    def __init__(self, ranks: int, chunks: int | None, use_dualpipev: bool) -> None:
+        """Places the stages as the schedule of the current job has them.
+
+        Args:
+            ranks: Ranks of the pipeline.
+            chunks: Chunks on each rank; None for the schedule's own number.
+            use_dualpipev: Means the schedule DualPipeV.
+
+        Raises:
+            ConfigError: The schedule cannot have that number of chunks.
+        """
+        self._ranks = ranks
+        self._chunks = chunks
+        self._use_dualpipev = use_dualpipev
+        # Without a job the defaults.
+        config = PipelineConfig()
+        if current_job() is not None:
+            config = PipelineConfig.from_strategy(user_strategy())
+        self.placement = self._schedule(config).placement
+
+    def schedule(self, config: PipelineConfig) -> Schedule:
+        """Returns the schedule that ``config`` asks for, verified against the memory cap.
+
+        Raises:
+            ConfigError: The schedule needs another placement, or cannot be built.
+            ScheduleError: The schedule passes the memory cap.
+        """
+        job = current_job()
+        if job is not None and job.degrees.pp != self._ranks:
+            raise ConfigError(
+                "this PipelineLayer has another number of stages than the job",
+                expected=f"pp_degree={job.degrees.pp}",
+                got=f"{self._ranks}: the whole model is in this process",
+                fix="pass topology=fleet.get_hybrid_communicate_group().topology()",
+            )
+        schedule = self._schedule(config, self.placement.name)
+        if schedule.placement != self.placement:
+            raise ConfigError(
+                f"the schedule {schedule.name} does not run on layers placed like these",
+                expected=_described(schedule.placement),
+                got=_described(self.placement),
+                cause="the strategy was another when the PipelineLayer was built",
+                fix="set schedule_mode, and call fleet.init, before you build the PipelineLayer",
+            )
+        return schedule
+
+    def _schedule(self, config: PipelineConfig, placed: str | None = None) -> Schedule:
+        if self._use_dualpipev:
+            config = _dualpipev(config, self._chunks)
+        return config.schedule_for(self._ranks, self._chunks, placed=placed)
+
+
+def _dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:
+    """Returns ``config`` with the schedule that ``PipelineLayer(use_dualpipev=True)`` means.
+
+    Raises:
+        ConfigError: Another schedule or a number of chunks was asked for as well.
+    """
+    if config.schedule not in (PipelineConfig.schedule, _DUALPIPEV) or chunks is not None:
+        raise ConfigError(
+            "use_dualpipev=True names the schedule DualPipeV, with two chunks on each rank",
+            got=f"schedule_mode={config.schedule!r}, num_virtual_pipeline_stages={chunks}",
+            fix="leave use_dualpipev out, and choose with schedule_mode",
+        )
+    return replace(config, schedule=_DUALPIPEV)
+
+
+def _described(placement: Placement) -> str:
+    return f"a {placement.name} of {placement.ranks} ranks with {placement.chunks} chunks on each"
