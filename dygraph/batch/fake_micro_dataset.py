@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.batch.micro_batches import Cut, split
 
 
@@ -12,7 +11,7 @@ class FakeMicroDataset:
 
     def __init__(
         self,
-        data: Any,
+        data: Nest,
         is_first_stage: bool,
         is_last_stage: bool,
         acc_steps: int,
@@ -46,6 +45,6 @@ class FakeMicroDataset:
         """Returns itself."""
         return self
 
-    def __next__(self) -> tuple[Any, Any]:
+    def __next__(self) -> tuple[Nest, Nest]:
         """Returns the next ``(inputs, labels)``."""
         return next(self._items)

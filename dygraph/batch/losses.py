@@ -16,7 +16,7 @@ from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, reason
 
 #: ``criterion(output, label)`` gives a Tensor with one element.
-Criterion = Callable[[Any, Any], Tensor]
+Criterion = Callable[[Nest, Nest], Tensor]
 
 
 def functions_in(loss_fn: Any) -> list[Any]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backports import PipelineDatasetPreprocessor
 from fleetpipe.dygraph.nest import leaves, mapped, rebuilt
 from fleetpipe.errors import BoundaryError, ConfigError
@@ -21,8 +22,8 @@ from fleetpipe.errors import BoundaryError, ConfigError
 class MicroBatches(NamedTuple):
     """Lists with one entry per micro-batch; None where this rank was given no inputs or labels."""
 
-    inputs: Any
-    labels: Any
+    inputs: Nest
+    labels: Nest
 
 
 class Cut(NamedTuple):
@@ -40,7 +41,7 @@ class Cut(NamedTuple):
     any_rows: bool = False
 
 
-def split(data: Any, cut: Cut) -> MicroBatches:
+def split(data: Nest, cut: Cut) -> MicroBatches:
     """Cuts ``data`` into micro-batches.
 
     Args:
@@ -85,12 +86,12 @@ def split(data: Any, cut: Cut) -> MicroBatches:
     return _draw(data, cut.steps)
 
 
-def unwrapped(data: Any) -> Any:
+def unwrapped(data: Nest) -> Nest:
     """Returns what a ``PipelineDatasetPreprocessor`` gives; any other ``data`` as it is."""
     return data() if isinstance(data, PipelineDatasetPreprocessor) else data
 
 
-def split_value(value: Any, cut: Cut, path: str) -> list[Any] | None:
+def split_value(value: Nest, cut: Cut, path: str) -> list[Nest] | None:
     """Cuts the inputs or the labels of a whole batch; ``path`` names them in messages.
 
     Raises:
@@ -121,7 +122,7 @@ def split_value(value: Any, cut: Cut, path: str) -> list[Any] | None:
     raise _not_a_tensor(value, path)
 
 
-def ragged_weights(value: Any, cut: Cut) -> list[Fraction] | None:
+def ragged_weights(value: Nest, cut: Cut) -> list[Fraction] | None:
     """Returns each micro-batch's share of the rows where ``cut.size`` does not divide them.
 
     Args:
@@ -141,7 +142,7 @@ def ragged_weights(value: Any, cut: Cut) -> list[Fraction] | None:
     return [*whole, Fraction(rows % cut.size, rows)]
 
 
-def _draw(data: Iterator[Any], count: int) -> MicroBatches:
+def _draw(data: Iterator[Nest], count: int) -> MicroBatches:
     inputs, labels = [], []
     for index in range(count):
         try:
@@ -162,7 +163,7 @@ def _draw(data: Iterator[Any], count: int) -> MicroBatches:
     return MicroBatches(inputs, labels)
 
 
-def _common_length(parts: list[list[Any] | None], cut: Cut, path: str) -> int:
+def _common_length(parts: list[list[Nest] | None], cut: Cut, path: str) -> int:
     lengths = {len(part) for part in parts if part is not None} or {cut.steps}
     if len(lengths) > 1:
         raise ConfigError(
@@ -172,7 +173,7 @@ def _common_length(parts: list[list[Any] | None], cut: Cut, path: str) -> int:
     return lengths.pop()
 
 
-def _rows(tensor: Any, cut: Cut, path: str) -> list[Any]:
+def _rows(tensor: Tensor, cut: Cut, path: str) -> list[Tensor]:
     count, size, any_rows = cut
     rows = tensor.shape[0] if tensor.ndim else None
     if rows != count * size:
@@ -188,14 +189,14 @@ def _rows(tensor: Any, cut: Cut, path: str) -> list[Any]:
     return [whole[index * size : (index + 1) * size] for index in range(count)]
 
 
-def _detached(value: Any, path: str) -> Any:
+def _detached(value: Nest, path: str) -> Nest:
     for steps, leaf in leaves(value):
         if leaf is not None and not isinstance(leaf, paddle.Tensor):
             raise _not_a_tensor(leaf, path + "".join(f"[{step!r}]" for step in steps))
     return mapped(lambda tensor: tensor.detach(), value)
 
 
-def _not_a_tensor(value: Any, path: str) -> BoundaryError:
+def _not_a_tensor(value: Nest, path: str) -> BoundaryError:
     return BoundaryError(
         f"{path} is not a Tensor",
         expected="a Tensor, a list with one value per micro-batch, a tuple or dict of those, None",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import nest
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.engine.engine import Engine
@@ -56,14 +56,14 @@ def require_count(batches: MicroBatches, count: int) -> None:
             )
 
 
-def on_host(value: Any) -> Any:
+def on_host(value: Nest) -> Nest:
     """Returns ``value`` with its tensors in the memory of the host."""
     return nest.mapped(
         lambda tensor: tensor if tensor.place.is_cpu_place() else tensor.cpu(), value
     )
 
 
-def joined(values: Sequence[Any]) -> Any:
+def joined(values: Sequence[Nest]) -> Nest:
     """Puts the outputs of micro-batches together along axis 0; their containers stay.
 
     Numbers (tensors of no dimension) are stacked; what is no tensor must be equal in all of them
@@ -75,7 +75,7 @@ def joined(values: Sequence[Any]) -> Any:
     return nest.joined(_joined, values)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts: Sequence[Nest]) -> Nest:
     first = parts[0]
     if isinstance(first, paddle.Tensor):
         return paddle.concat(list(parts)) if first.ndim else paddle.stack(list(parts))
@@ -85,7 +85,7 @@ def _joined(parts: Sequence[Any]) -> Any:
     return first
 
 
-def _different(values: Sequence[Any]) -> ConfigError:
+def _different(values: Sequence[Nest]) -> ConfigError:
     return ConfigError(
         "the outputs of the micro-batches cannot be joined: they do not have the same form",
         got=", ".join(type(value).__name__ for value in values),

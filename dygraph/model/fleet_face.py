@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from fleetpipe.aliases import Nest
+from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph.layers.entries import shared_attributes
 from fleetpipe.dygraph.layers.tied import HOLDER, SharedLayer
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, sharing_group
@@ -19,7 +19,7 @@ class NotWrapped(UsageError, AttributeError):
     """A ``PipelineLayer`` was asked to do what its wrapper does; ``hasattr`` is False for it."""
 
 
-def refuse_methods_of_the_wrapper(model: Any, name: str) -> None:
+def refuse_methods_of_the_wrapper(model: Layer, name: str) -> None:
     """Says what to do where a method of the wrapper is looked for in the layers.
 
     Raises:
@@ -38,7 +38,7 @@ def refuse_methods_of_the_wrapper(model: Any, name: str) -> None:
 def shared_comm(
     entries: Sequence[Any],
     shared: Mapping[int, SharedLayer],
-    layers: Mapping[str, Any],
+    layers: Mapping[str, Layer],
     weights: Sequence[SharedWeight],
     job: Job | None,
 ) -> dict[str, dict[str, Any]]:
@@ -67,7 +67,7 @@ def shared_comm(
     return found
 
 
-def in_sequence(functions: Sequence[Callable[[Any], Any]]) -> Callable[..., Nest]:
+def in_sequence(functions: Sequence[Callable[[Nest], Nest]]) -> Callable[..., Nest]:
     """Returns a function that calls each of ``functions`` with what the one before returned."""
 
     def run(*inputs: Nest) -> Nest:
@@ -79,7 +79,7 @@ def in_sequence(functions: Sequence[Callable[[Any], Any]]) -> Callable[..., Nest
     return run
 
 
-def refuse_schedule_nodes(_model: Any, *_arguments: Any) -> NoReturn:
+def refuse_schedule_nodes(_model: Layer, *_arguments: Any) -> NoReturn:
     """Refuses Fleet's schedule nodes, which exist for its own overlapped schedulers.
 
     Raises:

@@ -360,7 +360,7 @@ class PipelineLayer(paddle.nn.Layer):
         """
         self._files.load(path, self._shared_weights)
 
-    def stage_layers(self, stage: int) -> dict[int, Callable[[Any], Any]]:
+    def stage_layers(self, stage: int) -> dict[int, Callable[[Nest], Nest]]:
         """Returns the built layers and functions of a stage of this process, by their numbers."""
         return {index: self._functions[index] for index in self._range(stage)}
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe.aliases import Topology
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job
 
 
-def number_of_stages(num_stages: int | None, topology: Any, job: Job | None) -> int:
+def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None) -> int:
     """Returns the number of pipeline ranks, checked against the topology and the job.
 
     A model of one stage may be built within any job: each process then has all of it.
@@ -55,7 +54,7 @@ def number_of_stages(num_stages: int | None, topology: Any, job: Job | None) -> 
     return stages
 
 
-def topology_of(topology: Any, stages: int, job: Job | None) -> Any:
+def topology_of(topology: Topology, stages: int, job: Job | None) -> Topology:
     """Returns the topology of a model: the one given, the job's, or one of data and pipe alone.
 
     Args:

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from typing import Optional
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backports import PipelineParallelMicroStepLocations as Locations
 from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
+from fleetpipe.dygraph.batch.stage import Gradients
 from fleetpipe.errors import UsageError
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 
 NumberedHook = Callable[[int], object]
-#: The gradients of the tensors of a value, in order; None for a loss.
-Grads = Optional[tuple[Tensor, ...]]
 
 
 class NumberedHooks:
@@ -160,7 +158,9 @@ class HookCalls:
             Locations.FORWARD_END, input_tensor=value, output_tensor=output, step_id=self._step
         )
 
-    def before_backward(self, stage: int, value: Nest, output: Nest, output_grads: Grads) -> None:
+    def before_backward(
+        self, stage: int, value: Nest, output: Nest, output_grads: Gradients
+    ) -> None:
         """See :class:`StageHooks`."""
         self._step = self._count("backward", stage, self._hooks.backward)
         pipeline_parallel_callbacks_.on_location(
@@ -172,7 +172,7 @@ class HookCalls:
         )
 
     def after_backward(
-        self, stage: int, value: Nest, output: Nest, output_grads: Grads, input_grads: Grads
+        self, stage: int, value: Nest, output: Nest, output_grads: Gradients, input_grads: Gradients
     ) -> None:
         """See :class:`StageHooks`."""
         pipeline_parallel_callbacks_.on_location(
@@ -207,7 +207,7 @@ class HookCalls:
             self._done["bubble", rank] += 1
 
 
-def _shaped_like(value: Nest, grads: Grads) -> Nest:
+def _shaped_like(value: Nest, grads: Gradients) -> Tensor | Gradients:
     """Returns one gradient for one tensor, a tuple of them for a value of several."""
     if grads is None:
         return None

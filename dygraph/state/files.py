@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.dygraph.layers.tied import SharedLayer, called_through
 from fleetpipe.errors import CheckpointError
@@ -57,10 +58,10 @@ def written_at(shared: SharedLayer, entries: Sequence[Any]) -> int:
 
 
 def layers_to_write(
-    functions: Mapping[int, Callable[[Any], Any]],
+    functions: Mapping[int, Callable[[Nest], Nest]],
     shared: Mapping[int, SharedLayer],
     entries: Sequence[Any],
-) -> dict[int, Any]:
+) -> dict[int, Layer]:
     """Returns the layers of this process that have a file, by number.
 
     A shared layer that every entry calls through a ``forward_func`` is written at the first.
@@ -79,7 +80,7 @@ def layers_to_write(
     return layers
 
 
-def save(folder: str | Path, layers: Mapping[Place, Any], tensor_slice: int) -> None:
+def save(folder: str | Path, layers: Mapping[Place, Layer], tensor_slice: int) -> None:
     """Writes a file for each layer.
 
     Args:
@@ -109,7 +110,7 @@ def require_folder(folder: str | Path) -> None:
 
 
 def load(
-    folder: str | Path, layers: Mapping[Place, Any], tensor_slice: int, tensor_slices: int
+    folder: str | Path, layers: Mapping[Place, Layer], tensor_slice: int, tensor_slices: int
 ) -> None:
     """Reads the file of each layer; a weight that several layers have gets the first's value.
 
@@ -161,7 +162,7 @@ def _files_of(place: Place, names: list[str], folder: Path) -> list[str]:
     )
 
 
-def _require_fit(place: Place, layer: Any, state: Mapping[str, Any], file: str) -> None:
+def _require_fit(place: Place, layer: Layer, state: Mapping[str, Any], file: str) -> None:
     for name, tensor in layer.state_dict().items():
         found = state.get(name)
         if _described(found) != _described(tensor):

@@ -7,17 +7,17 @@ layer that several entries share go by each of the entries.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph._paddle import has_memory, state_slots
 from fleetpipe.dygraph.layers.tied import called_through
 
 #: Where a buffer is: the dict that holds it, and its name in there.
-Place = tuple[dict[str, Any], str]
+Place = tuple[dict[str, Tensor], str]
 
 
-def hidden_buffers(functions: Mapping[int, Callable[[Any], Any]]) -> dict[str, Place]:
+def hidden_buffers(functions: Mapping[int, Callable[[Nest], Nest]]) -> dict[str, Place]:
     """Returns the places of the hidden buffers of some layers.
 
     Args:
@@ -32,7 +32,7 @@ def hidden_buffers(functions: Mapping[int, Callable[[Any], Any]]) -> dict[str, P
     }
 
 
-def _of_layer(layer: Any) -> Iterator[tuple[str, Place]]:
+def _of_layer(layer: Layer) -> Iterator[tuple[str, Place]]:
     known = layer.state_dict().keys()
     for prefix, part in layer.named_sublayers(include_self=True):
         for holder, name in state_slots(part):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.dygraph.state import files
 from fleetpipe.dygraph.state.tied_weights import SharedWeights
@@ -22,7 +23,7 @@ class LayerFiles:
     def __init__(
         self,
         entries: Sequence[Any],
-        functions: Mapping[int, Callable[[Any], Any]],
+        functions: Mapping[int, Callable[[Nest], Nest]],
         shared: Mapping[int, SharedLayer],
         partition: Partition,
         placement: Placement,
@@ -79,7 +80,7 @@ class LayerFiles:
             files.load(folder, layers, *self._tensor_slice())
             copies.equalize(sources)
 
-    def _layers(self) -> dict[int, Any]:
+    def _layers(self) -> dict[int, Layer]:
         return files.layers_to_write(self._functions, self._shared, self._entries)
 
     def _place(self, index: int) -> files.Place:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import CheckpointError
 
@@ -22,7 +23,7 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
 
 
-def slots_of(layer: Any, index: int) -> list[Slot]:
+def slots_of(layer: Layer, index: int) -> list[Slot]:
     """Returns the parameters and buffers of layer ``index`` under their lasting names."""
     if not isinstance(layer, paddle.nn.Layer):
         return []
@@ -30,7 +31,7 @@ def slots_of(layer: Any, index: int) -> list[Slot]:
     return [Slot(f"{index}.{name}", tensor_parallel.whole_shape(t)) for name, t in state.items()]
 
 
-def names_in(slots: Sequence[Slot], model: Any) -> dict[str, str]:
+def names_in(slots: Sequence[Slot], model: Layer) -> dict[str, str]:
     """Returns the pipeline's name of each parameter and buffer of a whole model.
 
     A tensor that the model has under several names, as shared weights are, has one in the pipeline.
@@ -45,7 +46,7 @@ def names_in(slots: Sequence[Slot], model: Any) -> dict[str, str]:
     return {name: names.get(name, by_tensor[id(tensor)]) for name, tensor in state.items()}
 
 
-def to_pipeline_names(slots: Sequence[Slot], source: Any) -> dict[str, Any]:
+def to_pipeline_names(slots: Sequence[Slot], source: Layer | Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors of a whole model under the pipeline's names.
 
     Args:
@@ -60,7 +61,7 @@ def to_pipeline_names(slots: Sequence[Slot], source: Any) -> dict[str, Any]:
     return {slot.name: tensor for slot, (_, tensor) in zip(slots, pairs)}
 
 
-def _state_of(source: Any) -> dict[str, Any]:
+def _state_of(source: Layer | Mapping[str, Any]) -> dict[str, Any]:
     return dict(source.state_dict() if isinstance(source, paddle.nn.Layer) else source)
 
 

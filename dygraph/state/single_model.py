@@ -26,7 +26,7 @@ class SingleModel(paddle.nn.Layer):
 
     @contextmanager
     def changed_before(
-        self, layers: Collection[int], change: Callable[[int, Any], Any]
+        self, layers: Collection[int], change: Callable[[int, Nest], Nest]
     ) -> Iterator[None]:
         """Within it each of ``layers`` takes ``change(layer, value)`` in the place of ``value``."""
         functions = list(self._functions)
@@ -69,5 +69,7 @@ def single_model(entries: Sequence[Any], shared: Iterable[SharedLayer]) -> Singl
         return SingleModel(build([*described.values()], described, tuple(shared)))
 
 
-def _after(change: Callable[[Any], Any], function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _after(
+    change: Callable[[Nest], Nest], function: Callable[[Nest], Nest]
+) -> Callable[[Nest], Nest]:
     return lambda value: function(change(value))

@@ -10,8 +10,8 @@ in every bit anyway) and the ``*_nccl_config``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from fleetpipe.aliases import Layer, Strategy
 from fleetpipe.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ class Switches:
     best_unbalanced_scheduler: bool = False
 
     @classmethod
-    def from_strategy(cls, strategy: Any, model: Any) -> Switches:
+    def from_strategy(cls, strategy: Strategy, model: Layer) -> Switches:
         """Reads the switches of ``strategy`` for ``model``.
 
         Raises:
