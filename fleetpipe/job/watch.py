@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Callable, NamedTuple
@@ -27,6 +26,7 @@ from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, Transp
 from fleetpipe.job import news
 from fleetpipe.job.failure import Failure
 from fleetpipe.transport.limit import STOPPED_SECONDS
+from fleetpipe.transport.sockets import forks
 from fleetpipe.transport.wire.seal import Seals
 
 #: Seconds between two lines about what a rank is doing.
@@ -43,8 +43,6 @@ LAST_WORDS_SECONDS = 0.5
 #: Status of a process that is ended because another rank failed.
 EXIT_CODE = 70
 _STDERR = 2
-
-_open: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 class _Peer:
@@ -121,7 +119,7 @@ class Watch:
         for peer in self._peers.values():
             peer.sock.setblocking(False)
             self._selector.register(peer.sock, selectors.EVENT_READ, peer)
-        _open.add(self)
+        forks.holding.add(self)
         self._thread = threading.Thread(target=self._run, name="fleetpipe-watch", daemon=True)
         self._thread.start()
 
@@ -232,7 +230,7 @@ class Watch:
         self._selector.close()
         os.close(self._woken)
         os.close(self._waker)
-        _open.discard(self)
+        forks.holding.discard(self)
 
     def _instead_of(self, error: BaseException) -> BaseException | None:
         """Returns what to raise in place of ``error``, of which all others are now told."""
@@ -415,12 +413,3 @@ class Watch:
             faulthandler.dump_traceback(_STDERR, all_threads=True)
         sys.stderr.flush()
         sys.stdout.flush()
-
-
-def _abandon_all() -> None:
-    """In a forked child (a data loader's worker): a copy must not keep dead connections open."""
-    for watch in list(_open):
-        watch.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_all)

@@ -13,7 +13,6 @@ import os
 import select
 import socket
 import sys
-import weakref
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -21,6 +20,7 @@ from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.transport.base import Store, Value
 from fleetpipe.transport.joining.mesh import DEFAULT_TIMEOUT, join
 from fleetpipe.transport.limit import Limit
+from fleetpipe.transport.sockets import forks
 from fleetpipe.transport.sockets.connection import Connection
 from fleetpipe.transport.wire.message import MessageKey, Route, check_peer, describe
 from fleetpipe.transport.wire.seal import Seals
@@ -28,8 +28,6 @@ from fleetpipe.transport.wire.seal import Seals
 # Bytes that may wait for a peer, on either side, before send() waits itself.
 BACKLOG = 256 << 20
 CLOSING_SECONDS = 5.0
-
-_open: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
 
 
 def connect(
@@ -128,7 +126,7 @@ class SocketTransport:
         }
         self._by_fd = {c.fd: c for c in self._connections.values()}
         self._polled: set[int] = set()
-        _open.add(self)
+        forks.holding.add(self)
 
     def post(self, peer: int, key: MessageKey) -> None:
         """Does nothing: the kernel receives without being asked."""
@@ -222,7 +220,7 @@ class SocketTransport:
     def _release(self) -> None:
         self._closed = True
         self._connections = {}
-        _open.discard(self)
+        forks.holding.discard(self)
         os.close(self._woken)
         os.close(self._waker)
 
@@ -318,15 +316,8 @@ def _close_all() -> None:
     """At the end of the process: what was sent leaves, and peers learn why this rank ended."""
     error = getattr(sys, "last_value", None)
     reason = f"{type(error).__name__}: {error}" if error is not None else ""
-    for transport in list(_open):
+    for transport in [one for one in forks.holding if isinstance(one, SocketTransport)]:
         transport.close(reason)
 
 
-def _abandon_all() -> None:
-    """In a forked child (a data loader's worker): a copy must not keep dead connections open."""
-    for transport in list(_open):
-        transport.abandon()
-
-
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_abandon_all)
