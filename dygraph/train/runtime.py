@@ -5,11 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from fractions import Fraction
 from typing import Callable
 
-from fleetpipe import __version__, numerics
 from fleetpipe.aliases import Nest, Strategy, Tensor
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
@@ -30,6 +28,7 @@ from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.schedules import Plan, Schedule
 
@@ -265,11 +264,7 @@ class Runtime:
 
     def _facts(self) -> dict[str, str]:
         """Returns what must be the same on all ranks."""
-        facts = {**numerics.settings(), "fleetpipe": __version__, "schedule": self.schedule.name}
-        for options in (asdict(self.config), asdict(self.switches)):
-            facts.update({name: repr(value) for name, value in options.items()})
-        # Which folder it is matters to rank 0 alone.
-        facts["trace"] = str(self.config.trace is not None)
+        facts = agreement.facts(self.config, self.switches)
         facts["gradient scale"] = self.scale
         facts.update({f"layer {i}": text for i, text in enumerate(self.layers.state.outlines())})
         facts["cut"] = str(self.layers.segment_parts)

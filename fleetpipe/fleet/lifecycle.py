@@ -8,16 +8,15 @@ import functools
 import itertools
 import sys
 import warnings
-from dataclasses import asdict
 from typing import Any
 
-from fleetpipe import __version__, _paddle, numerics, static
+from fleetpipe import _paddle, static
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import job, meeting, process_exit, start
+from fleetpipe.job import agreement, job, meeting, process_exit, start
 from fleetpipe.job.degrees import (
     PIPELINE_AXES,
     Degrees,
@@ -208,14 +207,11 @@ def _begin(
 
 def _facts(degrees: Degrees, strategy: Any, config: PipelineConfig) -> dict[str, str]:
     """Returns what must be the same on all ranks before they make groups."""
-    facts = {**numerics.settings(), "fleetpipe": __version__}
-    given = {
-        "hybrid_configs": strategy.hybrid_configs,
-        "hybrid_configs['order']": strategy.hybrid_parallel_order,
+    return {
+        **agreement.facts(degrees, config),
+        "hybrid_configs": repr(strategy.hybrid_configs),
+        "hybrid_configs['order']": repr(strategy.hybrid_parallel_order),
     }
-    for options in (asdict(degrees), asdict(config), given):
-        facts.update({name: repr(value) for name, value in options.items()})
-    return facts
 
 
 @functools.lru_cache(maxsize=1)

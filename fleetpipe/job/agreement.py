@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from typing import Callable
+from dataclasses import asdict
+from typing import Any, Callable
 
+from fleetpipe import __version__, numerics
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import meeting
 from fleetpipe.transport import Store
@@ -14,6 +16,20 @@ from fleetpipe.transport import Store
 _PLACE = "the comparison of what each rank runs"
 #: Differences that a message shows; the first ones tell enough.
 _MOST_SHOWN = 4
+
+
+def facts(*options: Any) -> dict[str, str]:
+    """Returns what all ranks must have alike, by subject: what decides bits, versions, options.
+
+    Args:
+        *options: Options, as dataclasses. Of ``trace``, a folder, ranks need only agree on whether
+            there is one: which it is matters to rank 0 alone.
+    """
+    found = {**numerics.settings(), "fleetpipe": __version__}
+    for given in options:
+        for name, value in asdict(given).items():
+            found[name] = str(value is not None) if name == "trace" else repr(value)
+    return found
 
 
 def require_agreement(
@@ -44,14 +60,13 @@ def require_agreement(
     ranks = range(meeting.world_size())
     digests = [store.get(f"{key}/digest/{rank}") for rank in ranks]
     others = [rank for rank in ranks if digests[rank] != digests[0]]
-    first, other = (
-        json.loads(store.get(f"{key}/facts/{rank}")) for rank in (0, (others or [0])[0])
-    )
-    # Nobody raises, and so ends the store or the waits of others, before all have seen both sides.
-    meeting.meet(store, f"{key}/compared", timeout, _PLACE, gone)
     if others:
+        first, other = (json.loads(store.get(f"{key}/facts/{rank}")) for rank in (0, others[0]))
+        error = _disagreement(first, other, others)
+        # Nobody raises, and so ends the store or others' waits, before all have seen both sides.
+        meeting.meet(store, f"{key}/compared", timeout, _PLACE, gone)
         meeting.let_others_go(store, f"{key}/seen")
-        raise _disagreement(first, other, others)
+        raise error
 
 
 def _disagreement(

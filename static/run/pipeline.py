@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from fleetpipe import __version__, numerics
 from fleetpipe._paddle import paddle
 from fleetpipe.config import PipelineConfig
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.schedules import Schedule
 from fleetpipe.static._paddle import (
@@ -271,10 +270,7 @@ class StaticPipeline:
 
     def _facts(self, loss: int, weight: float) -> dict[str, str]:
         """Returns what must be the same on all ranks."""
-        facts = {**numerics.settings(), "fleetpipe": __version__, "schedule": self.schedule.name}
-        facts.update({name: repr(value) for name, value in asdict(self._config).items()})
-        # Which folder it is matters to rank 0 alone.
-        facts["trace"] = str(self._config.trace is not None)
+        facts = agreement.facts(self._config)
         outline = self.split.graph.outline()
         facts["program"] = hashlib.sha256(outline.encode()).hexdigest()
         facts["cut"] = f"{self.split.stages} stages, edges {list(map(str, self.split.edges))}"

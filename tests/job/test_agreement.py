@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from fleetpipe.errors import ConfigError, PipelineTimeout
-from fleetpipe.job.agreement import require_agreement
+from fleetpipe.job.agreement import facts, require_agreement
 from tests.job.test_meeting import MemoryStore, play
 
 FACTS = {"schedule": "1F1B", "layers": "Linear(2, 3)", "OMP_NUM_THREADS": "1"}
@@ -28,6 +29,26 @@ def agree(
 
 def test_ranks_that_say_the_same_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agree(monkeypatch, {}) == {0: None, 1: None, 2: None}
+
+
+def test_ranks_that_agree_meet_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    play(monkeypatch, 2, lambda _: require_agreement(store, "first", FACTS, 5))
+    assert {key for key in store.counts if key.endswith(("/0", "/1"))} == {
+        "first/published/0",
+        "first/published/1",
+    }
+
+
+def test_the_folder_of_a_trace_is_no_fact() -> None:
+    @dataclass
+    class Options:
+        trace: str | None
+        timeout: float = 5.0
+
+    near, far, none = (facts(Options(folder)) for folder in ("/near", "/far", None))
+    assert near == far != none
+    assert near["timeout"] == "5.0"
 
 
 def test_every_rank_raises_the_same_with_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
