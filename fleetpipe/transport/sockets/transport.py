@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
-import select
+import selectors
 import socket
 import sys
 from collections.abc import Mapping
@@ -118,14 +117,17 @@ class SocketTransport:
         self._woken, self._waker = os.pipe()
         for end in (self._woken, self._waker):
             os.set_blocking(end, False)
-        self._poller = select.poll()
-        self._poller.register(self._woken, select.POLLIN)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._connections = {
             peer: Connection(sock, rank, peer, self._wake, (seals or {}).get(peer))
             for peer, sock in sockets.items()
         }
-        self._by_fd = {c.fd: c for c in self._connections.values()}
-        self._polled: set[int] = set()
+        for connection in self._connections.values():
+            self._selector.register(connection.fd, selectors.EVENT_READ, connection)
+        # What is not looked at: streams that have ended, and peers that sent more than fits here.
+        self._ended: list[Connection] = []
+        self._full: set[Connection] = set()
         forks.holding.add(self)
 
     def post(self, peer: int, key: MessageKey) -> None:
@@ -220,6 +222,7 @@ class SocketTransport:
     def _release(self) -> None:
         self._closed = True
         self._connections = {}
+        self._selector.close()
         forks.holding.discard(self)
         os.close(self._woken)
         os.close(self._waker)
@@ -259,28 +262,33 @@ class SocketTransport:
         nap = limit.nap()
         if not nap:
             return False
-        self._choose(awaited)
+        for connection in list(self._full):
+            if connection.peer == awaited or connection.inbox.nbytes < self._backlog:
+                self._full.discard(connection)
+                self._selector.register(connection.fd, selectors.EVENT_READ, connection)
         self.awaited = awaited if awaited >= 0 else None
-        ready = self._poller.poll(math.ceil(nap * 1000))
+        ready = self._selector.select(nap)
         self.awaited = None
-        for fd, _ in ready:
-            if fd == self._woken:
-                os.read(fd, 4096)
-            elif self._by_fd[fd].peer != awaited:
-                self._by_fd[fd].inbox.fill(self._backlog)
+        for found, _ in ready:
+            if found.data is None:
+                os.read(self._woken, 4096)
+            elif found.data.peer != awaited:
+                self._read_ahead(found.data)
         return True
 
-    def _choose(self, awaited: int) -> None:
-        """Polls the awaited peer, and the others as long as they fit in the memory for them."""
-        for peer, connection in self._connections.items():
-            inbox = connection.inbox
-            useful = not inbox.ended and (peer == awaited or inbox.nbytes < self._backlog)
-            if useful and connection.fd not in self._polled:
-                self._poller.register(connection.fd, select.POLLIN)
-                self._polled.add(connection.fd)
-            elif not useful and connection.fd in self._polled:
-                self._poller.unregister(connection.fd)
-                self._polled.discard(connection.fd)
+    def _read_ahead(self, connection: Connection) -> None:
+        """Keeps what a peer has sent that is not waited for, as far as it fits."""
+        inbox = connection.inbox
+        try:
+            inbox.fill(self._backlog)
+        finally:
+            full = inbox.nbytes >= self._backlog
+            if inbox.ended:
+                self._ended.append(connection)
+            elif full:
+                self._full.add(connection)
+            if inbox.ended or full:
+                self._selector.unregister(connection.fd)
 
     def interrupt(self) -> None:
         """Ends every wait of the thread that uses this transport; called from another thread."""
@@ -291,9 +299,9 @@ class SocketTransport:
     def _raise_if_any_died(self, route: Route) -> None:
         if self._interrupted:
             raise PeerFailed("a rank of the job failed while this one waited", where=str(route))
-        for connection in self._connections.values():
+        for connection in self._ended:
             inbox = connection.inbox
-            if inbox.ended and (not inbox.orderly or inbox.reason):
+            if not inbox.orderly or inbox.reason:
                 raise connection.failure(route)
 
     def _late(self, peer: int, key: MessageKey, timeout: float) -> PipelineTimeout:

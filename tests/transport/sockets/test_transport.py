@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import paddle
@@ -287,6 +288,24 @@ def test_a_wait_does_not_spin(sockets: Join) -> None:
     assert time.process_time() - begin < 0.2
 
 
+def test_a_third_rank_that_sends_too_much_is_left_alone_until_it_is_waited_for(
+    sockets: Join,
+) -> None:
+    ranks = sockets(3, backlog=1 << 20)
+    parts = 8
+    sender = ThreadPoolExecutor(1)
+    for k in range(parts):
+        sender.submit(ranks[2].send, 1, forward(k), paddle.full([1 << 20], k, "uint8"))
+    begin = time.process_time()
+    with pytest.raises(PipelineTimeout):
+        ranks[1].receive(0, forward(0), 0.5)
+    assert time.process_time() - begin < 0.3
+    assert ranks[1]._connections[2].inbox.nbytes < 3 << 20
+    for k in range(parts):
+        assert int(ranks[1].receive(2, forward(k), LIMIT)[0]) == k
+    sender.shutdown()
+
+
 def test_a_timeout_names_who_what_and_what_came_instead(sockets: Join) -> None:
     one, other = sockets(2)
     one.send(1, forward(4, name="mask"), 1)
@@ -302,12 +321,14 @@ def test_a_timeout_names_who_what_and_what_came_instead(sockets: Join) -> None:
 
 def test_the_death_of_a_third_rank_ends_a_wait(sockets: Join) -> None:
     ranks = sockets(3)
-    threading.Timer(0.1, ranks[2].abandon).start()
+    death = threading.Timer(0.1, ranks[2].abandon)
+    death.start()
     begin = time.monotonic()
     with pytest.raises(PeerFailed, match="rank 2 is gone") as raised:
         ranks[1].receive(0, forward(0), LIMIT)
     assert time.monotonic() - begin < LIMIT / 2
     assert "from rank 0 to rank 1" in str(raised.value)
+    death.join()
 
 
 def test_the_reason_of_a_leaving_rank_reaches_the_others(sockets: Join) -> None:
