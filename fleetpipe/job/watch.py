@@ -23,17 +23,14 @@ from dataclasses import asdict
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
-from fleetpipe.job import news
 from fleetpipe.job.failure import Failure
+from fleetpipe.job.peer import Peer
 from fleetpipe.transport.limit import STOPPED_SECONDS
 from fleetpipe.transport.sockets import forks
 from fleetpipe.transport.wire.seal import Seals
 
 #: Seconds between two lines about what a rank is doing.
 STATUS_SECONDS = 0.2
-#: A rank that was not heard for so long is called silent, and gets no lines, which would fill its
-#: socket.
-SILENT_SECONDS = 2.0
 #: Seconds that the main thread has to notice a failure before the process is ended.
 GRACE_SECONDS = 1.0
 #: Seconds in which the watch may learn why a connection ended before this rank says only that.
@@ -43,32 +40,6 @@ LAST_WORDS_SECONDS = 0.5
 #: Status of a process that is ended because another rank failed.
 EXIT_CODE = 70
 _STDERR = 2
-
-
-class _Peer:
-    """What is known of another rank, and the bytes on their way from it and to it."""
-
-    def __init__(self, rank: int, sock: socket.socket, seals: Seals | None) -> None:
-        self.rank = rank
-        self.sock = sock
-        self.outgoing = None if seals is None else seals.outgoing
-        self.incoming = None if seals is None else seals.incoming
-        self.status = "nothing heard yet"
-        self.heard = time.monotonic()
-        self.left = False
-        self.received = bytearray()
-        self.unsent = bytearray()
-
-    def tell(self, message: dict[str, Any]) -> None:
-        """Sends a message; what the kernel does not take stays for :meth:`send`."""
-        self.unsent += news.pack(message, self.outgoing)
-        self.send()
-
-    def send(self) -> None:
-        """Sends as much as the kernel takes."""
-        with contextlib.suppress(OSError):
-            sent = self.sock.send(self.unsent, socket.MSG_NOSIGNAL)
-            del self.unsent[:sent]
 
 
 class _Limit(NamedTuple):
@@ -112,12 +83,11 @@ class Watch:
         self._end_at = float("inf")
         self._status_at = 0.0
         self._turned = time.monotonic()
-        self._peers = {r: _Peer(r, sock, (seals or {}).get(r)) for r, sock in sockets.items()}
+        self._peers = {r: Peer(r, sock, (seals or {}).get(r)) for r, sock in sockets.items()}
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = os.pipe()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer in self._peers.values():
-            peer.sock.setblocking(False)
             self._selector.register(peer.sock, selectors.EVENT_READ, peer)
         forks.holding.add(self)
         self._thread = threading.Thread(target=self._run, name="fleetpipe-watch", daemon=True)
@@ -210,11 +180,7 @@ class Watch:
         os.write(self._waker, b"w")
         self._thread.join()
         for peer in self._peers.values():
-            # Bytes left unread would make TCP discard what is still on its way to the peer.
-            with contextlib.suppress(OSError):
-                peer.sock.shutdown(socket.SHUT_WR)
-                while peer.sock.recv(1 << 16):
-                    pass
+            peer.end()
         self._release()
 
     def abandon(self) -> None:
@@ -238,7 +204,7 @@ class Watch:
         if isinstance(error, PeerFailed):
             while self.failure is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            gone = [peer.rank for peer in self._peers.values() if peer.left]
+            gone = self.gone()
             if gone and self.failure is None:
                 self._fail(Failure(gone[0], "left", "its process ended before its work was done"))
         if self.failure is not None and isinstance(error, (PeerFailed, PipelineTimeout)):
@@ -276,24 +242,13 @@ class Watch:
 
     def _whereabouts(self) -> list[str]:
         """Says for each other rank what it was doing when it was last heard of."""
-        lines = []
-        for peer in self._peers.values():
-            silence = time.monotonic() - peer.heard
-            line = f"  rank {peer.rank} is at: {peer.status}"
-            if silence > SILENT_SECONDS:
-                line = (
-                    f"  rank {peer.rank} is silent for {silence:.1f} s: stopped, or its host or "
-                    f"network is gone; it was at: {peer.status}"
-                )
-            lines.append(line)
-        return lines
+        return [f"  {peer.whereabouts()}" for peer in self._peers.values()]
 
     def _give_up_if_late(self) -> None:
         limit = self._limit
         if limit is None or self.failure is not None or time.monotonic() < limit.deadline:
             return
-        now = time.monotonic()
-        silent = [r for r in limit.ranks if now - self._peers[r].heard > SILENT_SECONDS]
+        silent = [rank for rank in limit.ranks if self._peers[rank].silent]
         ranks = silent or list(limit.ranks)
         who = f"ranks {ranks}" if ranks[1:] else f"rank {ranks[0]}"
         text = f"rank {self.rank} waited {limit.seconds:g} s for {who}: {limit.what}"
@@ -304,9 +259,7 @@ class Watch:
         """Sends a message to every rank, without waiting for one that does not read."""
         with self._lock:
             for peer in self._peers.values():
-                silent = time.monotonic() - peer.heard > SILENT_SECONDS
-                if message["kind"] != "status" or not (silent or peer.unsent):
-                    peer.tell(message)
+                peer.tell(message)
 
     def _run(self) -> None:
         try:
@@ -345,40 +298,20 @@ class Watch:
         if self._end_at < float("inf"):
             self._end_at = now + GRACE_SECONDS
 
-    def _read(self, peer: _Peer) -> None:
-        try:
-            data = peer.sock.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        peer.received += data
+    def _read(self, peer: Peer) -> None:
         damage = ""
         try:
-            for message in news.unpack(peer.received, peer.incoming):
-                self._take(peer, message)
+            for failure in peer.hear():
+                self._fail(failure)
         except (ValueError, TransportError) as error:
             damage = f"to the watch of rank {self.rank}: {error}"
-        if damage or not data:
+        if damage or peer.ended:
             self._selector.unregister(peer.sock)
         if damage:
             self._fail(Failure(peer.rank, "sent bytes that are no message", damage))
-        elif not data and not peer.left:
-            age = time.monotonic() - peer.heard
-            last = f"last heard {age:.1f} s before, at: {peer.status}"
+        elif peer.ended and not peer.left:
+            last = f"last heard {peer.silence:.1f} s before, at: {peer.status}"
             self._fail(Failure(peer.rank, "died", f"it ended without a goodbye; {last}"))
-
-    def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
-        peer.heard = time.monotonic()
-        kind = message.pop("kind")
-        if kind == "status":
-            peer.status = message["text"]
-        elif kind == "goodbye":
-            peer.left = True
-        else:
-            # It leaves because of the failure; its own end is no news.
-            peer.left = True
-            self._fail(Failure(**message))
 
     def _fail(self, failure: Failure) -> None:
         """Keeps the first failure, passes it on, and ends this rank's waits."""

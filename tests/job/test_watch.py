@@ -13,6 +13,7 @@ from itertools import combinations
 import pytest
 
 from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.job import peer as peers
 from fleetpipe.job import watch as module
 from fleetpipe.job.failure import Failure
 from fleetpipe.job.watch import Watch
@@ -188,7 +189,7 @@ def test_the_thread_gives_up_for_a_main_thread_that_hangs_beyond_its_limit(
     begin: Begin, exits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(module, "SILENT_SECONDS", 0.6)
+    monkeypatch.setattr(peers, "SILENT_SECONDS", 0.6)
     first, second, third = begin(3)
     second._where = lambda: "elsewhere"
     third._status_at = time.monotonic() + 3600  # stopped

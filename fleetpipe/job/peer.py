@@ -1,0 +1,114 @@
+"""What the watch knows of another rank, and the bytes on their way between the two."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from fleetpipe.job import news
+from fleetpipe.job.failure import Failure
+from fleetpipe.transport.wire.seal import Seals
+
+#: A rank that was not heard for so long is called silent, and gets no lines, which would fill its
+#: socket.
+SILENT_SECONDS = 2.0
+
+
+class Peer:
+    """Another rank of the job.
+
+    Attributes:
+        rank: Its rank in the job.
+        sock: The connection to it.
+        status: What it was doing when it was last heard of.
+        heard: When that was (``time.monotonic()``).
+        left: Whether it said that it ends; nothing more comes from it.
+        ended: Whether the connection has ended.
+        unsent: Bytes for it that the kernel has not taken yet.
+    """
+
+    def __init__(self, rank: int, sock: socket.socket, seals: Seals | None) -> None:
+        """Takes over a connected socket, which from here on never blocks."""
+        sock.setblocking(False)
+        self.rank = rank
+        self.sock = sock
+        self.status = "nothing heard yet"
+        self.heard = time.monotonic()
+        self.left = False
+        self.ended = False
+        self.unsent = bytearray()
+        self._outgoing = None if seals is None else seals.outgoing
+        self._incoming = None if seals is None else seals.incoming
+        self._received = bytearray()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends a message, without waiting where the rank does not read.
+
+        What the kernel does not take stays for :meth:`send`; a line about what this rank is doing
+        is left out where others still wait.
+        """
+        if message["kind"] != "status" or not (self.silent or self.unsent):
+            self.unsent += news.pack(message, self._outgoing)
+            self.send()
+
+    def send(self) -> None:
+        """Sends as much as the kernel takes."""
+        with contextlib.suppress(OSError):
+            sent = self.sock.send(self.unsent, socket.MSG_NOSIGNAL)
+            del self.unsent[:sent]
+
+    def hear(self) -> Iterator[Failure]:
+        """Takes note of what has arrived, and yields the failures of which the rank tells.
+
+        Raises:
+            TransportError: A message does not have the rank's seal.
+            ValueError: The bytes are no message.
+        """
+        try:
+            data = self.sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self.ended = not data
+        self._received += data
+        for message in news.unpack(self._received, self._incoming):
+            self.heard = time.monotonic()
+            kind = message.pop("kind")
+            if kind == "status":
+                self.status = message["text"]
+                continue
+            # It leaves because of the failure, where it tells of one; its own end is no news.
+            self.left = True
+            if kind == "failure":
+                yield Failure(**message)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since it was last heard of."""
+        return time.monotonic() - self.heard
+
+    @property
+    def silent(self) -> bool:
+        """Whether it should have been heard of since."""
+        return self.silence > SILENT_SECONDS
+
+    def whereabouts(self) -> str:
+        """Says what it was doing when it was last heard of."""
+        if self.silent:
+            return (
+                f"rank {self.rank} is silent for {self.silence:.1f} s: stopped, or its host or "
+                f"network is gone; it was at: {self.status}"
+            )
+        return f"rank {self.rank} is at: {self.status}"
+
+    def end(self) -> None:
+        """Ends the sending half of the connection; what was sent is still delivered."""
+        # Bytes left unread would make TCP discard what is still on its way to the peer.
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+            while self.sock.recv(1 << 16):
+                pass
