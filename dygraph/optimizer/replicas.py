@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Strategy, Tensor
+from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
 from fleetpipe.errors import ConfigError
 from fleetpipe.transport import Group
 
-#: What ``gradient_scale_configs`` may say of the gradients of the replicas.
-SCALES = ("avg", "sum")
 #: Gradients are added in pieces of about this size: few calls, and no second copy of them all.
 _PIECE_BYTES = 128 * 1024 * 1024
 
@@ -55,22 +53,6 @@ def mean_loss(loss: Tensor, group: Group) -> Tensor:
     for other in others:
         first = first + other
     return first / group.ranks
-
-
-def scale_strategy(strategy: Strategy) -> str:
-    """Reads ``gradient_scale_configs`` of a strategy.
-
-    Raises:
-        ConfigError: It asks for neither the mean nor the sum.
-    """
-    scale = str(strategy.gradient_scale_configs["scale_strategy"])
-    if scale not in SCALES:
-        raise ConfigError(
-            "gradient_scale_configs['scale_strategy'] is 'avg' or 'sum' here",
-            got=repr(scale),
-            fix="scale the loss in loss_fn for anything else",
-        )
-    return scale
 
 
 def _dense(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Callable
 
 from fleetpipe.aliases import Nest, Strategy, Tensor
-from fleetpipe.config import PipelineConfig
+from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
@@ -86,7 +86,7 @@ class Runtime:
         self.layers = layers
         self.job = job
         self.switches = Switches.from_strategy(strategy, layers)
-        self.scale = replicas.scale_strategy(strategy)
+        self.scale = scale_strategy(strategy)
         self.timers = Timers() if self.switches.enable_timer else None
         self.losses: Losses | None = None
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
