@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from paddle.base import core as _core
 from paddle.base import framework as _framework
 from paddle.base.dygraph.base import guard
 from paddle.static import io as _static_io
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Variable
+from fleetpipe.aliases import Optimizer, Place, Program, Scope, ScopeTensor, Tensor, Variable
 
 # Their stubs hide what this module reaches for.
 core: Any = _core
@@ -40,7 +41,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _IMPORTLIB = "<frozen "
 
 
-def is_pir(program: Any) -> bool:
+def is_pir(program: Program) -> bool:
     """Whether a program is of Paddle's newer IR."""
     return not isinstance(program, framework.Program)
 
@@ -71,19 +72,19 @@ def user_line(stack: Iterable[str]) -> str:
     return line
 
 
-def tensor_of(scope: Any, name: str) -> Any:
+def tensor_of(scope: Scope, name: str) -> ScopeTensor:
     """Returns the dense tensor of a variable of a scope, which is made where there is none."""
     return scope.var(name).get_tensor()
 
 
-def found_tensor(scope: Any, name: str) -> Any | None:
+def found_tensor(scope: Scope, name: str) -> ScopeTensor | None:
     """Returns the dense tensor of a variable; None where it does not exist or holds nothing."""
     variable = scope.find_var(name)
     tensor = None if variable is None else variable.get_tensor()
     return tensor if tensor is not None and tensor._is_initialized() else None
 
 
-def overwrite(tensor: Any, array: Any) -> None:
+def overwrite(tensor: ScopeTensor, array: np.ndarray) -> None:
     """Gives a dense tensor other numbers, on the device that it is on."""
     place = tensor._place()
     if place.is_gpu_place():
@@ -92,7 +93,7 @@ def overwrite(tensor: Any, array: Any) -> None:
         tensor.set(array, core.CPUPlace())
 
 
-def taken(source: Any) -> Any:
+def taken(source: ScopeTensor) -> ScopeTensor | list[int]:
     """Returns what a dense tensor holds: another that shares its data, or a shape alone."""
     if not source._is_initialized():
         return source.shape()
@@ -101,7 +102,7 @@ def taken(source: Any) -> Any:
     return tensor
 
 
-def put_back(tensor: Any, held: Any) -> None:
+def put_back(tensor: ScopeTensor, held: ScopeTensor | list[int]) -> None:
     """Gives a dense tensor what :func:`taken` returned."""
     if isinstance(held, list):
         tensor._set_dims(held)
@@ -109,12 +110,12 @@ def put_back(tensor: Any, held: Any) -> None:
         tensor._share_data_with(held)
 
 
-def dynamic(source: Any) -> Any:
+def dynamic(source: ScopeTensor) -> Tensor:
     """Returns a dynamic tensor with the data of a dense one; in dynamic mode only."""
     return core.eager.Tensor(source)
 
 
-def job_executor(program: Any, scope: Any, place: Any) -> Any:
+def job_executor(program: Program, scope: Scope, place: Place) -> Any:
     """Returns what runs a program by ``.run([], False)``, without ``Executor``'s work per run.
 
     Args:
@@ -127,37 +128,39 @@ def job_executor(program: Any, scope: Any, place: Any) -> Any:
     return core.StandaloneExecutor(_place(place), plan, scope)
 
 
-def _place(place: Any) -> Any:
+def _place(place: Place) -> Place:
     native = core.Place()
     native.set_place(place)
     return native
 
 
-def random_state(place: Any) -> Any:
+def random_state(place: Place) -> Any:
     """Returns the generator that the random operations of a device draw from."""
     if isinstance(place, core.CUDAPlace):
         return core.default_cuda_generator(place.get_device_id())
     return core.default_cpu_generator()
 
 
-def swap_switch_device(replacement: Any) -> Any:
+def swap_switch_device(
+    replacement: Callable[[str | None], object],
+) -> Callable[[str | None], object]:
     """Has every ``device_guard`` call ``replacement(device)``; returns what it called before."""
-    original = framework.switch_device
+    original: Callable[[str | None], object] = framework.switch_device
     framework.switch_device = replacement
     return original
 
 
-def learning_rate(optimizer: Any) -> Any:
+def learning_rate(optimizer: Optimizer) -> Any:
     """Returns the optimizer's learning rate: a number or a scheduler."""
     return optimizer._learning_rate
 
 
-def gradient_clip(optimizer: Any) -> Any:
+def gradient_clip(optimizer: Optimizer) -> Any:
     """Returns the optimizer's gradient clip, or None."""
     return getattr(optimizer, "_grad_clip", None)
 
 
-def recomputing(optimizer: Any) -> tuple[Any, list[Any] | None, bool]:
+def recomputing(optimizer: Optimizer) -> tuple[Optimizer, list[Variable | str] | None, bool]:
     """Takes Paddle's ``RecomputeOptimizer`` apart.
 
     Returns:

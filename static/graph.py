@@ -5,9 +5,9 @@ Nothing here knows Paddle: values are numbers, so that the rules of the cut are 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 #: The tag of ``device_guard("gpu:all")``: computed by every stage that needs it.
 EVERYWHERE = -1
@@ -25,6 +25,10 @@ DROPOUTS = ("dropout_prob", "dropout_rate", "attn_dropout_rate")
 def draws(name: str) -> bool:
     """Whether an operation of this name takes random numbers."""
     return any(word in name for word in _RANDOM)
+
+
+#: What a micro-batch is fed: arrays by name.
+Item = Mapping[str, Any]
 
 
 class Declared(NamedTuple):

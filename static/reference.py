@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Optimizer, Place, Variable
 from fleetpipe.static._paddle import learning_rate, overwrite, static
 
 
@@ -19,10 +19,10 @@ class SingleProgram:
 
     def __init__(
         self,
-        build: Callable[[], Sequence[Any]],
-        optimizer: Callable[[], Any],
+        build: Callable[[], Sequence[Variable]],
+        optimizer: Callable[[], Optimizer],
         micro_batches: int,
-        place: Any = None,
+        place: Place | None = None,
     ) -> None:
         """Builds and initialises it; in static mode.
 
@@ -100,7 +100,7 @@ class SingleProgram:
         return [np.sum(values, axis=0, dtype="float32") * weight for values in zip(*shares)]
 
 
-def _apply(optimizer: Any, parameters: Sequence[Any]) -> None:
+def _apply(optimizer: Optimizer, parameters: Sequence[Variable]) -> None:
     """Appends the stock optimizer step over parameters of these names, from fed gradients."""
     pairs = []
     for one in parameters:

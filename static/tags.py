@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
@@ -25,9 +24,9 @@ def stage_of_device(device: str | None) -> int | None:
     return int(index)
 
 
-def stage_guard(stage: int) -> AbstractContextManager[Any]:
+def stage_guard(stage: int) -> AbstractContextManager[object]:
     """Builds what stands in it into a stage: ``device_guard("gpu:k")`` under a plainer name."""
     if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
         raise ConfigError("a stage is a whole number of at least 0", got=repr(stage))
-    guard: AbstractContextManager[Any] = paddle.static.device_guard(f"gpu:{stage}")
+    guard: AbstractContextManager[object] = paddle.static.device_guard(f"gpu:{stage}")
     return guard

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+from fleetpipe.aliases import Optimizer, Strategy, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import recomputing
 from fleetpipe.static.cut.contract import Reader
 from fleetpipe.static.cut.split import Split
 
 
-def marked(optimizer: Any, strategy: Any) -> tuple[Any, Sequence[Any] | None]:
+def marked(
+    optimizer: Optimizer, strategy: Strategy
+) -> tuple[Optimizer, Sequence[Variable | str] | None]:
     """Returns the optimizer itself, and what a strategy or a ``RecomputeOptimizer`` marks.
 
     Args:
@@ -49,7 +51,7 @@ def marked(optimizer: Any, strategy: Any) -> tuple[Any, Sequence[Any] | None]:
     return optimizer, checkpoints
 
 
-def mark(split: Split, reader: Reader, checkpoints: Sequence[Any] | None) -> Split:
+def mark(split: Split, reader: Reader, checkpoints: Sequence[Variable | str] | None) -> Split:
     """Returns the cut with its checkpoints.
 
     Args:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from fleetpipe.aliases import Optimizer, Program, Variable
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Declared, Graph
 
@@ -49,8 +50,8 @@ class Pieces(NamedTuple):
         shapes: Those of them of which it takes the shape alone.
     """
 
-    forward: Any
-    backward: Any | None
+    forward: Program
+    backward: Program | None
     kept: tuple[str, ...]
     shapes: frozenset[str]
 
@@ -94,8 +95,8 @@ class Update(NamedTuple):
         variables: Names of the optimizer's own variables.
     """
 
-    step: Any
-    startup: Any
+    step: Program
+    startup: Program
     rate_name: str | None
     variables: tuple[str, ...]
 
@@ -118,17 +119,19 @@ class Reader(Protocol):
     @property
     def unclipped(self) -> frozenset[str]: ...  # noqa: D102
 
-    def number(self, target: Any) -> int | None:
+    def number(self, target: Variable | str) -> int | None:
         """Returns the number of a value that the user fetches; None where it is not of this."""
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> StageProgram:
         """Gives a stage its backward; ``weight`` is the gradient of the loss."""
 
-    def update(self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]) -> Update:
+    def update(
+        self, optimizer: Optimizer, parameters: Sequence[str], clipped: Collection[str]
+    ) -> Update:
         """Makes the optimizer step; the gradients of ``clipped`` are first multiplied by a factor.
 
         The factor is a variable of the scope, :data:`CLIP_FACTOR`.
         """
 
-    def startup(self, program: Any, names: Iterable[str]) -> Any:
+    def startup(self, program: Program, names: Iterable[str]) -> Program:
         """Returns the initialisation of the named variables alone, drawing as the whole does."""

@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Program, Variable
 from fleetpipe.errors import ConfigError
-from fleetpipe.static.run.feeding import Item, merged
+from fleetpipe.static.graph import Item
+from fleetpipe.static.run.feeding import merged
 
+#: A tuple with a part per feed: numbers, or arrays.
+Sample = Sequence[Any]
 Samples = Callable[[], Iterable[Any]]
-_loaders: weakref.WeakKeyDictionary[Any, list[DataLoader]] = weakref.WeakKeyDictionary()
+_loaders: weakref.WeakKeyDictionary[Program, list[DataLoader]] = weakref.WeakKeyDictionary()
 
 
 class DataLoader:
@@ -27,7 +31,7 @@ class DataLoader:
     micro-batches is dropped. Items are read as they are needed.
     """
 
-    def __init__(self, feed_list: Sequence[Any]) -> None:
+    def __init__(self, feed_list: Sequence[Variable]) -> None:
         """Makes a loader of the default main program.
 
         Args:
@@ -42,7 +46,7 @@ class DataLoader:
 
     @staticmethod
     def from_generator(
-        feed_list: Sequence[Any],
+        feed_list: Sequence[Variable],
         capacity: int | None = None,
         use_double_buffer: bool = True,
         iterable: bool = False,
@@ -68,7 +72,7 @@ class DataLoader:
         return DataLoader(feed_list)
 
     def set_sample_generator(
-        self, reader: Samples, batch_size: int, drop_last: bool = True, places: Any = None
+        self, reader: Samples, batch_size: int, drop_last: bool = True, places: object = None
     ) -> DataLoader:
         """Takes samples, of which ``batch_size`` make a micro-batch; the last ones are dropped.
 
@@ -81,8 +85,8 @@ class DataLoader:
         if not drop_last:
             raise ConfigError("a pipeline cannot take an incomplete micro-batch: drop_last=True")
 
-        def groups() -> Iterator[Sequence[Any]]:
-            waiting: list[Any] = []
+        def groups() -> Iterator[Sequence[Sample]]:
+            waiting: list[Sample] = []
             for sample in reader():
                 waiting.append(sample)
                 if len(waiting) == batch_size:
@@ -91,7 +95,7 @@ class DataLoader:
 
         return self.set_sample_list_generator(groups)
 
-    def set_sample_list_generator(self, reader: Samples, places: Any = None) -> DataLoader:
+    def set_sample_list_generator(self, reader: Samples, places: object = None) -> DataLoader:
         """Takes lists of samples, each list a micro-batch.
 
         Args:
@@ -105,7 +109,7 @@ class DataLoader:
             )
         )
 
-    def set_batch_generator(self, reader: Samples, places: Any = None) -> DataLoader:
+    def set_batch_generator(self, reader: Samples, places: object = None) -> DataLoader:
         """Takes micro-batches, each a tuple with an array per feed.
 
         Args:
@@ -131,13 +135,13 @@ class DataLoader:
         """Ends an epoch."""
         self._items = None
 
-    def _stacked(self, index: int, parts: Sequence[Any]) -> np.ndarray:
+    def _stacked(self, index: int, parts: Sample) -> np.ndarray:
         array = np.stack([np.asarray(part) for part in parts]).astype(self._dtypes[index])
         shape = self._shapes[index][1:]
         return array if -1 in shape else array.reshape(len(parts), *shape)
 
 
-def items_for(program: Any, feed: Any) -> Iterator[Any] | None:
+def items_for(program: Program, feed: object) -> Iterator[Item] | None:
     """Returns where the micro-batches of a run come from; None where ``feed`` has them all.
 
     Args:
@@ -155,5 +159,5 @@ def items_for(program: Any, feed: Any) -> Iterator[Any] | None:
     return started[0] if started else None
 
 
-def _dtype(value: Any) -> str:
+def _dtype(value: Variable) -> str:
     return str(paddle.base.data_feeder.convert_dtype(value.dtype))

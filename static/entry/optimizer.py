@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Op, Optimizer, Program, Strategy, Variable
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.degrees import Degrees
@@ -44,7 +45,9 @@ _PARTS_OF_MINIMIZE = ("backward", "apply_gradients", "apply_optimize", "step")
 class StaticOptimizer:
     """Cuts the program at :meth:`minimize`; every other attribute is the user's optimizer's."""
 
-    def __init__(self, optimizer: Any, strategy: Any, begin: Begin, world_size: int) -> None:
+    def __init__(
+        self, optimizer: Optimizer, strategy: Strategy, begin: Begin, world_size: int
+    ) -> None:
         """Wraps an optimizer.
 
         Args:
@@ -68,11 +71,11 @@ class StaticOptimizer:
 
     def minimize(
         self,
-        loss: Any,
-        startup_program: Any = None,
-        parameters: Any = None,
-        no_grad_set: Any = None,
-    ) -> tuple[list[Any], list[Any]]:
+        loss: Variable,
+        startup_program: Program | None = None,
+        parameters: object = None,
+        no_grad_set: object = None,
+    ) -> tuple[list[Op], list[Variable]]:
         """Cuts the loss's program into stages. Collective over the job.
 
         Args:
@@ -147,7 +150,7 @@ class StaticOptimizer:
         return getattr(self.wrapped, name)
 
 
-def refuse_stages(program: Any) -> None:
+def refuse_stages(program: Program) -> None:
     """Checks that a program that is to be trained whole was not built in stages.
 
     Raises:

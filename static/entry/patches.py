@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Program, Scope, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import Executor, static_io, swap_switch_device
 from fleetpipe.static.attached import is_attached, of_main, of_startup, refuse_foreign
@@ -30,7 +32,7 @@ def install() -> None:
     original = Executor.run
 
     @functools.wraps(original)
-    def run(self: Any, program: Any = None, *more: Any, **named: Any) -> Any:
+    def run(self: Any, program: Program = None, *more: Any, **named: Any) -> Any:
         chosen = paddle.static.default_main_program() if program is None else program
         if not is_attached(chosen):
             refuse_foreign(chosen, more[4] if len(more) > 4 else named.get("scope"))
@@ -57,12 +59,12 @@ def uninstall() -> None:
 def _run(
     original: Callable[..., Any],
     executor: Any,
-    program: Any,
-    feed: Any = None,
-    fetch_list: Any = None,
+    program: Program,
+    feed: object = None,
+    fetch_list: object = None,
     feed_var_name: str = "feed",
     fetch_var_name: str = "fetch",
-    scope: Any = None,
+    scope: Scope = None,
     return_numpy: bool = True,
     *more: Any,
     **named: Any,
@@ -90,7 +92,7 @@ def _run(
     return original(program, feed, fetch_list, *names, scope, return_numpy, *more, **named)
 
 
-def _flat(fetches: Any) -> Iterator[Any]:
+def _flat(fetches: object) -> Iterator[Variable | str]:
     """Yields what is fetched; ``Executor.run`` takes lists within the list as well."""
     if isinstance(fetches, (list, tuple)):
         for one in fetches:
@@ -99,12 +101,12 @@ def _flat(fetches: Any) -> Iterator[Any]:
         yield fetches
 
 
-def _hook_saving(place: Any, name: str) -> None:
+def _hook_saving(module: ModuleType, name: str) -> None:
     """Has a function of Paddle's go through ours of the same name."""
-    original = getattr(place, name)
+    original = getattr(module, name)
     ours = functools.partial(getattr(stock_saving, name), original)
-    setattr(place, name, functools.wraps(original)(ours))
-    _restore.append(functools.partial(setattr, place, name, original))
+    setattr(module, name, functools.wraps(original)(ours))
+    _restore.append(functools.partial(setattr, module, name, original))
 
 
 def _stamp() -> Callable[[int | None], None] | None:
@@ -117,7 +119,7 @@ def _stamp() -> Callable[[int | None], None] | None:
 
 
 def _hook_guard(stamp: Callable[[int | None], None]) -> Callable[[], None]:
-    def switch(device: str | None) -> Any:
+    def switch(device: str | None) -> object:
         stamp(stage_of_device(device))
         return original(device)
 

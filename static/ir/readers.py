@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from fleetpipe.aliases import Program, Variable
 from fleetpipe.static._paddle import is_pir
 from fleetpipe.static.cut.contract import Reader
 
 
-def read(program: Any) -> Reader:
+def read(program: Program) -> Reader:
     """Returns the reader of a forward program, of PIR or of the older kind."""
     if is_pir(program):
         from fleetpipe.static.ir.pir.reader import PirReader
@@ -19,7 +18,7 @@ def read(program: Any) -> Reader:
     return ProgramReader(program)
 
 
-def name_of(value: Any) -> str:
+def name_of(value: Variable) -> str:
     """Returns a name for ``recompute_configs`` and ``fetch_list``; it is the same on every rank.
 
     In the older Program every value has one, ``value.name``. Under PIR only data and parameters

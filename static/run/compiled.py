@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from fleetpipe.aliases import Optimizer, Place, Scope
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
@@ -55,7 +55,7 @@ class Recipe:
     plan: Plan
     stages: Mapping[int, StageProgram]
     update: Update | None
-    optimizer: Any
+    optimizer: Optimizer
     parameters: list[str]
     shared: list[str]
     counted: list[str]
@@ -85,8 +85,8 @@ class Compiled:
         pieces: Mapping[int, Pieces],
         streams: Streams,
         fetches: frozenset[int],
-        scope: Any,
-        place: Any,
+        scope: Scope,
+        place: Place,
     ) -> None:
         """Makes the executors; in dynamic mode.
 

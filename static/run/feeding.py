@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Place, ScopeTensor
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import DenseTensor
-from fleetpipe.static.graph import Declared
-
-#: A micro-batch of an iterator: arrays by name.
-Item = Mapping[str, Any]
+from fleetpipe.static.graph import Declared, Item
 
 
 class Batch:
@@ -26,11 +24,11 @@ class Batch:
 
     def __init__(
         self,
-        feed: Any,
+        feed: object,
         declared: Mapping[str, Declared],
         micro_batches: int,
         rows: int,
-        place: Any,
+        place: Place,
     ) -> None:
         """Checks and cuts a feed.
 
@@ -45,7 +43,7 @@ class Batch:
             ConfigError: A feed does not fit the program or the micro-batches.
         """
         self._place = place
-        self._parts: dict[str, Sequence[Any]] = {}
+        self._parts: dict[str, Sequence[np.ndarray]] = {}
         for name, value in _as_dict(feed).items():
             if name in declared:
                 array = _array(name, value, declared[name])
@@ -65,12 +63,12 @@ class Batch:
                 fix="feed the whole mini-batch on every rank alike",
             )
 
-    def put(self, name: str, micro_batch: int, tensor: Any) -> None:
+    def put(self, name: str, micro_batch: int, tensor: ScopeTensor) -> None:
         """Puts what a micro-batch is fed into a dense tensor."""
         tensor.set(self._parts[name][micro_batch], self._place)
 
 
-def _as_dict(feed: Any) -> Mapping[str, Any]:
+def _as_dict(feed: object) -> Mapping[str, Any]:
     if isinstance(feed, (list, tuple)) and len(feed) == 1:
         feed = feed[0]
     if feed is None:
@@ -87,7 +85,7 @@ def _as_dict(feed: Any) -> Mapping[str, Any]:
     )
 
 
-def _array(name: str, value: Any, declared: Declared) -> Any:
+def _array(name: str, value: object, declared: Declared) -> np.ndarray:
     """Returns a feed as an array of the declared dtype; only Python numbers are converted."""
     if isinstance(value, (paddle.Tensor, DenseTensor)):
         array = np.array(value)
@@ -106,7 +104,7 @@ def _array(name: str, value: Any, declared: Declared) -> Any:
     return array
 
 
-def _converted(name: str, value: Any, declared: Declared) -> Any:
+def _converted(name: str, value: object, declared: Declared) -> np.ndarray:
     try:
         return np.asarray(value, None if declared.dtype == "bfloat16" else declared.dtype)
     except (TypeError, ValueError) as error:
@@ -118,7 +116,9 @@ def _converted(name: str, value: Any, declared: Declared) -> Any:
         ) from error
 
 
-def _cut(name: str, array: Any, declared: Declared, micro_batches: int, rows: int) -> Sequence[Any]:
+def _cut(
+    name: str, array: np.ndarray, declared: Declared, micro_batches: int, rows: int
+) -> Sequence[np.ndarray]:
     shape = declared.shape
     whole = tuple(array.shape) == shape and all(size >= 0 for size in shape)
     if whole and not (shape and shape[0] == micro_batches * rows):
@@ -139,7 +139,7 @@ def _cut(name: str, array: Any, declared: Declared, micro_batches: int, rows: in
     return [array[index * expected : (index + 1) * expected] for index in range(micro_batches)]
 
 
-def draw(items: Iterator[Any], count: int) -> Item | None:
+def draw(items: Iterator[Item | Sequence[Item]], count: int) -> Item | None:
     """Takes ``count`` micro-batches and puts them together; None where there are not as many.
 
     One with fewer rows than those before it ends the data, as no item at all does.
@@ -162,7 +162,7 @@ def _rows(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
     return [item[name].shape[:1] for name in sorted(item)]
 
 
-def merged(parts: Any) -> Item:
+def merged(parts: object) -> Item:
     """Returns one micro-batch of its parts: the dicts that one loader or several give at a time.
 
     Raises:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from fleetpipe.aliases import Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.static.cut.contract import Reader
 from fleetpipe.static.cut.split import Split
@@ -28,7 +29,7 @@ class Fetch(NamedTuple):
     variable: str | None
 
     @classmethod
-    def of(cls, target: Any, reader: Reader, split: Split) -> Fetch:
+    def of(cls, target: Variable | str, reader: Reader, split: Split) -> Fetch:
         """Finds the value that a user fetches by itself or by its name.
 
         Raises:
@@ -59,14 +60,14 @@ class Fetch(NamedTuple):
         return cls(label, number, stage, None)
 
 
-def _label(target: Any) -> str:
+def _label(target: Variable | str) -> str:
     if isinstance(target, str):
         return target
     # Under PIR most values have no name, and asking for one is an error.
     return str(target.name) if getattr(target, "has_name", True) else str(target)
 
 
-def combined(name: str, values: Sequence[Any], how: str) -> Any:
+def combined(name: str, values: Sequence[np.ndarray], how: str) -> np.ndarray:
     """Makes one result of the values of all micro-batches.
 
     Args:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Optimizer, Place, Program, Scope, Tensor, Variable
 from fleetpipe.config import PipelineConfig
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError
@@ -24,6 +24,7 @@ from fleetpipe.static._paddle import (
 )
 from fleetpipe.static.cut.contract import Reader
 from fleetpipe.static.cut.split import Split
+from fleetpipe.static.graph import Item
 from fleetpipe.static.run import reductions
 from fleetpipe.static.run.compiled import Compiled, Recipe
 from fleetpipe.static.run.feeding import Batch, draw
@@ -41,7 +42,7 @@ class StaticPipeline:
         schedule: Schedule,
         job: Job,
         config: PipelineConfig,
-        optimizer: Any,
+        optimizer: Optimizer,
         loss: tuple[int, float],
     ) -> None:
         """Gives this process's stages their backward and makes the optimizer step. Collective.
@@ -109,7 +110,7 @@ class StaticPipeline:
         """Most forwards held unreleased in the last run, by rank played here."""
         return {} if self._compiled is None else self._compiled.engine.peak_held
 
-    def start(self, run: Callable[[Any], object], startup: Any, scope: Any) -> None:
+    def start(self, run: Callable[[Program], object], startup: Program, scope: Scope) -> None:
         """Initialises what this process's stages need, and the optimizer's state. Collective.
 
         Args:
@@ -130,8 +131,13 @@ class StaticPipeline:
         self._compiled = self._streams = None
 
     def run(
-        self, place: Any, feed: Any, fetches: Sequence[Any], scope: Any, return_numpy: bool
-    ) -> list[Any]:
+        self,
+        place: Place,
+        feed: object,
+        fetches: Sequence[Variable | str],
+        scope: Scope,
+        return_numpy: bool,
+    ) -> list[np.ndarray | Tensor | None]:
         """Trains on one mini-batch. Collective over the job.
 
         Args:
@@ -173,22 +179,22 @@ class StaticPipeline:
             results = [self._result(one, compiled, scope) for one in wanted]
             if config.fetch_broadcast:
                 results = [self._everywhere(*pair) for pair in zip(wanted, results)]
-            if not return_numpy:
-                results = [None if one is None else paddle.to_tensor(one) for one in results]
-        return results
+            if return_numpy:
+                return results
+            return [None if one is None else paddle.to_tensor(one) for one in results]
 
-    def _draw(self, items: Iterator[Any]) -> Any:
+    def _draw(self, items: Iterator[Item | Sequence[Item]]) -> Item:
         """Takes a mini-batch from an iterator; all ranks do, or none. Collective over the job."""
         drawn = draw(items, self._config.micro_batches)
         job = self._job
         with dynamic_mode(), job.guarded(lambda: "taking the next mini-batch"):
             here = all(job.group().all_gather(drawn is not None))
             everywhere = all(job.replicas().all_gather(here))
-        if not everywhere:
+        if drawn is None or not everywhere:
             raise EOFException("there is no data: the epoch ends on every rank")
         return drawn
 
-    def _compile(self, wanted: Sequence[Fetch], scope: Any, place: Any) -> Compiled:
+    def _compile(self, wanted: Sequence[Fetch], scope: Scope, place: Place) -> Compiled:
         """Returns what runs a batch; made again only when something is new."""
         fetches = frozenset(one.number for one in wanted if one.stage is not None)
         known = self._compiled
@@ -205,7 +211,7 @@ class StaticPipeline:
             self._compiled = Compiled(self._recipe, pieces, self._streams, fetches, scope, place)
         return self._compiled
 
-    def _result(self, fetch: Fetch, compiled: Compiled, scope: Any) -> Any:
+    def _result(self, fetch: Fetch, compiled: Compiled, scope: Scope) -> np.ndarray | None:
         if fetch.variable is not None:
             if fetch.variable not in self.persistable:
                 return None
@@ -215,7 +221,7 @@ class StaticPipeline:
             return None
         return combined(fetch.name, [found[k] for k in sorted(found)], self._config.fetch)
 
-    def _everywhere(self, fetch: Fetch, result: Any) -> Any:
+    def _everywhere(self, fetch: Fetch, result: np.ndarray | None) -> np.ndarray:
         """Gives a result to every rank of the pipeline. Collective over it."""
         owner = self.schedule.placement.rank_of(self._owner(fetch))
         value = None if result is None else paddle.to_tensor(result)
@@ -227,7 +233,7 @@ class StaticPipeline:
         stages = range(self.split.stages)
         return next(s for s in stages if fetch.variable in self.split.persistable_of(s))
 
-    def _make(self, optimizer: Any, loss: tuple[int, float]) -> Recipe:
+    def _make(self, optimizer: Optimizer, loss: tuple[int, float]) -> Recipe:
         group = self._job.group()
         stages = {stage: self._reader.stage(self.split, stage, *loss) for stage in self._own}
         parameters = sorted({name for one in stages.values() for name in one.accumulators})

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fleetpipe.aliases import Place
 from fleetpipe.static._paddle import random_state
 
 #: Between the seeds of two stages; odd and large, so that seeds close by do not meet.
@@ -19,7 +20,7 @@ class Streams:
     program would; each later one has a stream of its own, made from that seed and its number.
     """
 
-    def __init__(self, drawing: Iterable[int], own: Iterable[int], place: Any) -> None:
+    def __init__(self, drawing: Iterable[int], own: Iterable[int], place: Place) -> None:
         """Begins the streams.
 
         Args:

@@ -7,15 +7,15 @@ mode.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import gradient_clip
 from fleetpipe.transport import Group
 
 
-def add_shared(own: Mapping[str, Any], names: Sequence[str], group: Group) -> None:
+def add_shared(own: Mapping[str, Tensor], names: Sequence[str], group: Group) -> None:
     """Adds up the gradients of parameters that several ranks use. Collective over the pipeline.
 
     Every rank gets the same bits: all add in the order of the ranks.
@@ -36,13 +36,13 @@ def add_shared(own: Mapping[str, Any], names: Sequence[str], group: Group) -> No
         paddle.assign(first, own[name])
 
 
-def add_replicas(own: Mapping[str, Any], replicas: Group) -> None:
+def add_replicas(own: Mapping[str, Tensor], replicas: Group) -> None:
     """Adds up the gradients of all replicas. Collective over the replicas."""
     if replicas.ranks > 1:
         replicas.all_reduce([own[name] for name in sorted(own)])
 
 
-def global_norm(optimizer: Any) -> float | None:
+def global_norm(optimizer: Optimizer) -> float | None:
     """Returns the limit of an optimizer's global-norm clip; None where it has none.
 
     Raises:
@@ -59,7 +59,9 @@ def global_norm(optimizer: Any) -> float | None:
     return float(clip.clip_norm)
 
 
-def clip_factor(own: Mapping[str, Any], owned: Sequence[str], limit: float, group: Group) -> Any:
+def clip_factor(
+    own: Mapping[str, Tensor], owned: Sequence[str], limit: float, group: Group
+) -> Tensor:
     """Returns limit / max(norm, limit) over the gradients of all ranks. Collective.
 
     Each gradient counts once, on the rank that owns its parameter, and the squares are added up in
@@ -72,7 +74,7 @@ def clip_factor(own: Mapping[str, Any], owned: Sequence[str], limit: float, grou
         group: The ranks of the pipeline.
     """
     squares = {name: (own[name] * own[name]).sum() for name in owned}
-    everyone: dict[str, Any] = {}
+    everyone: dict[str, Tensor] = {}
     for theirs in group.all_gather(squares):
         everyone.update(theirs)
     ordered = [everyone[name].reshape([1]).astype("float32") for name in sorted(everyone)]

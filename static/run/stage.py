@@ -7,11 +7,12 @@ micro-batch is moved out of the scope after its forward and back before its back
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import DType, Place, Scope, ScopeTensor
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Edge
@@ -27,7 +28,7 @@ from fleetpipe.static.cut.split import Split
 from fleetpipe.static.run.random_streams import Streams
 
 #: ``feed(name, micro_batch, tensor)`` puts what a micro-batch is fed into a dense tensor.
-Feed = Callable[[str, int, Any], None]
+Feed = Callable[[str, int, ScopeTensor], None]
 #: The variables of the values on each edge; None where a value has no gradient.
 EdgeNames = Mapping[Edge, Sequence[Optional[str]]]
 
@@ -42,8 +43,8 @@ class Runner:
         split: Split,
         stage: int,
         fetches: Iterable[int],
-        scope: Any,
-        place: Any,
+        scope: Scope,
+        place: Place,
     ) -> None:
         """Makes the executors of a stage.
 
@@ -73,7 +74,7 @@ class Runner:
             self.run_backward = job_executor(pieces.backward, scope, place).run
         tensors = {name: tensor_of(scope, name) for name in {*forward_names, *backward_names}}
 
-        def of(group: EdgeNames) -> dict[Edge, list[Any]]:
+        def of(group: EdgeNames) -> dict[Edge, list[ScopeTensor]]:
             return {
                 edge: [None if name is None else tensors[name] for name in some]
                 for edge, some in group.items()
@@ -120,6 +121,18 @@ def _names(group: EdgeNames) -> list[str]:
     return [name for names in group.values() for name in names if name is not None]
 
 
+class _Kept(NamedTuple):
+    """What a stage keeps of a micro-batch for its backward.
+
+    Attributes:
+        variables: What its pieces share, or the shape alone.
+        shapes: Shape and dtype of the values that left on each edge.
+    """
+
+    variables: list[ScopeTensor | list[int]]
+    shapes: Mapping[Edge, Sequence[tuple[list[int], DType]]]
+
+
 class StaticStage:
     """Implements the engine's ``Stage`` for the stages of a split program.
 
@@ -136,10 +149,10 @@ class StaticStage:
         """
         self._runners = runners
         self._streams = streams
-        self._kept: dict[tuple[int, int], tuple[list[Any], dict[Edge, list[Any]]]] = {}
+        self._kept: dict[tuple[int, int], _Kept] = {}
         self._feed: Feed = _nothing_fed
         self._first = 0
-        self.fetched: dict[int, dict[int, Any]] = {}
+        self.fetched: dict[int, dict[int, np.ndarray]] = {}
 
     def begin(self, feed: Feed, first_micro_batch: int) -> None:
         """Takes up a batch.
@@ -173,7 +186,7 @@ class StaticStage:
             tensor.shape() if by_shape else taken(tensor)
             for tensor, by_shape in zip(runner.kept, runner.by_shape)
         ]
-        self._kept[stage, micro_batch] = (kept, shapes)
+        self._kept[stage, micro_batch] = _Kept(kept, shapes)
         for tensor in runner.after_forward:
             tensor._clear()
         return outputs
@@ -214,7 +227,7 @@ class StaticStage:
         del self._kept[stage, micro_batch]
 
 
-def _nothing_fed(name: str, micro_batch: int, tensor: Any) -> None:
+def _nothing_fed(name: str, micro_batch: int, tensor: ScopeTensor) -> None:
     raise ConfigError(f"{name!r} is fed outside of a batch")
 
 

@@ -89,7 +89,7 @@ def _base(prefix: str, pipeline: StaticPipeline) -> str:
     return prefix if pipeline.local else f"{prefix}.rank{pipeline.rank}"
 
 
-def _read(path: str, prefix: str, pipeline: StaticPipeline) -> dict[str, Any]:
+def _read(path: str, prefix: str, pipeline: StaticPipeline) -> dict[str, np.ndarray]:
     if not os.path.exists(path):
         raise CheckpointError(
             f"there is no {path}",

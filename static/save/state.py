@@ -7,11 +7,11 @@ too, as the ``name`` of its parameters and buffers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Program, Scope, ScopeTensor, Tensor
 from fleetpipe.errors import CheckpointError
 from fleetpipe.static._paddle import dynamic_mode, found_tensor, overwrite
 from fleetpipe.static.attached import pipeline_of
@@ -19,7 +19,7 @@ from fleetpipe.static.attached import pipeline_of
 _STATE = "the state"
 
 
-def state_dict(program: Any = None, scope: Any = None) -> dict[str, np.ndarray]:
+def state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.ndarray]:
     """Returns what this process's stages have.
 
     Args:
@@ -34,7 +34,7 @@ def state_dict(program: Any = None, scope: Any = None) -> dict[str, np.ndarray]:
     return {name: np.array(_tensor(scope, name)) for name in pipeline.persistable}
 
 
-def full_state_dict(program: Any = None, scope: Any = None) -> dict[str, np.ndarray]:
+def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.ndarray]:
     """Returns what all stages have, on every rank. Collective over the pipeline.
 
     Args:
@@ -50,7 +50,9 @@ def full_state_dict(program: Any = None, scope: Any = None) -> dict[str, np.ndar
     return dict(sorted(found.items()))
 
 
-def load_state_dict(state: Mapping[str, Any], program: Any = None, scope: Any = None) -> None:
+def load_state_dict(
+    state: Mapping[str, np.ndarray | Tensor], program: Program = None, scope: Scope = None
+) -> None:
     """Sets what this process's stages have; other names in ``state`` are left alone.
 
     Args:
@@ -66,8 +68,11 @@ def load_state_dict(state: Mapping[str, Any], program: Any = None, scope: Any = 
 
 
 def parameters(
-    state: Mapping[str, Any], program: Any = None, scope: Any = None, source: str = _STATE
-) -> list[tuple[Any, np.ndarray]]:
+    state: Mapping[str, np.ndarray | Tensor],
+    program: Program = None,
+    scope: Scope = None,
+    source: str = _STATE,
+) -> list[tuple[ScopeTensor, np.ndarray]]:
     """Returns what :func:`load_state_dict` assigns, checked; ``source`` says where it is from."""
     names = pipeline_of(program).persistable
     scope = paddle.static.global_scope() if scope is None else scope
@@ -75,12 +80,12 @@ def parameters(
 
 
 def fitting(
-    state: Mapping[str, Any],
+    state: Mapping[str, np.ndarray | Tensor],
     names: Sequence[str],
-    scope: Any,
+    scope: Scope,
     source: str = _STATE,
     fix: str = "name the values as the program does: {p.name: p for p in model.parameters()}",
-) -> list[tuple[Any, np.ndarray]]:
+) -> list[tuple[ScopeTensor, np.ndarray]]:
     """Returns the tensor of each variable with the value that ``state`` has for it.
 
     Args:
@@ -105,7 +110,9 @@ def fitting(
     return [_fitting(name, state[name], _tensor(scope, name), source) for name in names]
 
 
-def _fitting(name: str, value: Any, tensor: Any, source: str) -> tuple[Any, np.ndarray]:
+def _fitting(
+    name: str, value: np.ndarray | Tensor, tensor: ScopeTensor, source: str
+) -> tuple[ScopeTensor, np.ndarray]:
     value, own = np.array(value), np.array(tensor)
     if (value.shape, value.dtype) != (own.shape, own.dtype):
         raise CheckpointError(
@@ -117,13 +124,13 @@ def _fitting(name: str, value: Any, tensor: Any, source: str) -> tuple[Any, np.n
     return tensor, value
 
 
-def assign(pairs: Iterable[tuple[Any, np.ndarray]]) -> None:
+def assign(pairs: Iterable[tuple[ScopeTensor, np.ndarray]]) -> None:
     """Gives each tensor its value, as :func:`fitting` has paired them."""
     for tensor, value in pairs:
         overwrite(tensor, value)
 
 
-def _tensor(scope: Any, name: str) -> Any:
+def _tensor(scope: Scope, name: str) -> ScopeTensor:
     tensor = found_tensor(scope, name)
     if tensor is None:
         raise CheckpointError(

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Block, Op, Program, Variable
 from fleetpipe.static._paddle import core, user_line
 from fleetpipe.static.graph import DROPOUTS, draws
 
@@ -21,7 +22,7 @@ IN_PLACE = {"pd_op.batch_norm_": {1: 1, 2: 2}, "pd_op.sync_batch_norm_": {1: 1, 
 _VIEWS = ("builtin.split", "builtin.slice")
 
 
-def placeholder(name: str, like: Any) -> Any:
+def placeholder(name: str, like: Variable) -> Variable:
     """Puts a variable of the scope, shaped as a value is, at the start of the program."""
     _pir.reset_insertion_point_to_start()
     value = _creation.data(name, like.shape, like.dtype, core.Place())
@@ -31,7 +32,7 @@ def placeholder(name: str, like: Any) -> Any:
     return value
 
 
-def to_end(block: Any) -> None:
+def to_end(block: Block) -> None:
     """Has operations made at the end of a block from now on.
 
     Anywhere else the place would be lost, and memory overwritten, when the operation there is
@@ -40,7 +41,7 @@ def to_end(block: Any) -> None:
     _pir.set_insertion_point_to_block_end(block)
 
 
-def export(value: Any, name: str) -> None:
+def export(value: Variable, name: str) -> None:
     """Leaves a value in a variable of the scope. Without both it would not be seen there."""
     maker = value.get_defining_op()
     if maker.name() in _VIEWS:
@@ -53,24 +54,24 @@ def export(value: Any, name: str) -> None:
     _operations.set_persistable_value(value, name)
 
 
-def name_of(op: Any) -> str:
+def name_of(op: Op) -> str:
     """Returns the name of the variable that a parameter, data or set_parameter is about."""
     attributes = op.attrs()
     return str(attributes.get("parameter_name", attributes.get("name", "")))
 
 
-def draws_of(op: Any) -> bool:
+def draws_of(op: Op) -> bool:
     """Whether an operation takes random numbers; one with a dropout of its own as well."""
     inner = next((op.attrs()[name] for name in DROPOUTS if op.has_attr(name)), 0.0)
     return draws(op.name()) or inner > 0.0
 
 
-def place(value: Any) -> tuple[int, int]:
+def place(value: Variable) -> tuple[int, int]:
     """Returns the operation and the number of its result that a value is."""
     return value.get_defining_op().id(), value.index()
 
 
-def inside(op: Any) -> Iterator[Any]:
+def inside(op: Op) -> Iterator[Op]:
     """Yields the operations in the blocks of an operation, at any depth."""
     for block in op.blocks():
         for one in block.ops:
@@ -78,7 +79,7 @@ def inside(op: Any) -> Iterator[Any]:
             yield from inside(one)
 
 
-def taken(op: Any) -> Iterator[Any]:
+def taken(op: Op) -> Iterator[Variable]:
     """Yields the values that an operation and those in its blocks take."""
     for one in (op, *inside(op)):
         for operand in one.operands():
@@ -87,18 +88,18 @@ def taken(op: Any) -> Iterator[Any]:
                 yield value
 
 
-def line_of(op: Any) -> str:
+def line_of(op: Op) -> str:
     """Returns where in the user's script an operation was made; control flow has no line itself."""
     lines = (user_line(one.callstack) for one in (op, *inside(op)))
     return next((line for line in lines if line), "")
 
 
-def is_source(op: Any) -> bool:
+def is_source(op: Op) -> bool:
     """Whether an operation computes nothing: data and parameters."""
     return op.name() in (PARAMETER, DATA)
 
 
-def is_constant(op: Any) -> bool:
+def is_constant(op: Op) -> bool:
     """Whether an operation always gives the same: a parameter, fed data, or given numbers."""
     if op.name() == _ASSIGN_VALUE:
         # paddle.assign and to_tensor of numbers: written over zeros that were made for them.
@@ -106,12 +107,12 @@ def is_constant(op: Any) -> bool:
     return not op.operands() and not op.num_regions() and not draws_of(op)
 
 
-def is_free(op: Any) -> bool:
+def is_free(op: Op) -> bool:
     """Whether an operation costs next to nothing: a constant, or a list of tensors."""
     return is_constant(op) or op.name() == COMBINE
 
 
-def by_shape(user: Any, value: Any) -> bool:
+def by_shape(user: Op, value: Variable) -> bool:
     """Whether an operation takes a value for its shape alone."""
     if user.num_regions() or user.name() == COMBINE or not value.is_dense_tensor_type():
         return False
@@ -119,12 +120,12 @@ def by_shape(user: Any, value: Any) -> bool:
     return times == 1 and bool(user.is_no_need_buffer(value))
 
 
-def changes(op: Any) -> bool:
+def changes(op: Op) -> bool:
     """Whether an operation changes what it takes, other than running statistics."""
     return bool(op.name().endswith("_")) and op.name() not in IN_PLACE
 
 
-def place_repeated(piece: Any, repeated: Collection[int]) -> None:
+def place_repeated(piece: Program, repeated: Collection[int]) -> None:
     """Has a backward compute again what it needs right before that is needed.
 
     Running statistics were updated by the forward: only copies of them are, here.

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Op, Optimizer, Program, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import core, gradient_clip, static
 from fleetpipe.static.cut.contract import CLIP_FACTOR, PREFIX, Update, accumulator_name
@@ -47,7 +48,7 @@ def stamp(stage: int | None) -> None:
             op.erase_attr(_STAGE)
 
 
-def give_name(value: Any) -> str:
+def give_name(value: Variable) -> str:
     """Returns the name of a value, which gets one if it has none."""
     op = value.get_defining_op()
     if op.name() in (PARAMETER, DATA):
@@ -63,7 +64,7 @@ def give_name(value: Any) -> str:
 class PirReader:
     """Reads a PIR program."""
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, program: Program) -> None:
         """Describes ``program``, which must be forward only."""
         self._program = program
         self._places: list[tuple[int, int]] = []
@@ -74,7 +75,7 @@ class PirReader:
         self.unclipped = frozenset(n for n, p in parameters.items() if not p.need_clip)
         self.data = {name_of(op): _declared(op.result(0)) for op in ops if op.name() == DATA}
 
-    def number(self, target: Any) -> int | None:
+    def number(self, target: Variable | str) -> int | None:
         """Returns the number of a value by itself or by its name."""
         if isinstance(target, str):
             return next((n for n, name in self.graph.names.items() if name == target), None)
@@ -84,7 +85,7 @@ class PirReader:
         """Gives a stage its backward."""
         return PirStage(self._program, self._places, split, stage, (loss, weight))
 
-    def _read(self, ops: Sequence[Any]) -> Graph:
+    def _read(self, ops: Sequence[Op]) -> Graph:
         operations = []
         names: dict[int, str] = {}
         persistable: set[int] = set()
@@ -114,7 +115,9 @@ class PirReader:
             operations.append(_described(op, reads, tuple(writes)))
         return Graph(operations, names, frozenset(persistable), frozenset(differentiable), written)
 
-    def update(self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]) -> Update:
+    def update(
+        self, optimizer: Optimizer, parameters: Sequence[str], clipped: Collection[str]
+    ) -> Update:
         """Makes the optimizer step over the named parameters."""
         if isinstance(gradient_clip(optimizer), paddle.nn.ClipGradByValue):
             raise ConfigError(
@@ -129,7 +132,7 @@ class PirReader:
         own = {name_of(op): op.result(0) for op in _parameters(step)}
         pairs, sums = [], []
         with static.program_guard(step, startup):
-            factor: Any = _factor() if clipped else None
+            factor: Variable = _factor() if clipped else None
             for name in parameters:
                 parameter = own[name]
                 for attribute in ("optimize_attr", "regularizer"):  # clone() forgets them
@@ -148,7 +151,7 @@ class PirReader:
         variables = sorted(set(kept) - {*parameters, *fed})
         return Update(step, startup, getattr(step, "lr_name", None), tuple(variables))
 
-    def startup(self, program: Any, names: Iterable[str]) -> Any:
+    def startup(self, program: Program, names: Iterable[str]) -> Program:
         """Returns the initialisation of the named variables, drawing what the whole draws."""
         wanted = set(names)
         mine = program.clone()
@@ -162,7 +165,7 @@ class PirReader:
         return mine
 
 
-def _described(op: Any, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
+def _described(op: Op, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
     tag = _tag(op)
     inner = frozenset(
         found for one in inside(op) if (found := _tag(one)) is not None and one.operands()
@@ -171,28 +174,28 @@ def _described(op: Any, reads: tuple[int, ...], writes: tuple[int, ...]) -> Oper
     return Operation(op.name(), reads, writes, tag, is_constant(op), line, inner, random)
 
 
-def _known(numbers: dict[tuple[int, int], int], values: Iterable[Any]) -> Iterator[int]:
+def _known(numbers: dict[tuple[int, int], int], values: Iterable[Variable]) -> Iterator[int]:
     for value in values:
         number = _find(numbers, value)
         if number is not None:
             yield number
 
 
-def _find(numbers: dict[tuple[int, int], int], value: Any) -> int | None:
+def _find(numbers: dict[tuple[int, int], int], value: Variable) -> int | None:
     op = value.get_defining_op()
     return None if op is None else numbers.get(place(value))
 
 
-def _tag(op: Any) -> int | None:
+def _tag(op: Op) -> int | None:
     tag = op.attrs().get(_STAGE, -1)
     return EVERYWHERE if tag == _ALL else None if tag < 0 else int(tag)
 
 
-def _parameters(program: Any) -> list[Any]:
+def _parameters(program: Program) -> list[Op]:
     return [op for op in program.global_block().ops if op.name() == PARAMETER]
 
 
-def _factor() -> Any:
+def _factor() -> Variable:
     _pir.reset_insertion_point_to_start()
     value = _creation.data(CLIP_FACTOR, [1], paddle.float32, core.Place())
     value.persistable = True
@@ -200,5 +203,5 @@ def _factor() -> Any:
     return value
 
 
-def _declared(value: Any) -> Declared:
+def _declared(value: Variable) -> Declared:
     return Declared(tuple(value.shape), str(value.dtype).rpartition(".")[2])

@@ -7,13 +7,15 @@ operation is no part of a stage: it is run for itself, and what it gives is fed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paddle.base import reader as _reader
 
+from fleetpipe.aliases import Op, Program, Tensor
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import EOFException, is_pir
+from fleetpipe.static.graph import Item
 from fleetpipe.static.ir.program.operations import remove_operations
 
 _Loader: Any = _reader.GeneratorLoader
@@ -21,12 +23,12 @@ _READ = "read"
 _ITEMS, _STARTED = "_fleetpipe_items", "_fleetpipe_started"
 
 
-def belongs_to_loader(op: Any) -> bool:
+def belongs_to_loader(op: Op) -> bool:
     """Whether an operation reads, or makes what is read from."""
     return bool(op.type == _READ or (op.type.startswith("create_") and op.type.endswith("reader")))
 
 
-def items_of(program: Any, run: Callable[..., Any]) -> Iterator[Any] | None:
+def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator[Item] | None:
     """Returns the micro-batches that a program reads by itself; None where it reads none.
 
     Args:
@@ -68,7 +70,7 @@ def _note(method: str, started: bool) -> Callable[[], None]:
     return functools.partial(setattr, _Loader, method, original)
 
 
-def _reading(program: Any) -> tuple[Any, list[str]] | None:
+def _reading(program: Program) -> tuple[Program, list[str]] | None:
     """Returns the part of a program that reads, and what it reads."""
     ops = program.global_block().ops
     names = [name for op in ops if op.type == _READ for name in op.output_arg_names]
@@ -82,7 +84,7 @@ def _reading(program: Any) -> tuple[Any, list[str]] | None:
     return part, names
 
 
-def _items(part: Any, names: list[str], run: Callable[..., Any]) -> Iterator[Any]:
+def _items(part: Program, names: list[str], run: Callable[..., Sequence[Tensor]]) -> Iterator[Item]:
     while True:
         try:
             values = run(part, fetch_list=names)

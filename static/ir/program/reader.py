@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Block, Op, Optimizer, Program, Variable
 from fleetpipe.static._paddle import dtype_name, learning_rate, static
 from fleetpipe.static.cut.contract import CLIP_FACTOR, Update, accumulator_name
 from fleetpipe.static.cut.split import Split
@@ -37,7 +37,7 @@ class ProgramReader:
     operation makes (data and parameters) gets an operation of its own in the graph, in front.
     """
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, program: Program) -> None:
         """Describes ``program``, which must be forward only."""
         self._program = program
         self._block = program.global_block()
@@ -74,7 +74,7 @@ class ProgramReader:
             if found.is_data
         }
 
-    def number(self, target: Any) -> int | None:
+    def number(self, target: Variable | str) -> int | None:
         """Returns the number of a variable's last value, by itself or by its name."""
         return self._current.get(target if isinstance(target, str) else target.name)
 
@@ -82,7 +82,9 @@ class ProgramReader:
         """Gives a stage its backward."""
         return ProgramStage(self._program, self._names, self._offset, split, stage, (loss, weight))
 
-    def update(self, optimizer: Any, parameters: Sequence[str], clipped: Collection[str]) -> Update:
+    def update(
+        self, optimizer: Optimizer, parameters: Sequence[str], clipped: Collection[str]
+    ) -> Update:
         """Makes the optimizer step over the named parameters."""
         step, startup = self._program.clone(), static.Program()
         block = step.global_block()
@@ -113,7 +115,7 @@ class ProgramReader:
         made = {name for op in startup.global_block().ops for name in op.output_arg_names}
         return Update(step, startup, rate._var_name if scheduled else None, tuple(sorted(made)))
 
-    def startup(self, program: Any, names: Iterable[str]) -> Any:
+    def startup(self, program: Program, names: Iterable[str]) -> Program:
         """Returns the initialisation of the named variables, drawing what the whole draws."""
         wanted = set(names)
         mine = program.clone()
@@ -150,7 +152,7 @@ class ProgramReader:
         return is_tensor(found) and not found.stop_gradient and "float" in dtype_name(found)
 
 
-def _sources(program: Any) -> list[str]:
+def _sources(program: Program) -> list[str]:
     """Returns the variables that are there before the first operation: data and parameters."""
     block = program.global_block()
     made: set[str] = set()
@@ -166,7 +168,9 @@ def _sources(program: Any) -> list[str]:
     return list(sources)
 
 
-def _described(program: Any, op: Any, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
+def _described(
+    program: Program, op: Op, reads: tuple[int, ...], writes: tuple[int, ...]
+) -> Operation:
     within = list(inside(program, op))
     tags = (stage_of_device(one.attr("op_device")) for one in within)
     return Operation(
@@ -181,7 +185,7 @@ def _described(program: Any, op: Any, reads: tuple[int, ...], writes: tuple[int,
     )
 
 
-def _times(block: Any, gradient: Any, factor: Any) -> Any:
+def _times(block: Block, gradient: Variable, factor: Variable) -> Variable:
     product = temporary(block, gradient)
     block.append_op(
         type="elementwise_mul",
