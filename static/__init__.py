@@ -1,4 +1,9 @@
-"""Pipelines in static graph: programs cut along ``device_guard``, on both of Paddle's IRs."""
+"""Pipelines in static graph: programs cut along ``device_guard``, on both of Paddle's IRs.
+
+The way of a program: ``entry`` takes it at ``minimize``, ``ir`` describes it as ``graph.py`` says,
+``cut`` gives it stages, ``ir`` makes programs of these, ``run`` trains them, ``save`` keeps what
+they learned. Start with ``entry/optimizer.py``. No room imports dynamic graph or Fleet.
+"""
 
 from __future__ import annotations
 

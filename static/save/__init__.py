@@ -1,4 +1,5 @@
-"""Parameters and programs of a static pipeline, saved and loaded.
+"""What the stages have, saved and loaded.
 
-Start with ``state.py``; ``files.py`` is its form on disk, ``inference.py`` the exported network.
+Start with ``state.py``, arrays by name; ``files.py`` is that on disk, ``inference.py`` exports the
+whole network. What stands in the place of Paddle's own functions, in ``entry``, calls it.
 """

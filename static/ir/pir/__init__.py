@@ -1,1 +1,1 @@
-"""Paddle's newer representation, PIR. Start with ``reader.py``."""
+"""Paddle's newer representation, PIR. Start with ``reader.py``; imported where Paddle has it."""
