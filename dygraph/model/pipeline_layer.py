@@ -221,6 +221,19 @@ class PipelineLayer(paddle.nn.Layer):
         rank = self._job.hcg.get_stage_id()
         return rank, self.placement.stages_of(rank)
 
+    def _synchronize_shared_weights(self) -> None:
+        """Gives all copies of shared weights the values of the first. Fleet's name for it.
+
+        Collective over the ranks of the pipeline that share one; nothing happens on the others,
+        nor where one process has all uses. Libraries call it after they gave weights other values.
+
+        Raises:
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        if self._job is not None and self._shared_weights.weights:
+            with self._job.guarded(lambda: "making shared weights equal"):
+                self._shared_weights.equalize()
+
     def allreduce_shared_weight_gradients(self) -> None:
         """Gives all copies of shared weights the sum of their gradients.
 

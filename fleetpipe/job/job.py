@@ -209,7 +209,7 @@ class Job:
         """Whether a pipeline of this job reduces the gradients of any of these parameters."""
         wanted = {id(parameter) for parameter in parameters}
         models = [model for reference in self.pipelines if (model := reference()) is not None]
-        return any(id(parameter) in wanted for m in models for parameter in m.parameters())
+        return any(id(parameter) in wanted for m in models for parameter in m.trained_parameters())
 
     def guarded(self, where: Callable[[], str]) -> AbstractContextManager[None]:
         """Within it, a failure elsewhere ends this rank's waits, and one here reaches all others.

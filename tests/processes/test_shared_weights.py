@@ -74,6 +74,10 @@ with job(3, 4, schedule), paddle.utils.unique_name.guard():
         "keys": list(model.state_dict()), "full": told(model.layers.full_state_dict()),
         "comm": {{key: comm["ranks"] for key, comm in model.layers.shared_comm.items()}},
     }}
+    for tensor in model.layers.own_state().values():
+        tensor.set_value(paddle.full_like(tensor, rank))
+    model.layers._synchronize_shared_weights()
+    result["synchronized"] = {{n: float(t.max()) for n, t in model.layers.own_state().items()}}
     with open(os.path.join(folder, f"rank{{rank}}.json"), "w") as file:
         json.dump(result, file)
 """
@@ -107,6 +111,10 @@ def test_three_copies_stay_equal_under_adamw(
         assert rank["losses"] == ranks[0]["losses"]
         # What was saved and read goes on as if there had been nothing in between.
         assert rank["straight"] == rank["further"] == ranks[0]["straight"]
+    for number, rank in enumerate(ranks):
+        # Each rank has filled its weights with its number: the first one's counts where shared.
+        for name, value in rank["synchronized"].items():
+            assert value == (0 if name.startswith("shared_layers.") else number), name
     close(ranks[0]["straight"] + ranks[0]["losses"], alone["straight"] + alone["losses"])
     if schedule == "1F1B":
         assert all(rank["comm"] == {"embed": [0, 1, 2]} for rank in ranks)
