@@ -13,7 +13,6 @@ from typing import Any
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Tensor
 from fleetpipe.dygraph._paddle import (
-    HybridParallelOptimizer,
     base_optimizer,
     clip_of_minimize,
     clips_of_a_step,
@@ -22,6 +21,7 @@ from fleetpipe.dygraph._paddle import (
 )
 from fleetpipe.dygraph.optimizer.clip_global import COPY, replace_clips, total_norm
 from fleetpipe.dygraph.optimizer.clip_sliced import Pairs
+from fleetpipe.dygraph.optimizer.fleets_type import FleetsType
 from fleetpipe.dygraph.optimizer.replicas import reduce_gradients
 from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.errors import ConfigError
@@ -31,14 +31,13 @@ from fleetpipe.job.job import current_job
 Stepped = tuple[Sequence[object], Pairs]
 
 
-class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
+class PipelineOptimizer(FleetsType):
     """Steps the user's optimizer once for each batch; every other attribute is the optimizer's.
 
     Each rank has an optimizer over the parameters of its own stages. A process that plays all
     ranks has one over all of them. A ``ClipGradByGlobalNorm`` is replaced in the optimizer itself.
     """
 
-    # Fleet's type is the base for users' isinstance alone: none of its methods is called.
     def __init__(self, optimizer: Optimizer) -> None:
         """Wraps an optimizer built on ``model.parameters()``.
 
@@ -57,6 +56,7 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
         self._layers: Layer = None
         self._shards: Shards | None = None
         job = current_job()
+        self._hcg = None if job is None else job.hcg
         if job is not None and job.degrees.sharding > 1:
             self._shards = Shards(optimizer, job.sharding())
         self._replace_clips()
@@ -107,6 +107,26 @@ class PipelineOptimizer(HybridParallelOptimizer):  # type: ignore[misc]
             PipelineTimeout: Some rank did not come within the limit.
         """
         self._run(self._inner_opt.step, lambda: clips_of_a_step(self._inner_opt))
+
+    def _step(self, parameters_list: Sequence[Tensor]) -> None:
+        """Does what :meth:`step` does, for a trainer that lists what it trains.
+
+        Args:
+            parameters_list: All parameters of the optimizer.
+
+        Raises:
+            ConfigError: They are others.
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        own = optimized_parameters(self._inner_opt)
+        if {id(parameter) for parameter in parameters_list} != {id(p) for p in own}:
+            raise ConfigError(
+                "_step updates all parameters of the optimizer",
+                expected=_listed([parameter.name for parameter in own]),
+                got=_listed([parameter.name for parameter in parameters_list]),
+                fix="build the optimizer on what is to be trained",
+            )
+        self.step()
 
     def minimize(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
@@ -26,6 +27,13 @@ from fleetpipe.transport import Group
 _LETTERS: Mapping[str, str] = {"F": "f", "B": "b", "I": "b", "W": "w"}
 
 
+class NothingCached:
+    """Stands for Fleet's helper that sends between ranks and remembers shapes."""
+
+    def clear_meta_cache(self) -> None:
+        """Does nothing: every message tells its shape, and none is remembered."""
+
+
 class PipelineFace(MetaParallelBase):
     """A wrapped model as far as it runs nothing: attributes, sizes and hooks.
 
@@ -41,6 +49,12 @@ class PipelineFace(MetaParallelBase):
     #: Whether Fleet's wrapper of this type has hooks for bubbles.
     _has_bubble_hooks = False
     _virtual_pp_rank: int | None = None
+    # What libraries' trainers ask for (launch/libraries.py says who): gradients are reduced once,
+    # after the last backward, and from no buffer of their own.
+    _dp_comm_overlap = False
+    _sharding_comm_overlap = False
+    _chunk_2_comm_buffers: ClassVar[Mapping[int, list[object]]] = MappingProxyType({})
+    _p2p_helper = NothingCached()
 
     def __init__(
         self, layers: PipelineLayer, hcg: Topology = None, strategy: Strategy = None

@@ -106,6 +106,30 @@ class PipelineParallel(PipelineFace):
         batch.train()
         return batch.loss
 
+    def _prepare_training(
+        self, data: Nest, optimizer: Optimizer, lr_scheduler: Scheduler = None
+    ) -> Nest:
+        """Checks what ``forward_backward_pipeline`` and then ``optimizer.step`` will train with.
+
+        For trainers that take a step in these three parts, as PaddleNLP's does. Collective over the
+        job the first time it is called with this optimizer.
+
+        Args:
+            data: As for :meth:`train_batch`.
+            optimizer: What ``fleet.distributed_optimizer`` returned.
+            lr_scheduler: Accepted for Fleet's sake; who steps the optimizer steps it.
+
+        Returns:
+            ``data``, for :meth:`forward_backward_pipeline`.
+
+        Raises:
+            ConfigError: The optimizer does not train this model, on this rank or on another.
+            StateError: ``fleet.shutdown`` ended the job of this model.
+        """
+        self._runtime.require_running()
+        self._bind(optimizer)
+        return data
+
     def eval_batch(
         self,
         data: Nest,

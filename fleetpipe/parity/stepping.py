@@ -39,7 +39,7 @@ class ComparingOptimizer(PipelineOptimizer):
         self.squares: Squares = {}
         self._reference = reference
         self._parameters = layers.state.own_parameters()
-        self._step = step
+        self._number = step
         self._before = before
 
     def bind(self, layers: PipelineLayer) -> None:
@@ -51,7 +51,7 @@ class ComparingOptimizer(PipelineOptimizer):
         theirs = self._reference.tensors()
         for name, parameter in self._parameters.items():
             grad, expected = _whole(parameter.grad, parameter), theirs[name].grad
-            difference = compare("gradient", name, self._step, grad, expected)
+            difference = compare("gradient", name, self._number, grad, expected)
             if difference:
                 self.found.append(difference)
             self.squares[name] = (_square(grad), _square(expected))

@@ -1,0 +1,41 @@
+"""The type of Fleet's optimizer, for users' ``isinstance``, with no method of it in reach.
+
+They work on what its constructor sets up, which is never called here. Fleet's trainers look at some
+of that first: see the attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from fleetpipe.dygraph._paddle import HybridParallelOptimizer
+
+
+def _not_there(optimizer: Any) -> NoReturn:
+    """Has Python ask ``__getattr__`` instead."""
+    raise AttributeError
+
+
+_Hidden: Any = type(
+    "_Hidden",
+    (HybridParallelOptimizer,),
+    {
+        name: property(_not_there)
+        for name, value in vars(HybridParallelOptimizer).items()
+        if callable(value) and not name.startswith("__")
+    },
+)
+
+
+class FleetsType(_Hidden):  # type: ignore[misc]
+    """What ``isinstance`` finds, and what a trainer asks before it reduces gradients itself.
+
+    Attributes:
+        _dp_enable: Whether the replicas' gradients are still to be reduced before a step; never.
+        _sep_enable: Likewise, over the axis ``sep``.
+        _sharding_enable: Likewise, of a sharded optimizer.
+    """
+
+    _dp_enable = False
+    _sep_enable = False
+    _sharding_enable = False
