@@ -6,4 +6,18 @@
 
 from __future__ import annotations
 
+import importlib
+
 __version__ = "0.1.0"
+
+
+def install() -> None:
+    """Puts fleetpipe in the place of ``paddle.distributed.fleet`` for all later imports.
+
+    As ``fleetpipe run`` does; to be called at the top of a script, above the import of a library
+    that is built on Fleet. Paddle is imported by this call, not by ``import fleetpipe``.
+
+    Raises:
+        ConfigError: It came too late: a module has imported Paddle's classes before.
+    """
+    importlib.import_module("fleetpipe.launch.install").install()

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fleetpipe"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors aliases __init__",),
+    ("numerics _paddle arguments",),
     (
         "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"
         " schedules/rows schedules/garbage",
@@ -30,14 +31,23 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules/check", "schedules/forms", "schedules/search"),
     ("schedules/api",),
     ("schedules/registry",),
-    ("schedules/commands", "schedules/__init__"),
-    ("static/_paddle static/graph static/tags",),
-    ("static/cut",),
-    ("static/ir", "static/run"),
-    ("static/attached",),
-    ("static/save",),
-    ("static/entry",),
-    ("static/__init__ static/reference",),
+    ("schedules/verified",),
+    ("schedules/__init__",),
+    ("schedules/commands", "transport", "static/_paddle static/graph static/tags"),
+    (
+        *("config", "engine", "job", "checkpoint", "static/cut"),
+        "dygraph/_paddle dygraph/backports dygraph/nest dygraph/random_keys dygraph/gradients"
+        " dygraph/broadcast",
+    ),
+    ("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run", "io"),
+    ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/attached"),
+    ("dygraph/state", "static/save"),
+    ("dygraph/model", "static/entry"),
+    ("dygraph/observe", "static/__init__ static/reference"),
+    ("dygraph/train",),
+    ("dygraph/__init__",),
+    ("fleet",),
+    ("launch parity cli __main__",),
 )
 
 #: Folders of which every file has a floor, and which import nothing but what stands here.

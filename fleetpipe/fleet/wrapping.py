@@ -66,7 +66,12 @@ def distributed_model(model: Layer) -> Layer:
         raise ConfigError(
             f"pp_degree={job.degrees.pp} needs a PipelineLayer",
             got=f"{type(model).__module__}.{type(model).__name__}",
-            fix="from fleetpipe.fleet.meta_parallel import PipelineLayer"
+            cause="this class was made on Paddle's PipelineLayer, which was imported before "
+            "fleetpipe stood in its place"
+            if theirs
+            else None,
+            fix="from fleetpipe.fleet.meta_parallel import PipelineLayer; where a library imports "
+            "it, start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"
             if theirs
             else "write the model as PipelineLayer(layers=[LayerDesc(..), ..])",
         )
