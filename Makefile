@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo docs check test test-fast test-262 types lint clean distclean
+.PHONY: help demo docs check test test-fast test-262 test-libraries types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # A crashed worker ends the run: xdist would wait for ever for the last tests of the one in its place.
@@ -22,6 +22,7 @@ help:
 	@echo 'make check     ruff, mypy and the tests that start no processes, on paddlepaddle 3.3'
 	@echo 'make test      ruff, mypy and all tests, on paddlepaddle 3.3'
 	@echo 'make test-262  all tests, on paddlepaddle 2.6.2'
+	@echo 'make test-libraries  PaddleNLP on fleetpipe, beside its single-device models'
 	@echo 'make docs      the documentation as a site, in build/site'
 	@echo 'make lint      ruff alone;  make types: mypy alone;  make test-fast: the tests of make check'
 	@echo 'make clean     remove what was built;  make distclean: the environments too'
@@ -84,9 +85,19 @@ docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 	@echo 'the site is in build/site; its search needs a server: python3 -m http.server -d build/site'
 
+.venv-libraries/.installed: .ci/libraries.txt
+	@echo 'setting up $(@D): the first time this takes a few minutes'
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --progress-bar off --quiet --no-deps --requirement $<
+	$(@D)/bin/python -m pip install --progress-bar off --quiet --no-deps --editable .
+	@touch $@
+
+test-libraries: .venv-libraries/.installed
+	.venv-libraries/bin/python -m pytest -m libraries tests/libraries $(PYTEST_ARGS)
+
 clean:
 	rm -rf build demo dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find fleetpipe static dygraph examples tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-262 .venv-docs
+	rm -rf .venv .venv-262 .venv-docs .venv-libraries

@@ -1,0 +1,40 @@
+"""Saves each model once, and trains the library's single-device class on Paddle alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from tests.libraries.models import MICRO_BATCHES, MODELS, adamw, batches, class_of
+
+
+def train(model: Any) -> list[float]:
+    """Returns the mean loss of each step's micro-batches."""
+    optimizer, losses = adamw(model.parameters()), []
+    model.train()
+    for rows in batches():
+        total = 0.0
+        for part in paddle.to_tensor(rows).split(MICRO_BATCHES):
+            loss = model(part[:, :-1], labels=part[:, 1:])
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            (loss / MICRO_BATCHES).backward()
+            total += float(loss) / MICRO_BATCHES
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(total)
+    return losses
+
+
+folder, *names = sys.argv[1:]
+found = {}
+for name in names:
+    paddle.seed(1)
+    model = class_of(name, "ForCausalLM")(class_of(name, "Config")(**MODELS[name].options))
+    model.save_pretrained(f"{folder}/{name}")
+    # Trained as it is read: what is not saved is the library's own matter.
+    found[name] = train(class_of(name, "ForCausalLM").from_pretrained(f"{folder}/{name}"))
+Path(folder, "single.json").write_text(json.dumps(found))

@@ -1,0 +1,74 @@
+"""PaddleNLP's Trainer on a pipeline, as a user's script has it; the options are the Trainer's."""
+
+import fleetpipe
+
+fleetpipe.install()
+
+import json  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import paddle  # noqa: E402
+from paddlenlp.trainer import (  # noqa: E402
+    PdArgumentParser,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from tests.libraries.models import batches, class_of  # noqa: E402
+
+
+class Rows(paddle.io.Dataset):  # type: ignore[misc]
+    """Rows of tokens, and each with the labels one token further."""
+
+    def __init__(self, times: int) -> None:
+        self._rows = [row for tokens in batches() for row in tokens] * times
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self._rows[index][:-1], "labels": self._rows[index][1:]}
+
+
+class InOrder(Trainer):  # type: ignore[misc]
+    """Takes the rows in their order: how the Trainer shuffles depends on the degrees."""
+
+    def _get_train_sampler(self) -> Any:
+        return paddle.io.BatchSampler(
+            self.train_dataset, batch_size=self.args.per_device_train_batch_size
+        )
+
+
+class Losses(TrainerCallback):  # type: ignore[misc]
+    """Keeps what is logged of each step: the Trainer's own history stays empty."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        if "loss" in logs:
+            self.found.append(logs["loss"])
+
+
+folder, name = sys.argv[1], sys.argv[2]
+(arguments,) = PdArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[3:])
+single = arguments.pipeline_parallel_degree <= 1
+model = class_of(name, "ForCausalLM" if single else "ForCausalLMPipe").from_pretrained(
+    f"{folder}/{name}", dtype="float32"
+)
+losses = Losses()
+trainer = InOrder(
+    model=model,
+    args=arguments,
+    train_dataset=Rows(2),
+    eval_dataset=Rows(1),
+    callbacks=[losses],
+)
+trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+evaluated = trainer.evaluate()["eval_loss"]
+if paddle.distributed.get_rank() == 0:
+    text = json.dumps({"losses": losses.found, "evaluated": evaluated})
+    Path(arguments.output_dir, "losses.json").write_text(text)
