@@ -15,6 +15,7 @@ from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.optimizer.scaler import agreeing
 from fleetpipe.dygraph.tensor_parallel import TensorParallel
 from fleetpipe.errors import ConfigError
+from fleetpipe.fleet._library_options import refuse_library_options
 from fleetpipe.fleet.lifecycle import begin_static
 from fleetpipe.job import meeting
 from fleetpipe.job.degrees import PIPELINE_AXES
@@ -44,7 +45,7 @@ def distributed_model(model: Layer) -> Layer:
 
     Raises:
         ConfigError: ``pp_degree`` is above 1 and the model is no ``PipelineLayer`` of fleetpipe's,
-            or it is wrapped already.
+            it is wrapped already, or a library's model has an option that does not run here.
         PipelineTimeout: Some rank did not arrive within the limit.
     """
     job = current_job()
@@ -54,6 +55,7 @@ def distributed_model(model: Layer) -> Layer:
     if isinstance(model, PipelineLayer):
         if job is not None:
             job.degrees.refuse_beyond(PIPELINE_AXES, "write the model as an nn.Layer")
+        refuse_library_options(model)
         return wrap(_decorated(model))
     if isinstance(model, PipelineParallel):
         raise ConfigError(

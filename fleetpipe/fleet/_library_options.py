@@ -1,0 +1,40 @@
+"""Refuses, by name, what a model of a library is asked to do and its layers cannot do on a CPU.
+
+Such a model tells its options in ``config``. Without this it would fail in its first batch, on one
+rank, in a kernel that is not there.
+"""
+
+from __future__ import annotations
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer
+from fleetpipe.errors import ConfigError
+
+LIBRARIES = ("paddlenlp", "paddleformers")
+
+
+def refuse_library_options(model: Layer) -> None:
+    """Looks at the configuration of a model whose class comes from one of the libraries.
+
+    Raises:
+        ConfigError: On a CPU, its values are float16 or bfloat16, or it cuts sequences.
+    """
+    origins = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+    if origins.isdisjoint(LIBRARIES) or paddle.device.get_device() != "cpu":
+        return
+    config = model.config
+    if config.dtype in ("float16", "bfloat16"):
+        raise ConfigError(
+            f"the library's layers do not run in {config.dtype} on a CPU",
+            got=f"{type(model).__name__} with config.dtype={config.dtype!r}",
+            cause="the checkpoint has that dtype, or from_pretrained was given it; Paddle has no "
+            "CPU kernels for some of the layers",
+            fix='from_pretrained(.., dtype="float32")',
+        )
+    if getattr(config, "sequence_parallel", False):
+        raise ConfigError(
+            "sequence_parallel is not run on a CPU",
+            got=f"{type(model).__name__} with config.sequence_parallel=True",
+            cause="its layers need a reduce_scatter, which Gloo does not have",
+            fix="sequence_parallel=False",
+        )

@@ -1,0 +1,50 @@
+"""Options of a library's model that cannot run on a CPU are refused before anything trains."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import paddle
+import pytest
+
+from fleetpipe import fleet
+from fleetpipe.errors import ConfigError
+from fleetpipe.fleet.meta_parallel import PipelineLayer
+from tests.pipelines import job, mlp_layers
+
+pytestmark = pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="these run on a GPU")
+
+
+class TheirLayers(PipelineLayer):
+    """A class of the library's, to all who ask where it comes from."""
+
+    __module__ = "paddlenlp.transformers.any.modeling_pp"
+
+
+def model(kind: type[PipelineLayer], **options: Any) -> Any:
+    layers = kind(mlp_layers(), num_stages=2, loss_fn=paddle.nn.CrossEntropyLoss())
+    layers.config = SimpleNamespace(**{"dtype": "float32", **options})
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, r"(?s)bfloat16 on a CPU.*TheirLayers.*dtype=\"float32\""),
+        ({"dtype": "float16"}, r"float16 on a CPU"),
+        ({"sequence_parallel": True}, r"(?s)sequence_parallel.*TheirLayers"),
+    ],
+)
+def test_an_option_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with job(2):
+        with pytest.raises(ConfigError, match=message):
+            fleet.distributed_model(model(TheirLayers, **options))
+        # A user's own model may mean something else by these words.
+        fleet.distributed_model(model(PipelineLayer, **options))
+
+
+def test_what_runs_is_not_refused() -> None:
+    with job(2):
+        for dtype in ("float32", None):
+            fleet.distributed_model(model(TheirLayers, dtype=dtype))
