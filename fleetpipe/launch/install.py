@@ -46,12 +46,12 @@ def _is_fleets(name: str) -> bool:
 
 
 def _refuse_early_imports(theirs: dict[str, ModuleType]) -> None:
-    """Refuses modules that hold one of Paddle's modules or classes that were replaced."""
+    """Refuses modules that hold what was replaced: Paddle's modules, classes, functions."""
     replaced = {id(theirs[name]): name for name in theirs if sys.modules[name] is not theirs[name]}
     for name in list(replaced.values()):
         for key in getattr(sys.modules[name], "__all__", ()):
             stock = getattr(theirs[name], key, None)
-            if stock is not getattr(sys.modules[name], key) and isinstance(stock, type):
+            if stock is not getattr(sys.modules[name], key) and callable(stock):
                 replaced[id(stock)] = f"{name}.{key}"
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("paddle", "fleetpipe"):
