@@ -288,7 +288,7 @@ def _tie(layer: Layer, shared: SharedLayer, weights: dict[str, Tensor]) -> None:
             setattr(parts[owner], attribute, first)
 
 
-def called_through(function: Nest) -> tuple[Layer, ...]:
+def called_through(function: Callable[[Nest], Nest]) -> tuple[Layer, ...]:
     """Returns the shared layer that ``function`` calls through a ``forward_func``; () for others.
 
     Args:
