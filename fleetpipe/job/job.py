@@ -4,9 +4,10 @@ A launched job has Paddle's own ``HybridCommunicateGroup``, connections to the o
 watch over them; a process that plays all ranks itself has a ``LocalTopology`` and needs neither.
 
 All ranks are connected when the job begins, and every group is a view of these connections: it
-costs nothing, and making it is not collective. A rank of a job of n so has 2 (n - 1) sockets, of
-which the watch needs the half in any case, and 16 KiB for each. A group's own connections would be
-fewer in a large job; they would take a meeting of their members for each group.
+costs nothing, and making it is not collective. So a rank of a job of n has 2 (n - 1) sockets, half
+of them the watch's, which joins all pairs anyhow, and a buffer of 16 KiB for each of the others.
+Connections of each group alone would be fewer in a large job, and would take as many meetings in
+the store as there are groups.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ class Job:
         view = View(self._mesh, members)
         if paddle_group is None:
             return DirectGroup(view, self.timeout, name)
-        return GlooGroup(view, self.timeout, name, paddle_group(), self._limit_for(members))
+        return GlooGroup(view, self.timeout, paddle_group(), self._limit_for(members), name)
 
     def _limit_for(self, ranks: list[int]) -> Callable[[], AbstractContextManager[None]]:
         """Returns what ends this process where some of ``ranks`` stops within Paddle's C++."""

@@ -143,18 +143,18 @@ class GlooGroup(DirectGroup):
         self,
         transport: Transport,
         timeout: float,
-        name: str,
         paddle_group: Any,
         limit: Callable[[], AbstractContextManager[None]] = nullcontext,
+        name: str = "group",
     ) -> None:
         """Uses a group of Paddle's with the same members in the same order.
 
         Args:
             transport: This rank's connections to the other members.
             timeout: Seconds that the wait for a member may last.
-            name: Prefix of its messages.
             paddle_group: What ``paddle.distributed.new_group`` returned.
             limit: Each operation of that group runs within what this returns.
+            name: Prefix of its messages.
         """
         super().__init__(transport, timeout, name)
         self.paddle_group = paddle_group
