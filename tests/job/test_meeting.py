@@ -138,6 +138,24 @@ def test_a_rank_that_came_may_fail_afterwards(monkeypatch: pytest.MonkeyPatch) -
     assert found == {0: None}
 
 
+@pytest.mark.parametrize("asked", ["there/1", "there/late"])
+def test_a_rank_may_come_and_fail_while_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    class Slow(MemoryStore):
+        """Answers from before rank 1 came; when the answer is here, rank 1 came and failed."""
+
+        def add(self, key: str, amount: int) -> int:
+            if key == asked and not self.counts["there/1"]:
+                super().add("there/1", 1)
+                raise PeerFailed("rank 1 raised")
+            return super().add(key, amount)
+
+    store = Slow()
+    found = play(monkeypatch, 2, lambda _: meeting.meet(store, "there", 60.0, "it"), only=(0,))
+    assert found == {0: None}
+
+
 def test_rank_0_stays_until_the_others_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
 

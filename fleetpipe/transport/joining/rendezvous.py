@@ -47,12 +47,20 @@ def await_keys(
     """
     waiting = sorted(keys)
     pause = _FIRST_PAUSE
+    failed = False
     while waiting:
         # Asked before the store: whoever has ended by now either stands there or never will.
         ended = set(gone())
-        while waiting and store.add(keys[waiting[0]], 0):
-            yield waiting.pop(0)
-        late = bool(waiting) and over()
+        try:
+            while waiting and store.add(keys[waiting[0]], 0):
+                yield waiting.pop(0)
+            late = bool(waiting) and over()
+        except FleetPipeError:
+            # Whoever failed may have come since it was asked for, and have failed at what is next.
+            if failed:
+                raise
+            failed = True
+            continue
         if late or ended.intersection(waiting):
             missing = [rank for rank in waiting if not store.add(keys[rank], 0)]
             if missing and (late or ended.intersection(missing)):
