@@ -146,14 +146,13 @@ def measure(
 @contextmanager
 def _state_kept(layers: PipelineLayer, stage: DygraphStage) -> Iterator[None]:
     """Puts buffers and random states back afterwards; drops gradients and what the stage holds."""
-    own = layers.state.own()
-    values = {name: tensor.clone() for name, tensor in own.items()}
+    values = {name: tensor.clone() for name, tensor in layers.state.own().items()}
     layers.train()
     try:
         with random_states_kept():
             yield
     finally:
         stage.end()
-        for name, tensor in own.items():
+        for name, tensor in layers.state.own().items():
             tensor.set_value(values[name])
         drop_gradients(layers.trained_parameters())

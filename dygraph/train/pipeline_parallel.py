@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.aliases import Nest, Optimizer, Scaler, Scheduler, Tensor
+from fleetpipe.aliases import Nest, Optimizer, Scaler, Scheduler
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward.crossings import Crossing
 from fleetpipe.dygraph.backward.deferral_report import DeferralReport
@@ -41,7 +41,7 @@ class PipelineParallel(PipelineFace):
         scaler: Scaler = None,
         loss_fn_idx: int = 0,
         return_micro_batch_loss: bool = False,
-    ) -> Tensor | list[Tensor]:
+    ) -> Nest:
         """Trains on one batch: all micro-batches forward and backward, then one optimizer step.
 
         Args:
@@ -86,7 +86,7 @@ class PipelineParallel(PipelineFace):
         scaler: Scaler = None,
         static_scheduler: bool = False,
         return_micro_batch_loss: bool = False,
-    ) -> Tensor | list[Tensor] | str:
+    ) -> Nest:
         """Trains without the optimizer step: leaves the gradients on the parameters.
 
         Under ``delay_scale_loss`` they are not divided yet.
@@ -136,7 +136,7 @@ class PipelineParallel(PipelineFace):
         compute_loss: bool = False,
         loss_fn_idx: int = 0,
         return_host_tensor: bool = False,
-    ) -> Tensor | list[Nest]:
+    ) -> Nest:
         """Runs one batch forward without gradients; leaves the layers in ``eval()`` mode.
 
         The next :meth:`train_batch` puts them into ``train()`` mode again.

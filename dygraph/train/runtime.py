@@ -235,7 +235,7 @@ class Runtime:
         finally:
             self.stage.end()
 
-    def share_losses(self, losses: Losses, by_micro_batch: bool) -> Tensor | list[Tensor]:
+    def share_losses(self, losses: Losses, by_micro_batch: bool) -> Nest:
         """Gives the mean losses of the replicas' last stages to every rank. Collective.
 
         Args:

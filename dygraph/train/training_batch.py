@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Nest, Optimizer, Scaler, Tensor
+from fleetpipe.aliases import Nest, Optimizer, Scaler
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.stage import Batch
@@ -20,7 +20,7 @@ class TrainingBatch:
             are several loss functions.
     """
 
-    loss: Tensor | list[Tensor]
+    loss: Nest
 
     def __init__(
         self,

@@ -119,7 +119,7 @@ def test_shared_layers_need_no_topology() -> None:
 
 
 class Renaming(PipelineLayer):
-    """A model whose state dict has other keys, and whose parameters come in another order."""
+    """A model whose state dict has other keys, and whose parameters() come in another order."""
 
     def state_dict(self, *args: Any, **named: Any) -> Any:
         return {f"model.{n}": t for n, t in super().state_dict(*args, **named).items()}
@@ -131,9 +131,6 @@ class Renaming(PipelineLayer):
     def named_parameters(self, *args: Any, **named: Any) -> Any:
         for name, parameter in reversed(list(super().named_parameters(*args, **named))):
             yield f"model.{name}", parameter
-
-    def parameters(self, *args: Any, **named: Any) -> Any:
-        return super().parameters(*args, **named)
 
 
 def test_a_subclass_may_give_its_parameters_other_names(tmp_path: Path) -> None:
