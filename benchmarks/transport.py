@@ -10,7 +10,6 @@ the same kind, which is what this machine takes at that moment without any of ou
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import socket
@@ -26,38 +25,11 @@ import paddle
 
 from fleetpipe.transport import MessageKey, Transport, connect
 from fleetpipe.transport.joining import hosts
+from tests.transport.helpers import FolderStore
 
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "256 KiB": 256 << 10, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
 PING, PONG = MessageKey("F", 0, 1, "", 0), MessageKey("B", 0, 1, "", 0)
 TIMEOUT = 60.0
-
-
-class FolderStore:
-    """A store whose keys are files of a folder, for processes of one host."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def set(self, key: str, value: str) -> None:
-        """Stores a value."""
-        self._path(key).write_text(value, encoding="utf-8")
-
-    def get(self, key: str) -> bytes:
-        """Returns a value that is there."""
-        return self._path(key).read_bytes()
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a counter and returns its new value."""
-        with open(self._path(key), "a+", encoding="ascii") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            total = int(file.read() or 0) + amount
-            file.truncate(0)
-            file.write(str(total))
-        return total
-
-    def _path(self, key: str) -> Path:
-        return self._folder / key.replace("/", "_")
 
 
 def one_way_times(transport: Transport, nbytes: int, seconds: float) -> list[float]:

@@ -4,20 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.search import ROWS, measure
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Costs, Schedule, build, names
-
-# Zero Bubble paper (arXiv:2401.10241), profiled times in ms; bubble rates of ZB-1p and ZB-2p.
-PAPER = [
-    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.1585, 0.0433),
-    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.0674, 0.0026),
-    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.1323, 0.0029),
-    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.0554, 0.0010),
-    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.1397, 0.0066),
-    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.0576, 0.0028),
-    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.1421, 0.0038),
-    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.0594, 0.0018),
-]
 
 
 def families_within(
@@ -37,15 +26,12 @@ def families_within(
     return spans
 
 
-@pytest.mark.parametrize("row", PAPER)
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("column", [1, 2])
 def test_the_columns_zb_1p_and_zb_2p_of_the_paper(row: tuple[float, ...], column: int) -> None:
-    p, m = int(row[0]), int(row[1])
-    costs = Costs(*row[2:5], comm=row[5], input_grad_frees=0.5)
-    schedule = build("auto", ranks=p, micro_batches=m, memory_cap=column * p, costs=costs)
-    timeline = schedule.simulate(costs)
-    assert round(timeline.bubble_rate, 4) <= row[5 + column]
-    assert max(timeline.peak_activations) <= column * p
+    found = measure(row, column)
+    assert round(found["bubble_rate"], 4) <= found["paper"]
+    assert found["peak"] <= found["cap"] == column * row[0]
 
 
 @settings(max_examples=60, deadline=None)
