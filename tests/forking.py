@@ -70,9 +70,10 @@ class Forked:
         self.pid = _ask(self._mother, request)
 
     def poll(self) -> int | None:
-        """The exit code; None while the child runs."""
+        """The exit code; None while the child runs. Without the mother nobody knows: SIGKILL's."""
         if self.returncode is None:
-            self.returncode = _ask(self._mother, {"poll": self.pid})
+            gone = self._mother.poll() is not None
+            self.returncode = -signal.SIGKILL if gone else _ask(self._mother, {"poll": self.pid})
         return self.returncode
 
     def wait(self) -> None:
@@ -107,14 +108,19 @@ def _end(mother: subprocess.Popen[str]) -> None:
 
 
 def _ask(mother: subprocess.Popen[str], request: Any) -> Any:
+    """Returns the answer; where that fails, or is interrupted, the mother ends: none comes late."""
     assert mother.stdin is not None
     assert mother.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
+    try:
         mother.stdin.write(f"{json.dumps(request)}\n")
         mother.stdin.flush()
-    if not (answer := mother.stdout.readline()):
-        raise RuntimeError(f"the process that forks ended with exit code {mother.wait()}")
-    return json.loads(answer)
+        if not (answer := mother.stdout.readline()):
+            raise RuntimeError("the process that forks has ended; its last words stand above")
+        return json.loads(answer)
+    except BaseException:
+        mother.kill()
+        mother.wait()
+        raise
 
 
 def _serve() -> Any:

@@ -116,6 +116,20 @@ def test_a_mother_that_was_killed_is_replaced(launch: Launch) -> None:
     assert launch("print('here')", None).logs == ("here",)
 
 
+def test_the_answer_to_an_interrupted_question_is_not_another_ones(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    launch("", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(forking._mother().stdout, "readline", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            launch("import time; time.sleep(600)", None)
+    assert launch("print('here')", None).logs == ("here",)
+
+
 ABANDONED = """
 import os, sys
 from pathlib import Path
