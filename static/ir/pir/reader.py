@@ -8,7 +8,7 @@ from typing import Any
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Op, Optimizer, Program, Variable
 from fleetpipe.errors import ConfigError
-from fleetpipe.static._paddle import core, gradient_clip, static
+from fleetpipe.static._paddle import core, gradient_clip, is_pir, static
 from fleetpipe.static.cut.contract import CLIP_FACTOR, PREFIX, Update, accumulator_name
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation
@@ -42,8 +42,11 @@ _ALL = 1 << 20
 def stamp(stage: int | None) -> None:
     """Has every operation made from now on carry a stage, :data:`EVERYWHERE` or none."""
     _pir.set_chunk_id(-1 if stage is None else _ALL if stage == EVERYWHERE else stage)
+    program = static.default_main_program()
+    if not is_pir(program):
+        return  # FLAGS_enable_pir_api=0: the guard marks the operations of an older Program itself
     # Parameters need no stage, and Paddle cannot write one that carries it to a file.
-    for op in static.default_main_program().global_block().ops:
+    for op in program.global_block().ops:
         if op.name() == PARAMETER and op.has_attr(_STAGE):
             op.erase_attr(_STAGE)
 

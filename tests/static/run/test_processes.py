@@ -162,3 +162,32 @@ def test_the_examples_equal_one_program(launch: Callable[..., Finished], tmp_pat
     for rank in range(3):
         assert "[Epoch 0, batch 1] loss: None, acc1: None, acc5: None" in job.logs[rank]
     assert f"[Epoch 0, batch 1] loss: {found['pipeline_loss'][1]:.5f}" in job.logs[3]
+
+
+OLDER = f"""
+import os, sys
+os.environ["FLAGS_enable_pir_api"] = "0"
+sys.path.insert(0, {str(ROOT)!r})
+import paddle
+from paddle import nn
+from paddle.static import device_guard
+from tests.static.networks import CLASSES, FEATURES, strategy_of
+from tests.static.run.test_training import compare, momentum
+
+def build():
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        first = nn.functional.relu(nn.Linear(FEATURES, 8)(x))
+    with device_guard("gpu:1"):
+        y = paddle.static.data("y", [-1, 1], "int64")
+        second = nn.functional.relu(nn.Linear(8, 8)(first)) + first
+        return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(second), y)]
+
+compare(build, momentum, strategy_of())
+"""
+
+
+def test_the_older_program_is_bit_equal_where_paddle_builds_it_on_request(
+    launch: Callable[..., Finished],
+) -> None:
+    launch(OLDER, None)
