@@ -21,7 +21,7 @@ ROOMS = (
     "fleetpipe/launch",
     "fleetpipe/parity",
     "fleetpipe/partition",
-    "dygraph/_paddle dygraph/arrangement dygraph/backports",
+    "dygraph/_paddle dygraph/backports",
     "dygraph/backward",
     "dygraph/layers",
     "dygraph/observe",
