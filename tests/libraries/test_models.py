@@ -13,7 +13,8 @@ from tests.launching import ROOT, run
 from tests.libraries.models import MODELS
 
 HERE = Path(__file__).parent
-FORMS = ("pp 2", "virtual 2", "recompute")
+#: By form, the chunks of a rank, and how often an attention runs in a micro-batch.
+FORMS = {"pp 2": (1, 1), "virtual 2": (2, 1), "recompute": (1, 2)}
 PROCESSES = {"one process": None, "two processes": 2}
 
 
@@ -41,7 +42,9 @@ def losses(folder: Path) -> dict[str, Any]:
 def test_a_pipeline_has_the_losses_of_the_single_class(
     losses: dict[str, Any], model: str, job: str, form: str, record_property: Any
 ) -> None:
-    expected, found = losses["single"][model], losses[job][model][form]
+    trained = losses[job][model][form]
+    assert (trained["chunks"], trained["runs"]) == FORMS[form]
+    expected, found = losses["single"][model], trained["losses"]
     assert len(found) == len(expected)
     gap = max(abs(one - other) for one, other in zip(found, expected))
     record_property("gap", gap)
