@@ -14,13 +14,18 @@ from tests.check_types import ROOT, sources
 
 #: Folders and files, without ``.py``, whose errors all have a ``fix`` or a reason below.
 ROOMS = (
-    "fleetpipe/_paddle fleetpipe/arguments fleetpipe/cli fleetpipe/config fleetpipe/io",
+    "fleetpipe/_paddle fleetpipe/arguments fleetpipe/cli fleetpipe/config fleetpipe/io"
+    " fleetpipe/numerics",
+    "fleetpipe/checkpoint",
     "fleetpipe/engine",
     "fleetpipe/fleet/meta_parallel fleetpipe/fleet/overlay fleetpipe/fleet/strategy"
-    " fleetpipe/fleet/high_level fleetpipe/fleet/wrapping",
+    " fleetpipe/fleet/high_level fleetpipe/fleet/lifecycle fleetpipe/fleet/wrapping",
+    "fleetpipe/job",
     "fleetpipe/launch",
     "fleetpipe/parity",
     "fleetpipe/partition",
+    "fleetpipe/schedules",
+    "fleetpipe/transport",
     "dygraph/_paddle dygraph/backports",
     "dygraph/backward",
     "dygraph/layers",
@@ -32,6 +37,14 @@ ROOMS = (
 #: Where an error has no ``fix``, by file and function, and why.
 REASONS = {
     "fleetpipe/engine/engine.py _wait": "an order that was made wrong: nothing a user can change",
+    "fleetpipe/job/watch.py _instead_of": "it repeats an error that says what to do",
+    "fleetpipe/job/watch.py _give_up_if_late": "a Failure carries it to an error that says it",
+    "fleetpipe/schedules/check/plan.py verify_plan": "it repeats an error that says what to do",
+    "fleetpipe/schedules/forms/text.py _read_header": "it repeats an error that says what to do",
+    "fleetpipe/schedules/forms/text.py _read_edges": "it repeats an error that says what to do",
+    "fleetpipe/schedules/registry.py verified": "it repeats an error that says what to do",
+    "fleetpipe/transport/wire/message.py unpack_header": "the inbox raises another that says it",
+    "fleetpipe/transport/wire/seal.py check": "the inbox raises another that says it",
 }
 
 

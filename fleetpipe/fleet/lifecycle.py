@@ -14,7 +14,7 @@ from fleetpipe import _paddle, static
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
-from fleetpipe.errors import ConfigError, FleetPipeError
+from fleetpipe.errors import ConfigError, FleetPipeError, StateError
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import agreement, job, meeting, process_exit, start
 from fleetpipe.job.degrees import (
@@ -121,7 +121,10 @@ def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job
         _begin(degrees, meeting.world_size(), arguments, config)
     begun = current_job()
     if begun is None:
-        raise ConfigError("the job ended while it began")
+        raise StateError(
+            "the job ended while it began",
+            fix="call fleet.shutdown() only when minimize has returned",
+        )
     return begun
 
 

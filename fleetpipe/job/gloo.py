@@ -109,4 +109,7 @@ def _free_port(host: str) -> int:
         with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port
-    raise TransportError(f"no port between {_PORTS.start} and {_PORTS.stop} is free on {host}")
+    raise TransportError(
+        f"no port between {_PORTS.start} and {_PORTS.stop} is free on {host}",
+        fix="end left-over programs that hold these ports, and launch again",
+    )

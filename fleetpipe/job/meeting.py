@@ -119,7 +119,10 @@ def meet(
 
     def failure(missing: list[int], ended: set[int]) -> FleetPipeError:
         if ended:
-            return PeerFailed(f"rank {min(ended)} ended and did not come to {place}")
+            return PeerFailed(
+                f"rank {min(ended)} ended and did not come to {place}",
+                fix=f"read the log of rank {min(ended)}",
+            )
         store.add(f"{key}/late", 1)
         others = [rank for rank in everyone if rank not in keys]
         let_others_go(store, f"{key}/going", [*missing, *others])

@@ -68,6 +68,7 @@ class JobStore:
                 expected=f"at most {_LARGEST_VALUE} bytes",
                 got=str(size),
                 cause="another program has the port of rank 0, or wrote into the store",
+                fix="launch again; with another --master HOST:PORT if that happens twice",
             )
         return self._receive(size)
 

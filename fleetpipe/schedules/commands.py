@@ -262,6 +262,7 @@ def _costs(arguments: argparse.Namespace) -> Costs:
             raise ConfigError(
                 "--backward is given together with a part of it",
                 expected="--backward, or --input-grad and --weight-grad",
+                fix="leave out --backward, or both of its parts",
             )
         given["input_grad"] = given["weight_grad"] = given["backward"] / 2
     elif "input_grad" in given or "weight_grad" in given:

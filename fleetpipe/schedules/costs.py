@@ -62,7 +62,10 @@ class Costs:
             _check(name, getattr(self, name), optional=name == "overlapped")
         if self.input_grad_frees > 1:
             raise ConfigError(
-                "`input_grad_frees` is a share", expected="0..1", got=str(self.input_grad_frees)
+                "`input_grad_frees` is a share",
+                expected="0..1",
+                got=str(self.input_grad_frees),
+                fix="give the share as a number from 0 to 1",
             )
 
     @classmethod
@@ -78,11 +81,22 @@ class Costs:
         try:
             fields = json.loads(text)
         except ValueError as error:
-            raise ConfigError("the costs are not JSON", cause=str(error)) from error
+            raise ConfigError(
+                "the costs are not JSON",
+                cause=str(error),
+                fix='write an object such as {"forward": 1, "backward": 2}',
+            ) from error
         except RecursionError as error:
-            raise ConfigError("the costs are nested too deeply") from error
+            raise ConfigError(
+                "the costs are nested too deeply",
+                fix='write an object such as {"forward": 1, "backward": 2}',
+            ) from error
         if not isinstance(fields, Mapping):
-            raise ConfigError("the costs are no JSON object", got=type(fields).__name__)
+            raise ConfigError(
+                "the costs are no JSON object",
+                got=type(fields).__name__,
+                fix='write an object such as {"forward": 1, "backward": 2}',
+            )
         for key in fields:
             if key not in _PER_STAGE + _SCALAR:
                 raise ConfigError(
@@ -99,6 +113,7 @@ class Costs:
                     f"`{name}` must have one figure for each stage",
                     expected=f"{stages} figures",
                     got=f"{len(value)}",
+                    fix=f"give {stages} figures, or one number for all stages",
                 )
 
     def of(self, kind: str, stage: int) -> float:
@@ -139,4 +154,5 @@ def _check(name: str, figure: object, *, optional: bool) -> None:
             f"`{name}` must be a finite number of at least 0",
             expected=f"0..{_MOST:g}",
             got=f"{name}={reprlib.repr(figure)}",
+            fix="give a number, such as 1.5",
         )

@@ -58,11 +58,13 @@ def checked_edges(edges: Iterable[Edge] | None, stages: int) -> tuple[Edge, ...]
             raise ConfigError(
                 f"edge {edge} does not lead from a stage to a later one",
                 expected=f"0 <= source < target < {stages}",
+                fix="name the earlier stage first, and only stages that exist",
             )
         if parse_edge(str(edge)) != edge:
             raise ConfigError(
                 f"edge {edge.source}>{edge.target} has the name {edge.name!r}",
                 expected="letters, digits, - and _, beginning with a letter or _",
+                fix="choose another name",
             )
         if edge == following:
             raise ConfigError(f"edge {edge} stands twice", fix="give each edge its own name")

@@ -14,7 +14,9 @@ def check_count(label: str, value: object) -> None:
     """Raises ConfigError where ``value`` is not a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"`{label}` must be a whole number of at least 1", got=f"{label}={value!r}"
+            f"`{label}` must be a whole number of at least 1",
+            got=f"{label}={value!r}",
+            fix="give a number such as 1 or 4",
         )
 
 
@@ -51,6 +53,7 @@ class Placement:
                 "a vee places exactly two chunks on each rank",
                 expected="chunks=2",
                 got=f"chunks={self.chunks}",
+                fix="give chunks=2, or the placement 'loop'",
             )
 
     @property
@@ -66,7 +69,11 @@ class Placement:
         """
         stages = self.ranks * self.chunks
         if not 0 <= stage < stages:
-            raise ConfigError(f"there is no stage {stage}", expected=f"a stage in 0..{stages - 1}")
+            raise ConfigError(
+                f"there is no stage {stage}",
+                expected=f"a stage in 0..{stages - 1}",
+                fix="ask for one of these stages",
+            )
         return min(stage, stages - 1 - stage) if self.name == "vee" else stage % self.ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -76,7 +83,11 @@ class Placement:
             ConfigError: ``rank`` is not in 0..ranks-1.
         """
         if not 0 <= rank < self.ranks:
-            raise ConfigError(f"there is no rank {rank}", expected=f"a rank in 0..{self.ranks - 1}")
+            raise ConfigError(
+                f"there is no rank {rank}",
+                expected=f"a rank in 0..{self.ranks - 1}",
+                fix="ask for one of these ranks",
+            )
         if self.name == "vee":
             return (rank, self.stages - 1 - rank)
         return tuple(range(rank, self.stages, self.ranks))

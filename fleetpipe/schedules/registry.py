@@ -92,6 +92,7 @@ def register(
         raise ConfigError(
             "a schedule is registered with a name of one word and a function",
             got=f"register({name!r}, {rows!r})",
+            fix='register("my-schedule", rows), where rows is a function',
         )
     replaced = name in FAMILIES and FAMILIES[name].own
     wanted = {_plain(spelling) for spelling in (name, *aliases)}
@@ -124,6 +125,7 @@ def _verified(name: str, rows: Rows) -> Rows:
                         where=f"rank {rank}",
                         expected="Action or Fused values",
                         got=repr(entry),
+                        fix="let the function return rows of Action and Fused values",
                     )
         try:
             verify(ScheduleRows(name, placement, micro_batches, made))

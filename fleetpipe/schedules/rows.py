@@ -40,13 +40,18 @@ class ScheduleRows:
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
         if self.name.split() != [self.name]:
-            raise ConfigError("the name of a schedule is one word", got=repr(self.name))
+            raise ConfigError(
+                "the name of a schedule is one word",
+                got=repr(self.name),
+                fix="join its words with hyphens",
+            )
         check_count("micro_batches", self.micro_batches)
         if len(self.actions) != self.placement.ranks:
             raise ScheduleError(
                 "a schedule has one row of actions for each rank",
                 expected=f"{self.placement.ranks} rows",
                 got=f"{len(self.actions)}",
+                fix="give each rank a row, an empty one where it is idle",
             )
 
     def __repr__(self) -> str:

@@ -201,4 +201,5 @@ class GlooGroup(DirectGroup):
                 "a collective operation of Paddle's broke",
                 got=str(error).strip().splitlines()[0],
                 cause="another member died within it, or did not go on for 30 s",
+                fix="read the logs of the other members",
             ) from error

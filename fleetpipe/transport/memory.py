@@ -56,6 +56,7 @@ class MemoryTransport:
             raise PeerFailed(
                 f"rank {self.rank if self._closed else peer} has closed its transport",
                 where=str(Route(key, self.rank, peer)),
+                fix="close a transport only when all its messages are sent and received",
             )
         try:
             tree, tensors = take_apart(value)
@@ -76,6 +77,7 @@ class MemoryTransport:
                 raise PeerFailed(
                     f"rank {self.rank if self._closed else peer} has closed its transport",
                     where=str(Route(key, peer, self.rank)),
+                    fix="close a transport only when all its messages are sent and received",
                 )
             return False, None
         value = waiting.popleft()

@@ -51,6 +51,7 @@ def _check_channel(plan: PlanRows, channel: Channel, sends: list[int], receives:
         expected="sends and receives of a channel (source rank, target rank, direction)"
         " in one order",
         got=f"they differ at entry {index} of the channel",
+        fix="derive the plan with schedule.lower(), which orders both ends of a transfer alike",
     )
 
 
@@ -65,4 +66,5 @@ def _raise_alone(
         f"{plan.ops[rank][position]} has no {what}",
         where=f"rank {rank} at #{position}: {window(plan.ops[rank], position)}",
         expected=f"{partner} on rank {peer}",
+        fix="add it, or derive the plan with schedule.lower(), which writes both ends",
     )

@@ -175,4 +175,5 @@ class _RankChecker:
             summary,
             where=f"rank {self.rank} at #{self.position}: {window(self.row, self.position)}",
             expected=expected,
+            fix="derive the plan with schedule.lower(), which puts each entry where it belongs",
         )

@@ -27,7 +27,9 @@ def verify(
 
 def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
     if not cap > 0:
-        raise ConfigError("`memory_cap` must be above 0", got=str(cap))
+        raise ConfigError(
+            "`memory_cap` must be above 0", got=str(cap), fix="give a cap above 0, or leave it out"
+        )
     in_bytes = costs.bytes is not None
     unit = "bytes of activations" if in_bytes else "forwards of one stage"
     costs.check_stages(schedule.placement.stages)

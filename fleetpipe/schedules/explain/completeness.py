@@ -31,19 +31,24 @@ def _check_place(schedule: ScheduleRows, action: Action, rank: int, position: in
     here = where(schedule, rank, position)
     if kind not in KINDS:
         raise ScheduleError(
-            f"{culprit} has the unknown kind {kind!r}", where=here, expected="one of F, B, I, W"
+            f"{culprit} has the unknown kind {kind!r}",
+            where=here,
+            expected="one of F, B, I, W",
+            fix="write F for a forward, B for a backward, or I and W for its two halves",
         )
     if not isinstance(stage, int) or not 0 <= stage < placement.stages:
         raise ScheduleError(
             f"{culprit} is of a stage that does not exist",
             where=here,
             expected=f"a stage in 0..{placement.stages - 1}",
+            fix="leave it out, or give the placement more ranks or chunks",
         )
     if not isinstance(micro_batch, int) or not 0 <= micro_batch < schedule.micro_batches:
         raise ScheduleError(
             f"{culprit} is of a micro-batch that does not exist",
             where=here,
             expected=f"a micro-batch in 0..{schedule.micro_batches - 1}",
+            fix="leave it out, or raise the number of micro-batches",
         )
     if placement.rank_of(stage) != rank:
         raise ScheduleError(
@@ -51,6 +56,7 @@ def _check_place(schedule: ScheduleRows, action: Action, rank: int, position: in
             where=here,
             expected=f"rank {placement.rank_of(stage)}, which owns stage {stage}"
             f" (placement {placement.name})",
+            fix=f"move it to rank {placement.rank_of(stage)}",
         )
 
 
@@ -62,6 +68,7 @@ def _doubled(
         where=where(schedule, *second),
         expected=f"one {action}",
         got=f"the first is on rank {first[0]} at #{first[1]}",
+        fix="leave one of them out",
     )
 
 
@@ -75,12 +82,14 @@ def _check_backwards(schedule: ScheduleRows, found: dict[Action, tuple[int, int]
                 where=where(schedule, *place),
                 expected=f"either {whole}, or I and W of the same stage and micro-batch",
                 got=f"{whole} is on rank {found[whole][0]} at #{found[whole][1]}",
+                fix=f"leave out {action}, or write I and W in place of {whole}",
             )
         if kind != "F" and schedule.forward_only:
             raise ScheduleError(
                 f"{action} is a backward in a forward-only schedule",
                 where=where(schedule, *place),
                 expected="forwards only",
+                fix="leave it out",
             )
 
 
@@ -97,6 +106,7 @@ def _missing(schedule: ScheduleRows, found: dict[Action, tuple[int, int]]) -> Fl
                     f" {window(row, len(row)) or 'none'}",
                     expected="for each stage and micro-batch one F"
                     + ("" if schedule.forward_only else ", and one B or one I and one W"),
+                    fix=f"add {lacking} to rank {rank}",
                 )
     raise AssertionError("raise_incomplete was called for a complete schedule")
 

@@ -67,6 +67,7 @@ def _raise_out_of_order(
         where=where(schedule, *at),
         expected=f"{needed} earlier on rank {at.rank}",
         got=f"{needed} at #{place.position}: " + where(schedule, *place).partition(": ")[2],
+        fix=f"put {needed} before {action}",
     )
 
 
@@ -88,6 +89,7 @@ def _raise_cycle(
         expected="an order in which some rank can always go on",
         got="\n    ".join(lines),
         cause="the orders of these ranks contradict each other",
+        fix="on one of these ranks, put what another waits for before the entry that waits",
     )
 
 

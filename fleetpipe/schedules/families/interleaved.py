@@ -45,7 +45,10 @@ def interleaved_one_f_one_b(
     """
     if warmup_slack not in (1, 2):
         raise ConfigError(
-            "`warmup_slack` is out of range", expected="1 or 2", got=f"{warmup_slack!r}"
+            "`warmup_slack` is out of range",
+            expected="1 or 2",
+            got=f"{warmup_slack!r}",
+            fix="give 1 or 2, or leave it out",
         )
     if groups is None:
         sizes = balanced_groups(placement.ranks, micro_batches)
@@ -97,5 +100,6 @@ def _checked(groups: Sequence[int], micro_batches: int) -> list[int]:
             "`groups` must make up the micro-batches of a batch",
             expected=f"sizes with the sum {micro_batches}",
             got=f"{list(groups)}, which is {sum(groups)}",
+            fix="change the sizes, or leave `groups` out",
         )
     return list(groups)

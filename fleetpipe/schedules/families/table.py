@@ -83,6 +83,7 @@ def schedule_rows(
             f"{name} cannot place {chunks} chunks on a rank",
             expected=f"chunks={family.most_chunks}",
             got=f"chunks={chunks}",
+            fix=f"give chunks={family.most_chunks}, or leave it out",
         )
     check_options(name, family.rows, options)
     with collector_paused():

@@ -85,6 +85,7 @@ def _read_row(rank: int, cells: Sequence[str]) -> list[_Cell]:
                 where=f"line {rank + 1} (rank {rank}), cell #{index}",
                 expected=_EXPECTED,
                 got=window(cells, index),
+                fix="write the cell in one of these ways, or leave it empty where the rank is idle",
             )
         row.append(value)
     return row

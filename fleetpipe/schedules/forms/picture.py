@@ -171,7 +171,9 @@ def _suffix(path: str | Path) -> str:
     suffix = Path(path).suffix
     if suffix not in SUFFIXES:
         raise ConfigError(
-            f"cannot draw {str(path)!r}", expected=f"a file that ends in {' or '.join(SUFFIXES)}"
+            f"cannot draw {str(path)!r}",
+            expected=f"a file that ends in {' or '.join(SUFFIXES)}",
+            fix="end the name of the file with one of these",
         )
     return suffix
 

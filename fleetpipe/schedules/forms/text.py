@@ -125,6 +125,7 @@ def _read(
             where=f"line {min(len(lines), ranks + 1)}",
             expected=f"{ranks} lines after the header, one for each rank ({IDLE!r} where idle)",
             got=f"{len(lines) - 1} lines",
+            fix="write one line for each rank, or change ranks= in the header",
         )
     rows = [_read_row(number, line, entry, expected) for number, line in enumerate(lines[1:], 2)]
     return header, tuple(rows)
@@ -145,11 +146,15 @@ def _read_row(
                 where=f"line {number} (rank {number - 2}), token #{index}",
                 expected=expected,
                 got=window(tokens, index),
+                fix="write it in one of these ways, with a blank between two tokens",
             )
         row.append(value)
     if not row:
         raise ScheduleError(
-            "a line is empty", where=f"line {number}", expected=f"tokens, or {IDLE!r} where idle"
+            "a line is empty",
+            where=f"line {number}",
+            expected=f"tokens, or {IDLE!r} where idle",
+            fix=f"write {IDLE!r} where the rank is idle",
         )
     return tuple(row)
 
@@ -204,6 +209,7 @@ def _read_edges(text: str, stages: int) -> tuple[Edge, ...]:
                 f"cannot read the edge {word!r}",
                 where=_HEADER,
                 expected="edges like 0>1 or 0>2:mask, separated by commas",
+                fix="write each edge in this way",
             )
         edges.append(edge)
     try:
@@ -216,6 +222,7 @@ def _read_edges(text: str, stages: int) -> tuple[Edge, ...]:
             where=_HEADER,
             expected=",".join(map(str, ordered)),
             got=text,
+            fix="write the edges in this order",
         )
     return ordered
 
@@ -227,4 +234,10 @@ def _read_number(key: str, value: str) -> int:
 
 
 def _header_error(summary: str, expected: str, got: str) -> ScheduleError:
-    return ScheduleError(summary, where=_HEADER, expected=expected, got=got)
+    return ScheduleError(
+        summary,
+        where=_HEADER,
+        expected=expected,
+        got=got,
+        fix="correct the header: it has each key once, as key=value",
+    )

@@ -92,6 +92,7 @@ def auto(
             f"{placement.chunks} chunks on each rank cannot be placed like that",
             expected=" or ".join(possible),
             got=f"placed={placed!r}",
+            fix=f"give placed={possible[0]!r}, or leave it out",
         )
     for name in possible if placed is None else (placed,):
         standing = Placement(name, placement.ranks, placement.chunks)
@@ -104,7 +105,11 @@ def auto(
 def _checked(memory_cap: object, costs: object) -> Costs:
     number = isinstance(memory_cap, (int, float)) and not isinstance(memory_cap, bool)
     if not number and memory_cap is not None:
-        raise ConfigError("`memory_cap` must be a number", got=repr(memory_cap))
+        raise ConfigError(
+            "`memory_cap` must be a number",
+            got=repr(memory_cap),
+            fix="give a number such as 4, or leave it out",
+        )
     if not isinstance(costs, Costs) and costs is not None:
         raise ConfigError("`costs` must be Costs", got=repr(costs), fix="Costs.from_json(text)")
     return costs or Costs()

@@ -118,6 +118,7 @@ class Problem:
                 f"no schedule keeps within a memory cap of {self.cap:.10g} {unit}",
                 where=f"rank {rank}, which holds one forward of stage {stages} at once",
                 expected=f"a cap of at least {max(needs):.10g}",
+                fix=f"raise the cap to {max(needs):.10g}",
             )
 
     def holds(self, timeline: Timeline) -> bool:

@@ -80,7 +80,11 @@ def user_secret() -> bytes:
         try:
             given = Path(path).read_text().strip()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {name}={path}", got=str(error)) from None
+            raise ConfigError(
+                f"cannot read {name}={path}",
+                got=str(error),
+                fix=f"make it a text file that this process may read, or unset {name}",
+            ) from None
     if len(given) < SHORTEST_SECRET:
         raise ConfigError(
             f"the secret in {name} is too short",

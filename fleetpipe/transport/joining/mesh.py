@@ -110,6 +110,7 @@ def _refuse_other_secrets(cards: Mapping[int, Mapping[str, str]], rank: int) -> 
             got=", ".join(
                 f"{'a' if cards[r]['secret'] else 'no'} secret on rank {r}" for r in (rank, peer)
             ),
+            fix="give the same secret to every rank, or to none",
         )
 
 

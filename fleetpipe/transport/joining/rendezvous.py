@@ -152,6 +152,7 @@ class Rendezvous:
                 expected=f"a JSON object with the texts {', '.join(names)}",
                 got=f"{text[:200]!r} ({str(error)[:200]})",
                 cause="another program wrote into the job's store",
+                fix="launch again; with another --master HOST:PORT if that happens twice",
             ) from None
         if fits != (VERSION, self.ranks):
             raise TransportError(

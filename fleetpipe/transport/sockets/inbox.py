@@ -185,6 +185,7 @@ class Inbox:
                 where=f"{words} from rank {self._peer}",
                 got=str(error),
                 cause="another program or version at the other end, or memory damage there",
+                fix=f"read the log of rank {self._peer}; run the same fleetpipe on every host",
             )
             self.ended = "its stream was damaged"
             raise self.damage from error
@@ -253,6 +254,7 @@ class Inbox:
                 "a message does not fit what was announced for its channel",
                 expected=f"(kind, source, target, structure, bytes) = {channel and channel.header}",
                 got=str(said),
+                fix="install the same version of fleetpipe on every host",
             )
         frame.key = MessageKey(*channel.key, header.micro_batch)
         frame.structure = channel.structure
@@ -262,6 +264,7 @@ class Inbox:
             raise TransportError(
                 "there is no memory for the tensors that were announced, or no such dtype",
                 got=f"{header.payload} bytes: {str(error)[:200]}",
+                fix="cut a batch into smaller micro-batches, or give this rank more memory",
             ) from error
         self._expect(frame, memories)
 

@@ -191,6 +191,7 @@ class SocketTransport:
                     f"in {timeout:g} s",
                     got="; ".join(f"{waiting[p]} bytes wait for rank {p}" for p in behind),
                     cause="these ranks do not receive: they are computing, stuck or stopped",
+                    fix=f"read the log of {who}; raise the timeout if it is only slow",
                 )
 
     def close(self, reason: str = "") -> None:
@@ -251,6 +252,7 @@ class SocketTransport:
                     expected=f"less than {self._backlog} bytes of earlier messages to be waiting",
                     got=f"{connection.outbox.backlog} bytes wait for rank {connection.peer}",
                     cause=f"rank {connection.peer} is stuck, stopped or much slower",
+                    fix="see where that rank is; raise the timeout if it only needs longer",
                 )
 
     def _wait(self, limit: Limit, awaited: int = -1) -> bool:
@@ -298,7 +300,11 @@ class SocketTransport:
 
     def _raise_if_any_died(self, route: Route) -> None:
         if self._interrupted:
-            raise PeerFailed("a rank of the job failed while this one waited", where=str(route))
+            raise PeerFailed(
+                "a rank of the job failed while this one waited",
+                where=str(route),
+                fix="read the logs of the other ranks",
+            )
         for connection in self._ended:
             inbox = connection.inbox
             if not inbox.orderly or inbox.reason:

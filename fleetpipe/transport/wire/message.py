@@ -79,6 +79,7 @@ def check_key(key: MessageKey) -> None:
             "a message cannot have this key",
             expected="kind F, B or C, a name that is a str, and numbers from 0 to 2**32 - 1",
             got=repr(tuple(key)),
+            fix="send it with a MessageKey of this form",
         )
 
 
@@ -94,6 +95,7 @@ def check_peer(rank: int, ranks: int, peer: int, key: MessageKey) -> None:
             where=describe(key),
             expected=f"another rank of 0 to {ranks - 1}",
             got=str(peer),
+            fix="name another rank of this connection",
         )
 
 

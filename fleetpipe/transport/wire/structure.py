@@ -141,6 +141,7 @@ def decode(text: bytes) -> tuple[str, Structure]:
             "an announcement is damaged",
             expected="the name of a channel and the structure of its values, in JSON",
             got=f"{text[:200]!r} ({str(error)[:200]})",
+            fix="install the same version of fleetpipe on every host",
         ) from None
     return name, structure
 
