@@ -102,6 +102,7 @@ def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job
     Raises:
         ConfigError: ``fleet.init`` was not called, or a job with other degrees is running.
         PipelineTimeout: Some rank did not arrive within the limit.
+        StateError: The job was shut down while it began.
     """
     if _static_arguments is None:
         raise ConfigError(
