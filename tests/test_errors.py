@@ -32,6 +32,7 @@ ROOMS = (
     "dygraph/observe",
     "dygraph/optimizer",
     "dygraph/tensor_parallel",
+    "dygraph/train",
 )
 
 #: Where an error has no ``fix``, by file and function, and why.

@@ -17,7 +17,7 @@ from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.hooks import NumberedHook
 from fleetpipe.dygraph.observe.timers import Timers
 from fleetpipe.dygraph.train.runtime import Runtime
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.job.job import current_job
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
@@ -67,19 +67,25 @@ class PipelineFace(MetaParallelBase):
             strategy: The options; None for those given to ``fleet.init``.
 
         Raises:
-            ConfigError: ``fleet.init`` was not called, or an option is wrong.
+            ConfigError: An option is wrong.
+            StateError: ``fleet.init`` was not called.
+            UsageError: ``layers`` is no PipelineLayer.
             ScheduleError: The schedule passes the memory cap.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
         job = current_job()
         if job is None:
-            raise ConfigError(
+            raise StateError(
                 "a pipeline is wrapped after fleet.init",
                 got="no fleet.init, or a fleet.shutdown() since",
                 fix="call fleet.init(is_collective=True, strategy=strategy) first",
             )
         if not isinstance(layers, PipelineLayer):
-            raise ConfigError("a pipeline wraps a PipelineLayer", got=type(layers).__name__)
+            raise UsageError(
+                "a pipeline wraps a PipelineLayer",
+                got=type(layers).__name__,
+                fix="build the model as a PipelineLayer",
+            )
         strategy = strategy or user_strategy()
         begin: Callable[..., None] = super().__init__
         begin(layers, hcg or job.hcg, strategy)

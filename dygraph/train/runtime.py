@@ -143,14 +143,15 @@ class Runtime:
         """Takes another number and size of micro-batches from the next batch on.
 
         Raises:
-            ConfigError: They do not fit the schedule, or hooks or a trace count actions.
+            ConfigError: They do not fit the schedule.
+            StateError: Hooks or a trace count actions.
         """
         config = self.config.resized(micro_batches, micro_batch_size)
         if micro_batches == self.config.micro_batches:
             self.config = config
             return
         if self.hooks or self.trace:
-            raise ConfigError(
+            raise StateError(
                 "accumulate_steps cannot change while numbered hooks or a trace count actions",
                 fix="set it before the first hook is registered, and without a trace",
             )
@@ -189,7 +190,10 @@ class Runtime:
             ConfigError: It has no inputs for the first stage, or no labels for the last.
         """
         if batches.inputs is None and self.plays(self.first_owner):
-            raise ConfigError("this rank owns the first stage and was given no inputs")
+            raise ConfigError(
+                "this rank owns the first stage and was given no inputs",
+                fix="give this rank the batch; None is for ranks without the first stage",
+            )
         if labelled and batches.labels is None and self.plays(self.last_owner):
             raise ConfigError(
                 "this rank owns the last stage and was given no labels",
