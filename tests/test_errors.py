@@ -33,6 +33,7 @@ ROOMS = (
     "dygraph/optimizer",
     "dygraph/tensor_parallel",
     "dygraph/train",
+    "dygraph/model",
 )
 
 #: Where an error has no ``fix``, by file and function, and why.

@@ -425,4 +425,5 @@ class PipelineLayer(paddle.nn.Layer):
                 expected=f"a number from 0 to {chunks - 1}"
                 if chunks
                 else "no chunk_id: each rank has one chunk",
+                fix="pass the number of a chunk of this rank" if chunks else "leave chunk_id out",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.aliases import Topology
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job
 
@@ -15,8 +15,8 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
     A model of one stage may be built within any job: each process then has all of it.
 
     Raises:
-        ConfigError: It is not given, or twice and not the same; or several processes have not
-            called ``fleet.init``.
+        ConfigError: It is not given, or twice and not the same.
+        StateError: Several processes have not called ``fleet.init``.
     """
     if topology is None and num_stages is None:
         raise ConfigError(
@@ -46,7 +46,7 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
     stages = next(iter(given.values()))
     processes = meeting.world_size()
     if job is None and stages > 1 and processes > 1:
-        raise ConfigError(
+        raise StateError(
             f"a PipelineLayer of {stages} stages was built before fleet.init",
             got=f"a job of {processes} processes, none of which knows its stage",
             fix="call fleet.init(is_collective=True, strategy=strategy) first",
