@@ -34,6 +34,7 @@ ROOMS = (
     "dygraph/tensor_parallel",
     "dygraph/train",
     "dygraph/model",
+    "dygraph/batch",
 )
 
 #: Where an error has no ``fix``, by file and function, and why.

@@ -73,6 +73,7 @@ def split(data: Nest, cut: Cut) -> MicroBatches:
             raise ConfigError(
                 "inputs and labels do not have the same number of micro-batches",
                 got=f"{len(parts.inputs)} and {len(parts.labels)}",
+                fix="give inputs and labels the same number of rows",
             )
         return parts
     if not hasattr(type(data), "__next__"):
@@ -157,6 +158,7 @@ def _draw(data: Iterator[Nest], count: int) -> MicroBatches:
                 "each item of the data iterator must be (inputs, labels)",
                 where=f"micro-batch {index}",
                 got=type(item).__name__,
+                fix="yield one tuple (inputs, labels) per micro-batch",
             )
         inputs.append(_detached(item[0], f"inputs of micro-batch {index}"))
         labels.append(_detached(item[1], f"labels of micro-batch {index}"))
@@ -169,6 +171,7 @@ def _common_length(parts: list[list[Nest] | None], cut: Cut, path: str) -> int:
         raise ConfigError(
             f"the parts of {path} do not have the same number of micro-batches",
             got=" and ".join(map(str, sorted(lengths))),
+            fix="give all parts the same number of rows; in a list, one value per micro-batch",
         )
     return lengths.pop()
 

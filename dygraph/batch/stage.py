@@ -167,6 +167,7 @@ class DygraphStage:
                 "the loss does not depend on any parameter that is trained",
                 where="last stage",
                 cause="loss_fn detached its argument, or every parameter has stop_gradient=True",
+                fix="compute the loss from the output as it is, and train at least one parameter",
             )
         else:
             _backward([output])
