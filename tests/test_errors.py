@@ -35,6 +35,10 @@ ROOMS = (
     "dygraph/train",
     "dygraph/model",
     "dygraph/batch",
+    "dygraph/state",
+    "dygraph/nest",
+    "dygraph/random_keys",
+    "dygraph/broadcast",
 )
 
 #: Where an error has no ``fix``, by file and function, and why.

@@ -172,6 +172,7 @@ def _require_fit(place: Place, layer: Layer, state: Mapping[str, Any], file: str
                 expected=_described(tensor),
                 got="nothing of that name" if name not in state else _described(found),
                 cause="it was saved with other layers, in another dtype, or another mp_degree",
+                fix="build the model, and set mp_degree, as they were when it was saved",
             )
 
 

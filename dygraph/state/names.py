@@ -86,6 +86,7 @@ def _matched(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str,
                 expected=f"shape {list(slot.shape)}",
                 got=f"shape {list(tensor.shape)}",
                 cause="the model's layers are declared in another order than the pipeline's list",
+                fix="declare the model's layers in the order of the pipeline's list",
             )
     return pairs
 
