@@ -12,7 +12,7 @@ from paddle.distributed import collective as _collective
 from paddle.distributed import fleet as paddle_fleet
 
 from fleetpipe import fleet
-from fleetpipe.errors import ConfigError, PartitionError, PeerFailed
+from fleetpipe.errors import ConfigError, PartitionError, PeerFailed, StateError
 from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.job import gloo, process_exit
@@ -212,14 +212,14 @@ def test_a_model_that_is_no_pipeline_is_refused_with_the_right_import() -> None:
 
 
 def test_a_pipeline_before_init_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"after fleet\.init"):
+    with pytest.raises(StateError, match=r"after fleet\.init"):
         fleet.distributed_model(PipelineLayer(mlp_layers(), num_stages=2))
 
 
 def test_a_script_without_init_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # As in a process whose first call is this one.
     monkeypatch.delattr(paddle_fleet.fleet, "_user_defined_strategy", raising=False)
-    with pytest.raises(ConfigError, match=r"call fleet\.init\(is_collective=True"):
+    with pytest.raises(StateError, match=r"call fleet\.init\(is_collective=True"):
         fleet.distributed_model(PipelineLayer(mlp_layers(), num_stages=2))
 
 
@@ -227,7 +227,7 @@ def test_stages_of_several_processes_are_not_built_before_init(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    with pytest.raises(ConfigError, match=r"2 stages was built before fleet\.init"):
+    with pytest.raises(StateError, match=r"2 stages was built before fleet\.init"):
         PipelineLayer(mlp_layers(), num_stages=2)
     assert len(PipelineLayer(mlp_layers(), num_stages=1).run_function) == len(mlp_layers())
 

@@ -10,8 +10,13 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.errors import BoundaryError, ConfigError, PipelineTimeout
-from fleetpipe.fleet.meta_parallel import LayerDesc, NoPipelineParallel, PipelineLayer
+from fleetpipe.errors import BoundaryError, ConfigError, PipelineTimeout, StateError, UsageError
+from fleetpipe.fleet.meta_parallel import (
+    LayerDesc,
+    NoPipelineParallel,
+    PipelineLayer,
+    PipelineParallel,
+)
 from fleetpipe.job.job import current_job
 from tests.pipelines import CLASSES, FEATURES, batch, bits, job, mlp_layers, pipeline, sgd
 
@@ -134,6 +139,8 @@ def test_a_wrapper_that_is_refused_is_not_connected() -> None:
         current = current_job()
         assert current is not None
         assert current.pipelines == []
+        with pytest.raises(UsageError, match="wraps a PipelineLayer"):
+            PipelineParallel(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True])
@@ -162,6 +169,8 @@ def test_another_micro_batch_size_keeps_the_hooks() -> None:
         model = pipeline()
         model.register_forward_pipeline_parallel_hook(0, called.append)
         model.micro_batch_size = 1
+        with pytest.raises(StateError, match="numbered hooks"):
+            model.accumulate_steps = 2
         model.train_batch(batch(2), sgd(model))
     # Once for each of the two ranks that this process plays.
     assert called == [0, 0]
