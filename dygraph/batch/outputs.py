@@ -9,7 +9,7 @@ from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import nest
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.engine.engine import Engine
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.schedules import Placement, Plan, forward_only
 
 #: Engines that are kept: one for full batches, one for a last, smaller one, a few for chance.
@@ -70,7 +70,7 @@ def joined(values: Sequence[Nest]) -> Nest:
     and stays as it is.
 
     Raises:
-        ConfigError: The outputs do not have the same form.
+        UsageError: The outputs do not have the same form.
     """
     return nest.joined(_joined, values)
 
@@ -85,8 +85,8 @@ def _joined(parts: Sequence[Nest]) -> Nest:
     return first
 
 
-def _different(values: Sequence[Nest]) -> ConfigError:
-    return ConfigError(
+def _different(values: Sequence[Nest]) -> UsageError:
+    return UsageError(
         "the outputs of the micro-batches cannot be joined: they do not have the same form",
         got=", ".join(type(value).__name__ for value in values),
         fix="take them one by one, from eval_batch",
