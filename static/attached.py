@@ -6,7 +6,7 @@ import weakref
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Program, Scope
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.static._paddle import found_tensor
 from fleetpipe.static.ir import readers
 from fleetpipe.static.run.pipeline import StaticPipeline
@@ -92,10 +92,13 @@ def pipeline_of(program: Program = None) -> StaticPipeline:
         program: A program; None for the default main program.
 
     Raises:
-        ConfigError: It is none.
+        StateError: It is none.
     """
     program = paddle.static.default_main_program() if program is None else program
     pipeline, _ = of_main(program)
     if pipeline is None:
-        raise ConfigError("the program is no pipeline: distributed_optimizer(..).minimize makes it")
+        raise StateError(
+            "the program is no pipeline",
+            fix="make it one: fleet.distributed_optimizer(optimizer, strategy).minimize(loss)",
+        )
     return pipeline

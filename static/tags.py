@@ -20,6 +20,7 @@ def stage_of_device(device: str | None) -> int | None:
         raise ConfigError(
             f"device_guard({device!r}) names no stage",
             expected="'gpu:0', 'gpu:1', .., or 'gpu:all'",
+            fix="write the number of the stage behind the colon",
         )
     return int(index)
 
@@ -27,6 +28,10 @@ def stage_of_device(device: str | None) -> int | None:
 def stage_guard(stage: int) -> AbstractContextManager[object]:
     """Builds what stands in it into a stage: ``device_guard("gpu:k")`` under a plainer name."""
     if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-        raise ConfigError("a stage is a whole number of at least 0", got=repr(stage))
+        raise ConfigError(
+            "a stage is a whole number of at least 0",
+            got=repr(stage),
+            fix="number the stages 0, 1, 2, .. in the order of the network",
+        )
     guard: AbstractContextManager[object] = paddle.static.device_guard(f"gpu:{stage}")
     return guard

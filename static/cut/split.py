@@ -171,6 +171,7 @@ def _backwards(
             where=str(taken),
             expected="inputs that every stage has: parameters, fed data, constants",
             got=f"the result of {made} of stage {source}",
+            fix="put it under the guard of the stage that uses its result",
         )
     return PartitionError(
         "a value would have to travel backwards in the forward computation",

@@ -13,7 +13,7 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Program, Variable
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.static.graph import Item
 from fleetpipe.static.run.feeding import merged
 
@@ -81,9 +81,16 @@ class DataLoader:
             batch_size: Rows of a micro-batch.
             drop_last: Must be True.
             places: Accepted for Paddle's sake.
+
+        Raises:
+            ConfigError: ``drop_last`` is False.
         """
         if not drop_last:
-            raise ConfigError("a pipeline cannot take an incomplete micro-batch: drop_last=True")
+            raise ConfigError(
+                "a pipeline cannot take an incomplete micro-batch",
+                got=f"drop_last={drop_last!r}",
+                fix="pass drop_last=True",
+            )
 
         def groups() -> Iterator[Sequence[Sample]]:
             waiting: list[Sample] = []
@@ -123,12 +130,12 @@ class DataLoader:
         """Begins an epoch.
 
         Raises:
-            ConfigError: There is no generator, or an epoch is running.
+            StateError: There is no generator, or an epoch is running.
         """
         if self._source is None:
-            raise ConfigError("the loader has no generator", fix="loader.set_batch_generator(..)")
+            raise StateError("the loader has no generator", fix="loader.set_batch_generator(..)")
         if self._items is not None:
-            raise ConfigError("the loader was started before", fix="loader.reset() after an epoch")
+            raise StateError("the loader was started before", fix="loader.reset() after an epoch")
         self._items = self._source()
 
     def reset(self) -> None:

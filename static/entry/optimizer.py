@@ -110,7 +110,10 @@ class StaticOptimizer:
         number = reader.number(loss)
         cut = checkpoints.mark(split(reader.graph), reader, self._checkpoints)
         if number is None or cut.stage_of_value[number] is None:
-            raise ConfigError("the loss is not computed by any stage of its program")
+            raise ConfigError(
+                "the loss is not computed by any stage of its program",
+                fix="compute it under the guard of the last stage",
+            )
         degrees, chunks = self._degrees(cut)
         schedule = self._config.schedule_for(degrees.pp, chunks, cut.edges)
         _refuse_split_backward(schedule)

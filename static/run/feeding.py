@@ -9,7 +9,7 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Place, ScopeTensor
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.static._paddle import DenseTensor
 from fleetpipe.static.graph import Declared, Item
 
@@ -40,7 +40,8 @@ class Batch:
             place: The device that they are put on.
 
         Raises:
-            ConfigError: A feed does not fit the program or the micro-batches.
+            ConfigError: A feed does not fit the micro-batches.
+            UsageError: A feed is no array, or of another dtype than the program's.
         """
         self._place = place
         self._parts: dict[str, Sequence[np.ndarray]] = {}
@@ -75,7 +76,7 @@ def _as_dict(feed: object) -> Mapping[str, Any]:
         return {}
     if isinstance(feed, Mapping):
         return feed
-    raise ConfigError(
+    raise UsageError(
         "feed must be a dict of arrays by name",
         got=f"{type(feed).__name__} of {len(feed)} entries"
         if isinstance(feed, (list, tuple))
@@ -95,7 +96,7 @@ def _array(name: str, value: object, declared: Declared) -> np.ndarray:
         array = _converted(name, value, declared)
     stored = "uint16" if declared.dtype == "bfloat16" else declared.dtype
     if array.dtype.name != stored:
-        raise ConfigError(
+        raise UsageError(
             f"the feed {name!r} has another dtype than its paddle.static.data",
             expected=declared.dtype,
             got=array.dtype.name,
@@ -108,11 +109,12 @@ def _converted(name: str, value: object, declared: Declared) -> np.ndarray:
     try:
         return np.asarray(value, None if declared.dtype == "bfloat16" else declared.dtype)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
+        raise UsageError(
             f"the feed {name!r} is no array of numbers",
             expected=f"an array or a tensor of {declared.dtype}",
             got=type(value).__name__,
             cause=str(error),
+            fix=f"feed {name!r} as one array of the whole mini-batch",
         ) from error
 
 
@@ -166,10 +168,10 @@ def merged(parts: object) -> Item:
     """Returns one micro-batch of its parts: the dicts that one loader or several give at a time.
 
     Raises:
-        ConfigError: It is something else.
+        UsageError: It is something else.
     """
     if not isinstance(parts, (list, tuple)) or not all(isinstance(p, Mapping) for p in parts):
-        raise ConfigError(
+        raise UsageError(
             "a micro-batch of an iterator is a dict of arrays by name",
             got=type(parts).__name__,
             fix="for a paddle.io.DataLoader: feed_list=[..] and return_list=False",

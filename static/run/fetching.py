@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fleetpipe.aliases import Variable
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.static.cut.contract import Reader
 from fleetpipe.static.cut.split import Split
 
@@ -33,12 +33,14 @@ class Fetch(NamedTuple):
         """Finds the value that a user fetches by itself or by its name.
 
         Raises:
-            ConfigError: It is no value, or no stage makes it.
+            ConfigError: The program has no such value, or no stage makes it.
+            UsageError: It is neither a value nor a name.
         """
         if not isinstance(target, str) and not hasattr(type(target), "name"):
-            raise ConfigError(
+            raise UsageError(
                 "only values of the program can be fetched",
-                got=f"{type(target).__name__}, where fetch_list has a value or its name",
+                got=type(target).__name__,
+                fix="put values, or their names, into fetch_list",
             )
         label = _label(target)
         number = reader.number(target)

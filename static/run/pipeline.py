@@ -12,7 +12,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Place, Program, Scope, Tensor, Variable
 from fleetpipe.config import PipelineConfig
 from fleetpipe.engine.trace import Trace
-from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.errors import StateError
 from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.schedules import Schedule
@@ -154,7 +154,8 @@ class StaticPipeline:
 
         Raises:
             ConfigError: The feed or a fetch does not fit.
-            StateError: The job of the program has ended.
+            StateError: The job of the program has ended, or Paddle is in dynamic mode.
+            UsageError: The feed or a fetch is of another type.
             EOFException: On every rank: the iterator of some rank has too few items left.
             PeerFailed: Another rank left.
             PipelineTimeout: A message did not come within the limit.
@@ -203,7 +204,7 @@ class StaticPipeline:
         if known is not None:
             fetches |= known.fetches
         if paddle.in_dynamic_mode():
-            raise ConfigError("a pipeline runs in static mode", fix="paddle.enable_static()")
+            raise StateError("a pipeline runs in static mode", fix="paddle.enable_static()")
         if self._streams is None:
             self._streams = Streams(self._drawing(), self._own, place)
         pieces = self._recipe.cut(fetches)

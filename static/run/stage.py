@@ -14,7 +14,7 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import DType, Place, Scope, ScopeTensor
 from fleetpipe.engine.stage import Values
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import StateError, UsageError
 from fleetpipe.schedules import Edge
 from fleetpipe.static._paddle import (
     dynamic,
@@ -228,11 +228,11 @@ class StaticStage:
 
 
 def _nothing_fed(name: str, micro_batch: int, tensor: ScopeTensor) -> None:
-    raise ConfigError(f"{name!r} is fed outside of a batch")
+    raise StateError(f"{name!r} is fed outside of a batch")
 
 
-def _split_backward() -> ConfigError:
-    return ConfigError(
+def _split_backward() -> UsageError:
+    return UsageError(
         "a static pipeline cannot split the backward",
         cause="Paddle's gradient operations compute both gradients of an operation at once",
         fix="use a schedule with a full backward: 1F1B, FThenB, Eager1F1B, Interleaved1F1B",

@@ -120,6 +120,7 @@ def _fitting(
             where=source,
             expected=f"{own.dtype} of shape {list(own.shape)}",
             got=f"{value.dtype} of shape {list(value.shape)}",
+            fix="build the program with the layers and the dtype that the state is from",
         )
     return tensor, value
 

@@ -13,7 +13,7 @@ from typing import Any
 from paddle.base import reader as _reader
 
 from fleetpipe.aliases import Op, Program, Tensor
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import StateError
 from fleetpipe.static._paddle import EOFException, is_pir
 from fleetpipe.static.graph import Item
 from fleetpipe.static.ir.program.operations import remove_operations
@@ -42,7 +42,7 @@ def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator
         return None
     if not getattr(program, _STARTED, False):
         # Reading would wait for ever.
-        raise ConfigError(
+        raise StateError(
             "the program reads from a loader that was not started",
             fix="loader.start() before each epoch, loader.reset() after it; or feed by hand",
         )

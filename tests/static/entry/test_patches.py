@@ -59,7 +59,7 @@ def test_a_program_without_a_pipeline_runs_as_before() -> None:
             paddle.static.default_main_program(), {"x": fed}, [y], return_numpy=False
         )
         assert np.array(tensor).tolist() == [[0.0, 2.0]]
-        with pytest.raises(ConfigError, match="no pipeline"):
+        with pytest.raises(StateError, match="no pipeline"):
             pipeline_of()
 
 

@@ -13,7 +13,7 @@ from paddle import nn
 from paddle.static import device_guard
 
 from fleetpipe import fleet
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.static import DataLoader, pipeline_of
 from fleetpipe.static._paddle import EOFException, is_pir
 from tests.static.networks import (
@@ -122,20 +122,28 @@ def test_constants_and_fixed_rows_are_fed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "error", "words"),
     [
-        (lambda feed: {"x": feed["x"]}, "need 'y', which was not fed"),
-        (lambda feed: {**feed, "x": feed["x"][:6]}, "8, 6"),
-        (lambda feed: {**feed, "x": feed["x"].astype("float64")}, "another dtype"),
-        (lambda feed: {**feed, "x": feed["x"][:, :3]}, "accumulate_steps x micro_batch_size"),
-        (lambda feed: [feed, feed], "must be a dict"),
-        (lambda feed: None, "a feed of nothing"),
-        (lambda feed: {**feed, "y": "seven"}, "'y' is no array of numbers(?s:.*)got: str"),
-        (lambda feed: {**feed, "x": [[1.0], [1.0, 2.0]]}, "'x' is no array of numbers"),
+        (lambda feed: {"x": feed["x"]}, ConfigError, "need 'y', which was not fed"),
+        (lambda feed: {**feed, "x": feed["x"][:6]}, ConfigError, "8, 6"),
+        (lambda feed: {**feed, "x": feed["x"].astype("float64")}, UsageError, "another dtype"),
+        (
+            lambda feed: {**feed, "x": feed["x"][:, :3]},
+            ConfigError,
+            "accumulate_steps x micro_batch_size",
+        ),
+        (lambda feed: [feed, feed], UsageError, "must be a dict"),
+        (lambda feed: None, ConfigError, "a feed of nothing"),
+        (
+            lambda feed: {**feed, "y": "seven"},
+            UsageError,
+            "'y' is no array of numbers(?s:.*)got: str",
+        ),
+        (lambda feed: {**feed, "x": [[1.0], [1.0, 2.0]]}, UsageError, "'x' is no array of numbers"),
     ],
 )
-def test_a_feed_that_does_not_fit(change: Any, words: str) -> None:
-    with running() as (exe, _), pytest.raises(ConfigError, match=words):
+def test_a_feed_that_does_not_fit(change: Any, error: type[Exception], words: str) -> None:
+    with running() as (exe, _), pytest.raises(error, match=words):
         exe.run(feed=change(batches(1)[0]))
 
 
@@ -146,7 +154,7 @@ def test_what_cannot_be_fetched() -> None:
         with pytest.raises(ConfigError, match="fed or constant"):
             exe.run(feed=batches(1)[0], fetch_list=["x"])
         for foreign in (3, np.zeros(2)):
-            with pytest.raises(ConfigError, match="only values of the program can be fetched"):
+            with pytest.raises(UsageError, match="only values of the program can be fetched"):
                 exe.run(feed=batches(1)[0], fetch_list=[foreign])
 
 
@@ -221,11 +229,11 @@ def test_a_loader_feeds_its_program_and_drops_an_incomplete_group() -> None:
 def test_a_loader_is_started_and_reset() -> None:
     with static_mode():
         loader = DataLoader.from_generator([paddle.static.data("x", [-1, 2])])
-        with pytest.raises(ConfigError, match="no generator"):
+        with pytest.raises(StateError, match="no generator"):
             loader.start()
         loader.set_batch_generator(lambda: iter([]))
         loader.start()
-        with pytest.raises(ConfigError, match="started before"):
+        with pytest.raises(StateError, match="started before"):
             loader.start()
         with pytest.raises(ConfigError, match="iterable"):
             DataLoader.from_generator([], iterable=True)
@@ -255,7 +263,7 @@ def test_paddles_own_loader_feeds_its_program() -> None:
         expected = [exe.run(feed=feed, fetch_list=[fetches[0]])[0] for feed in feeds[:2] * 2]
     with running(build) as (exe, (loss, _, loader)):
         loader.set_batch_generator(parts, places=paddle.CPUPlace())
-        with pytest.raises(ConfigError, match="was not started"):
+        with pytest.raises(StateError, match="was not started"):
             exe.run(fetch_list=[loss])
         got = []
         for _ in range(2):
