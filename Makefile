@@ -72,7 +72,7 @@ types: .venv/.installed
 check: lint types test-fast
 
 test-fast: .venv/.installed
-	.venv/bin/python $(PYTEST) -m 'not processes' $(PYTEST_ARGS)
+	.venv/bin/python $(PYTEST) -m 'not processes and not libraries' $(PYTEST_ARGS)
 
 test: lint types
 	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
