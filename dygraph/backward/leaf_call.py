@@ -46,7 +46,8 @@ class Call:
             parameters: The layer's trainable parameters.
             graph: What the call computes.
         """
-        self._parameters = list(parameters)
+        #: The layer's trainable parameters.
+        self.parameters = list(parameters)
         self._graph: Graph | None = graph
         self._grads: list[tuple[Tensor, Tensor]] = []
         self._found: list[tuple[Tensor, Tensor]] = []
@@ -79,7 +80,7 @@ class Call:
         """
         graph = self._open_graph()
         used = [(y, grad) for y, grad in zip(graph.outputs, grads) if grad is not None]
-        wanted = graph.inputs if graph.divisible else [*graph.inputs, *self._parameters]
+        wanted = graph.inputs if graph.divisible else [*graph.inputs, *self.parameters]
         found = _gradients(used, wanted, retain_graph=graph.divisible)
         of_inputs, rest = found[: len(graph.inputs)], found[len(graph.inputs) :]
         # Paddle adds up gradients in place: one that lives in the memory of another is safe only
@@ -89,7 +90,7 @@ class Call:
             self.storages.update((grad.data_ptr(), _bytes(grad)) for _, grad in self._grads)
         else:
             shared = [*of_inputs, *(grad for _, grad in used)]
-            kept = [(p, _apart(grad, shared)) for p, grad in zip(self._parameters, rest)]
+            kept = [(p, _apart(grad, shared)) for p, grad in zip(self.parameters, rest)]
             self._found = [(p, grad) for p, grad in kept if grad is not None]
             self.storages = {grad.data_ptr(): _bytes(grad) for _, grad in self._found}
             self.hidden_bytes = 0
@@ -104,9 +105,9 @@ class Call:
         """Returns the parameters that have a gradient, with it; frees the graph."""
         if self._graph is None:
             return self._found
-        found = _gradients(self._grads, self._parameters, retain_graph=False)
+        found = _gradients(self._grads, self.parameters, retain_graph=False)
         self._graph, self._grads = None, []
-        return [(p, grad) for p, grad in zip(self._parameters, found) if grad is not None]
+        return [(p, grad) for p, grad in zip(self.parameters, found) if grad is not None]
 
 
 def _gradients(

@@ -9,6 +9,7 @@ the tape.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Callable
@@ -107,19 +108,24 @@ class SplitBackward:
 
     def weight_grads(self, stage: int, micro_batch: MicroBatch) -> None:
         """Adds to the parameters' gradients what I left over, as autograd would have."""
-        totals: dict[int, tuple[Tensor, Tensor]] = {}
         tape = self._tapes[stage, micro_batch]
+        uses = Counter(id(parameter) for call in tape for parameter in call.parameters)
+        sums: dict[int, tuple[Tensor, Tensor]] = {}
         with self._noted(stage, "W"):
             for call in tape:
+                alone = []
                 for parameter, grad in call.weight_grads():
-                    earlier = totals.get(id(parameter))
+                    if uses[id(parameter)] == 1:
+                        alone.append((parameter, grad))
+                        continue
+                    earlier = sums.get(id(parameter))
                     # Autograd too adds up all uses before it touches the parameter's gradient.
                     total = grad if earlier is None else earlier[1] + grad
-                    totals[id(parameter)] = (parameter, total)
+                    sums[id(parameter)] = (parameter, total)
+                # At once: the memory of these gradients is free again for those of the next call.
+                _accumulate(alone)
             tape.clear()
-            if totals:
-                # Backward from a leaf is accumulation and nothing else, hooks included.
-                paddle.autograd.backward(*map(list, zip(*totals.values())))
+            _accumulate(list(sums.values()))
         self._waiting[stage].remove(micro_batch)
 
     def release(self, stage: int, micro_batch: MicroBatch) -> None:
@@ -170,3 +176,10 @@ def _wrapped(leaf: Leaf, forward: Callable[..., Nest], tape: list[Call]) -> Call
         return leaf_call.run(leaf, forward, tape, args, named)
 
     return run
+
+
+def _accumulate(grads: list[tuple[Tensor, Tensor]]) -> None:
+    """Adds gradients to their parameters."""
+    if grads:
+        # Backward from a leaf is accumulation and nothing else, hooks included.
+        paddle.autograd.backward(*map(list, zip(*grads)))
