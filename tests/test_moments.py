@@ -9,13 +9,9 @@ from paddle import nn
 from fleetpipe.dygraph.observe.timers import Timer
 from fleetpipe.errors import StateError
 from fleetpipe.fleet.meta_parallel import TensorParallel
-from fleetpipe.io import DistributedBatchSampler
 
 
 def test_what_needs_a_job_comes_after_fleet_init() -> None:
-    data = paddle.io.TensorDataset([paddle.rand([4, 2])])
-    with pytest.raises(StateError, match=r"fleet\.init"):
-        DistributedBatchSampler(data, 2)
     if not paddle.is_compiled_with_cuda():
         with pytest.raises(StateError, match=r"fleet\.init"):
             TensorParallel(nn.Linear(2, 2))

@@ -1,50 +1,223 @@
-"""Which samples a rank reads: a shard for each replica, the same order on all its ranks."""
+"""Which samples a rank reads: a share for each replica, the same on all its ranks.
+
+An epoch has one order, which seed and epoch decide alone. It is read from its begin to its end in
+global batches, one for each step of the job, and a global batch is cut into as many parts as there
+are replicas. So where a run is in its data is one number, that of the samples that all replicas
+together have taken, and it means the same for any number of replicas::
+
+    order of epoch 3   | 7 2 | 9 4 | 0 5 | 8 1 | 3 6 |
+    2 replicas of 2    |  0     1  |  0     1  |           consumed: 8
+    then 1 of 4                                |  0  |     goes on at 8
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Union
+
+import numpy as np
 
 from fleetpipe._paddle import paddle
-from fleetpipe.errors import StateError
+from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.io.position import fields, foreign, require_same, whole
+from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
+
+_FIELDS = {"seed": int, "epoch": int, "consumed": int, "samples": int, "shuffle": bool}
+_Order = Union[range, "np.ndarray[Any, np.dtype[np.int64]]"]
+
+
+@dataclass
+class _Position:
+    """A place in the data: of the samples of an epoch, how many have been handed out or dropped."""
+
+    epoch: int
+    consumed: int = 0
 
 
 class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
-    """Paddle's sampler, sharded by data-parallel rank and not by the rank in the world.
+    """Paddle's sampler, sharded by data-parallel replica and not by the rank in the world.
 
     All ranks of one pipeline see the same batches in the same order, and different replicas see
-    different samples. With ``shuffle=True`` call ``set_epoch(epoch)`` on every rank alike.
+    different samples. Iterated again it gives the next epoch, unless :meth:`set_epoch` says which;
+    with ``shuffle=True`` each epoch has an order of its own. Call it on every rank alike.
+
+    Where the number of samples is a multiple of the replicas', the order is Paddle's. Elsewhere
+    Paddle repeats samples before it shuffles, so that the order would depend on the replicas.
     """
 
     def __init__(
         self,
         dataset: Sized,
         batch_size: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
         shuffle: bool = False,
         drop_last: bool = True,
+        *,
+        seed: int = 0,
     ) -> None:
         """Makes the sampler of this rank's replica.
 
         Args:
             dataset: Any dataset with a length.
             batch_size: Rows of a batch of one replica: accumulate_steps x micro_batch_size.
-            shuffle: Whether to shuffle, in an order that depends on the epoch only.
-            drop_last: Whether to drop an incomplete last batch; pipelines cannot take one.
+            num_replicas: Replicas that take turns; by default those of the job, dp x sharding.
+            rank: Which replica this is; by default this process's.
+            shuffle: Whether to shuffle, in an order that depends on seed and epoch alone.
+            drop_last: Whether to drop the samples at the end of an epoch that are no whole batch of
+                all replicas. Without it they are dealt out evenly, with as many from the epoch's
+                begin as this takes.
+            seed: Other numbers give other orders; 0 gives Paddle's.
 
         Raises:
-            StateError: ``fleet.init`` was not called before.
+            ConfigError: An argument is no such number, or ``rank`` is not below ``num_replicas``.
+            StateError: ``fleet.init`` was not called before, in a process that is one of several.
         """
-        job = current_job()
-        if job is None:
-            raise StateError(
-                "the sampler needs to know its replica",
-                fix="call fleet.init(is_collective=True, strategy=strategy) first",
-            )
+        if num_replicas is None or rank is None:
+            replicas, own = place_of_replica()
+            num_replicas = replicas if num_replicas is None else num_replicas
+            rank = own if rank is None else rank
+        replicas = whole("num_replicas", num_replicas, 1)
+        self.seed = whole("seed", seed)
+        # Paddle's constructor sets the epoch.
+        self._position = _Position(0)
+        self._begun = False
         super().__init__(
             dataset,
-            batch_size,
-            num_replicas=job.degrees.replicas,
-            rank=job.replica,
+            whole("batch_size", batch_size, 1),
+            num_replicas=replicas,
+            rank=whole("rank", rank),
             shuffle=shuffle,
             drop_last=drop_last,
         )
+        if self.local_rank >= replicas:
+            raise ConfigError(
+                f"rank (={rank}) must be below num_replicas (={replicas})",
+                fix="leave both out: the job knows its replicas",
+            )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is read, or comes next."""
+        return self._position.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch the next iteration reads: from its begin, or from a restored position.
+
+        Args:
+            epoch: Its number, from 0.
+
+        Raises:
+            ConfigError: It is no such number.
+        """
+        if self._begun or whole("epoch", epoch) != self.epoch:
+            self._position = _Position(whole("epoch", epoch))
+            self._begun = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yields the indices of each batch of this replica, to the end of the epoch."""
+        if self._begun:
+            self.set_epoch(self.epoch + 1)
+        self._begun = True
+        return self._batches(self._position)
+
+    def __len__(self) -> int:
+        """The batches of a whole epoch, the same for all replicas."""
+        together = self.batch_size * self.nranks
+        return (len(self.dataset) + (0 if self.drop_last else together - 1)) // together
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the job is in its data, the same on all ranks; JSON can hold it.
+
+        A batch counts from the moment it is handed out: where a loader draws batches ahead, ask the
+        :class:`~fleetpipe.io.DataLoader`.
+
+        Returns:
+            ``seed``, ``epoch``, ``shuffle``, ``samples`` (of an epoch), ``consumed`` (of these, by
+            all replicas together, the dropped ones at the end included).
+        """
+        return {
+            "seed": self.seed,
+            "epoch": self._position.epoch,
+            "consumed": self._position.consumed,
+            "samples": len(self.dataset),
+            "shuffle": self.shuffle,
+        }
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has the next iteration go on at a saved position, to the end of its epoch.
+
+        It may have been saved with other replicas and another batch size: the samples that come are
+        those that had not been taken, in the same order. The seed is the saved one.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+
+        Raises:
+            CheckpointError: It is no such thing, or was saved for other data; nothing has changed.
+        """
+        of = "DistributedBatchSampler"
+        saved = fields(state, _FIELDS, of)
+        fix = "make it with the dataset and the arguments of the run that saved, or begin anew"
+        require_same("samples", len(self.dataset), saved["samples"], of, fix)
+        require_same("shuffle", self.shuffle, saved["shuffle"], of, fix)
+        if saved["consumed"] > saved["samples"]:
+            raise foreign(of, f"at most {saved['samples']} consumed", f"{saved['consumed']}")
+        self.seed = saved["seed"]
+        self._position = _Position(saved["epoch"], saved["consumed"])
+        self._begun = False
+
+    def _batches(self, position: _Position) -> Iterator[list[int]]:
+        order = self._order(position.epoch)
+        together = self.batch_size * self.nranks
+        while position.consumed < len(order):
+            begin, end = position.consumed, position.consumed + together
+            last = len(order) - end < (together if self.drop_last else 1)
+            # Counted before it is handed out: who saves then has it in hand.
+            position.consumed = len(order) if last else end
+            if end <= len(order):
+                yield self._own(order[begin:end])
+            elif not self.drop_last:
+                yield self._own(_filled_up(order, begin, self.nranks))
+
+    def _order(self, epoch: int) -> _Order:
+        samples = len(self.dataset)
+        if not self.shuffle:
+            return range(samples)
+        # Seed 0 is Paddle's order, which knows no seeds.
+        random = np.random.RandomState([self.seed, epoch] if self.seed else epoch)
+        return random.permutation(samples)
+
+    def _own(self, together: Sequence[int] | _Order) -> list[int]:
+        size = len(together) // self.nranks
+        return [int(index) for index in together[self.local_rank * size :][:size]]
+
+
+def _filled_up(order: _Order, begin: int, replicas: int) -> list[int]:
+    """Returns the last samples of an order, and as many of its first as make equal parts."""
+    missing = -(len(order) - begin) % replicas
+    return [*order[begin:], *np.resize(order, missing)]
+
+
+def place_of_replica() -> tuple[int, int]:
+    """Returns how many replicas the job has, and which one this process belongs to.
+
+    Raises:
+        StateError: ``fleet.init`` was not called before, in a process that is one of several.
+    """
+    job = current_job()
+    if job is not None:
+        return job.degrees.replicas, job.replica
+    if meeting.world_size() == 1:
+        return 1, 0
+    raise StateError(
+        "the sampler needs to know its replica",
+        fix="call fleet.init(is_collective=True, strategy=strategy) first, or say num_replicas and "
+        "rank",
+    )
