@@ -40,15 +40,14 @@ def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
     Raises:
         CheckpointError: A field is missing, foreign or of another type.
     """
-    given: Mapping[Any, Any] = state if isinstance(state, Mapping) else {}
-    for name, kind in kinds.items():
-        value = given.get(name)
-        fits = type(value) is kind
-        if not fits or (kind is int and value < 0):
-            raise foreign(of, f"{name}: {kind.__name__}", f"{name}={value!r}")
+    given = dict(state) if isinstance(state, Mapping) else {}
+    wrong = [name for name, kind in kinds.items() if type(given.get(name)) is not kind]
+    numbers = [name for name, kind in kinds.items() if kind is int and name not in wrong]
+    for name in [*wrong, *[name for name in numbers if given[name] < 0]]:
+        raise foreign(of, f"{name}: {kinds[name].__name__}", f"{name}={given.get(name)!r}")
     if others := sorted(map(str, given.keys() - kinds.keys())):
         raise foreign(of, f"nothing but {', '.join(kinds)}", f"{', '.join(others)} as well")
-    return dict(given)
+    return given
 
 
 def require_same(name: str, own: object, saved: object, of: str, fix: str) -> None:

@@ -1,0 +1,182 @@
+"""``DataLoader``: Paddle's, which knows how much of its data the training has taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any, Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.errors import UsageError
+from fleetpipe.io.drawn import DrawnBatches, ResumableSampler
+from fleetpipe.io.in_turn import BatchesInTurn, Iterated
+from fleetpipe.io.position import whole
+from fleetpipe.io.sample_streams import KeyedCollate, KeyedDataset
+from fleetpipe.io.sampler import DistributedBatchSampler, place_of_replica
+
+
+class DataLoader(paddle.io.DataLoader):
+    """Paddle's loader, to be interrupted: its state says which samples the training has taken.
+
+    What workers and threads have loaded ahead does not count. A run that restores the state takes
+    the samples that the uninterrupted run would have, in the same order, with any number of
+    workers and, over a :class:`~fleetpipe.io.DistributedBatchSampler`, of replicas. Each iteration
+    is an epoch further, as :meth:`set_epoch` has it; the first one after a restore reads what is
+    left of its epoch, which may be nothing.
+
+    It is given to ``CheckpointManager.save(.., data=loader)`` as it is. Every rank that reads data
+    makes it alike and takes its batches in step.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        feed_list: Any = None,
+        places: Any = None,
+        return_list: bool = True,
+        batch_sampler: Any = None,
+        batch_size: int | None = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_workers: int = 0,
+        *,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Makes a loader, as Paddle's with the same arguments.
+
+        Args:
+            dataset: Has ``__getitem__`` and a length; or is an iterable, of which every replica
+                must be given its own part. A list of batches goes with ``batch_size=None``.
+            feed_list: As in Paddle.
+            places: As in Paddle.
+            return_list: As in Paddle.
+            batch_sampler: Of a dataset with numbers. By default a
+                :class:`~fleetpipe.io.DistributedBatchSampler` made of the following arguments,
+                which gives each replica of the job its own samples. One without ``state_dict``
+                and ``set_state_dict`` may be read, but not saved.
+            batch_size: Rows of a batch of one replica; None if the dataset's items are batches.
+            shuffle: Whether the default batch sampler shuffles.
+            drop_last: Whether it drops an incomplete last batch.
+            collate_fn: As in Paddle.
+            num_workers: As in Paddle. An iterable that is no ``paddle.io.IterableDataset`` has 0.
+            seed: Of the order, and of the :func:`~fleetpipe.io.sample_generator` of each sample.
+            options: Paddle's others, by name: ``use_buffer_reader``, ``prefetch_factor``,
+                ``use_shared_memory``, ``timeout``, ``worker_init_fn``, ``persistent_workers``.
+
+        Raises:
+            ConfigError: ``seed`` or ``batch_size`` is no whole number.
+            StateError: ``fleet.init`` was not called before, in a process that is one of several.
+            UsageError: The dataset is neither, or is an iterator and would be read by workers.
+        """
+        whole("seed", seed)
+        numbered = _has_numbers(dataset)
+        alone = numbered and batch_sampler is None and batch_size is None
+        options.update(feed_list=feed_list, places=places, return_list=return_list)
+        options.update(num_workers=num_workers)
+        if numbered and batch_sampler is None:
+            rows = 1 if batch_size is None else batch_size
+            batch_sampler = DistributedBatchSampler(
+                dataset, rows, shuffle=shuffle, drop_last=drop_last, seed=seed
+            )
+            cut: dict[str, Any] = {}
+        else:
+            cut = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+        seen = dataset if numbered else _in_turn(dataset, num_workers)
+        how: dict[str, Any] = {"batch_sampler": batch_sampler, "collate_fn": collate_fn, **options}
+        super().__init__(seen, **how, **cut)
+        self._load: Callable[[], Iterable[Any]] = super().__iter__
+        self._position: DrawnBatches | BatchesInTurn | None = None
+        if not numbered:
+            replicas, _ = place_of_replica()
+            facts = {"batch_size": batch_size or 1, "workers": num_workers, "replicas": replicas}
+            self._position = BatchesInTurn(dataset, facts)
+        elif isinstance(batch_sampler, ResumableSampler):
+            # What Paddle draws and loads has keys; what the user sees of this loader has none.
+            drawn = DrawnBatches(batch_sampler, seed)
+            how.update(batch_sampler=drawn, collate_fn=KeyedCollate(collate_fn, alone))
+            keyed: Any = KeyedDataset(dataset)
+            self._load = paddle.io.DataLoader(keyed, **how).__iter__
+            self._position = drawn
+
+    def __iter__(self) -> Any:
+        """Yields the batches of the next epoch, or those that are left of a restored one.
+
+        A batch counts as taken from here on: save after the step that trained on it.
+        """
+        if self._position is None:
+            return iter(self._load())
+        return self._position.read(self._load)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is read, or comes next."""
+        return self._resumable().epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch the next iteration reads: from its begin, or from a restored position.
+
+        Args:
+            epoch: Its number, from 0.
+
+        Raises:
+            ConfigError: It is no such number.
+        """
+        self._resumable().set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the training is in its data, the same on all ranks; JSON can hold it.
+
+        Raises:
+            UsageError: The batch sampler has no position that could be saved.
+        """
+        return self._resumable().state_dict()
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has the next iteration go on at a saved position.
+
+        Args:
+            state: What :meth:`state_dict` returned. Over an iterable it must have been saved with
+                the same batch size, workers and replicas, and what was taken is loaded once more
+                and dropped.
+
+        Raises:
+            CheckpointError: It is no such thing, or was saved for other data; nothing has changed.
+            UsageError: The batch sampler has no position.
+        """
+        self._resumable().set_state_dict(state)
+
+    def _resumable(self) -> DrawnBatches | BatchesInTurn:
+        if self._position is None:
+            raise UsageError(
+                f"a {type(self.batch_sampler).__name__} has no position that could be saved",
+                expected="a batch sampler with epoch, set_epoch, state_dict and set_state_dict",
+                fix="use fleetpipe.io.DistributedBatchSampler, or leave batch_sampler out",
+            )
+        return self._position
+
+
+def _has_numbers(dataset: Any) -> bool:
+    if isinstance(dataset, paddle.io.IterableDataset):
+        return False
+    return hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+
+
+def _in_turn(dataset: Any, workers: int) -> paddle.io.IterableDataset[Any]:
+    """Returns data without numbers as a dataset of Paddle's."""
+    if isinstance(dataset, paddle.io.IterableDataset):
+        return dataset
+    if not isinstance(dataset, Iterable):
+        raise UsageError(
+            "the dataset can be read neither by numbers nor in turn",
+            expected="__getitem__ and __len__, or __iter__",
+            got=type(dataset).__name__,
+            fix="give a paddle.io.Dataset, a list or another iterable",
+        )
+    if workers:
+        raise UsageError(
+            f"each of {workers} workers would read all of a {type(dataset).__name__}",
+            fix="leave num_workers 0, or make it a paddle.io.IterableDataset that asks "
+            "paddle.io.get_worker_info() for its part",
+        )
+    return Iterated(dataset)

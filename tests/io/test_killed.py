@@ -1,0 +1,51 @@
+"""A run that is killed in the middle of an epoch, with workers, and started again."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from fleetpipe.io import DataLoader
+from tests import byhand
+from tests.io.numbers import Numbers
+from tests.launching import ROOT
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = f"""
+import json, os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from fleetpipe.io import DataLoader
+from tests.io.numbers import Numbers
+
+folder, last = Path(sys.argv[1]), int(sys.argv[2])
+loader = DataLoader(Numbers(30, True), batch_size=3, shuffle=True, num_workers=2, seed=1)
+saved = folder / "saved.json"
+if saved.exists():
+    loader.set_state_dict(json.loads(saved.read_text()))
+for epoch in range(loader.epoch, 2):
+    loader.set_epoch(epoch)
+    for number, (samples, drawn) in enumerate(loader):
+        with (folder / "seen.jsonl").open("a") as seen:
+            seen.write(json.dumps([epoch, samples.tolist(), drawn.tolist()]) + "\\n")
+        saved.write_text(json.dumps(loader.state_dict()))
+        if (epoch, number) == (1, last):
+            os.killpg(0, signal.SIGKILL)  # its workers too, as a host that dies
+"""
+
+
+def test_a_killed_run_goes_on_with_the_same_batches(tmp_path: Path) -> None:
+    codes = []
+    for last in (3, 99):
+        with byhand.started(SCRIPT, None, str(tmp_path), str(last), folder=tmp_path) as process:
+            codes.append(process.wait()[0].code)
+    assert codes == [-signal.SIGKILL, 0]
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").open()]
+    loader = DataLoader(Numbers(30, True), batch_size=3, shuffle=True, num_workers=1, seed=1)
+    whole = [[epoch, *(part.tolist() for part in batch)] for epoch in (0, 1) for batch in loader]
+    assert seen == whole
+    assert len(whole) == 20
