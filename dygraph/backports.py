@@ -8,12 +8,35 @@ from types import ModuleType
 from typing import Any
 
 from fleetpipe._paddle import paddle_fleet
-from fleetpipe.aliases import Nest
+from fleetpipe.aliases import Layer, Nest
 from fleetpipe.errors import UsageError
 
 _paddles: ModuleType = paddle_fleet.meta_parallel.pipeline_parallel
 #: Takes the values of a location by name.
 Hook = Callable[..., object]
+
+
+class _LocalSharedLayerDesc(paddle_fleet.meta_parallel.LayerDesc):  # type: ignore[name-defined, misc]
+    """A layer that is handed the weights of the first entry with its key, on the same rank."""
+
+    def __init__(
+        self,
+        key: str,
+        layer_func: type[Layer],
+        forward_func: Callable[..., Nest] | None = None,
+        shared_weight_attr: str | list[str] = "weight",
+        *inputs: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(layer_func, *inputs, **kwargs)
+        self.layer_name = key
+        self.forward_func = forward_func
+        named = shared_weight_attr
+        self.shared_weight_attr = [named] if isinstance(named, str) else named
+
+    def build_layer(self, **extra_kwargs: Any) -> Layer:
+        """Returns the layer; ``extra_kwargs`` come after its own arguments."""
+        return self.layer_func(*self.inputs, **{**self.kwargs, **extra_kwargs})
 
 
 class _DatasetPreprocessor:
@@ -68,6 +91,9 @@ def _register_global_hook(location: Enum, hook: Hook) -> None:
     pipeline_parallel_callbacks_.register_hook(location, hook)
 
 
+LocalSharedLayerDesc: Any = getattr(
+    paddle_fleet.meta_parallel, "LocalSharedLayerDesc", _LocalSharedLayerDesc
+)
 PipelineDatasetPreprocessor: Any = getattr(
     _paddles, "PipelineDatasetPreprocessor", _DatasetPreprocessor
 )

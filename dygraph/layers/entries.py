@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.dygraph.backports import LocalSharedLayerDesc
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
 
@@ -15,6 +17,8 @@ from fleetpipe.errors import ConfigError
 Entry = Any
 #: Fleet seeds layer i of a model with this number plus i.
 FIRST_SEED = 1234
+#: What most layers are handed of others.
+NOTHING_LENT: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def checked(layers: object) -> list[Entry]:
@@ -49,14 +53,6 @@ def _check(entry: Entry, index: int) -> None:
     Raises:
         ConfigError: ``entry`` is neither a description, nor a layer, nor callable; or a class.
     """
-    local = getattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc", None)
-    if local is not None and isinstance(entry, local):
-        raise ConfigError(
-            "LocalSharedLayerDesc shares weights between the two chunks of a rank alone",
-            where=f"layer {index} of the list, key {entry.layer_name!r}",
-            fix="use SharedLayerDesc with the same arguments: here it shares under every "
-            "schedule, DualPipeV included",
-        )
     if isinstance(entry, type) and issubclass(entry, paddle.nn.Layer):
         raise ConfigError(
             "an entry of the list of layers is a class, which would be built anew in every call",
@@ -74,8 +70,13 @@ def _check(entry: Entry, index: int) -> None:
 
 
 def is_shared(entry: Entry) -> bool:
-    """Tells whether ``entry`` is a ``SharedLayerDesc``."""
-    return isinstance(entry, paddle_fleet.meta_parallel.SharedLayerDesc)
+    """Tells whether ``entry`` is a ``SharedLayerDesc`` or a ``LocalSharedLayerDesc``."""
+    return isinstance(entry, paddle_fleet.meta_parallel.SharedLayerDesc) or is_local(entry)
+
+
+def is_local(entry: Entry) -> bool:
+    """Tells whether ``entry`` is a ``LocalSharedLayerDesc``, which shares on one rank alone."""
+    return isinstance(entry, LocalSharedLayerDesc)
 
 
 def shared_attributes(entry: Entry) -> tuple[str, ...]:
@@ -85,10 +86,34 @@ def shared_attributes(entry: Entry) -> tuple[str, ...]:
     return (named,) if isinstance(named, str) else tuple(named)
 
 
-def build(entry: Entry, index: int) -> Any:
+def shared_weight(entry: Entry, index: int, layer: Layer, attribute: str) -> tuple[str, Tensor]:
+    """Returns the path within ``layer`` of a weight that its entry shares, and the weight.
+
+    Raises:
+        ConfigError: The layer has no parameter of that name.
+    """
+    paths = {id(parameter): path for path, parameter in layer.named_parameters()}
+    weight = getattr(layer, attribute, None)
+    if id(weight) not in paths:
+        raise ConfigError(
+            f"the shared layer {entry.layer_name!r} has no parameter {attribute!r}",
+            where=f"layer {index} of the list ({type(layer).__name__})",
+            expected=f"one of its parameters: {', '.join(paths.values())}",
+            got="no such attribute" if weight is None else type(weight).__name__,
+            fix="pass its name as shared_weight_attr, or write a property that returns it",
+        )
+    return paths[id(weight)], weight
+
+
+def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -> Any:
     """Returns the callable of layer ``index``, built under the seed that Fleet gives it.
 
     The random state is left advanced.
+
+    Args:
+        entry: The entry of the list.
+        index: Its number.
+        lent: Weights of another layer, which the constructor takes by keyword.
 
     Raises:
         ConfigError: The constructor does not take the arguments of the description.
@@ -97,16 +122,25 @@ def build(entry: Entry, index: int) -> Any:
         return entry
     paddle.seed(FIRST_SEED + index)
     try:
-        with _specification_kept(entry):
-            return entry.build_layer()
+        return _built(entry, lent)
     except TypeError as error:
         raise ConfigError(
             f"layer {index} ({class_name(entry)}) cannot be built from its description",
             where=f"layer {index} of the list",
-            got=f"arguments {entry.inputs}, {entry.kwargs}",
+            got=f"arguments {entry.inputs}, {entry.kwargs}"
+            + (f", and the weights {sorted(lent)} of the first of its key" if lent else ""),
             cause=f"TypeError: {error}",
-            fix="give LayerDesc what the layer's constructor takes",
+            fix="have its constructor take the weights that LocalSharedLayerDesc hands on, or use "
+            "SharedLayerDesc, which hands on none"
+            if lent
+            else "give LayerDesc what the layer's constructor takes",
         ) from error
+
+
+def _built(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
+    with _specification_kept(entry):
+        # Paddle 2.6.2's own descriptions take nothing.
+        return entry.build_layer(**lent) if lent else entry.build_layer()
 
 
 class Blueprints(Sequence[Layer]):
@@ -127,21 +161,45 @@ class Blueprints(Sequence[Layer]):
     def __getitem__(self, index: Any) -> Layer:
         """Returns the blueprint of layer ``index``."""
         if index not in self._made:
-            self._made[index] = _blueprint(self._entries[index], index)
+            self._made[index] = _blueprint(self._entries[index], index, self.lent(index))
         return self._made[index]
 
+    def lent(self, index: int) -> dict[str, Tensor]:
+        """Returns the weights that a ``LocalSharedLayerDesc`` is handed, by keyword.
 
-def _blueprint(entry: Entry, index: int) -> Layer:
+        They are those that the first entry of its key names; that one is handed none.
+
+        Raises:
+            ConfigError: The first entry's layer has no such parameter.
+        """
+        entry = self._entries[index]
+        if not is_local(entry):
+            return {}
+        first = next(
+            number
+            for number, other in enumerate(self._entries)
+            if is_local(other) and other.layer_name == entry.layer_name
+        )
+        if first == index:
+            return {}
+        lender = self._entries[first]
+        return {
+            attribute: shared_weight(lender, first, self[first], attribute)[1]
+            for attribute in shared_attributes(lender)
+        }
+
+
+def _blueprint(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Layer:
     if not hasattr(entry, "build_layer"):
         return entry
     # Names of its own, so that the parameters that count are named as if it were not there.
     with random_states_kept(), paddle.utils.unique_name.guard():
         try:
-            with paddle.LazyGuard(), _specification_kept(entry):
-                return entry.build_layer()
+            with paddle.LazyGuard():
+                return _built(entry, lent)
         except Exception:
             # A layer whose constructor computes with its parameters cannot be built lazily.
-            return build(entry, index)
+            return build(entry, index, lent)
 
 
 def class_name(entry: Entry) -> str:

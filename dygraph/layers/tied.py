@@ -3,6 +3,9 @@
 Entries with the same key, class and arguments are one layer, however often they stand in the list.
 Entries with the same key and another class or other arguments (an embedding and a head, say) are
 a variant: a layer of their own, whose named weights are those of the first entry.
+
+With ``LocalSharedLayerDesc`` all stand on one rank, each entry is a variant, and the constructor of
+each but the first takes the weights by keyword, under the names that the first entry gives them.
 """
 
 from __future__ import annotations
@@ -16,31 +19,42 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.layers import entries as descriptions
-from fleetpipe.dygraph.layers.entries import Entry
+from fleetpipe.dygraph.layers.entries import Blueprints, Entry
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
 
 #: The sublayer that holds the shared layers; it is the first, as in Fleet.
 HOLDER = "shared_layers"
+#: That of the layers of ``LocalSharedLayerDesc``, which is the second.
+LOCAL_HOLDER = "local_shared_layers"
 
 
 def is_shared(name: str) -> bool:
     """Tells whether ``name`` is that of a parameter or buffer of a shared layer."""
-    return name.startswith(f"{HOLDER}.")
+    return name.partition(".")[0] in (HOLDER, LOCAL_HOLDER)
 
 
 class SharedLayer(NamedTuple):
     """One layer that several entries may call.
 
     Attributes:
+        holder: The sublayer that holds the first of the key.
         key: The key of its entries.
         indices: Its entries' numbers in the whole list.
         names: By the path of each of its parameters and buffers, the lasting name.
+        lent: By keyword of its constructor, the lasting name of a weight that it is handed.
     """
 
+    holder: str
     key: str
     indices: tuple[int, ...]
     names: Mapping[str, str]
+    lent: Mapping[str, str]
+
+    @property
+    def path(self) -> str:
+        """Where the model has the first layer of the key."""
+        return f"{self.holder}.{self.key}"
 
 
 class _Variant(NamedTuple):
@@ -50,7 +64,7 @@ class _Variant(NamedTuple):
     attributes: list[str]
 
 
-def find(entries: Sequence[Entry], blueprints: Sequence[Layer]) -> tuple[SharedLayer, ...]:
+def find(entries: Sequence[Entry], blueprints: Blueprints) -> tuple[SharedLayer, ...]:
     """Returns the shared layers of a list by their first entries, checked.
 
     Args:
@@ -61,24 +75,30 @@ def find(entries: Sequence[Entry], blueprints: Sequence[Layer]) -> tuple[SharedL
         ConfigError: A weight does not exist or is no parameter, the first entry of the key does
             not share it, or it has another shape or dtype there.
     """
-    variants: dict[str, list[_Variant]] = {}
+    variants: dict[tuple[str, str], list[_Variant]] = {}
     for index, entry in enumerate(entries):
-        if descriptions.is_shared(entry):
-            _sort_in(variants.setdefault(entry.layer_name, []), entries, index)
+        if descriptions.is_local(entry):
+            attributes = list(descriptions.shared_attributes(entry))
+            local = variants.setdefault((LOCAL_HOLDER, entry.layer_name), [])
+            local.append(_Variant([index], attributes))
+        elif descriptions.is_shared(entry):
+            _sort_in(variants.setdefault((HOLDER, entry.layer_name), []), entries, index)
     layers = []
-    for key, (first, *others) in variants.items():
-        names = {path: f"{HOLDER}.{key}.{path}" for path in _paths(blueprints[first.indices[0]])}
-        for variant in (first, *others):
-            paths = _attribute_paths(key, variant, blueprints)
-            if variant is first:
-                pivot = paths
-                layers.append(SharedLayer(key, tuple(first.indices), names))
-                continue
+    for (holder, key), (first, *others) in variants.items():
+        names = {path: f"{holder}.{key}.{path}" for path in _paths_of(first, blueprints)}
+        pivot = _attribute_paths(first, entries, blueprints)
+        layers.append(SharedLayer(holder, key, tuple(first.indices), names, {}))
+        for variant in others:
+            if holder == LOCAL_HOLDER:
+                paths = _lent_paths(variant, entries, blueprints)
+            else:
+                paths = _attribute_paths(variant, entries, blueprints)
             own = {path: f"{variant.indices[0]}.{path}" for path in _paths_of(variant, blueprints)}
             for attribute, path in paths.items():
                 _require_alike(key, attribute, (first, pivot), (variant, paths), blueprints)
                 own[path] = names[pivot[attribute]]
-            layers.append(SharedLayer(key, tuple(variant.indices), own))
+            lent = {name: names[pivot[name]] for name in blueprints.lent(variant.indices[0])}
+            layers.append(SharedLayer(holder, key, tuple(variant.indices), own, lent))
     return tuple(sorted(layers, key=lambda layer: layer.indices))
 
 
@@ -131,32 +151,41 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(attributes) and _alike(attributes, vars(other))
 
 
-def _paths(layer: Layer) -> list[str]:
-    return list(layer.state_dict())
-
-
 def _paths_of(variant: _Variant, blueprints: Sequence[Layer]) -> list[str]:
-    return _paths(blueprints[variant.indices[0]])
+    return list(blueprints[variant.indices[0]].state_dict())
 
 
-def _attribute_paths(key: str, variant: _Variant, blueprints: Sequence[Layer]) -> dict[str, str]:
+def _attribute_paths(
+    variant: _Variant, entries: Sequence[Entry], blueprints: Sequence[Layer]
+) -> dict[str, str]:
     """Returns the path of each shared weight of a variant within its layer."""
+    index = variant.indices[0]
+    entry, layer = entries[index], blueprints[index]
+    return {
+        attribute: descriptions.shared_weight(entry, index, layer, attribute)[0]
+        for attribute in variant.attributes
+    }
+
+
+def _lent_paths(
+    variant: _Variant, entries: Sequence[Entry], blueprints: Blueprints
+) -> dict[str, str]:
+    """Returns the path within its layer of each weight that the constructor was handed."""
     index = variant.indices[0]
     layer = blueprints[index]
     paths = {id(parameter): path for path, parameter in layer.named_parameters()}
-    shared = {}
-    for attribute in variant.attributes:
-        weight = getattr(layer, attribute, None)
-        if id(weight) not in paths:
-            raise ConfigError(
-                f"the shared layer {key!r} has no parameter {attribute!r}",
-                where=f"layer {index} of the list ({type(layer).__name__})",
-                expected=f"one of its parameters: {', '.join(paths.values())}",
-                got="no such attribute" if weight is None else type(weight).__name__,
-                fix="pass its name as shared_weight_attr, or write a property that returns it",
-            )
-        shared[attribute] = paths[id(weight)]
-    return shared
+    lent = blueprints.lent(index)
+    left = [attribute for attribute, weight in lent.items() if id(weight) not in paths]
+    if left:
+        raise ConfigError(
+            f"the constructor of layer {index} does not keep what it was handed",
+            where=f"layer {index} of the list ({type(layer).__name__}), "
+            f"key {entries[index].layer_name!r}",
+            expected=f"the arguments {left} among its parameters",
+            got=", ".join(paths.values()) or "no parameters",
+            fix="write self.weight = weight in its constructor, or use SharedLayerDesc",
+        )
+    return {attribute: paths[id(weight)] for attribute, weight in lent.items()}
 
 
 def _require_alike(
@@ -181,15 +210,30 @@ def _require_alike(
 
 
 def refuse_split(entries: Sequence[Entry], rank_of_layer: Callable[[int], int]) -> None:
-    """Refuses built layers that share a parameter on several ranks: each would train its own.
+    """Refuses what shares a parameter on one rank alone, where the cut puts it on several.
 
     Args:
         entries: The list of layers.
         rank_of_layer: The rank that owns a layer, by its number in the whole list.
 
     Raises:
-        ConfigError: Two entries share a parameter and stand on different ranks.
+        ConfigError: Two built layers share a parameter, or two ``LocalSharedLayerDesc`` have the
+            same key, and they stand on different ranks.
     """
+    keys: dict[str, int] = {}
+    for index, entry in enumerate(entries):
+        if not descriptions.is_local(entry):
+            continue
+        other = keys.setdefault(entry.layer_name, index)
+        if rank_of_layer(other) != rank_of_layer(index):
+            raise ConfigError(
+                "LocalSharedLayerDesc shares weights within one rank",
+                where=f"layers {other} and {index} of the list, key {entry.layer_name!r}",
+                expected=f"both on rank {rank_of_layer(other)}",
+                got=f"the ranks {rank_of_layer(other)} and {rank_of_layer(index)}",
+                fix="use SharedLayerDesc, which shares between ranks too, or a schedule under "
+                "which both are on one rank: DualPipeV has the first and the last stage there",
+            )
     first: dict[int, int] = {}
     for index, entry in enumerate(entries):
         for parameter in entry.parameters() if isinstance(entry, paddle.nn.Layer) else ():
@@ -209,7 +253,7 @@ class Built(NamedTuple):
 
     Attributes:
         functions: What to call, by number in the whole list.
-        shared: The shared layers that ``shared_layers.<key>`` names, by key.
+        shared: The shared layers that are the first of their keys, by their path in the model.
         own: All other layers, by name.
         names: The lasting names of parameters and buffers that are called otherwise here.
     """
@@ -221,10 +265,12 @@ class Built(NamedTuple):
 
     def register(self, model: Layer) -> None:
         """Makes the layers sublayers of ``model``, the shared ones first."""
-        holder = paddle.nn.LayerDict()
-        for key, layer in self.shared.items():
-            holder[key] = layer
-        model.add_sublayer(HOLDER, holder)
+        holders = {name: paddle.nn.LayerDict() for name in (HOLDER, LOCAL_HOLDER)}
+        for path, layer in self.shared.items():
+            holder, _, key = path.partition(".")
+            holders[holder][key] = layer
+        for name, sublayer in holders.items():
+            model.add_sublayer(name, sublayer)
         for name, layer in self.own.items():
             model.add_sublayer(name, layer)
 
@@ -255,7 +301,8 @@ def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[Sha
                 continue
             first = layer_of[index].indices[0]
             if first not in made:
-                made[first] = descriptions.build(entries[first], first)
+                lent = {name: weights[of] for name, of in layer_of[index].lent.items()}
+                made[first] = descriptions.build(entries[first], first, lent)
                 _place(made[first], layer_of[index], built)
                 _tie(made[first], layer_of[index], weights)
             forward = entries[index].forward_func
@@ -266,12 +313,12 @@ def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[Sha
 
 def _place(layer: Layer, shared: SharedLayer, built: Built) -> None:
     """Gives a shared layer its name here: the first of a key is ``shared_layers.<key>``."""
-    if shared.key in built.shared:
+    if shared.path in built.shared:
         prefix = str(shared.indices[0])
         built.own[prefix] = layer
     else:
-        prefix = f"{HOLDER}.{shared.key}"
-        built.shared[shared.key] = layer
+        prefix = shared.path
+        built.shared[prefix] = layer
     for path, name in shared.names.items():
         if f"{prefix}.{path}" != name:
             built.names[f"{prefix}.{path}"] = name

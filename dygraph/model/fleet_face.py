@@ -57,7 +57,7 @@ def shared_comm(
         holders = [weight.holders for weight in weights if weight.name.startswith(names)]
         if job is not None and holders:
             members = sorted({rank for ranks in holders for rank in ranks})
-            first = min(index for index, one in shared.items() if one.key == key)
+            first = min(index for index, one in shared.items() if one.path == f"{HOLDER}.{key}")
             found[key] = {
                 "ranks": [job.hcg.get_rank_from_stage(rank) for rank in members],
                 "group": sharing_group(job, members),

@@ -79,7 +79,7 @@ class ModelState:
         """Whether several stages use one weight: its gradient is added up stage by stage."""
         stages: dict[str, set[int]] = {}
         for index, layer in self._shared.items():
-            stages.setdefault(layer.key, set()).add(self._partition.stage_of(index))
+            stages.setdefault(layer.path, set()).add(self._partition.stage_of(index))
         return any(len(users) > 1 for users in stages.values())
 
     def slots(self) -> list[Slot]:

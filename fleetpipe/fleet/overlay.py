@@ -43,9 +43,14 @@ OVERLAYS: Mapping[str, Mapping[str, object]] = {
     "layers.mpu.mp_layers": _SLICED,
     "layers.mpu.mp_ops": tensor_parallel.OPERATIONS,
     "meta_parallel.dualpipev": _of(dygraph, "DualPipeVParallel"),
-    "meta_parallel.parallel_layers": {**_SLICED, **_of(dygraph, "PipelineLayer")},
+    "meta_parallel.parallel_layers": {
+        **_SLICED,
+        **_of(backports, "LocalSharedLayerDesc"),
+        **_of(dygraph, "PipelineLayer"),
+    },
     "meta_parallel.parallel_layers.mp_layers": _SLICED,
     "meta_parallel.parallel_layers.pp_layers": {
+        **_of(backports, "LocalSharedLayerDesc"),
         **_of(dygraph, "PipelineLayer"),
         **_of(chunk, "PipelineLayerChunk"),
     },

@@ -30,12 +30,17 @@ from fleetpipe.dygraph.tensor_parallel import (
     VocabParallelEmbedding,
 )
 from fleetpipe.fleet import overlay
-from fleetpipe.fleet.meta_parallel._descriptions import LayerDesc, SharedLayerDesc
+from fleetpipe.fleet.meta_parallel._descriptions import (
+    LayerDesc,
+    LocalSharedLayerDesc,
+    SharedLayerDesc,
+)
 
 __all__ = [
     "ColumnParallelLinear",
     "DualPipeVParallel",
     "LayerDesc",
+    "LocalSharedLayerDesc",
     "NoPipelineParallel",
     "ParallelCrossEntropy",
     "PipelineDatasetPreprocessor",

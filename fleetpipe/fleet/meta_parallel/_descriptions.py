@@ -33,7 +33,22 @@ if TYPE_CHECKING:
             **kwargs: Any,
         ) -> None: ...
 
+    class LocalSharedLayerDesc(LayerDesc):
+        """A layer that is handed the weights of the first of its key, on the same rank."""
+
+        def __init__(
+            self,
+            key: str,
+            layer_func: type[Layer] | LayerSpec,
+            forward_func: Callable[..., Any] | None = None,
+            shared_weight_attr: str | list[str] = "weight",
+            *inputs: Any,
+            **kwargs: Any,
+        ) -> None: ...
+
 else:
     from paddle.distributed.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 
-__all__ = ["LayerDesc", "SharedLayerDesc"]
+    from fleetpipe.dygraph.backports import LocalSharedLayerDesc
+
+__all__ = ["LayerDesc", "LocalSharedLayerDesc", "SharedLayerDesc"]

@@ -8,18 +8,18 @@ import numpy as np
 import paddle
 import pytest
 from paddle import nn
+from paddle.distributed.fleet import meta_parallel as stock
 
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph.layers.entries import Blueprints
 from fleetpipe.dygraph.layers.tied import find
 from fleetpipe.errors import ConfigError
-from fleetpipe.fleet import meta_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS, WIDTH
 from tests.pipelines import bits, job, pipeline, sgd
 
-IS_LIST = hasattr(meta_parallel, "LocalSharedLayerDesc")
+IS_LIST = hasattr(stock, "LocalSharedLayerDesc")
 
 
 class Pair(nn.Layer):
@@ -215,13 +215,6 @@ def test_a_layer_shared_by_hand_is_refused_across_ranks_only() -> None:
         assert len(pipeline(entries, seg_method=[0, 3, 4]).parameters()) == 4
         single = pipeline(entries, seg_method=[0, 3, 4]).layers.single_model()
         assert len(single.parameters()) == 4
-
-
-@pytest.mark.skipif(not IS_LIST, reason="2.6.2 has no LocalSharedLayerDesc")
-def test_a_locally_shared_layer_is_refused_with_the_remedy() -> None:
-    entry = meta_parallel.LocalSharedLayerDesc("k", Pair, None, "one")
-    with pytest.raises(ConfigError, match="use SharedLayerDesc"):
-        PipelineLayer([entry], num_stages=1)
 
 
 def test_blueprints_take_neither_names_nor_random_numbers() -> None:

@@ -228,8 +228,8 @@ def test_a_sparse_gradient_is_refused() -> None:
 
 def test_who_holds_what_under_a_vee() -> None:
     layers = (
-        SharedLayer("k", (0, 5), {"w": "shared_layers.k.w"}),
-        SharedLayer("k", (2,), {"t": "shared_layers.k.w", "b": "2.b"}),
+        SharedLayer("shared_layers", "k", (0, 5), {"w": "shared_layers.k.w"}, {}),
+        SharedLayer("shared_layers", "k", (2,), {"t": "shared_layers.k.w", "b": "2.b"}, {}),
     )
     ranks = [0, 1, 2, 2, 1, 0]
     found = {weight.name: weight.holders for weight in holders(layers, ranks.__getitem__)}
