@@ -75,6 +75,11 @@ class PipelineOptimizer(FleetsType):
         """
         return total_norm(self._clips)
 
+    @property
+    def _param2rank(self) -> dict[str, int]:
+        """Which sharding rank keeps the state of each parameter, by its name, for a trainer."""
+        return {} if self._shards is None else self._shards.ranks_by_name()
+
     def bind(self, layers: Layer) -> None:
         """Makes sure that this optimizer trains ``layers``, and the same one on all ranks.
 

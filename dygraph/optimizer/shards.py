@@ -37,6 +37,11 @@ class Shards:
         self._group = group
         self._owners = owners(optimized_parameters(optimizer), group.ranks)
 
+    def ranks_by_name(self) -> dict[str, int]:
+        """Returns which rank of the group keeps the state of each parameter, by its name."""
+        parameters = optimized_parameters(self._optimizer)
+        return {parameter.name: self._owners[id(parameter)] for parameter in parameters}
+
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank keeps the state of ``parameter``."""
         return self._owners[id(parameter)] == self._group.rank

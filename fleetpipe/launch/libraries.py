@@ -68,4 +68,10 @@ NEEDS = (
         ("_inner_opt", "_hcg", "_step"),
         "the user's optimizer, the topology, and a step over all its parameters",
     ),
+    Need(
+        "PaddleNLP 3.0.0b4",
+        "PipelineOptimizer",
+        ("_param2rank",),
+        "which sharding rank keeps the state of a parameter: the unified checkpoint asks",
+    ),
 )

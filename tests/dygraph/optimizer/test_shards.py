@@ -142,3 +142,12 @@ def test_parameters_without_a_gradient_are_not_sent() -> None:
     assert [list(p.shape) for p in layers.parameters() if owner[id(p)]] == [[6, 3], [3], [3, 3]]
     with_gradients = [p for p in layers.parameters() if p is not layers.parameters()[2]]
     assert sent == [(list(p.shape), owner[id(p)]) for p in with_gradients]
+
+
+def test_a_trainer_is_told_by_name_who_keeps_the_state_of_a_parameter() -> None:
+    layers = Layers(SHAPES)
+    shards = Shards(adamw(layers.parameters()), members(2)[0])
+    ranks = shards.ranks_by_name()
+    assert set(ranks.values()) == {0, 1}
+    for parameter in layers.parameters():
+        assert shards.owns(parameter) == (ranks[parameter.name] == 0)
