@@ -41,6 +41,47 @@ MODELS = {
 }
 
 
+class Form(NamedTuple):
+    """A pipeline of two ranks: what it has besides, and what then tells it from the plain one."""
+
+    degrees: dict[str, int]
+    options: dict[str, Any]
+    facts: dict[str, Any]
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas share the rows of a batch."""
+        return self.degrees.get("dp_degree", 1) * self.degrees.get("sharding_degree", 1)
+
+
+#: How often an attention runs in a micro-batch, and whether this rank has slices and all states.
+PLAIN = {"chunks": 1, "replicas": 1, "runs": 1, "slices": False, "all states": True}
+_PIPELINES = {
+    "pp 2": Form({}, {}, {}),
+    "virtual 2": Form({}, {"virtual_pp_degree": 2}, {"chunks": 2}),
+    "recompute": Form({}, {"recompute": True, "recompute_granularity": "full"}, {"runs": 2}),
+}
+_HYBRIDS = {
+    "mp 2": Form({"mp_degree": 2}, {}, {"slices": True}),
+    "sharding 2": Form({"sharding_degree": 2}, {}, {"replicas": 2, "all states": False}),
+    "dp 2": Form({"dp_degree": 2}, {}, {"replicas": 2}),
+}
+
+
+class Job(NamedTuple):
+    """Its processes, None for one without a launcher, and the forms that it trains."""
+
+    processes: int | None
+    forms: dict[str, Form]
+
+
+JOBS = {
+    "one process": Job(None, _PIPELINES),
+    "two processes": Job(2, _PIPELINES),
+    "four processes": Job(4, _HYBRIDS),
+}
+
+
 def class_of(model: str, ending: str) -> Any:
     """Returns a class of the library: ``LlamaForCausalLMPipe``, ``LlamaConfig``."""
     from paddlenlp import transformers
@@ -63,4 +104,7 @@ def adamw(parameters: list[Any]) -> Any:
     import paddle
 
     clip = paddle.nn.ClipGradByGlobalNorm(1.0)
-    return paddle.optimizer.AdamW(5e-3, parameters=parameters, grad_clip=clip)
+    # With the epsilon of Paddle, 1e-8, Adam divides gradients that are nothing but rounding by
+    # themselves: the single model alone differs by 3e-6 when it adds its micro-batches in another
+    # order.
+    return paddle.optimizer.AdamW(5e-3, epsilon=1e-6, parameters=parameters, grad_clip=clip)

@@ -10,41 +10,40 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT, run
-from tests.libraries.models import MODELS
+from tests.libraries.models import JOBS, MODELS, PLAIN
 
 HERE = Path(__file__).parent
-#: By form, the chunks of a rank, and how often an attention runs in a micro-batch.
-FORMS = {"pp 2": (1, 1), "virtual 2": (2, 1), "recompute": (1, 2)}
-PROCESSES = {"one process": None, "two processes": 2}
+#: Seconds that a job may take: each trains every model in every form.
+LIMIT = 400
+FORMS = [(job, form) for job, what in JOBS.items() for form in what.forms]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has each model saved, and the losses of the single ones."""
     folder = tmp_path_factory.mktemp("models")
-    run(HERE / "single_worker.py", None, folder=folder, args=[str(folder), *MODELS], timeout=250)
+    run(HERE / "single_worker.py", None, folder=folder, args=[str(folder), *MODELS], timeout=LIMIT)
     return folder
 
 
 @pytest.fixture(scope="module")
-def losses(folder: Path) -> dict[str, Any]:
-    """The losses of each model: the single one's, and those of each form in each job."""
-    for job, processes in PROCESSES.items():
-        args = [str(folder), f"{job}.json", *MODELS]
-        run(HERE / "pipeline_worker.py", processes, folder=folder, args=args, timeout=250)
-    return {job: json.loads((folder / f"{job}.json").read_text()) for job in ("single", *PROCESSES)}
+def trained(folder: Path) -> dict[str, Any]:
+    """By job, model and form, the losses and what tells the form; those of the single models."""
+    for name, job in JOBS.items():
+        args = [str(folder), name, *MODELS]
+        run(HERE / "pipeline_worker.py", job.processes, folder=folder, args=args, timeout=LIMIT)
+    return {job: json.loads((folder / f"{job}.json").read_text()) for job in ("single", *JOBS)}
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("job", PROCESSES)
+@pytest.mark.parametrize(("job", "form"), FORMS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_pipeline_has_the_losses_of_the_single_class(
-    losses: dict[str, Any], model: str, job: str, form: str, record_property: Any
+    trained: dict[str, Any], model: str, job: str, form: str, record_property: Any
 ) -> None:
-    trained = losses[job][model][form]
-    assert (trained["chunks"], trained["runs"]) == FORMS[form]
-    expected, found = losses["single"][model], trained["losses"]
+    facts = dict(trained[job][model][form])
+    expected, found = trained["single"][model], facts.pop("losses")
+    assert facts == {**PLAIN, **JOBS[job].forms[form].facts}
     assert len(found) == len(expected)
     gap = max(abs(one - other) for one, other in zip(found, expected))
     record_property("gap", gap)
@@ -58,5 +57,5 @@ def test_the_script_of_the_page_runs(folder: Path) -> None:
     page = (ROOT / "docs" / "libraries.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     script = script.replace("path/of/a/llama", str(folder / "llama"))
-    done = run(script, None, folder=folder, timeout=250)
+    done = run(script, None, folder=folder, timeout=LIMIT)
     assert len(re.findall(r"^4\.\d+$", done.logs[0], re.MULTILINE)) == 3

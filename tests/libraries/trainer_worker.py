@@ -37,8 +37,11 @@ class InOrder(Trainer):  # type: ignore[misc]
     """Takes the rows in their order: how the Trainer shuffles depends on the degrees."""
 
     def _get_train_sampler(self) -> Any:
-        return paddle.io.BatchSampler(
-            self.train_dataset, batch_size=self.args.per_device_train_batch_size
+        return paddle.io.DistributedBatchSampler(
+            self.train_dataset,
+            self.args.per_device_train_batch_size,
+            num_replicas=self.args.dataset_world_size,
+            rank=self.args.dataset_rank,
         )
 
 
@@ -57,7 +60,10 @@ folder, name = sys.argv[1], sys.argv[2]
 (arguments,) = PdArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[3:])
 single = arguments.pipeline_parallel_degree <= 1
 model = class_of(name, "ForCausalLM" if single else "ForCausalLMPipe").from_pretrained(
-    f"{folder}/{name}", dtype="float32"
+    f"{folder}/{name}",
+    dtype="float32",
+    tensor_parallel_degree=arguments.tensor_parallel_degree,
+    tensor_parallel_rank=arguments.tensor_parallel_rank,
 )
 losses = Losses()
 trainer = InOrder(
