@@ -16,6 +16,7 @@ from typing import Any, Callable
 
 from fleetpipe import _paddle
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.job import life
 from fleetpipe.job.store import JobStore
 from fleetpipe.transport import Store
 from fleetpipe.transport.joining.rendezvous import await_keys
@@ -46,7 +47,8 @@ def open_store(timeout: float) -> JobStore:
 
     Raises:
         PipelineTimeout: Rank 0 did not come.
-        TransportError: The port that the launcher gave to rank 0 is taken.
+        TransportError: The port that the launcher gave to rank 0 is taken; or the job was started
+            again since, and this rank is left over.
     """
     host, port = _address()
     if own_rank() == 0:
@@ -197,6 +199,7 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
         sign: A key that rank 0 puts into the store, and that is in no other.
     """
     limit = Limit(timeout)
+    own = life.number()
     while True:
         try:
             store = JobStore(host, port, min(timeout, _ANSWER_SECONDS))
@@ -204,9 +207,13 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
             found = f"nothing listens at {host}:{port} ({error.strerror or error})"
         else:
             try:
-                if store.add(sign, int(own_rank() == 0)):
+                known = _sign_in(store, sign)
+                if known == own:
                     store.timeout = timeout
                     return store
+                if known is not None and known > own:
+                    store.close()
+                    raise _left_over(own, known)
             except (PeerFailed, PipelineTimeout):
                 pass
             found = f"what listens at {host}:{port} does not answer as the job's store"
@@ -214,6 +221,22 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
         if limit.reached():
             raise _not_here("rank 0", timeout, found)
         time.sleep(_POLL_SECONDS)
+
+
+def _sign_in(store: JobStore, sign: str) -> int | None:
+    """Returns in which life the job is that ``store`` serves; None where it serves another job."""
+    if own_rank() == 0:
+        store.set(f"{sign}/life", str(life.number()))
+        store.add(sign, 1)
+    return int(store.get(f"{sign}/life")) if store.add(sign, 0) else None
+
+
+def _left_over(own: int, known: int) -> TransportError:
+    return TransportError(
+        f"rank {own_rank()} of life {own} of the job was refused: the job is in life {known}",
+        cause="this process was left over when the job was started again",
+        fix="end this process; the life that runs has another in its place",
+    )
 
 
 def _not_here(who: str, timeout: float, got: str | None = None, place: str = "") -> PipelineTimeout:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fleetpipe._paddle import paddle, paddle_fleet
-from fleetpipe.job import gloo, meeting, paddle_groups
+from fleetpipe.job import gloo, life, meeting, paddle_groups
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.job import Job
@@ -99,6 +99,7 @@ def _join(store: JobStore, number: int, timeout: float) -> tuple[Watch, SocketTr
         namespace=f"fleetpipe/{number}/mesh",
         timeout=timeout,
         streams=2,
+        life=life.number(),
     )
     watch = Watch(rank, *watched)
     store.check = watch.check

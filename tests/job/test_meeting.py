@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.job import meeting
 
 
@@ -212,6 +212,31 @@ def test_the_store_of_another_job_is_not_taken_for_ones_own(
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:2")
     with pytest.raises(PipelineTimeout, match="rank 0 did not call"):
         meeting.open_store(0.3)
+
+
+def test_a_rank_left_over_from_an_earlier_life_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment(monkeypatch, 0, port)
+    monkeypatch.setenv("FLEETPIPE_INCARNATION", "2")
+    mine = meeting.open_store(5)
+    environment(monkeypatch, 1, port)
+    theirs = meeting.open_store(5)
+    assert [mine.add("x", 1), theirs.add("x", 1)] == [1, 2]
+    monkeypatch.setenv("FLEETPIPE_INCARNATION", "1")
+    said = "rank 1 of life 1 of the job was refused: the job is in life 2"
+    with pytest.raises(TransportError, match=said):
+        meeting.open_store(5)
+    # A store that is itself left over is waited for, as one that is not there yet.
+    monkeypatch.setenv("FLEETPIPE_INCARNATION", "3")
+    with pytest.raises(PipelineTimeout, match="rank 0 did not call"):
+        meeting.open_store(0.3)
+    monkeypatch.setenv("FLEETPIPE_INCARNATION", "third")
+    with pytest.raises(ConfigError, match="no number of a life"):
+        meeting.open_store(5)
 
 
 def test_paddle_gets_an_address_for_a_store_of_its_own_where_it_has_none(

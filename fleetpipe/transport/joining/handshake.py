@@ -7,7 +7,7 @@ The end that connects says who it is, the end that accepts sends a challenge, an
 turn that it knows the run's secret, without telling it:
 
     connects -> accepts   greeting: magic, version, own rank, peer's rank, ranks, stream,
-                          32 random bytes
+                          life, 32 random bytes
     accepts  -> connects  32 random bytes
     connects -> accepts   HMAC-SHA256(secret, "connects" + all bytes so far)
     accepts  -> connects  HMAC-SHA256(secret, "accepts" + all bytes so far but the proof)
@@ -17,7 +17,8 @@ the same bytes, which hold 32 random ones of each side.
 
 Both sides are written as generators that yield bytes to send or a number of bytes to receive, so
 that one thread runs many of them at once and no stranger holds up another peer. The stream tells
-apart the connections that two ranks make at once.
+apart the connections that two ranks make at once, and the life the processes that a job has now
+from those that it had before it was started again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fleetpipe.transport.wire.seal import Seal, Seals
 TOKEN_BYTES = 32
 SHORTEST_SECRET = 16
 
-_GREETING = struct.Struct("<8sIIIII32s")
+_GREETING = struct.Struct("<8sIIIIII32s")
 _MAGIC = b"FLEETPIP"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -62,6 +63,10 @@ Exchange = Generator[Union[bytes, int], bytes, Known]
 
 class Stranger(Exception):
     """The other end does not belong to this run."""
+
+
+class Stale(Stranger):
+    """The other end says that it belongs to another life of the job."""
 
 
 def user_secret() -> bytes:
@@ -105,8 +110,10 @@ def secret_of_run(given: bytes, namespace: str, token: str) -> bytes:
     return hmac.digest(given, f"run {namespace} {token}".encode(), "sha256")
 
 
-def connects(secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0) -> Exchange:
-    """The side of rank ``rank``, which has connected to rank ``peer``.
+def connects(
+    secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0, life: int = 0
+) -> Exchange:
+    """The side of rank ``rank`` in life ``life`` of the job, which has connected to rank ``peer``.
 
     Returns:
         What is known of the connection.
@@ -115,7 +122,7 @@ def connects(secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0) -
         Stranger: The other end does not know the secret.
     """
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    greeting = _GREETING.pack(_MAGIC, VERSION, rank, peer, ranks, stream, nonce)
+    greeting = _GREETING.pack(_MAGIC, VERSION, rank, peer, ranks, stream, life, nonce)
     yield greeting
     said = greeting + (yield _NONCE_BYTES)
     yield _proof(secret, b"connects", said)
@@ -125,23 +132,26 @@ def connects(secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0) -
     return Known(peer, stream, seals)
 
 
-def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1) -> Exchange:
-    """The side of rank ``rank``, which has accepted somebody.
+def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1, life: int = 0) -> Exchange:
+    """The side of rank ``rank`` in life ``life`` of the job, which has accepted somebody.
 
     Returns:
         What is known of the connection.
 
     Raises:
+        Stale: The other end is of another life of the job.
         Stranger: The other end is no peer, or does not know the secret.
     """
     greeting = yield _GREETING.size
-    magic, version, peer, target, their_ranks, stream, _ = _GREETING.unpack(greeting)
+    magic, version, peer, target, their_ranks, stream, their_life, _ = _GREETING.unpack(greeting)
     if (magic, version, target, their_ranks) != (_MAGIC, VERSION, rank, ranks):
         raise Stranger("its greeting is not that of a peer")
     if not rank < peer < ranks:
         raise Stranger(f"rank {peer} has no reason to connect to rank {rank}")
     if stream >= streams:
         raise Stranger(f"rank {peer} asks for stream {stream} of {streams}")
+    if their_life != life:
+        raise Stale(f"a rank {peer} of life {their_life} of the job, which is in life {life}")
     challenge = secrets.token_bytes(_NONCE_BYTES)
     yield challenge
     said = greeting + challenge

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,7 +19,14 @@ from typing import NamedTuple
 from fleetpipe.errors import TransportError
 from fleetpipe.transport.base import Store
 from fleetpipe.transport.joining import handshake, hosts
-from fleetpipe.transport.joining.handshake import Exchange, Known, Stranger, accepts, connects
+from fleetpipe.transport.joining.handshake import (
+    Exchange,
+    Known,
+    Stale,
+    Stranger,
+    accepts,
+    connects,
+)
 from fleetpipe.transport.joining.rendezvous import Rendezvous
 from fleetpipe.transport.wire.seal import Seals
 
@@ -52,6 +60,7 @@ def join(
     address: str | None = None,
     force_tcp: bool | None = None,
     streams: int = 1,
+    life: int = 0,
 ) -> list[Joined]:
     """Connects this rank to all others. Collective; see :func:`sockets.transport.connect`.
 
@@ -64,6 +73,7 @@ def join(
         address: This host's address as other hosts reach it.
         force_tcp: Use TCP within a host too.
         streams: Connections between each two ranks, the same number on all.
+        life: How often the job was started; who says another number is refused.
 
     Returns:
         The connections, by stream.
@@ -87,7 +97,7 @@ def join(
     secret = handshake.secret_of_run(given, namespace, cards[0]["token"])
     use_tcp = hosts.force_tcp_by_default() if force_tcp is None else force_tcp
     listeners = _listen([cards[r]["host"] for r in range(ranks)], rank, use_tcp, address)
-    mesh = _Mesh(meeting, secret, [x.sock for x in listeners], streams)
+    mesh = _Mesh(meeting, secret, [x.sock for x in listeners], streams, life)
     try:
         meeting.publish("addresses", {"addresses": ",".join(x.address for x in listeners)})
         for peer, found in meeting.gather("addresses", range(rank), ["addresses"]).items():
@@ -199,10 +209,17 @@ class _Mesh:
     """The loop that accepts, connects and shakes hands until every peer is known."""
 
     def __init__(
-        self, meeting: Rendezvous, secret: bytes, listeners: list[socket.socket], streams: int
+        self,
+        meeting: Rendezvous,
+        secret: bytes,
+        listeners: list[socket.socket],
+        streams: int,
+        life: int,
     ) -> None:
         self._meeting = meeting
         self._secret = secret
+        self._life = life
+        self._refused_one = False
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
         self._attempts: list[_Attempt] = []
@@ -268,7 +285,7 @@ class _Mesh:
                 self._again.append((now + _RETRY_SECONDS, dialled))
                 continue
             exchange = connects(
-                self._secret, meeting.rank, dialled.peer, meeting.ranks, dialled.stream
+                self._secret, meeting.rank, dialled.peer, meeting.ranks, dialled.stream, self._life
             )
             self._follow(_Attempt(sock, exchange, dialled), selectors.EVENT_WRITE)
 
@@ -286,7 +303,7 @@ class _Mesh:
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
         meeting, streams = self._meeting, len(self._streams)
-        exchange = accepts(self._secret, meeting.rank, meeting.ranks, streams)
+        exchange = accepts(self._secret, meeting.rank, meeting.ranks, streams, self._life)
         self._follow(_Attempt(sock, exchange), selectors.EVENT_READ)
 
     def _follow(self, attempt: _Attempt, event: int) -> None:
@@ -296,8 +313,10 @@ class _Mesh:
     def _advance(self, attempt: _Attempt) -> None:
         try:
             known = attempt.advance()
-        except (OSError, Stranger):
+        except (OSError, Stranger) as error:
             self._drop(attempt)
+            if isinstance(error, Stale):
+                self._tell_of(error)
             return
         self._selector.modify(attempt.sock, selectors.EVENT_READ, attempt)
         if known is not None:
@@ -309,6 +328,12 @@ class _Mesh:
             if replaced is not None:
                 replaced.close()
             stream.sockets[known.peer], stream.seals[known.peer] = attempt.sock, known.seals
+
+    def _tell_of(self, stale: Stale) -> None:
+        """Says once who was refused: anybody may claim to be of any life."""
+        if not self._refused_one:
+            self._refused_one = True
+            sys.stderr.write(f"fleetpipe: rank {self._meeting.rank} refused {stale}\n")
 
     def _drop(self, attempt: _Attempt) -> None:
         """Forgets a connection that leads to no peer; a peer that was dialled is tried again."""

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from fleetpipe.transport.joining.handshake import Exchange, Known, Stranger, accepts, connects
+from fleetpipe.transport.joining.handshake import (
+    Exchange,
+    Known,
+    Stale,
+    Stranger,
+    accepts,
+    connects,
+)
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 
@@ -61,6 +68,14 @@ def test_no_two_handshakes_are_alike() -> None:
 def test_who_does_not_belong_is_refused(connecting: Exchange, accepting: Exchange) -> None:
     with pytest.raises(Stranger):
         talk(connecting, accepting)
+
+
+@pytest.mark.parametrize("life", [1, 3])
+def test_a_rank_of_another_life_is_refused_by_name(life: int) -> None:
+    talk(connects(SECRET, 1, 0, 2, life=2), accepts(SECRET, 0, 2, life=2))
+    said = f"a rank 1 of life {life} of the job, which is in life 2"
+    with pytest.raises(Stale, match=said):
+        talk(connects(SECRET, 1, 0, 2, life=life), accepts(SECRET, 0, 2, life=2))
 
 
 def test_the_connecting_end_is_not_deceived_either() -> None:
