@@ -1,17 +1,48 @@
-"""Which life of a job this process belongs to.
+"""This process's place in a job that may be started again: which life it is, and what it tells.
 
 A *life* of a job is what lies between two starts of its processes; lives count from 1. Whoever
-starts them again gives each life its number; it is 0 where nobody does.
+starts them (``fleetpipe launch``) gives each life a number and each host a folder, in which every
+rank leaves a page, why it failed, and with which code it ends. Without such a folder nothing is
+told, and the number is 0.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import mmap
 import os
+import struct
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError
+from fleetpipe.job.failure import Failure
 
+#: Names the folder of this life on this host.
+FOLDER = "FLEETPIPE_LIFE"
 #: Has the number of the life.
 NUMBER = "FLEETPIPE_INCARNATION"
+#: Status of a process that was asked to stop, and has saved before it did: EX_TEMPFAIL.
+PREEMPTED = 75
+
+_RANK = "PADDLE_TRAINER_ID"
+#: What a page holds: how many steps the rank has begun in all lives.
+_COUNT = struct.Struct("<q")
+
+
+class Told(NamedTuple):
+    """Why a rank is out, as it told the folder of its life.
+
+    Attributes:
+        at: When (``time.monotonic()``, which the processes of a host share).
+        failure: The failure of the rank that failed first, as far as this one knows.
+    """
+
+    at: float
+    failure: Failure
 
 
 def number() -> int:
@@ -29,3 +60,124 @@ def number() -> int:
             fix=f"leave {NUMBER} to fleetpipe launch, or give all ranks the same whole number",
         )
     return int(text)
+
+
+def folder() -> Path | None:
+    """Returns the folder of this life on this host; None where nobody asks for news."""
+    given = os.environ.get(FOLDER)
+    return Path(given) if given else None
+
+
+def tell_failure(failure: Failure) -> None:
+    """Leaves word of a failure, once: the first one that this rank knows of."""
+    home = folder()
+    if home is not None:
+        with contextlib.suppress(OSError):
+            text = json.dumps({"at": time.monotonic(), **asdict(failure)})
+            _write_once(home / f"failure.{_own_rank()}", text)
+
+
+def tell_code(code: int) -> None:
+    """Leaves the code with which this rank ends."""
+    home = folder()
+    if home is not None:
+        (home / f"code.{_own_rank()}").write_text(str(code), encoding="ascii")
+
+
+def tell_preempted(step: int) -> None:
+    """Leaves word that this rank ends because it was asked to, with ``step`` steps saved."""
+    home = folder()
+    if home is not None:
+        (home / f"preempted.{_own_rank()}").write_text(str(step), encoding="ascii")
+
+
+def note_start(home: Path, rank: int, process: int) -> None:
+    """Leaves word, for whoever launched a rank, of the number of its process."""
+    _append(home / "started", rank, process)
+
+
+def note_end(home: Path, rank: int, code: int) -> None:
+    """Leaves word, for whoever launched a rank, that its process ended; -n: by signal n."""
+    _append(home / "ended", rank, code)
+
+
+def started(home: Path) -> list[tuple[int, int]]:
+    """Returns the ranks of a life with the numbers of their processes."""
+    return _rows(home / "started")
+
+
+def ended(home: Path) -> list[tuple[int, int]]:
+    """Returns the ranks whose processes ended, the first one first, with their exit codes."""
+    return _rows(home / "ended")
+
+
+def failures(home: Path) -> list[Told]:
+    """Returns what the ranks of a life told of failures, the first one first."""
+    found = []
+    for file in home.glob("failure.*"):
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        found.append(Told(fields.pop("at"), Failure(**fields)))
+    return sorted(found, key=lambda told: told.at)
+
+
+def code_of(home: Path, rank: int) -> int | None:
+    """Returns the code that a rank said it would end with; None where it did not."""
+    file = home / f"code.{rank}"
+    return int(file.read_text(encoding="ascii")) if file.exists() else None
+
+
+def preempted_at(home: Path) -> int | None:
+    """Returns the number of steps that were saved when a life was asked to end; None where not."""
+    return max((int(f.read_text(encoding="ascii")) for f in home.glob("preempted.*")), default=None)
+
+
+def steps_begun(home: Path) -> dict[int, int]:
+    """Returns by rank the step that each was in; ranks that came to no step are missing."""
+    pages = {int(file.suffix[1:]): file.read_bytes() for file in home.glob("page.*")}
+    begun = {rank: _COUNT.unpack(page)[0] for rank, page in pages.items()}
+    return {rank: count - 1 for rank, count in sorted(begun.items()) if count}
+
+
+class Page:
+    """A few bytes of memory that outlive this process; to write them costs nothing to speak of."""
+
+    def __init__(self) -> None:
+        """Opens this rank's page in the folder of its life; memory of its own where there is none.
+
+        A second one of the same process is the same page.
+        """
+        home = folder()
+        self._memory: bytearray | mmap.mmap = bytearray(_COUNT.size)
+        if home is not None:
+            with (home / f"page.{_own_rank()}").open("a+b") as opened:
+                opened.truncate(_COUNT.size)
+                self._memory = mmap.mmap(opened.fileno(), _COUNT.size)
+
+    def note(self, step: int) -> None:
+        """Says that step ``step``, counted from 0, begins."""
+        _COUNT.pack_into(self._memory, 0, step + 1)
+
+
+def _append(file: Path, *numbers: int) -> None:
+    with file.open("a", encoding="ascii") as opened:
+        opened.write(" ".join(map(str, numbers)) + "\n")
+
+
+def _rows(file: Path) -> list[tuple[int, int]]:
+    if not file.exists():
+        return []
+    rows = (line.split() for line in file.read_text(encoding="ascii").splitlines())
+    return [(int(first), int(second)) for first, second in rows]
+
+
+def _own_rank() -> str:
+    return os.environ.get(_RANK, "0")
+
+
+def _write_once(file: Path, text: str) -> None:
+    """Writes a file whole, or leaves the one that is there."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    with contextlib.suppress(FileExistsError):
+        os.link(draft, file)
+    draft.unlink()

@@ -23,6 +23,7 @@ from dataclasses import asdict
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.job import life
 from fleetpipe.job.failure import Failure
 from fleetpipe.job.peer import Peer
 from fleetpipe.transport.limit import STOPPED_SECONDS
@@ -322,6 +323,7 @@ class Watch:
             self._end_at = time.monotonic() + GRACE_SECONDS
             interrupts = list(self._interrupts)
         self._tell({"kind": "failure", **asdict(failure)})
+        life.tell_failure(failure)
         for interrupt in interrupts:
             interrupt()
 

@@ -11,13 +11,15 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from fleetpipe.cli import main  # noqa: E402
 from fleetpipe.errors import PeerFailed  # noqa: E402
+from fleetpipe.job import life, process_exit  # noqa: E402
+from fleetpipe.job.failure import Failure  # noqa: E402
 from fleetpipe.job.watch import EXIT_CODE  # noqa: E402
-from fleetpipe.launch.script import EXIT_CODES  # noqa: E402
 
 code = main(sys.argv[1:])
-if EXIT_CODES in os.environ:
-    # The launcher may end this process while it cleans up, and would see that alone.
-    failed_after_another = isinstance(getattr(sys, "last_value", None), PeerFailed)
-    told = EXIT_CODE if code and failed_after_another else code
-    Path(os.environ[EXIT_CODES], os.environ["PADDLE_TRAINER_ID"]).write_text(str(told))
+error = process_exit.error()
+# The launcher may end this process while it cleans up, and would see that alone.
+life.tell_code(EXIT_CODE if code and isinstance(error, PeerFailed) else code)
+if code and error is not None:
+    # Where there was a job its watch has told, or will: the first word counts.
+    life.tell_failure(Failure.of(int(os.environ.get("PADDLE_TRAINER_ID", "0")), error))
 sys.exit(code)

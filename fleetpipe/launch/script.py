@@ -16,11 +16,10 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from fleetpipe import arguments as kinds
+from fleetpipe.job import life
 from fleetpipe.launch import quiet
 
 LAUNCHED = Path(__file__).with_name("launched.py")
-#: Names the folder in which each launched rank writes its exit code under its number.
-EXIT_CODES = "FLEETPIPE_EXIT_CODES"
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
@@ -89,7 +88,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     command += [str(LAUNCHED), *words, "--log-level", level, str(options.script)]
     command += options.arguments
     with tempfile.TemporaryDirectory(prefix="fleetpipe-") as folder:
-        environment = {**quiet.environment(level), EXIT_CODES: folder}
+        environment = {**quiet.environment(level), life.FOLDER: folder}
         done = subprocess.run(command, env=environment, check=False)
     return in_a_shell(done.returncode)
 

@@ -1,0 +1,88 @@
+"""Paddle's launcher with its faults bridged; its private names are used here (2.6.2 and 3.3.1).
+
+With ``CUDA_VISIBLE_DEVICES=""``, which means no GPU, it looks for the second of one device that has
+no name. It ends with the code of the lowest rank that failed, which may be the signal by which it
+ended that rank itself because another had failed. And it looks only once a second at whether one
+has. What it knows of the ranks' processes is left in the folder of this life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from paddle.distributed.launch.context import device as _device
+from paddle.distributed.launch.job import pod as _pod
+from paddle.distributed.launch.main import launch as _launch
+
+from fleetpipe.job import life
+from fleetpipe.job.watch import EXIT_CODE
+from fleetpipe.launch.script import in_a_shell
+
+#: Seconds between two looks at the processes.
+_LOOK_SECONDS = 0.1
+
+_Device: Any = _device.Device
+_Pod: Any = _pod.Pod
+
+
+def launch() -> None:
+    """Runs Paddle's launcher with the arguments of this process, which it ends.
+
+    Raises:
+        SystemExit: With the exit code of the rank that failed first, 128 + n where signal n ended
+            it; else with 0.
+    """
+    _Pod.deploy = _deploy_and_note
+    _Pod.exit_code = property(_exit_code)
+    _Pod.watch = functools.partialmethod(_watch, interval=_LOOK_SECONDS)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        _Device.parse_device = lambda: _Device(_device.DeviceType.CPU)
+    _launch()
+
+
+_deploy, _watch = _Pod.deploy, _Pod.watch
+
+
+def _deploy_and_note(pod: Any) -> None:
+    """Starts the ranks, and leaves word of each when its process begins and ends."""
+    home = _home()
+
+    def wait_for(container: Any, pid: int) -> None:
+        # Whose code it was is asked of the container: it may have been quicker to fetch it.
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        life.note_end(home, _rank_of(container), int(container.exit_code or 0))
+
+    _deploy(pod)
+    for container in pod.containers:
+        pid = container._proc._proc.pid
+        life.note_start(home, _rank_of(container), pid)
+        threading.Thread(target=wait_for, args=(container, pid), daemon=True).start()
+
+
+def _exit_code(pod: Any) -> int:
+    """Returns the exit code of the rank that failed first.
+
+    A rank that fails because of another one may have ended before it, and says so by its code.
+    """
+    home = _home()
+    codes = dict(life.ended(home))
+    for container in pod.containers:
+        codes.setdefault(_rank_of(container), int(container.exit_code or 0))
+    # The launcher may end a rank while that cleans up, and would see its signal alone.
+    told = [life.code_of(home, rank) or code for rank, code in codes.items()]
+    failed = [code for code in told if code]
+    return in_a_shell(next((code for code in failed if code != EXIT_CODE), [*failed, 0][0]))
+
+
+def _rank_of(container: Any) -> int:
+    return int(container.env["PADDLE_TRAINER_ID"])
+
+
+def _home() -> Path:
+    return Path(os.environ[life.FOLDER])

@@ -1,0 +1,67 @@
+"""What ranks tell the folder of their life, and what is read there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleetpipe.job import life
+from fleetpipe.job.failure import Failure
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
+
+
+def test_without_a_folder_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(life.FOLDER, raising=False)
+    monkeypatch.delenv(life.NUMBER, raising=False)
+    life.tell_failure(Failure(0, "raised", "boom"))
+    life.tell_code(1)
+    life.tell_preempted(3)
+    life.Page().note(7)
+    assert life.folder() is None
+    assert life.number() == 0
+
+
+def test_what_ranks_tell_is_read_in_its_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(life.FOLDER, str(tmp_path))
+    first, second = Failure(2, "died", "it ended"), Failure(1, "raised", "boom", "Traceback")
+    as_rank(monkeypatch, 1)
+    life.tell_failure(first)
+    life.tell_code(70)
+    as_rank(monkeypatch, 0)
+    life.tell_failure(second)
+    life.tell_failure(first)  # what a rank learns later is not what failed first
+    assert [told.failure for told in life.failures(tmp_path)] == [first, second]
+    assert [life.code_of(tmp_path, rank) for rank in (0, 1)] == [None, 70]
+    assert life.preempted_at(tmp_path) is None
+    life.tell_preempted(12)
+    assert life.preempted_at(tmp_path) == 12
+
+
+def test_a_page_says_which_step_a_rank_is_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(life.FOLDER, str(tmp_path))
+    as_rank(monkeypatch, 1)
+    page = life.Page()
+    assert life.steps_begun(tmp_path) == {}
+    page.note(0)
+    assert life.steps_begun(tmp_path) == {1: 0}
+    life.Page().note(41)
+    page.note(42)
+    assert life.steps_begun(tmp_path) == {1: 42}
+
+
+def test_the_launcher_tells_which_processes_began_and_ended(tmp_path: Path) -> None:
+    assert life.started(tmp_path) == life.ended(tmp_path) == []
+    for rank in (0, 1):
+        life.note_start(tmp_path, rank, 100 + rank)
+    life.note_end(tmp_path, 1, -9)
+    life.note_end(tmp_path, 0, 1)
+    assert life.started(tmp_path) == [(0, 100), (1, 101)]
+    assert life.ended(tmp_path) == [(1, -9), (0, 1)]
