@@ -35,6 +35,21 @@ def processes(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """Reads a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"invalid count: {text!r}; give 0, 1, 2, ..")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Reads a time of at least 0 seconds."""
+    value = number(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"invalid time: {text!r}; give seconds, 0 or more")
+    return float(value)
+
+
 def script(text: str) -> Path:
     """Reads the path of a script, which must be there."""
     if not Path(text).is_file():

@@ -51,6 +51,12 @@ COMMANDS = (
         "fleetpipe.launch.command:run",
     ),
     Command(
+        "launch",
+        "run a script on the ranks of a job, and start it again where one fails",
+        "fleetpipe.launch.supervisor.options:configure",
+        "fleetpipe.launch.supervisor.supervisor:run",
+    ),
+    Command(
         "parity",
         "run a training script beside its single-device model and compare every bit",
         "fleetpipe.launch.script:configure_parity",

@@ -32,6 +32,7 @@ CRASHES = Path(os.environ["FLEETPIPE_TEST_CRASHES"])
 # after another on one worker of xdist, the first files of all. (A group of xdist's would do that,
 # but a test's id cannot be changed any more since pytest 9.2.)
 CLOCK = {
+    "tests/launch/supervisor/test_supervisor.py",
     "tests/processes/test_failures.py",
     "tests/processes/test_readme.py",
     "tests/processes/test_run.py",

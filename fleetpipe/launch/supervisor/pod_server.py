@@ -1,0 +1,74 @@
+"""Runs Paddle's launcher, once for each life of a job, in a fork of a process that has loaded it.
+
+Run by its path, with the number of a socket to the supervisor, which asks for one life after
+another: an object of JSON on a line with arguments and environment, answered by one with the code.
+Where the supervisor is gone, the life that runs is ended, and then this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+# Run by path, this file's folder stands first on the path of modules, and must not.
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from fleetpipe.launch._paddle import launch  # noqa: E402
+from fleetpipe.launch.script import in_a_shell  # noqa: E402
+from fleetpipe.launch.supervisor import pods  # noqa: E402
+
+
+def serve(supervisor: socket.socket) -> None:
+    """Runs lives until the supervisor is gone."""
+    with supervisor.makefile("rw", encoding="utf-8") as lines:
+        for line in lines:
+            code = _live(pods.Order(**json.loads(line)), supervisor)
+            lines.write(json.dumps({"code": code}) + "\n")
+            lines.flush()
+
+
+def _live(order: pods.Order, supervisor: socket.socket) -> int:
+    """Runs one life and returns the code of Paddle's launcher."""
+    lasting, held = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(lasting)
+        supervisor.close()
+        _launch(order)
+    os.close(held)
+    # The end of the pipe that the fork holds closes with it; its children have no copy.
+    ended, _, _ = select.select([lasting, supervisor.fileno()], [], [])
+    if lasting not in ended:
+        os.kill(process, signal.SIGTERM)
+    os.close(lasting)
+    _, status = os.waitpid(process, 0)
+    return in_a_shell(os.waitstatus_to_exitcode(status))
+
+
+def _launch(order: pods.Order) -> NoReturn:
+    """Becomes Paddle's launcher."""
+    code = 1
+    try:
+        # Names and ports would be those of the life before.
+        random.seed()
+        sys.argv = ["fleetpipe launch", *order.arguments]
+        os.environ.update(order.environment)
+        launch()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,108 @@
+"""The supervisor's end of the process in which Paddle's launcher runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fleetpipe.errors import StateError
+from fleetpipe.job import life
+
+_SERVER = Path(__file__).with_name("pod_server.py")
+#: Seconds in which the process ends once nobody asks it for anything.
+_LAST_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """A life that is to be run.
+
+    Attributes:
+        arguments: Those of Paddle's launcher.
+        environment: What the environment has beside this process's.
+    """
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+
+
+class Pods:
+    """A process that has loaded Paddle's launcher, and runs one life of the ranks after another."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Starts the process.
+
+        Args:
+            environment: Its environment.
+        """
+        own, its = socket.socketpair()
+        with its:
+            command = [sys.executable, str(_SERVER), str(its.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                pass_fds=[its.fileno()],
+                # What a terminal sends reaches the supervisor alone, which decides.
+                start_new_session=True,
+            )
+        self._socket = own
+
+    def fileno(self) -> int:
+        """Returns the descriptor that can be read when a life has ended."""
+        return self._socket.fileno()
+
+    def start(self, order: Order) -> None:
+        """Begins a life."""
+        self._socket.sendall(json.dumps(asdict(order)).encode() + b"\n")
+
+    def code(self) -> int:
+        """Returns the code of the launcher whose life has ended; waits until it has.
+
+        Raises:
+            StateError: The process itself has ended.
+        """
+        told = b""
+        while not told.endswith(b"\n"):
+            more = self._socket.recv(1 << 12)
+            if not more:
+                raise StateError(
+                    "the process in which Paddle's launcher runs ended by itself",
+                    got=f"exit code {self._process.wait()}",
+                    cause="it was killed, or Paddle cannot be imported: see above",
+                    fix="start the job again; it goes on from its checkpoint",
+                )
+            told += more
+        return int(json.loads(told)["code"])
+
+    def close(self) -> None:
+        """Ends the process, and the life that runs."""
+        self._socket.close()
+        try:
+            self._process.wait(_LAST_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def signal_ranks(home: Path, number: int) -> None:
+    """Sends a signal to the processes of a life's ranks that have not ended."""
+    ended = {rank for rank, _ in life.ended(home)}
+    for rank, process in life.started(home):
+        if rank not in ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+
+def end_sessions(home: Path) -> None:
+    """Ends what the ranks of a life have left: each had a session of its own."""
+    for _, process in life.started(home):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)

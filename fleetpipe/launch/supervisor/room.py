@@ -1,0 +1,55 @@
+"""The supervisor's folder in the host's memory, which no death of a rank ends.
+
+It holds a folder for each life. A lock says whose it is: what a supervisor that was killed has left
+behind is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+#: A file system in memory, where the system has one.
+_MEMORY = Path("/dev/shm")
+_PREFIX = "fleetpipe-launch-"
+_LOCK = "lock"
+
+
+@contextmanager
+def room() -> Iterator[Path]:
+    """Makes the folder, for this user alone, and removes it in the end."""
+    place = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    for left in place.glob(f"{_PREFIX}*"):
+        _remove_left_over(left)
+    hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
+    folder = place / hidden.name[1:]
+    try:
+        with (hidden / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Seen by others only now that it is locked.
+            hidden.rename(folder)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left_over(folder: Path) -> None:
+    # It may be another user's, or be removed by another supervisor meanwhile.
+    with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
+        if _is_free(lock):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_free(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""How a life of a job ended: who failed first, in which step, and what that means for the next."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleetpipe.job import life
+from fleetpipe.job.failure import Failure
+from fleetpipe.job.watch import EXIT_CODE
+from fleetpipe.launch.script import in_a_shell
+
+#: Status of a job of which one step failed twice in a row: EX_DATAERR.
+POISONED = 65
+_MOST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a life ended.
+
+    Attributes:
+        code: 0 where every rank did its work; else the code of the rank that failed first, as a
+            shell has it.
+        saved: Steps that were saved where the life was asked to end; else None.
+        step: The step in which the first rank failed; None before the first.
+        culprit: Who failed first, and how; empty where nobody did.
+        details: What its last words were, or where all ranks were.
+        raised: Whether it raised an error, as it would again.
+    """
+
+    code: int
+    saved: int | None = None
+    step: int | None = None
+    culprit: str = ""
+    details: str = ""
+    raised: bool = False
+
+    def repeats(self, other: Verdict) -> bool:
+        """Whether this failure is the one of ``other`` once more.
+
+        That is one in the same step; before any step, where a rank may have been killed while it
+        loaded, one with the same error.
+        """
+        if self.step is None or other.step is None:
+            both = self.raised and other.raised
+            return self.step is other.step and both and self.culprit == other.culprit
+        return self.step == other.step
+
+
+def judge(home: Path, code: int) -> Verdict:
+    """Judges a life by what its ranks and its launcher left in its folder.
+
+    Args:
+        home: The folder.
+        code: The exit code of Paddle's launcher.
+    """
+    saved = life.preempted_at(home)
+    if code == 0 or saved is not None:
+        return Verdict(code, saved)
+    steps = life.steps_begun(home)
+    rank, failed, told = _first(home)
+    step = None if rank is None else steps.get(rank)
+    if rank is None:
+        return Verdict(code, culprit=f"Paddle's launcher ended with {code}")
+    who, code = f"rank {rank}", in_a_shell(failed) or code
+    if told is None:
+        return Verdict(code, None, step, f"{who} {_in_words(failed)} without a word")
+    signalled = f" ({_in_words(failed)})" if failed < 0 else ""
+    words = f"{who} {told.what}{signalled}: {told.text}"
+    details = "\n".join(told.details.rstrip().splitlines()[-_MOST_LINES:])
+    return Verdict(code, None, step, words, details, told.what == "raised")
+
+
+def _first(home: Path) -> tuple[int | None, int, Failure | None]:
+    """Returns the rank that failed first, its exit code, and what is told of it."""
+    failures = [told.failure for told in life.failures(home)]
+    ended = [(rank, life.code_of(home, rank) or code) for rank, code in life.ended(home)]
+    failed = [(rank, code) for rank, code in ended if code]
+    own = [(rank, code) for rank, code in failed if code != EXIT_CODE] or failed
+    # A process that is ended by a signal tells nobody; before it others do not fail.
+    if own and own[0][1] < 0 and own[0] == failed[0]:
+        rank = own[0][0]
+    elif failures:
+        rank = failures[0].rank
+    elif own:
+        rank = own[0][0]
+    else:
+        return None, 0, None
+    told = [failure for failure in failures if failure.rank == rank]
+    return rank, dict(ended).get(rank, 0), told[0] if told else None
+
+
+def _in_words(code: int) -> str:
+    if code >= 0:
+        return f"ended with {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

@@ -1,0 +1,72 @@
+"""``fleetpipe launch``: what starts again, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from fleetpipe.cli import main
+from tests.launch.supervisor.commands import launched
+from tests.launching import Finished
+
+Launch = Callable[..., Finished]
+
+#: What each rank does in each life stands in the script's argument.
+SCRIPT = """
+    import os, signal, sys, time
+    from fleetpipe import fleet
+    from fleetpipe.job import life
+    from fleetpipe.job.job import all_ranks
+
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"pp_degree": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    page = life.Page()
+    happens = dict(pair.split("=") for pair in sys.argv[1:])
+    what = happens.get(f"{life.number()}.{fleet.worker_index()}")
+    if what is not None:
+        page.note(int(what[1:]))
+    all_ranks().all_gather(None)
+    if what and what[0] == "k":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what and what[0] == "r":
+        raise MemoryError(f"cannot allocate {what[1:]} GiB")
+    time.sleep(60)
+    """
+
+
+def test_a_job_is_started_again_as_often_as_it_may_be(launcher: Launch, tmp_path: Path) -> None:
+    happens = ["1.1=k4", "2.0=r9", "3.0=k8"]
+    told = launched(launcher, SCRIPT, "--max_restart=2", arguments=happens, folder=tmp_path)
+    first, second, third, *rest = told.said
+    assert first.startswith("fleetpipe: life 1 ended in step 4: rank 1 died (was ended by SIGKILL)")
+    assert second == "fleetpipe: life 2 begins: restart 1 of 2"
+    assert third == (
+        "fleetpipe: life 2 ended in step 9: rank 0 raised: MemoryError: cannot allocate 9 GiB"
+    )
+    assert "    | MemoryError: cannot allocate 9 GiB" in rest
+    assert rest[-3] == "fleetpipe: life 3 begins: restart 2 of 2"
+    assert "life 3 ended in step 8: rank 0 died" in rest[-2]
+    assert rest[-1] == "fleetpipe: all 2 restarts are used: the job has failed"
+    assert told.code == 128 + signal.SIGKILL
+
+
+def test_a_step_that_fails_twice_in_a_row_is_not_tried_again(
+    launcher: Launch, tmp_path: Path
+) -> None:
+    told = launched(launcher, SCRIPT, arguments=["1.0=r7", "2.1=k7"], folder=tmp_path)
+    assert told.code == 65, told
+    assert told.said[-2:] == [
+        "fleetpipe: step 7 failed twice in a row: it is not started again",
+        "  what to do: look at the data of this step and at the error above; a job that is started "
+        "anew goes on from its checkpoint",
+    ]
+
+
+def test_wrong_numbers_are_refused_before_anything_starts(tmp_path: Path, capsys: object) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    for option in ("--nproc_per_node=0", "--max_restart=-1", "--grace=soon", "--grace=-1"):
+        assert main(["launch", option, str(script)]) == 2
+    assert main(["launch", str(tmp_path / "missing.py")]) == 2

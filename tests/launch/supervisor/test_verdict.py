@@ -1,0 +1,97 @@
+"""Who is said to have failed first, of what the ranks and the launcher left in a life's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleetpipe.job import life
+from fleetpipe.job.failure import Failure
+from fleetpipe.launch.supervisor.verdict import Verdict, judge
+
+
+class Home:
+    """A folder that ranks of a life have written into."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self.monkeypatch = monkeypatch
+        monkeypatch.setenv(life.FOLDER, str(path))
+
+    def rank(self, rank: int, **told: Failure | int) -> None:
+        self.monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
+        for what, value in told.items():
+            if isinstance(value, Failure):
+                life.tell_failure(value)
+            elif what == "code":
+                life.tell_code(value)
+            elif what == "step":
+                life.Page().note(value)
+            elif what == "saved":
+                life.tell_preempted(value)
+
+    def ended(self, *rows: tuple[int, int]) -> None:
+        for rank, code in rows:
+            life.note_end(self.path, rank, code)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    return Home(tmp_path, monkeypatch)
+
+
+DIED = Failure(1, "died", "it ended without a goodbye; last heard .., at: operation F1.0")
+RAISED = Failure(0, "raised", "MemoryError: 80 GiB", "Traceback\n  File\nMemoryError: 80 GiB")
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_the_place_that_others_know(home: Home) -> None:
+    home.rank(0, step=7, failure=DIED, code=70)
+    home.rank(1, step=7)
+    home.ended((1, -9), (0, 70))
+    assert judge(home.path, 137) == Verdict(
+        137, step=7, culprit=f"rank 1 died (was ended by SIGKILL): {DIED.text}"
+    )
+
+
+def test_a_rank_that_raised_is_named_with_the_end_of_its_traceback(home: Home) -> None:
+    home.rank(0, step=3, failure=RAISED, code=1)
+    home.rank(1, step=4, failure=RAISED, code=70)
+    # The one that follows may be quicker to end, or be ended by the launcher.
+    home.ended((1, -15), (0, 1))
+    verdict = judge(home.path, 1)
+    assert (verdict.code, verdict.step, verdict.raised) == (1, 3, True)
+    assert verdict.culprit == "rank 0 raised: MemoryError: 80 GiB"
+    assert verdict.details == RAISED.details
+
+
+def test_a_rank_that_nobody_knew_yet_is_named_by_the_launcher_alone(home: Home) -> None:
+    lost = Failure(1, "raised", "PeerFailed: rank 0, which serves the job's store, is gone")
+    home.rank(1, failure=lost, code=70)
+    home.ended((0, -11), (1, 70))
+    verdict = judge(home.path, 139)
+    assert (verdict.code, verdict.step) == (139, None)
+    assert verdict.culprit == "rank 0 was ended by SIGSEGV without a word"
+    assert judge(home.path, 0).culprit == ""
+
+
+def test_nothing_is_made_up_where_nothing_is_known(home: Home) -> None:
+    assert judge(home.path, 4).culprit == "Paddle's launcher ended with 4"
+
+
+def test_a_life_that_was_asked_to_end_has_saved(home: Home) -> None:
+    home.rank(0, step=9, saved=9, code=0)
+    home.ended((0, 0))
+    assert judge(home.path, 0) == Verdict(0, saved=9)
+
+
+def test_the_same_step_repeats_whoever_failed_and_the_start_only_with_the_same_error() -> None:
+    killed = Verdict(137, step=5, culprit="rank 1 died")
+    assert Verdict(1, step=5, culprit="rank 0 raised: x", raised=True).repeats(killed)
+    assert not Verdict(137, step=6, culprit="rank 1 died").repeats(killed)
+    assert not Verdict(137, culprit="rank 1 died").repeats(killed)
+    start = Verdict(1, culprit="rank 0 raised: x", raised=True)
+    assert start.repeats(start)
+    assert not Verdict(1, culprit="rank 0 raised: y", raised=True).repeats(start)
+    lost = Verdict(137, culprit="rank 0 was ended by SIGKILL without a word")
+    assert not lost.repeats(lost)
