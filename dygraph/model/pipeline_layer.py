@@ -103,11 +103,7 @@ class PipelineLayer(paddle.nn.Layer):
         self._topo = topology_of(topology, self._num_stages, job)
         # With one stage in a job of several the whole model is here, and the others do not matter.
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
-        # As Fleet keeps it. Around Layer.__setattr__, which would make a sublayer of a loss.
-        losses.require_functions(loss_fn)
-        self.__dict__["_loss_fn"] = (
-            losses.functions_in(loss_fn) if LOSS_FUNCTIONS_ARE_A_LIST else loss_fn
-        )
+        self.use_loss(loss_fn)
         interval = checked_interval(recompute_interval, recompute_ctx)
         self._recompute_interval, self.recompute_ctx = interval, recompute_ctx
         self.use_cudagraph = use_cudagraph
@@ -264,6 +260,18 @@ class PipelineLayer(paddle.nn.Layer):
             return input
         self._require_chunk(chunk_id)
         return self.runner.function(self._owned[chunk_id])(input, None)
+
+    def use_loss(self, loss_fn: Any) -> None:
+        """Takes another loss from the next batch on, as ``loss_fn`` of the constructor.
+
+        Raises:
+            ConfigError: One of the functions is a class, or cannot be called.
+        """
+        losses.require_functions(loss_fn)
+        # As Fleet keeps it. Around Layer.__setattr__, which would make a sublayer of a loss.
+        self.__dict__["_loss_fn"] = (
+            losses.functions_in(loss_fn) if LOSS_FUNCTIONS_ARE_A_LIST else loss_fn
+        )
 
     def loss_functions(self) -> list[Criterion]:
         """Returns the loss functions, mostly one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from pathlib import Path
@@ -41,6 +42,7 @@ class PipelineParallel(PipelineFace):
         scaler: Scaler = None,
         loss_fn_idx: int = 0,
         return_micro_batch_loss: bool = False,
+        weights: Sequence[Fraction] | None = None,
     ) -> Nest:
         """Trains on one batch: all micro-batches forward and backward, then one optimizer step.
 
@@ -54,6 +56,8 @@ class PipelineParallel(PipelineFace):
                 all step, or none. On CPU Paddle switches it off.
             loss_fn_idx: Which of the model's loss functions backward starts from; all are computed.
             return_micro_batch_loss: Whether to return the micro-batches' losses one by one.
+            weights: The weight of each micro-batch in the loss, the same on all ranks of the
+                pipeline, where they do not all count alike: those of a short last batch, say.
 
         Returns:
             The loss of the batch, a Tensor without gradient, with the shape, the dtype and the same
@@ -72,7 +76,9 @@ class PipelineParallel(PipelineFace):
         _require_methods("lr_scheduler", lr_scheduler, "an LRScheduler", ("step", "get_lr"))
         _require_methods("scaler", scaler, "a GradScaler", ("scale", "step", "update"))
         scaler = prepared(scaler)
-        batch = TrainingBatch(self._runtime, data, loss_fn_idx, scaler, return_micro_batch_loss)
+        batch = TrainingBatch(
+            self._runtime, data, loss_fn_idx, scaler, return_micro_batch_loss, weights
+        )
         # Last, for it may wait: what this rank can refuse by itself is refused by now.
         self._bind(optimizer)
         batch.train(optimizer)
@@ -293,6 +299,26 @@ class PipelineParallel(PipelineFace):
             [one for _, theirs in replicas for one in theirs],
         )
         return MicroBatches(inputs, labels), everyone
+
+    def from_last_stage(self, value: Nest) -> list[Nest]:
+        """Returns on every rank what the owners of the last stage pass. Collective over the job.
+
+        Args:
+            value: Tensors and plain values in tuples, lists and dicts; on other ranks not looked at.
+
+        Returns:
+            The values, replica by replica.
+
+        Raises:
+            BoundaryError: A value is made of something else.
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        runtime = self._runtime
+        with runtime.job.guarded(lambda: "sharing what the last stage has"):
+            owns = runtime.plays(runtime.last_owner)
+            values = self.replicas.all_gather(value) if owns else None
+            shared: list[Nest] = runtime.job.group().broadcast(values, runtime.last_owner)
+            return shared
 
     def next_keys(self) -> random_keys.Keys | None:
         """Returns the random seeds that the next training batch will have. Collective over mp."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
+
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer, Scaler
 from fleetpipe.dygraph import random_keys
@@ -29,6 +32,7 @@ class TrainingBatch:
         loss_fn_idx: int = 0,
         scaler: Scaler = None,
         by_micro_batch: bool = False,
+        weights: Sequence[Fraction] | None = None,
     ) -> None:
         """Cuts the batch, and refuses what this rank can refuse by itself.
 
@@ -38,9 +42,10 @@ class TrainingBatch:
             loss_fn_idx: Which of the model's loss functions backward starts from.
             scaler: Scales the loss and steps the optimizer.
             by_micro_batch: Whether the loss is a Tensor [micro-batches].
+            weights: The weight of each micro-batch in the loss; None for the usual ones.
 
         Raises:
-            ConfigError: The batch, loss_fn_idx or the grad mode does not fit.
+            ConfigError: The batch, the weights, loss_fn_idx or the grad mode does not fit.
             BoundaryError: A value is not made of Tensors.
             StateError: ``fleet.shutdown`` ended the job of the model.
         """
@@ -52,7 +57,9 @@ class TrainingBatch:
         batches = runtime.micro_batches(data)
         runtime.require_data(batches, labelled=True)
         delayed = runtime.switches.delay_scale_loss
-        self._losses = Losses(functions, runtime.weights, loss_fn_idx, delayed)
+        if weights is not None:
+            _require_weights(weights, len(runtime.weights), delayed)
+        self._losses = Losses(functions, weights or runtime.weights, loss_fn_idx, delayed)
         self._batch = Batch(batches, self._losses, None if scaler is None else scaler.scale)
         self._runtime = runtime
         self._scaler = scaler
@@ -112,4 +119,20 @@ def _require_gradients() -> None:
         raise ConfigError(
             "training needs gradients, and they are switched off",
             fix="leave paddle.no_grad(), or use eval_batch",
+        )
+
+
+def _require_weights(weights: Sequence[Fraction], micro_batches: int, delayed: bool) -> None:
+    if delayed:
+        raise ConfigError(
+            "delay_scale_loss weights all micro-batches alike, after the last backward",
+            got="other weights",
+            fix="leave delay_scale_loss out, or the weights",
+        )
+    if len(weights) != micro_batches:
+        raise ConfigError(
+            "there is one weight for each micro-batch",
+            expected=f"{micro_batches} weights (accumulate_steps)",
+            got=f"{len(weights)} weights",
+            fix="give each micro-batch its weight in the loss of the batch",
         )

@@ -1,0 +1,89 @@
+"""What the last stage computes of each micro-batch: the loss, and what the metrics count.
+
+A metric of ``paddle.metric`` has two halves: ``compute`` takes outputs and labels, ``update`` what
+that gave. The first runs where the outputs are, the second on every rank, of what all replicas
+computed: the metrics of all ranks are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Tensor
+
+#: A ``paddle.metric.Metric``, or any object with its methods.
+Metric = Layer
+
+
+class Criterion(paddle.nn.Layer):
+    """The loss function of a pipeline, and the metrics' eyes on its outputs."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Nest] | None,
+        metrics: Sequence[Metric],
+        micro_batch: Callable[[], int],
+    ) -> None:
+        """Takes what ``prepare`` was given.
+
+        Args:
+            loss: ``loss(*outputs, *labels)`` gives a Tensor with one element, or several to be
+                added up. None where only metrics are wanted.
+            metrics: What ``compute`` is called of.
+            micro_batch: Returns the number of the micro-batch that runs.
+        """
+        super().__init__()
+        self._loss = loss
+        self._metrics = list(metrics)
+        self._micro_batch = micro_batch
+        self._real: dict[int, int] = {}
+        self._computed: dict[int, list[list[Tensor]]] = {}
+
+    def begin(self, real: Sequence[int]) -> None:
+        """Forgets the batch before.
+
+        Args:
+            real: The rows of each micro-batch that count in the metrics; its first ones.
+        """
+        self._real = dict(enumerate(real))
+        self._computed = {}
+
+    def forward(self, output: Nest, label: Nest) -> Tensor:
+        """Returns the loss of one micro-batch, and has the metrics look at it."""
+        columns = [*_listed(output), *_listed(label)]
+        number = self._micro_batch()
+        with paddle.no_grad():
+            real = self._real.get(number, 0)
+            seen = [column.detach()[:real] for column in columns] if real else []
+            self._computed[number] = [
+                [paddle.to_tensor(value) for value in _listed(metric.compute(*seen))]
+                for metric in (self._metrics if real else ())
+            ]
+        if self._loss is None:
+            return paddle.zeros([1])
+        losses = _listed(self._loss(*columns))
+        return losses[0] if len(losses) == 1 else paddle.add_n(losses)
+
+    def computed(self) -> list[list[list[Tensor]]]:
+        """Returns what the metrics computed: by micro-batch, metric, and value of the metric."""
+        return [self._computed[number] for number in sorted(self._computed)]
+
+    def update(self, computed: Sequence[list[list[list[Tensor]]]]) -> None:
+        """Has the metrics count what all replicas computed.
+
+        Args:
+            computed: What each replica's :meth:`computed` returned, in the order of the replicas.
+        """
+        for replica in computed:
+            for micro_batch in replica:
+                for metric, values in zip(self._metrics, micro_batch):
+                    metric.update(*(np.asarray(value.numpy()) for value in values))
+
+
+def _listed(value: Nest) -> list[Nest]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

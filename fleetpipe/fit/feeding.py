@@ -1,0 +1,129 @@
+"""From what a data loader yields to the micro-batches of one batch, and how much each counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.errors import ConfigError
+
+Columns = Sequence[Tensor]
+
+
+class Rows(NamedTuple):
+    """One item of a loader: the columns of some rows of this replica.
+
+    Attributes:
+        inputs: Tensors [rows, ..] for the first stage.
+        labels: Tensors [rows, ..] for the loss.
+        rows: Their number.
+        real: How many of them count; the others fill the last batch up, so that all replicas have
+            one of the same size.
+        everywhere: How many count in all replicas.
+    """
+
+    inputs: Columns
+    labels: Columns
+    rows: int
+    real: int
+    everywhere: int
+
+
+class Cut(NamedTuple):
+    """A batch in micro-batches.
+
+    Attributes:
+        data: ``[inputs, labels]``, a list of one value per micro-batch each.
+        rows: The rows of each micro-batch.
+    """
+
+    data: list[list[Nest]]
+    rows: tuple[int, ...]
+
+    @property
+    def weights(self) -> list[Fraction]:
+        """The share of each micro-batch in a mean over rows."""
+        return [Fraction(rows, sum(self.rows)) for rows in self.rows]
+
+
+def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | None) -> Rows:
+    """Reads one item of a loader.
+
+    Args:
+        item: Tensors or arrays, in any nest of lists and tuples; inputs first, then labels.
+        inputs: Number of its first columns that are inputs.
+        replica: Number of this replica.
+        replicas: Number of replicas, each of which has a like item; in the order of the dataset
+            their rows come after one another.
+        left: Rows of the dataset that this and later batches hold in all replicas together; None
+            where nothing says so, and every row counts.
+
+    Raises:
+        ConfigError: It has fewer columns, or they do not have the same number of rows.
+    """
+    columns = [_tensor(column) for column in paddle.utils.flatten(item)]
+    counts = {column.shape[0] if column.ndim else None for column in columns}
+    if len(columns) < inputs or len(counts) != 1 or None in counts:
+        raise ConfigError(
+            "each item of the data is inputs and labels, with as many rows each",
+            expected=f"{inputs} inputs, and the labels behind them",
+            got=", ".join(str(list(column.shape)) for column in columns) or "nothing",
+            fix="return (input, label) from the dataset, or pass Model(.., inputs=[InputSpec(..), "
+            "..]) with one for each input",
+        )
+    rows = counts.pop()
+    everywhere = rows * replicas if left is None else min(left, rows * replicas)
+    real = max(0, min(rows, everywhere - replica * rows))
+    return Rows(columns[:inputs], columns[inputs:], rows, real, everywhere)
+
+
+def in_micro_batches(rows: Rows, count: int) -> Cut:
+    """Cuts the rows of a batch into ``count`` micro-batches, or into one for each row.
+
+    Their sizes differ by one at most, the larger first.
+    """
+    count = min(count, rows.rows)
+    small, larger = divmod(rows.rows, count)
+    sizes = [small + 1] * larger + [small] * (count - larger)
+    inputs, labels = _parts(rows.inputs, sizes), _parts(rows.labels, sizes)
+    return Cut([inputs, labels], tuple(sizes))
+
+
+def whole(columns: Columns, rows: int) -> Nest:
+    """Returns the first rows of each column: of the one, of several in a tuple; None of none."""
+    parts = tuple(column[:rows] for column in columns)
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else parts
+
+
+def joined(cuts: Iterable[Cut]) -> Cut:
+    """Returns the micro-batches of several batches as those of one."""
+    inputs, labels, rows = [], [], []
+    for cut in cuts:
+        inputs += cut.data[0]
+        labels += cut.data[1]
+        rows += cut.rows
+    return Cut([inputs, labels], tuple(rows))
+
+
+def _parts(columns: Columns, sizes: Sequence[int]) -> list[Nest]:
+    """Returns the columns of each part: the one column, a tuple of several, None without any."""
+    parts = list(zip(*(_cut(column, sizes) for column in columns)))
+    if not columns:
+        return [None] * len(sizes)
+    return [part[0] for part in parts] if len(columns) == 1 else list(parts)
+
+
+def _cut(column: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    start = 0
+    for size in sizes:
+        yield column[start : start + size]
+        start += size
+
+
+def _tensor(column: Nest) -> Tensor:
+    return column if isinstance(column, paddle.Tensor) else paddle.to_tensor(column)

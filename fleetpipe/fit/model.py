@@ -1,0 +1,377 @@
+"""``fleetpipe.Model``: the loop of ``paddle.Model`` over a pipeline, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from paddle.hapi.callbacks import CallbackList, config_callbacks
+
+from fleetpipe import fleet
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
+from fleetpipe.dygraph import PipelineLayer, PipelineParallel
+from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.fit.criterion import Metric
+from fleetpipe.fit.epoch import Logs, Pass, Source, names_of
+from fleetpipe.fit.feeding import Rows, rows_of
+from fleetpipe.fit.runner import Runner
+from fleetpipe.io import DistributedBatchSampler
+from fleetpipe.job.job import Job, current_job
+
+
+class Model(paddle.Model):
+    """Trains, evaluates and asks a pipeline with the methods of ``paddle.Model``.
+
+    Every method that takes data is collective: each rank calls it, with the same arguments. What it
+    returns is the same on every rank.
+
+    Attributes:
+        network: The ``PipelineLayer``.
+        stop_training: Set by callbacks; training ends with the epoch in which any rank set it.
+        mode: ``"train"``, ``"eval"`` or ``"test"``.
+    """
+
+    def __init__(self, network: Layer, inputs: Nest = None, labels: Nest = None) -> None:
+        """Takes a network; call after ``fleet.init``.
+
+        Args:
+            network: A ``PipelineLayer``, or the list of layers of one.
+            inputs: An ``InputSpec`` for each column of the data that is an input; None for one.
+            labels: Accepted for Paddle's sake: what follows the inputs is a label.
+
+        Raises:
+            StateError: ``fleet.init`` was not called.
+            ConfigError: The network is no pipeline.
+        """
+        # Not Paddle's own constructor: in a job it would wrap the network for data parallelism.
+        self._job = _required_job()
+        self.mode = "train"
+        self.network: PipelineLayer = _pipeline(network, self._job)
+        self.stop_training = False
+        self._inputs = _listed(inputs) or [None]
+        self._labels = _listed(labels)
+        self._metrics: list[Metric] = []
+        self._loss: Callable[..., Nest] | None = None
+        self._optimizer: Optimizer = None
+        self._runner: Runner | None = None
+
+    def prepare(
+        self,
+        optimizer: Optimizer = None,
+        loss: Callable[..., Nest] | None = None,
+        metrics: Metric | Sequence[Metric] | None = None,
+        amp_configs: str | dict[str, Any] | None = None,
+    ) -> None:
+        """Says what to train with. Collective over the job.
+
+        Args:
+            optimizer: Any Paddle optimizer over ``parameters()``; needed for training.
+            loss: ``loss(*outputs, *labels)``, a layer or a function; needed for training.
+            metrics: Objects of ``paddle.metric``, or any with their methods.
+            amp_configs: As Paddle's.
+
+        Raises:
+            ConfigError: One of these does not fit a pipeline.
+            PipelineTimeout: Another rank did not arrive within the limit.
+        """
+        self._metrics, self._loss = _listed(metrics), loss
+        # Callbacks see the user's own optimizer, whose learning rate they change.
+        self._optimizer = optimizer
+        wrapped = None if optimizer is None else fleet.distributed_optimizer(optimizer)
+        pipeline = self._runner.pipeline if self._runner else fleet.distributed_model(self.network)
+        self._runner = Runner(pipeline, self._job, loss, self._metrics, wrapped)
+
+    @property
+    def pipeline(self) -> PipelineParallel:
+        """The wrapped network, for what this class has no method for: schedule, trace, profile.
+
+        Raises:
+            StateError: :meth:`prepare` was not called.
+        """
+        return self._prepared().pipeline
+
+    def train_batch(self, inputs: Nest, labels: Nest = None, update: bool = True) -> Nest:
+        """Trains on one batch of this replica, of any number of rows.
+
+        Args:
+            inputs: A Tensor or an array, or a list of them.
+            labels: As the inputs.
+            update: Must be True: a pipeline steps once for each batch.
+
+        Returns:
+            ``[loss]``, an array; with metrics a pair of that and what they have come to.
+
+        Raises:
+            ConfigError: There is no optimizer or loss, or the batch does not fit.
+        """
+        if not update:
+            raise ConfigError(
+                "a pipeline adds up gradients over the micro-batches of one batch",
+                got="update=False",
+                fix="raise accumulate_steps in strategy.pipeline_configs, or pass "
+                "accumulate_grad_batches to fit",
+            )
+        (loss,) = self._trainer().train([self._rows(inputs, labels)])
+        return self._result(loss)
+
+    def eval_batch(self, inputs: Nest, labels: Nest = None) -> Nest:
+        """Evaluates one batch; takes and returns what :meth:`train_batch` does."""
+        self.mode = "eval"
+        return self._result(self._prepared().evaluate(self._rows(inputs, labels)))
+
+    def predict_batch(self, inputs: Nest) -> list[np.ndarray]:
+        """Returns the outputs for one batch of every replica, each an array [rows, ..]."""
+        self.mode = "test"
+        return self._prepared().predict(self._rows(inputs, None))
+
+    def fit(
+        self,
+        train_data: Nest = None,
+        eval_data: Nest = None,
+        batch_size: int | Sequence[int] = 1,
+        epochs: int = 1,
+        eval_freq: int = 1,
+        log_freq: int = 10,
+        save_dir: str | None = None,
+        save_freq: int = 1,
+        verbose: int = 2,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        callbacks: Nest = None,
+        accumulate_grad_batches: int = 1,
+        num_iters: int | None = None,
+    ) -> None:
+        """Trains for some epochs. Collective over the job.
+
+        Args:
+            train_data: A ``Dataset``, of which each replica reads a part, or anything that yields
+                batches of this replica: a ``DataLoader``, a list.
+            eval_data: As ``train_data``; evaluated at the end of epochs.
+            batch_size: Rows of a batch of one replica, where the data is a ``Dataset``; a pair for
+                training and evaluation.
+            epochs: Passes over the training data.
+            eval_freq: Epochs from one evaluation to the next; the first epoch has one.
+            log_freq: Batches from one line of the log to the next.
+            save_dir: Where ``<epoch>.pdparams`` and ``<epoch>.pdopt`` are written; None: nowhere.
+            save_freq: Epochs from one of these to the next.
+            verbose: 0 for silence, 1 for a bar, 2 for lines.
+            drop_last: Whether a short last batch is left out.
+            shuffle: Whether the order of a ``Dataset`` changes from epoch to epoch.
+            num_workers: Processes that load a ``Dataset``.
+            callbacks: ``paddle.callbacks.Callback`` s; they run on every rank.
+            accumulate_grad_batches: Batches whose gradients are added up for one step.
+            num_iters: Most batches to train on, in all epochs together.
+
+        Raises:
+            ConfigError: There is no optimizer or loss, or the data does not fit.
+        """
+        self._trainer()
+        train_size, eval_size = _sizes(batch_size)
+        source = self._source(train_data, train_size, shuffle, drop_last, num_workers)
+        evaluation = (
+            None if eval_data is None else self._source(eval_data, eval_size, workers=num_workers)
+        )
+        steps = source.steps
+        if num_iters is not None and steps is not None:
+            epochs, steps = -(-num_iters // steps), min(num_iters, steps)
+        called = self._callbacks(callbacks, epochs, steps, log_freq, save_freq, save_dir, verbose)
+        runs = Pass(self._prepared(), called, self._metrics, num_iters)
+        logs: Logs = {}
+        called.on_begin("train")
+        for epoch in range(epochs):
+            called.on_epoch_begin(epoch)
+            self.mode = "train"
+            logs = runs.train(source, accumulate_grad_batches)
+            called.on_epoch_end(epoch, logs)
+            if evaluation is not None and epoch % eval_freq == 0:
+                self._evaluate(evaluation, called, None)
+            if runs.left == 0 or self._prepared().any_rank(self.stop_training):
+                break
+        called.on_end("train", logs)
+
+    def evaluate(
+        self,
+        eval_data: Nest,
+        batch_size: int = 1,
+        log_freq: int = 10,
+        verbose: int = 2,
+        num_workers: int = 0,
+        callbacks: Nest = None,
+        num_iters: int | None = None,
+    ) -> Logs:
+        """Returns the loss of the last batch and the metrics of all, by name. Collective.
+
+        Args:
+            eval_data: As for :meth:`fit`.
+            batch_size: Rows of a batch of one replica.
+            log_freq: Batches from one line of the log to the next.
+            verbose: As for :meth:`fit`.
+            num_workers: Processes that load a ``Dataset``.
+            callbacks: As for :meth:`fit`.
+            num_iters: Most batches to evaluate.
+        """
+        source = self._source(eval_data, batch_size, workers=num_workers)
+        called = self._callbacks(callbacks, None, None, log_freq, 1, None, verbose)
+        return {
+            name: value
+            for name, value in self._evaluate(source, called, num_iters).items()
+            if name in self._names()
+        }
+
+    def predict(
+        self,
+        test_data: Nest,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        stack_outputs: bool = False,
+        verbose: int = 1,
+        callbacks: Nest = None,
+    ) -> list[Nest]:
+        """Returns the model's outputs for the whole of the data, on every rank. Collective.
+
+        Args:
+            test_data: As for :meth:`fit`; columns behind the inputs are not looked at.
+            batch_size: Rows of a batch of one replica.
+            num_workers: Processes that load a ``Dataset``.
+            stack_outputs: Whether the arrays of all batches are joined.
+            verbose: As for :meth:`fit`.
+            callbacks: As for :meth:`fit`.
+
+        Returns:
+            For each output of the model its arrays, batch by batch, in the order of the data.
+        """
+        self.mode = "test"
+        source = self._source(test_data, batch_size, workers=num_workers)
+        called = self._callbacks(callbacks, None, None, 1, 1, None, verbose)
+        logs: Logs = {"steps": source.steps}
+        called.on_begin("predict", logs)
+        runs = Pass(self._prepared(), called, (), None)
+        outputs = [list(arrays) for arrays in zip(*runs.predict(source))]
+        called.on_end("predict", runs.logs)
+        return [np.concatenate(arrays) for arrays in outputs] if stack_outputs else outputs
+
+    def parameters(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """Returns the parameters of this process's stages, for the optimizer."""
+        return list(self.network.parameters(*args, **kwargs))
+
+    def _evaluate(self, source: Source, called: CallbackList, most: int | None) -> Logs:
+        self.mode = "eval"
+        steps = source.steps if most is None else min(most, source.steps or most)
+        called.on_begin("eval", {"steps": steps, "metrics": self._names()})
+        runs = Pass(self._prepared(), called, self._metrics, most)
+        logs = runs.evaluate(source, self._loss is not None)
+        called.on_end("eval", logs)
+        return logs
+
+    def _source(
+        self,
+        data: Nest,
+        batch_size: int,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        workers: int = 0,
+    ) -> Source:
+        """Returns where batches come from; a Dataset is sharded by replica."""
+        degrees = self._job.degrees
+        samples = None
+        if isinstance(data, paddle.io.Dataset) and not isinstance(data, paddle.io.IterableDataset):
+            sampler = DistributedBatchSampler(data, batch_size, shuffle, drop_last)
+            samples = None if shuffle else len(data)
+            data = paddle.io.DataLoader(
+                data, batch_sampler=sampler, num_workers=workers, return_list=True
+            )
+        return Source(data, samples, len(self._inputs), self._job.replica, degrees.replicas)
+
+    def _callbacks(
+        self,
+        callbacks: Nest,
+        epochs: int | None,
+        steps: int | None,
+        log_freq: int,
+        save_freq: int,
+        save_dir: str | None,
+        verbose: int,
+    ) -> CallbackList:
+        return config_callbacks(
+            on_ranks(callbacks, save_freq, save_dir),
+            model=self,
+            epochs=epochs,
+            steps=steps,
+            log_freq=log_freq,
+            save_freq=save_freq,
+            save_dir=save_dir,
+            verbose=verbose,
+            metrics=self._names(),
+        )
+
+    def _names(self) -> list[str]:
+        return [*(["loss"] if self._loss is not None else []), *names_of(self._metrics)]
+
+    def _rows(self, inputs: Nest, labels: Nest) -> Rows:
+        columns = _listed(inputs)
+        degrees = self._job.degrees
+        item = [*columns, *_listed(labels)]
+        return rows_of(item, len(columns), self._job.replica, degrees.replicas, None)
+
+    def _result(self, loss: float) -> Nest:
+        losses = [] if self._loss is None else [np.asarray(loss, "float32")]
+        values = [metric.accumulate() for metric in self._metrics]
+        return (losses, values) if values else losses
+
+    def _prepared(self) -> Runner:
+        if self._runner is None:
+            raise StateError(
+                "this Model is not prepared",
+                fix="call model.prepare(optimizer, loss, metrics) before anything is run",
+            )
+        return self._runner
+
+    def _trainer(self) -> Runner:
+        runner = self._prepared()
+        if self._optimizer is None or self._loss is None:
+            raise ConfigError(
+                "training needs an optimizer and a loss",
+                fix="call model.prepare(optimizer, loss, metrics)",
+            )
+        self.mode = "train"
+        return runner
+
+
+def _required_job() -> Job:
+    job = current_job()
+    if job is None:
+        raise StateError(
+            "a Model is made after fleet.init",
+            fix="call fleet.init(is_collective=True, strategy=strategy) first",
+        )
+    return job
+
+
+def _pipeline(network: Layer, job: Job) -> PipelineLayer:
+    if isinstance(network, PipelineLayer):
+        return network
+    if isinstance(network, (list, tuple)):
+        return PipelineLayer(list(network), num_stages=job.degrees.pp)
+    raise ConfigError(
+        "a Model trains a pipeline",
+        expected="a PipelineLayer, or the list of its layers",
+        got=type(network).__name__,
+        fix="write the model as PipelineLayer(layers=[LayerDesc(..), ..])",
+    )
+
+
+def _sizes(batch_size: int | Sequence[int]) -> tuple[int, int]:
+    if isinstance(batch_size, int):
+        return batch_size, batch_size
+    train, evaluation = batch_size
+    return train, evaluation
+
+
+def _listed(value: Nest) -> list[Nest]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
