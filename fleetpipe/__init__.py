@@ -7,8 +7,21 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleetpipe.fit.model import Model as Model
 
 __version__ = "0.1.0"
+
+#: The names below that need Paddle, which is imported when one is first asked for.
+_LATE = {"Model": "fleetpipe.fit.model"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATE[name]), name)
 
 
 def install() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.fit.feeding import as_tensor
 
 #: A ``paddle.metric.Metric``, or any object with its methods.
 Metric = Layer
@@ -59,7 +60,7 @@ class Criterion(paddle.nn.Layer):
             real = self._real.get(number, 0)
             seen = [column.detach()[:real] for column in columns] if real else []
             self._computed[number] = [
-                [paddle.to_tensor(value) for value in _listed(metric.compute(*seen))]
+                [as_tensor(value) for value in _listed(metric.compute(*seen))]
                 for metric in (self._metrics if real else ())
             ]
         if self._loss is None:

@@ -64,7 +64,7 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
     Raises:
         ConfigError: It has fewer columns, or they do not have the same number of rows.
     """
-    columns = [_tensor(column) for column in paddle.utils.flatten(item)]
+    columns = [as_tensor(column) for column in paddle.utils.flatten(item)]
     counts = {column.shape[0] if column.ndim else None for column in columns}
     if len(columns) < inputs or len(counts) != 1 or None in counts:
         raise ConfigError(
@@ -125,5 +125,6 @@ def _cut(column: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
         start += size
 
 
-def _tensor(column: Nest) -> Tensor:
-    return column if isinstance(column, paddle.Tensor) else paddle.to_tensor(column)
+def as_tensor(value: Nest) -> Tensor:
+    """Returns a Tensor as it is, and an array or a number as a Tensor."""
+    return value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)

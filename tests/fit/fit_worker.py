@@ -1,0 +1,51 @@
+"""Fits on all ranks with Paddle's callbacks: ``fit_worker.py FOLDER DP PP``; each rank reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import fleet
+from tests import jobs
+from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers
+
+RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def main(folder: Path, dp: int, pp: int) -> None:
+    # A batch of all replicas has the rows of one without any.
+    jobs.begin(pp, STEPS // dp, rows=ROWS, dp=dp)
+    model = fleetpipe.Model(layers())
+    optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
+    model.prepare(optimizer, nn.CrossEntropyLoss(), paddle.metric.Accuracy(topk=(1, 2)))
+    told = Losses()
+    callbacks = [
+        told,
+        paddle.callbacks.EarlyStopping("acc_top1", mode="max", patience=1, save_best_model=False),
+        paddle.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, verbose=0, min_delta=9),
+    ]
+    options: Any = {"batch_size": BATCH // dp, "verbose": 0}
+    evaluation = Digits(1000, 1045)
+    model.fit(Digits(0, 6 * BATCH), evaluation, epochs=3, callbacks=callbacks, **options)
+    result = model.evaluate(evaluation, **options)
+    (outputs,) = model.predict(evaluation, stack_outputs=True, **options)
+    report = {
+        "train": told.train,
+        "eval": told.eval,
+        "rate": optimizer.get_lr(),
+        "result": result,
+        "outputs": outputs.tolist(),
+    }
+    (folder / f"rank{RANK}.json").write_text(json.dumps(report, default=float))
+    fleet.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,0 +1,187 @@
+"""``fleetpipe.Model`` beside ``paddle.Model`` on one device: the same losses, metrics and bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from sklearn.datasets import load_digits
+
+import fleetpipe
+from fleetpipe import fleet
+from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests import jobs
+
+STEPS, ROWS = 4, 8
+BATCH = STEPS * ROWS
+
+
+class Digits(paddle.io.Dataset):
+    """Some of scikit-learn's digits."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        digits = load_digits()
+        self.images = (digits.data[begin:end] / 16).astype("float32")
+        self.labels = digits.target[begin:end].astype("int64")[:, None]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[index], self.labels[index]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def layers() -> list[Any]:
+    return [
+        *(LayerDesc(nn.Linear, 64, 48), nn.functional.relu),
+        *(LayerDesc(nn.Linear, 48, 32), nn.functional.relu, LayerDesc(nn.Linear, 32, 10)),
+    ]
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+        yield fleetpipe.Model(layers())
+
+
+def prepared(model: Any, **options: Any) -> Any:
+    optimizer = paddle.optimizer.Adam(0.01, parameters=model.parameters())
+    model.prepare(optimizer, nn.CrossEntropyLoss(), paddle.metric.Accuracy(topk=(1, 2)), **options)
+    return model
+
+
+class Losses(paddle.callbacks.Callback):
+    """Keeps what callbacks are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train: list[Any] = []
+        self.eval: list[Any] = []
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        self.train.append({**logs, "step": step})
+
+    def on_eval_end(self, logs: Any = None) -> None:
+        self.eval.append(dict(logs))
+
+
+def single(model: Any) -> Any:
+    """Builds the single-device model with the weights of a pipeline, under Paddle's own Model."""
+    network = model.network.single_model()
+    model.network.copy_to(network)
+    return network
+
+
+def micro_batches(data: Digits) -> list[list[Any]]:
+    """The micro-batches of all whole batches, as batches of Paddle's Model."""
+    starts = range(0, len(data) // BATCH * BATCH, ROWS)
+    return [
+        [paddle.to_tensor(column[start : start + ROWS]) for column in (data.images, data.labels)]
+        for start in starts
+    ]
+
+
+def test_fit_has_the_bits_of_paddles_fit(model: Any) -> None:
+    data = Digits(0, 6 * BATCH)
+    network = single(prepared(model))
+    reference = paddle.Model(network)
+    criterion = nn.CrossEntropyLoss()
+    reference.prepare(
+        paddle.optimizer.Adam(0.01, parameters=network.parameters()),
+        lambda output, label: criterion(output, label) / STEPS,
+        paddle.metric.Accuracy(topk=(1, 2)),
+    )
+    ours, theirs = Losses(), Losses()
+    options: Any = {"epochs": 2, "shuffle": False, "verbose": 0}
+    model.fit(data, batch_size=BATCH, callbacks=ours, **options)
+    reference.fit(micro_batches(data), callbacks=theirs, accumulate_grad_batches=STEPS, **options)
+    shares = np.float32([logs["loss"] for logs in theirs.train]).reshape(-1, STEPS)
+    expected = [np.add.accumulate(row)[-1] for row in shares]
+    assert [logs["loss"][0] for logs in ours.train] == expected
+    for name in ("acc_top1", "acc_top2"):
+        ends = [logs[name] for logs in theirs.train[STEPS - 1 :: STEPS]]
+        assert [logs[name] for logs in ours.train] == ends
+    for mine, other in zip(single(model).parameters(), network.parameters()):
+        assert np.array_equal(mine.numpy(), other.numpy())
+
+
+def test_evaluation_and_prediction_count_every_row_once(model: Any) -> None:
+    data = Digits(0, 2 * BATCH + 5)
+    network = single(prepared(model))
+    network.eval()
+    outputs = network(paddle.to_tensor(data.images)).numpy()
+    right = outputs.argsort(1)[:, ::-1] == data.labels
+    result = model.evaluate(data, batch_size=BATCH, verbose=0)
+    assert result["acc_top1"] == right[:, 0].mean()
+    assert result["acc_top2"] == right[:, :2].any(1).mean()
+    last = nn.functional.cross_entropy(
+        paddle.to_tensor(outputs[2 * BATCH :]), paddle.to_tensor(data.labels[2 * BATCH :])
+    )
+    assert result["loss"] == [pytest.approx(float(last), abs=1e-6)]
+    (predicted,) = model.predict(data, batch_size=BATCH, stack_outputs=True, verbose=0)
+    assert np.allclose(predicted, outputs, atol=1e-6) and predicted.shape == (len(data), 10)
+
+
+def test_a_short_last_batch_trains_and_counts_by_rows(model: Any) -> None:
+    rows = 6
+    data = Digits(0, BATCH + rows)
+    network = single(prepared(model))
+    ours = Losses()
+    model.fit(data, batch_size=BATCH, shuffle=False, verbose=0, callbacks=ours)
+    optimizer = paddle.optimizer.Adam(0.01, parameters=network.parameters())
+    images, labels = map(paddle.to_tensor, (data.images, data.labels))
+    for begin, sizes in ((0, [ROWS] * STEPS), (BATCH, [2, 2, 1, 1])):
+        for size in sizes:
+            loss = nn.functional.cross_entropy(
+                network(images[begin : begin + size]), labels[begin : begin + size]
+            )
+            (loss * size / sum(sizes)).backward()
+            begin += size
+        optimizer.step()
+        optimizer.clear_grad()
+    assert [logs["batch_size"] for logs in ours.train] == [BATCH, rows]
+    for mine, other in zip(single(model).parameters(), network.parameters()):
+        assert np.allclose(mine.numpy(), other.numpy(), atol=1e-6)
+
+
+def test_the_gradients_of_several_batches_make_one_step(model: Any) -> None:
+    data = Digits(0, 3 * BATCH)
+    network = single(prepared(model))
+    ours = Losses()
+    model.fit(
+        *(data, None, BATCH),
+        shuffle=False,
+        verbose=0,
+        accumulate_grad_batches=2,
+        callbacks=ours,
+    )
+    optimizer = paddle.optimizer.Adam(0.01, parameters=network.parameters())
+    losses = []
+    for number, (images, labels) in enumerate(micro_batches(data)):
+        loss = nn.functional.cross_entropy(network(images), labels) / STEPS
+        loss.backward()
+        losses.append(loss.numpy())
+        if number + 1 in (2 * STEPS, 3 * STEPS):
+            optimizer.step()
+            optimizer.clear_grad()
+    totals = np.add.accumulate(np.reshape(losses, (-1, STEPS)), axis=1)[:, -1]
+    assert [logs["loss"][0] for logs in ours.train] == list(totals)
+    assert [logs["step"] for logs in ours.train] == [0, 1, 2]
+    for mine, other in zip(single(model).parameters(), network.parameters()):
+        assert np.array_equal(mine.numpy(), other.numpy())
+
+
+def test_a_model_needs_a_job_an_optimizer_and_a_loss(model: Any) -> None:
+    with pytest.raises(StateError, match="prepare"):
+        model.fit(Digits(0, 8))
+    model.prepare(None, nn.CrossEntropyLoss())
+    with pytest.raises(ConfigError, match="optimizer"):
+        model.fit(Digits(0, 8))
+    fleet.shutdown()
+    with pytest.raises(StateError, match="init"):
+        fleetpipe.Model(layers())

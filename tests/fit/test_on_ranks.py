@@ -1,0 +1,37 @@
+"""``fit`` on several ranks beside one process: losses and metrics are equal on every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.launching import ROOT, Finished
+
+WORKER = ROOT / "tests" / "fit" / "fit_worker.py"
+
+Launch = Callable[..., Finished]
+
+
+def reports(launch: Launch, folder: Path, nproc: int | None, dp: int) -> list[Any]:
+    home = folder / f"{nproc}-{dp}"
+    home.mkdir()
+    launch(WORKER, nproc, args=[str(home), str(dp), "2"])
+    return [json.loads(file.read_text()) for file in sorted(home.glob("rank*.json"))]
+
+
+def test_every_rank_sees_what_one_process_sees(launch: Launch, tmp_path: Path) -> None:
+    (alone,) = reports(launch, tmp_path, None, 1)
+    assert len(alone["train"]) == 18
+    assert alone["rate"] == 0.1 * 0.5**2
+    assert len(alone["outputs"]) == 45
+    assert reports(launch, tmp_path, 2, 1) == [alone] * 2
+    first, *others = reports(launch, tmp_path, 4, 2)
+    assert others == [first] * 3
+    for mine, other in zip(first["train"] + first["eval"], alone["train"] + alone["eval"]):
+        assert np.allclose(mine.pop("loss"), other.pop("loss"), atol=1e-5)
+        assert mine == other
+    assert np.allclose(first["outputs"], alone["outputs"], atol=1e-4)
