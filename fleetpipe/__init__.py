@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fleetpipe.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from fleetpipe.fit.model import Model as Model
-
-__version__ = "0.1.0"
 
 #: The names below that need Paddle, which is imported when one is first asked for.
 _LATE = {"Model": "fleetpipe.fit.model"}

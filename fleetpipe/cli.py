@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe import __version__
 from fleetpipe.errors import FleetPipeError, ScheduleError, nearest
 from fleetpipe.launch.quiet import DEFAULT_LEVEL, quiet
+from fleetpipe.version import __version__
 
 
 class Command(NamedTuple):

@@ -304,7 +304,7 @@ class PipelineParallel(PipelineFace):
         """Returns on every rank what the owners of the last stage pass. Collective over the job.
 
         Args:
-            value: Tensors and plain values in tuples, lists and dicts; on other ranks not looked at.
+            value: Tensors and plain values in tuples, lists and dicts; other ranks may pass None.
 
         Returns:
             The values, replica by replica.

@@ -17,7 +17,19 @@ Logs = dict[str, Any]
 
 
 class Callbacks(Protocol):
-    """Paddle's ``CallbackList``, as far as a pass calls it."""
+    """Paddle's ``CallbackList``."""
+
+    def on_begin(self, mode: str, logs: Logs | None = None) -> None:
+        """Called before the passes of a call."""
+
+    def on_end(self, mode: str, logs: Logs | None = None) -> None:
+        """Called after them."""
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Called before an epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Called after an epoch."""
 
     def on_batch_begin(self, mode: str, step: int, logs: Logs) -> None:
         """Called before a batch."""
@@ -122,6 +134,7 @@ class Pass:
         if waiting:
             losses = self._runner.train([rows for _, rows in waiting])
             for (step, rows), loss in zip(waiting, losses):
+                self._runner.trained += 1
                 self._tell("train", step, rows, loss)
             waiting.clear()
 

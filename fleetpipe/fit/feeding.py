@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph.nest import leaves
 from fleetpipe.errors import ConfigError
 
 Columns = Sequence[Tensor]
@@ -64,9 +65,9 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
     Raises:
         ConfigError: It has fewer columns, or they do not have the same number of rows.
     """
-    columns = [as_tensor(column) for column in paddle.utils.flatten(item)]
-    counts = {column.shape[0] if column.ndim else None for column in columns}
-    if len(columns) < inputs or len(counts) != 1 or None in counts:
+    columns = [as_tensor(column) for _, column in leaves(item)]
+    counts = {column.shape[0] if column.ndim else -1 for column in columns}
+    if len(columns) < inputs or len(counts) != 1 or -1 in counts:
         raise ConfigError(
             "each item of the data is inputs and labels, with as many rows each",
             expected=f"{inputs} inputs, and the labels behind them",
@@ -74,7 +75,7 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
             fix="return (input, label) from the dataset, or pass Model(.., inputs=[InputSpec(..), "
             "..]) with one for each input",
         )
-    rows = counts.pop()
+    rows: int = counts.pop()
     everywhere = rows * replicas if left is None else min(left, rows * replicas)
     real = max(0, min(rows, everywhere - replica * rows))
     return Rows(columns[:inputs], columns[inputs:], rows, real, everywhere)
@@ -102,7 +103,9 @@ def whole(columns: Columns, rows: int) -> Nest:
 
 def joined(cuts: Iterable[Cut]) -> Cut:
     """Returns the micro-batches of several batches as those of one."""
-    inputs, labels, rows = [], [], []
+    inputs: list[Nest] = []
+    labels: list[Nest] = []
+    rows: list[int] = []
     for cut in cuts:
         inputs += cut.data[0]
         labels += cut.data[1]

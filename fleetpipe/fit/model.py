@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from paddle.hapi.callbacks import CallbackList, config_callbacks
+from paddle.hapi.callbacks import config_callbacks
 
 from fleetpipe import fleet
 from fleetpipe._paddle import paddle
@@ -15,11 +15,13 @@ from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fit.callbacks import on_ranks
 from fleetpipe.fit.criterion import Metric
-from fleetpipe.fit.epoch import Logs, Pass, Source, names_of
+from fleetpipe.fit.epoch import Callbacks, Logs, Pass, Source, names_of
 from fleetpipe.fit.feeding import Rows, rows_of
 from fleetpipe.fit.runner import Runner
 from fleetpipe.io import DistributedBatchSampler
 from fleetpipe.job.job import Job, current_job
+
+_configured: Callable[..., Any] = config_callbacks
 
 
 class Model(paddle.Model):
@@ -51,10 +53,9 @@ class Model(paddle.Model):
         self.mode = "train"
         self.network: PipelineLayer = _pipeline(network, self._job)
         self.stop_training = False
-        self._inputs = _listed(inputs) or [None]
-        self._labels = _listed(labels)
+        self._input_columns = len(_listed(inputs)) or 1
         self._metrics: list[Metric] = []
-        self._loss: Callable[..., Nest] | None = None
+        self._criterion: Callable[..., Nest] | None = None
         self._optimizer: Optimizer = None
         self._runner: Runner | None = None
 
@@ -77,7 +78,7 @@ class Model(paddle.Model):
             ConfigError: One of these does not fit a pipeline.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
-        self._metrics, self._loss = _listed(metrics), loss
+        self._metrics, self._criterion = _listed(metrics), loss
         # Callbacks see the user's own optimizer, whose learning rate they change.
         self._optimizer = optimizer
         wrapped = None if optimizer is None else fleet.distributed_optimizer(optimizer)
@@ -92,6 +93,48 @@ class Model(paddle.Model):
             StateError: :meth:`prepare` was not called.
         """
         return self._prepared().pipeline
+
+    @property
+    def metric_names(self) -> list[str]:
+        """What logs have under a name of its own: the loss, and each value of the metrics."""
+        return [*(["loss"] if self._criterion is not None else []), *names_of(self._metrics)]
+
+    @property
+    def micro_batch_losses(self) -> list[float]:
+        """What each micro-batch has in the last training loss; the mean of the replicas."""
+        return self._prepared().shares
+
+    @property
+    def global_step(self) -> int:
+        """Number of batches trained so far, in all epochs together."""
+        return self._prepared().trained
+
+    @property
+    def learning_rate(self) -> float:
+        """The optimizer's, as it is now."""
+        return float(self._optimizer.get_lr())
+
+    def is_rank(self, place: str) -> bool:
+        """Returns whether this process is a certain one of the job; the same one all the time.
+
+        Args:
+            place: ``"first"`` for the first rank of the job, which the launcher shows; ``"loss"``
+                for the owner of the last stage in the first replica.
+        """
+        if place == "first":
+            return bool(self._job.hcg.get_global_rank() == 0)
+        first_member = self._job.model_parallel().rank == 0
+        last = self.pipeline.is_pipeline_last_stage(ignore_virtual=True)
+        return self._job.replica == 0 and first_member and last
+
+    def gather(self, value: Nest) -> list[Nest]:
+        """Returns what the ranks of the job pass, by rank, on every rank. Collective.
+
+        Args:
+            value: Tensors and plain values in tuples, lists and dicts.
+        """
+        with self._job.guarded(lambda: "gathering what a callback passes"):
+            return self._job.everyone().all_gather(value)
 
     def train_batch(self, inputs: Nest, labels: Nest = None, update: bool = True) -> Nest:
         """Trains on one batch of this replica, of any number of rows.
@@ -219,7 +262,7 @@ class Model(paddle.Model):
         return {
             name: value
             for name, value in self._evaluate(source, called, num_iters).items()
-            if name in self._names()
+            if name in self.metric_names
         }
 
     def predict(
@@ -258,12 +301,12 @@ class Model(paddle.Model):
         """Returns the parameters of this process's stages, for the optimizer."""
         return list(self.network.parameters(*args, **kwargs))
 
-    def _evaluate(self, source: Source, called: CallbackList, most: int | None) -> Logs:
+    def _evaluate(self, source: Source, called: Callbacks, most: int | None) -> Logs:
         self.mode = "eval"
         steps = source.steps if most is None else min(most, source.steps or most)
-        called.on_begin("eval", {"steps": steps, "metrics": self._names()})
+        called.on_begin("eval", {"steps": steps, "metrics": self.metric_names})
         runs = Pass(self._prepared(), called, self._metrics, most)
-        logs = runs.evaluate(source, self._loss is not None)
+        logs = runs.evaluate(source, self._criterion is not None)
         called.on_end("eval", logs)
         return logs
 
@@ -276,15 +319,17 @@ class Model(paddle.Model):
         workers: int = 0,
     ) -> Source:
         """Returns where batches come from; a Dataset is sharded by replica."""
-        degrees = self._job.degrees
-        samples = None
+        samples: int | None = None
         if isinstance(data, paddle.io.Dataset) and not isinstance(data, paddle.io.IterableDataset):
-            sampler = DistributedBatchSampler(data, batch_size, shuffle, drop_last)
             samples = None if shuffle else len(data)
+            sampler = DistributedBatchSampler(
+                data, batch_size, shuffle=shuffle, drop_last=drop_last
+            )
             data = paddle.io.DataLoader(
                 data, batch_sampler=sampler, num_workers=workers, return_list=True
             )
-        return Source(data, samples, len(self._inputs), self._job.replica, degrees.replicas)
+        replicas = self._job.degrees.replicas
+        return Source(data, samples, self._input_columns, self._job.replica, replicas)
 
     def _callbacks(
         self,
@@ -295,9 +340,9 @@ class Model(paddle.Model):
         save_freq: int,
         save_dir: str | None,
         verbose: int,
-    ) -> CallbackList:
-        return config_callbacks(
-            on_ranks(callbacks, save_freq, save_dir),
+    ) -> Callbacks:
+        called: Callbacks = _configured(
+            on_ranks.chosen(callbacks, save_freq, save_dir, self.is_rank),
             model=self,
             epochs=epochs,
             steps=steps,
@@ -305,11 +350,9 @@ class Model(paddle.Model):
             save_freq=save_freq,
             save_dir=save_dir,
             verbose=verbose,
-            metrics=self._names(),
+            metrics=self.metric_names,
         )
-
-    def _names(self) -> list[str]:
-        return [*(["loss"] if self._loss is not None else []), *names_of(self._metrics)]
+        return called
 
     def _rows(self, inputs: Nest, labels: Nest) -> Rows:
         columns = _listed(inputs)
@@ -318,7 +361,7 @@ class Model(paddle.Model):
         return rows_of(item, len(columns), self._job.replica, degrees.replicas, None)
 
     def _result(self, loss: float) -> Nest:
-        losses = [] if self._loss is None else [np.asarray(loss, "float32")]
+        losses = [] if self._criterion is None else [np.asarray(loss, "float32")]
         values = [metric.accumulate() for metric in self._metrics]
         return (losses, values) if values else losses
 
@@ -332,7 +375,7 @@ class Model(paddle.Model):
 
     def _trainer(self) -> Runner:
         runner = self._prepared()
-        if self._optimizer is None or self._loss is None:
+        if self._optimizer is None or self._criterion is None:
             raise ConfigError(
                 "training needs an optimizer and a loss",
                 fix="call model.prepare(optimizer, loss, metrics)",

@@ -44,6 +44,10 @@ class Runner:
         self._criterion = Criterion(loss, metrics, lambda: pipeline.micro_batch_id)
         pipeline.layers.use_loss(self._criterion)
         self._steps = pipeline.accumulate_steps
+        #: What each micro-batch of the last training batch had in its loss.
+        self.shares: list[float] = []
+        #: Number of batches trained so far.
+        self.trained = 0
 
     def train(self, batches: Sequence[Rows]) -> list[float]:
         """Trains on some batches with one step; returns the loss of each.
@@ -60,6 +64,7 @@ class Runner:
                 cut.data, self._optimizer, weights=weights, return_micro_batch_loss=True
             )
         self._count()
+        self.shares = shares.tolist()
         losses, start = [], 0
         for one in cuts:
             losses.append(_total(shares[start : start + len(one.rows)]))
@@ -83,7 +88,7 @@ class Runner:
         own = self.pipeline.total_loss
         share = None if own is None else [_total(own[0]) * rows.real]
         everyone = self.pipeline.from_last_stage(share)
-        return sum(share for (share,) in everyone) / rows.everywhere
+        return float(sum(share for (share,) in everyone) / rows.everywhere)
 
     def predict(self, rows: Rows) -> list[np.ndarray]:
         """Returns the outputs for the rows that count in all replicas, in their order."""

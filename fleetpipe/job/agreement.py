@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any, Callable
 
-from fleetpipe import __version__, numerics
+from fleetpipe import numerics
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import meeting
 from fleetpipe.transport import Store
+from fleetpipe.version import __version__
 
 _PLACE = "the comparison of what each rank runs"
 #: Differences that a message shows; the first ones tell enough.

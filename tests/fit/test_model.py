@@ -124,7 +124,8 @@ def test_evaluation_and_prediction_count_every_row_once(model: Any) -> None:
     )
     assert result["loss"] == [pytest.approx(float(last), abs=1e-6)]
     (predicted,) = model.predict(data, batch_size=BATCH, stack_outputs=True, verbose=0)
-    assert np.allclose(predicted, outputs, atol=1e-6) and predicted.shape == (len(data), 10)
+    assert predicted.shape == (len(data), 10)
+    assert np.allclose(predicted, outputs, atol=1e-6)
 
 
 def test_a_short_last_batch_trains_and_counts_by_rows(model: Any) -> None:

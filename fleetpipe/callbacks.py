@@ -1,0 +1,10 @@
+"""Callbacks for :class:`fleetpipe.Model`, beside those of ``paddle.callbacks``, which work too."""
+
+from __future__ import annotations
+
+from fleetpipe.fit.callbacks.log_by_epoch import LogMetricByEpoch
+from fleetpipe.fit.callbacks.loss_monitor import LossMonitor
+from fleetpipe.fit.callbacks.metrics_logger import MetricsLogger
+from fleetpipe.fit.callbacks.throughput import ThroughputMonitor
+
+__all__ = ["LogMetricByEpoch", "LossMonitor", "MetricsLogger", "ThroughputMonitor"]

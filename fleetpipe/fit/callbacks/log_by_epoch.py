@@ -1,0 +1,58 @@
+"""``LogMetricByEpoch``: one line for the training of an epoch, one for its evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetpipe.fit.callbacks import on_ranks
+
+
+class LogMetricByEpoch(on_ranks.Callback):
+    """Prints the mean loss, the metrics and the learning rate of each epoch on the first rank.
+
+    The lines are those of ColossalAI's hook of this name in its tutorial: ``[Epoch 0 / Train]:
+    Loss = 1.2345 | LR = 0.001``.
+    """
+
+    def __init__(self, digits: int = 5) -> None:
+        """Takes the number of significant digits."""
+        super().__init__()
+        self._digits = digits
+        self._epoch = 0
+        self._losses: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Notes the epoch."""
+        self._epoch = epoch
+        self._losses = []
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Notes the loss."""
+        self._losses += logs["loss"]
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Prints the line of the training."""
+        self._print("Train", logs, {"LR": self.model.learning_rate})
+
+    def on_eval_begin(self, logs: Any = None) -> None:
+        """Forgets the losses of the training."""
+        self._losses = []
+
+    def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
+        """Notes the loss."""
+        self._losses += logs.get("loss", [])
+
+    def on_eval_end(self, logs: Any = None) -> None:
+        """Prints the line of the evaluation."""
+        self._print("Test", logs, {})
+
+    def _print(self, what: str, logs: Any, more: dict[str, float]) -> None:
+        if not self.model.is_rank("first"):
+            return
+        values: dict[str, float] = {}
+        if self._losses:
+            values["Loss"] = sum(self._losses) / len(self._losses)
+        values.update({name: logs[name] for name in self.model.metric_names if name != "loss"})
+        values.update(more)
+        text = " | ".join(f"{name} = {value:.{self._digits}g}" for name, value in values.items())
+        on_ranks.say(f"[Epoch {self._epoch} / {what}]: {text}")

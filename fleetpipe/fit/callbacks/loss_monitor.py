@@ -1,0 +1,103 @@
+"""``LossMonitor``: prints the loss, and ends the training of all ranks where it is no number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest
+from fleetpipe.dygraph import tensors_of
+from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.fit.callbacks import on_ranks
+
+
+class LossMonitor(on_ranks.Callback):
+    """Prints the loss on the first rank; a loss that is NaN or Inf is an error on every rank.
+
+    What MindSpore's callback of this name does (tutorial on pipeline parallelism, r1.6), where rank
+    by rank another value is seen.
+    """
+
+    def __init__(self, per_print_times: int = 1, find_layer: bool = False) -> None:
+        """Takes how often to print.
+
+        Args:
+            per_print_times: Batches from one line to the next; 0 for no lines.
+            find_layer: Whether to look at the output of every layer, so that the error can name
+                the first that has such a number. It takes time.
+
+        Raises:
+            ConfigError: ``per_print_times`` is no whole number of at least 0.
+        """
+        super().__init__()
+        whole = isinstance(per_print_times, int) and not isinstance(per_print_times, bool)
+        if not whole or per_print_times < 0:
+            raise ConfigError(
+                "per_print_times is a whole number of at least 0",
+                got=repr(per_print_times),
+                fix="LossMonitor(1) prints the loss of every batch, LossMonitor(0) none",
+            )
+        self._every = per_print_times
+        self._find_layer = find_layer
+        self._epoch = 0
+        self._batches = 0
+        self._hooks: list[Any] = []
+        self._first: list[Any] | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins to watch the layers of this rank, if asked to."""
+        if self._find_layer:
+            for name, layer in self.model.network.named_sublayers():
+                self._hooks.append(layer.register_forward_post_hook(self._watching(name)))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Watches no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Looks at the loss, and prints it.
+
+        Raises:
+            BoundaryError: It is NaN or Inf.
+        """
+        (loss,) = logs["loss"]
+        if not math.isfinite(loss):
+            self._refuse(step, loss)
+        self._batches += 1
+        if self._every and self._batches % self._every == 0 and self.model.is_rank("first"):
+            on_ranks.say(f"epoch: {self._epoch + 1} step: {step + 1}, loss is {loss}")
+
+    def _refuse(self, step: int, loss: float) -> None:
+        shares = self.model.micro_batch_losses
+        number = next(i for i, share in enumerate(shares) if not math.isfinite(share))
+        found = [first for first in self.model.gather(self._first) if first]
+        first = min(found, default=None)
+        raise BoundaryError(
+            f"the loss is {loss}",
+            where=f"epoch {self._epoch + 1}, step {step + 1}, micro-batch {number}"
+            + (f", layer {first[2]!r} of stage rank {first[1]}" if first else ""),
+            cause="a too large learning rate, a product that passed the dtype's range, or such "
+            "numbers in the data",
+            fix="lower the learning rate, or clip gradients"
+            if self._find_layer
+            else "LossMonitor(find_layer=True) names the layer that has it first",
+        )
+
+    def _watching(self, name: str) -> Any:
+        def note(_layer: Layer, _inputs: Nest, output: Nest) -> None:
+            if self._first is None and not all(
+                bool(paddle.isfinite(tensor).all())
+                for tensor in tensors_of(output)
+                if tensor.is_floating_point()
+            ):
+                pipeline = self.model.pipeline
+                self._first = [pipeline.micro_batch_id, pipeline.stage_id, name]
+
+        return note

@@ -1,0 +1,176 @@
+"""``MetricsLogger``: what a run shows, in files that a resumed run goes on with."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.fit.callbacks import on_ranks
+
+
+class Sink(Protocol):
+    """Where rows go: a dict for each line, with ``step`` and ``phase`` in it."""
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Takes a row."""
+
+    def close(self) -> None:
+        """Takes no more."""
+
+
+class MetricsLogger(on_ranks.Callback):
+    """Writes losses, metrics and learning rate to ``metrics.jsonl`` and ``metrics.csv``.
+
+    The first rank of the job writes. A run that goes on from a checkpoint goes on in the same
+    files: rows of steps beyond the checkpoint are dropped.
+    """
+
+    on_rank = "first"
+
+    def __init__(
+        self,
+        folder: str | Path,
+        log_freq: int = 1,
+        formats: Iterable[str] = ("jsonl", "csv"),
+    ) -> None:
+        """Takes where to write.
+
+        Args:
+            folder: Made where it does not exist.
+            log_freq: Training batches from one row to the next.
+            formats: Of ``"jsonl"``, ``"csv"`` and ``"tensorboard"``, which needs tensorboardX.
+
+        Raises:
+            ConfigError: A format is none of these.
+        """
+        super().__init__()
+        self._folder = Path(folder)
+        self._every = log_freq
+        self._formats = list(formats)
+        for name in self._formats:
+            if name not in _SINKS:
+                raise ConfigError(f"there is no format {name!r}", fix=nearest(name, _SINKS))
+        self._sinks: list[Sink] = []
+        self._epoch = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Opens the files."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._sinks = [_SINKS[name](self._folder, self.model.global_step) for name in self._formats]
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Writes a row every ``log_freq`` batches."""
+        if self.model.global_step % self._every == 0:
+            self._write("train", {**logs, "learning_rate": self.model.learning_rate})
+
+    def on_eval_end(self, logs: Any = None) -> None:
+        """Writes the row of an evaluation."""
+        self._write("eval", logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Closes the files."""
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+
+    def _write(self, phase: str, logs: dict[str, Any]) -> None:
+        values = {
+            name: float(value[0] if isinstance(value, list) else value)
+            for name, value in logs.items()
+            if name not in ("step", "batch_size")
+        }
+        row = {"step": self.model.global_step, "epoch": self._epoch, "phase": phase}
+        for sink in self._sinks:
+            sink.write({**row, **values, "time": time.time()})
+
+
+class _JsonLines:
+    """One JSON object in each line."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        path = folder / "metrics.jsonl"
+        kept = [json.dumps(row) + "\n" for row in rows_up_to(path, step)]
+        path.write_text("".join(kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Csv:
+    """A table with a row for each value: columns would change where an evaluation has others."""
+
+    _COLUMNS = ("step", "epoch", "phase", "time", "name", "value")
+
+    def __init__(self, folder: Path, step: int) -> None:
+        path = folder / "metrics.csv"
+        kept = []
+        if path.exists():
+            with path.open(encoding="utf-8", newline="") as file:
+                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+        self._file = path.open("w", encoding="utf-8", newline="")
+        self._table = csv.DictWriter(self._file, self._COLUMNS)
+        self._table.writeheader()
+        self._table.writerows(kept)
+
+    def write(self, row: dict[str, Any]) -> None:
+        keys = {name: row[name] for name in self._COLUMNS[:4]}
+        values = {name: value for name, value in row.items() if name not in keys}
+        self._table.writerows({**keys, "name": n, "value": v} for n, v in values.items())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TensorBoard:
+    """Event files of TensorBoard; what lies beyond ``step`` in earlier files is hidden by them."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        try:
+            from tensorboardX import SummaryWriter  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as error:
+            raise ConfigError(
+                "the format 'tensorboard' needs tensorboardX",
+                fix="pip install tensorboardX, or leave that format out",
+            ) from error
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def write(self, row: dict[str, Any]) -> None:
+        for name, value in row.items():
+            if name not in ("step", "epoch", "phase", "time"):
+                self._writer.add_scalar(f"{row['phase']}/{name}", value, row["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+_SINKS: dict[str, Any] = {"jsonl": _JsonLines, "csv": _Csv, "tensorboard": _TensorBoard}
+
+
+def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """Returns the rows of a ``metrics.jsonl`` up to a step; a torn last line is left out."""
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if row["step"] <= step:
+                rows.append(row)
+    return rows

@@ -1,0 +1,3 @@
+"""Which fleetpipe this is."""
+
+__version__ = "0.1.0"

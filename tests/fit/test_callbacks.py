@@ -1,0 +1,144 @@
+"""fleetpipe's callbacks: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe.callbacks import LogMetricByEpoch, LossMonitor, MetricsLogger, ThroughputMonitor
+from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests import jobs
+from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+        yield prepared(fleetpipe.Model(layers()))
+
+
+def fit(model: Any, *callbacks: Any, data: Any = None, **options: Any) -> Losses:
+    told = Losses()
+    model.fit(
+        data or Digits(0, 4 * BATCH),
+        batch_size=BATCH,
+        verbose=0,
+        callbacks=[*callbacks, told],
+        **options,
+    )
+    return told
+
+
+def test_the_loss_is_printed_every_so_often(model: Any, capsys: Any) -> None:
+    told = fit(model, LossMonitor(3), epochs=2)
+    losses = [logs["loss"][0] for logs in told.train]
+    assert capsys.readouterr().out.splitlines() == [
+        f"epoch: 1 step: 3, loss is {losses[2]}",
+        f"epoch: 2 step: 2, loss is {losses[5]}",
+    ]
+
+
+class Spoiled(Digits):
+    """One pixel of the second micro-batch of the second batch is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2 * BATCH)
+        self.images[BATCH + ROWS, 0] = np.inf
+
+
+@pytest.mark.parametrize("find_layer", [False, True])
+def test_a_loss_that_is_no_number_ends_the_training(model: Any, find_layer: bool) -> None:
+    monitor = LossMonitor(0, find_layer=find_layer)
+    model = prepared(fleetpipe.Model([LayerDesc(nn.Linear, 64, 64), LayerDesc(nn.Linear, 64, 10)]))
+    with pytest.raises(BoundaryError, match=r"the loss is (nan|inf)") as caught:
+        fit(model, monitor, data=Spoiled(), shuffle=False)
+    place = "epoch 1, step 2, micro-batch 1"
+    assert place + (", layer '0'" if find_layer else "\n") in str(caught.value)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="per_print_times"):
+        LossMonitor(-1)
+    with pytest.raises(ConfigError, match="did you mean 'jsonl'"):
+        MetricsLogger("nowhere", formats=["json"])
+
+
+def test_lines_of_an_epoch(model: Any, capsys: Any) -> None:
+    told = fit(model, LogMetricByEpoch(), eval_data=Digits(1000, 1000 + BATCH))
+    train, test = capsys.readouterr().out.splitlines()
+    mean = np.mean([logs["loss"][0] for logs in told.train])
+    last, (evaluated,) = told.train[-1], told.eval
+    assert train == (
+        f"[Epoch 0 / Train]: Loss = {mean:.5g} | acc_top1 = {last['acc_top1']:.5g}"
+        f" | acc_top2 = {last['acc_top2']:.5g} | LR = 0.01"
+    )
+    assert test == (
+        f"[Epoch 0 / Test]: Loss = {evaluated['loss'][0]:.5g}"
+        f" | acc_top1 = {evaluated['acc_top1']:.5g} | acc_top2 = {evaluated['acc_top2']:.5g}"
+    )
+
+
+def test_metrics_are_written_and_gone_on_with(model: Any, tmp_path: Path) -> None:
+    evaluation = Digits(1000, 1000 + BATCH)
+    told = fit(model, MetricsLogger(tmp_path), eval_data=evaluation)
+    file = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["step"], row["phase"]) for row in rows] == [
+        *((step, "train") for step in (1, 2, 3, 4)),
+        (4, "eval"),
+    ]
+    assert [row["loss"] for row in rows[:4]] == [logs["loss"][0] for logs in told.train]
+    assert rows[4]["acc_top1"] == told.eval[0]["acc_top1"]
+    assert rows[0]["learning_rate"] == 0.01
+    # As after a restart from a checkpoint of step 2; the last line was not written to its end.
+    file.write_text(file.read_text() + '{"step": 5, "pha')
+    model._prepared().trained = 2
+    fit(model, MetricsLogger(tmp_path), num_iters=1)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    with (tmp_path / "metrics.csv").open() as table:
+        found = [(row["step"], row["name"]) for row in csv.DictReader(table)]
+    names = ("loss", "acc_top1", "acc_top2", "learning_rate")
+    assert found == [(str(step), name) for step in (1, 2, 3) for name in names]
+
+
+def test_throughput_counts_the_samples_of_all_replicas(model: Any, capsys: Any) -> None:
+    monitor = ThroughputMonitor(log_freq=2, tokens_per_sample=64)
+    told = fit(model, monitor)
+    figures = monitor.figures
+    assert figures["tokens_per_second"] == 64 * figures["samples_per_second"] > 0
+    assert figures["peak_held"] == 2  # 1F1B on two ranks
+    assert "samples_per_second" in told.train[1]
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+class First(paddle.callbacks.Callback):
+    """Runs on the rank that has the loss alone."""
+
+    on_rank = "loss"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        self.calls += 1
+
+
+def test_a_callback_says_where_it_runs(model: Any) -> None:
+    here = First()
+    fit(model, here)
+    assert here.calls == 4
+    here.on_rank = "last"
+    with pytest.raises(ConfigError, match="'all', 'first', 'loss'"):
+        fit(model, here)
