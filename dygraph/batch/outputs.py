@@ -10,7 +10,7 @@ from fleetpipe.dygraph import nest
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.engine.engine import Engine
 from fleetpipe.errors import ConfigError, UsageError
-from fleetpipe.schedules import Placement, Plan, forward_only
+from fleetpipe.schedules import Edge, Placement, Plan, forward_only
 
 #: Engines that are kept: one for full batches, one for a last, smaller one, a few for chance.
 _MOST_ENGINES = 8
@@ -19,14 +19,21 @@ _MOST_ENGINES = 8
 class Evaluation:
     """The engines that run forwards only."""
 
-    def __init__(self, placement: Placement, build: Callable[[Plan], Engine]) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        edges: Sequence[Edge] | None,
+        build: Callable[[Plan], Engine],
+    ) -> None:
         """Begins without any.
 
         Args:
             placement: Which rank owns which stage.
+            edges: The values that pass between stages; None means the chain.
             build: Makes an engine of a plan.
         """
         self._placement = placement
+        self._edges = edges
         self._build = build
         self._engines: dict[int, Engine] = {}
 
@@ -35,7 +42,7 @@ class Evaluation:
         if micro_batches not in self._engines:
             if len(self._engines) == _MOST_ENGINES:
                 del self._engines[next(iter(self._engines))]
-            plan = forward_only(self._placement, micro_batches).lower()
+            plan = forward_only(self._placement, micro_batches).lower(self._edges)
             self._engines[micro_batches] = self._build(plan)
         return self._engines[micro_batches]
 

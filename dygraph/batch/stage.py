@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Callable, Optional, Protocol
+from typing import Callable, NamedTuple, Optional, Protocol
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
@@ -19,7 +19,6 @@ from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.schedules import Edge
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
-from fleetpipe.transport import Value
 
 #: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
 RunOf = Callable[[int], Callable[[Nest, GlobalMicroBatch], Nest]]
@@ -77,6 +76,44 @@ class StageHooks(Protocol):
         """Called before the gradients that waited are added."""
 
 
+class Borders(Protocol):
+    """What crosses between the stages of a model."""
+
+    def joined(self, values: Values) -> Nest:
+        """Returns what the layers of a stage take, of the value of each edge into it."""
+
+    def parted(self, stage: int, output: Nest) -> Values:
+        """Returns what leaves a stage on each edge, of what its layers return."""
+
+
+class Chain:
+    """The borders of a list of layers: what one stage returns is what the next takes."""
+
+    def joined(self, values: Values) -> Nest:
+        """Returns the value of the one edge."""
+        return next(iter(values.values()))
+
+    def parted(self, stage: int, output: Nest) -> Values:
+        """Returns the output as the value of the one edge."""
+        return {Edge(stage, stage + 1): output}
+
+
+class _Kept(NamedTuple):
+    """What stays from a forward until its backward.
+
+    Attributes:
+        value: What the layers took.
+        output: What they returned, or the loss.
+        received: What came on each edge into the stage: of this is ``value`` made.
+        handed: What left on each edge out of it: it was made of ``output``.
+    """
+
+    value: Nest
+    output: Nest
+    received: Values
+    handed: Values
+
+
 _NO_BATCH = Batch(MicroBatches(None, None))
 
 
@@ -90,21 +127,23 @@ class DygraphStage:
     def __init__(
         self,
         run_of: RunOf,
-        edges: tuple[Edge, ...],
+        stages: int,
         split: SplitBackward,
+        borders: Borders | None = None,
     ) -> None:
-        """Serves the stages of a chain.
+        """Serves the stages of a model.
 
         Args:
             run_of: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
-            edges: The edges of the plan; in dynamic graph each stage has at most one on each side.
+            stages: The number of stages.
             split: Keeps what weight gradients need from I to W.
+            borders: What crosses between stages; None for a chain.
         """
         self._run_of = run_of
         self._split = split
-        self._into = {edge.target: edge for edge in edges}
-        self._out = {edge.source: edge for edge in edges}
-        self._kept: dict[tuple[int, int], tuple[Value, Nest]] = {}
+        self._last = stages - 1
+        self._borders = borders or Chain()
+        self._kept: dict[tuple[int, int], _Kept] = {}
         self._batch = _NO_BATCH
         self._hooks: StageHooks | None = None
         self._first_micro_batch = 0
@@ -137,31 +176,36 @@ class DygraphStage:
     def forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
         """Runs the layers of ``stage``; the last stage also computes the loss."""
         self.micro_batch_id = self._within(micro_batch)
-        into = self._into.get(stage)
-        value = self._inputs_of(micro_batch) if into is None else _received(inputs[into])
+        received = {edge: _received(value) for edge, value in inputs.items()}
+        value = self._borders.joined(received) if stage else self._inputs_of(micro_batch)
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
         with self._split.recording(stage, self._within(micro_batch)):
             output = self._run_of(stage)(value, micro_batch)
         if self._hooks is not None:
             self._hooks.after_forward(stage, value, output)
-        outputs: dict[Edge, Value] = {}
-        if stage in self._out:
-            outputs[self._out[stage]] = output
-        else:
+        handed: Values = {}
+        if stage == self._last:
             output = self._finish(micro_batch, output)
-        self._kept[stage, micro_batch] = (value, output)
+        else:
+            handed = self._borders.parted(stage, output)
+        self._kept[stage, micro_batch] = _Kept(value, output, received, handed)
         self.micro_batch_id += 1
-        return outputs
+        return handed
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs autograd from the outputs, or from the loss, back to what the stage received."""
-        value, output = self._kept[stage, micro_batch]
-        arrived = output_grads[self._out[stage]] if stage in self._out else None
+        value, output, received, handed = self._kept[stage, micro_batch]
+        # A value's last consumer first, as autograd would add up without stages.
+        edges = sorted(handed, reverse=True)
+        arrived = None
+        if stage != self._last:
+            arrived = tuple(grad for edge in edges for grad in output_grads[edge])
         if self._hooks is not None:
             self._hooks.before_backward(stage, value, output, arrived)
         if arrived is not None:
-            _backward(*_roots(differentiable(output), arrived))
+            outputs = [tensor for edge in edges for tensor in differentiable(handed[edge])]
+            _backward(*_roots(outputs, arrived))
         elif output.stop_gradient:
             raise BoundaryError(
                 "the loss does not depend on any parameter that is trained",
@@ -172,13 +216,15 @@ class DygraphStage:
         else:
             _backward([output])
         if self._crossings is not None:
-            outputs = differentiable(output)
-            self._crossings[stage] = crossing_of(differentiable(value), outputs)
-        into = self._into.get(stage)
-        grads = None if into is None else tuple(leaf.grad for leaf in differentiable(value))
+            self._crossings[stage] = crossing_of(differentiable(value), differentiable(output))
+        grads = {
+            edge: tuple(leaf.grad for leaf in differentiable(part))
+            for edge, part in received.items()
+        }
         if self._hooks is not None:
-            self._hooks.after_backward(stage, value, output, arrived, grads)
-        return {} if into is None else {into: grads}
+            joined = tuple(grad for part in grads.values() for grad in part) if stage else None
+            self._hooks.after_backward(stage, value, output, arrived, joined)
+        return grads
 
     def input_grad(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """As :meth:`backward`, but the gradients of leaf layers' parameters wait for W.

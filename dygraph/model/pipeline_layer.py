@@ -17,9 +17,10 @@ from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST, device_id
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.losses import Criterion
+from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers import entries, tied
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
-from fleetpipe.dygraph.layers.run_stage import StageRunner, checked_interval
+from fleetpipe.dygraph.layers.run_stage import Run, StageRunner, checked_interval
 from fleetpipe.dygraph.model import fleet_face
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.dygraph.model.stage_count import number_of_stages, topology_of
@@ -31,7 +32,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
 from fleetpipe.partition import LayerInfo, Partition, segment
-from fleetpipe.schedules import Schedule
+from fleetpipe.schedules import Edge, Schedule
 from fleetpipe.transport import Group, SoleGroup
 
 
@@ -150,9 +151,11 @@ class PipelineLayer(paddle.nn.Layer):
         self._shared_weights = connected(
             self._tied, self.get_stage_from_index, self.state.own(), self._stage_id, self._job
         )
-        self._set_fleet_attributes(shared)
+        self._set_fleet_attributes(shared, built.shared)
 
-    def _set_fleet_attributes(self, shared: Mapping[int, tied.SharedLayer]) -> None:
+    def _set_fleet_attributes(
+        self, shared: Mapping[int, tied.SharedLayer], layers: Mapping[str, Layer]
+    ) -> None:
         """Sets the attributes that users of Fleet's class read."""
         stages = [self._range(stage) for stage in self._owned]
         self.layers = self._layers_desc
@@ -171,7 +174,7 @@ class PipelineLayer(paddle.nn.Layer):
             for stage in (self._owned if self.placement.chunks > 1 else ())
         ]
         self.shared_comm = fleet_face.shared_comm(
-            self._layers_desc, shared, self.shared_layers, self._shared_weights.weights, self._job
+            self._layers_desc, shared, layers, self._shared_weights.weights, self._job
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -195,6 +198,19 @@ class PipelineLayer(paddle.nn.Layer):
             ScheduleError: The schedule passes the memory cap.
         """
         return self._arrangement.schedule(config)
+
+    @property
+    def borders(self) -> Borders | None:
+        """What crosses between the stages; None for a chain."""
+        return None
+
+    def edges(self, training: bool) -> Sequence[Edge] | None:
+        """Returns the edges between the stages, in training or not; None means the chain."""
+        return None
+
+    def function(self, stage: int) -> Run:
+        """Returns what runs the layers of a stage of this process, as it is to run now."""
+        return self.runner.function(stage)
 
     def _cut(self, method: str | Sequence[int]) -> Partition:
         layers = (
@@ -256,10 +272,10 @@ class PipelineLayer(paddle.nn.Layer):
         """
         if chunk_id is None:
             for stage in self._owned:
-                input = self.runner.function(stage)(input, None)
+                input = self.function(stage)(input, None)
             return input
         self._require_chunk(chunk_id)
-        return self.runner.function(self._owned[chunk_id])(input, None)
+        return self.function(self._owned[chunk_id])(input, None)
 
     def use_loss(self, loss_fn: Any) -> None:
         """Takes another loss from the next batch on, as ``loss_fn`` of the constructor.

@@ -119,9 +119,9 @@ def measure(
         weights: Their weights in the loss.
     """
     schedule = one_micro_batch(layers.placement)
-    plan = schedule.lower()
+    plan = schedule.lower(layers.edges(training=True))
     split = SplitBackward(schedule, layers.stage_layers)
-    stage = DygraphStage(layers.runner.function, plan.edges, split)
+    stage = DygraphStage(layers.function, layers.placement.stages, split, layers.borders)
     weighed = WeighedForwards()
     batches = BATCHES * len(weights)
     trace = Trace(Path(), schedule, job.connect(), job.group(), most_steps=batches)

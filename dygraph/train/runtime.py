@@ -277,7 +277,7 @@ class Runtime:
     def _arrange(self, config: PipelineConfig) -> None:
         """Builds the schedule, verified and lowered, and what runs its actions."""
         schedule = self.layers.schedule(config)
-        plan = schedule.lower()
+        plan = schedule.lower(self.layers.edges(training=True))
         plan.verify()
         # Nothing is refused from here on: after an error all is as it was.
         self.config, self.schedule, self._plan = config, schedule, plan
@@ -287,12 +287,15 @@ class Runtime:
         self.hooks = UserHooks(schedule, self._bubbles)
         self.hook_calls = HookCalls(self.hooks, schedule)
         self.split = SplitBackward(schedule, self.layers.stage_layers)
-        self.stage = DygraphStage(self.layers.runner.function, plan.edges, self.split)
+        self.stage = DygraphStage(
+            self.layers.function, placement.stages, self.split, self.layers.borders
+        )
 
     def _connect(self) -> None:
         """Makes the engines. Collective over the pipeline the first time in a job."""
         self.engine = self._engine(self._plan, self.trace)
-        self.evaluation = Evaluation(self.schedule.placement, self._engine)
+        edges = self.layers.edges(training=False)
+        self.evaluation = Evaluation(self.schedule.placement, edges, self._engine)
 
     def _engine(self, plan: Plan, trace: Trace | None = None) -> Engine:
         observers = [*self._observers]
