@@ -12,13 +12,24 @@ from typing import TYPE_CHECKING, Any
 from fleetpipe.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from fleetpipe.capture.cuts import SplitPoint as SplitPoint
+    from fleetpipe.capture.door import pipeline as pipeline
     from fleetpipe.fit.model import Model as Model
 
-#: The names below that need Paddle, which is imported when one is first asked for.
-_LATE = {"Model": "fleetpipe.fit.model"}
+#: Names that need Paddle, by the module that has them.
+_LATE = {
+    "Model": "fleetpipe.fit.model",
+    "SplitPoint": "fleetpipe.capture.cuts",
+    "pipeline": "fleetpipe.capture.door",
+}
 
 
 def __getattr__(name: str) -> Any:
+    """Loads what needs Paddle when it is asked for.
+
+    Raises:
+        AttributeError: There is no such name.
+    """
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_LATE[name]), name)

@@ -73,6 +73,10 @@ class PartitionError(FleetPipeError, ValueError):
     """A list of layers that cannot be cut into stages as asked."""
 
 
+class CaptureError(FleetPipeError, ValueError):
+    """A plain model that cannot be captured, or whose capture does not do what the model does."""
+
+
 class BoundaryError(FleetPipeError, ValueError):
     """A value that cannot cross from one stage to the next, or that the next stage cannot take."""
 

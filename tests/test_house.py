@@ -46,6 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("dygraph/observe", "static/__init__ static/reference"),
     ("dygraph/train",),
     ("dygraph/__init__",),
+    ("capture",),
     ("fleet",),
     ("launch cli __main__",),
     ("parity", "fit callbacks"),

@@ -1,0 +1,128 @@
+"""Where operations enter Paddle in dynamic graph, for paddlepaddle 2.6.2 and 3.3.x.
+
+All go through functions of ``core.eager.ops`` and their kin, which modules hold by name, or through
+methods of the Tensor that are written in C.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType, ModuleType
+from typing import Any, Callable, Protocol
+
+from paddle import _C_ops, _legacy_C_ops
+from paddle.base import core
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Tensor
+
+#: Anything that is called: a function of Paddle's, a method in C, a layer.
+Function = Callable[..., Any]
+
+_Tensor: Any = core.eager.Tensor
+
+#: Methods in C that compute a Tensor, or write into one.
+_METHODS = (
+    *(f"__{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
+    *(f"__r{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
+    *(f"__{name}__" for name in ("matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge")),
+    *("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous", "detach", "detach_"),
+    *("copy_", "_copy_to", "_local_value"),
+)
+#: Methods in C that read a Tensor's numbers.
+_READS = ("numpy", "_getitem_from_offset", "data_ptr", "_copy_gradient_from")
+
+
+class Listener(Protocol):
+    """What is called in the place of operations, and does them."""
+
+    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Called for an operation."""
+
+    def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
+        """Called for the call of a layer: ``call(layer, *args, **named)``."""
+
+    def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Called for what makes numbers of Python's of a Tensor."""
+
+
+@contextmanager
+def intercepted(listener: Listener) -> Iterator[None]:
+    """Within it every operation, every call of a layer and every read goes to ``listener``."""
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def put(holder: Any, name: str, value: Any) -> None:
+        replaced.append((holder, name, vars(holder)[name]))
+        setattr(holder, name, value)
+
+    try:
+        for module, name, function in _bound_operations():
+            put(module, name, functools.partial(_called, listener.operation, function))
+        for names, heard in ((_METHODS, listener.operation), (_READS, listener.read)):
+            for name in names:
+                if name in vars(_Tensor):
+                    put(_Tensor, name, _method(heard, vars(_Tensor)[name]))
+        gradient_flag = vars(_Tensor)["stop_gradient"]
+        put(_Tensor, "stop_gradient", _flag(listener, gradient_flag))
+        put(paddle.nn.Layer, "__call__", _layer_call(listener, paddle.nn.Layer.__call__))
+        put(core.eager.PyLayer, "apply", _apply(listener, vars(core.eager.PyLayer)["apply"]))
+        yield
+    finally:
+        for holder, name, value in reversed(replaced):
+            setattr(holder, name, value)
+
+
+def _called(heard: Function, function: Function, *args: Any, **named: Any) -> Any:
+    return heard(function, args, named)
+
+
+def _method(heard: Function, function: Function) -> Function:
+    def method(*args: Any, **named: Any) -> Any:
+        return heard(function, args, named)
+
+    return method
+
+
+def _layer_call(listener: Listener, call: Function) -> Function:
+    def __call__(layer: Layer, *args: Any, **named: Any) -> Any:
+        return listener.layer(call, layer, args, named)
+
+    return __call__
+
+
+def _flag(listener: Listener, flag: Any) -> property:
+    def put(tensor: Tensor, value: bool) -> None:
+        if flag.__get__(tensor) != value:
+            listener.operation(set_stop_gradient, (tensor, value), {})
+
+    def set_stop_gradient(tensor: Tensor, value: bool) -> None:
+        flag.__set__(tensor, value)
+
+    return property(flag.__get__, put)
+
+
+def _apply(listener: Listener, apply: Any) -> Any:
+    def applied(kind: type, *args: Any, **named: Any) -> Any:
+        return listener.operation(apply.__get__(None, kind), args, named)
+
+    return classmethod(applied)
+
+
+def _bound_operations() -> Iterator[tuple[Any, str, Function]]:
+    """Yields each name by which a module of Python's holds an operation."""
+    known = {
+        function
+        for module in (_C_ops, _legacy_C_ops)
+        for function in vars(module).values()
+        if isinstance(function, BuiltinFunctionType)
+    }
+    for path, module in list(sys.modules.items()):
+        # Those of the library itself are where Paddle's modules take the functions from.
+        if path.startswith("paddle.base.libpaddle") or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, BuiltinFunctionType) and value in known:
+                yield module, name, value

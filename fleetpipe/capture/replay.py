@@ -1,0 +1,133 @@
+"""Runs the nodes of a capture again: the entries of the list of layers that a pipeline runs.
+
+What goes from entry to entry is the values that are still needed, by name. The first entry makes
+them of the model's inputs, the last makes the model's outputs of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.capture.value import Node, Owned, Ref, Trace, ValueId
+from fleetpipe.dygraph.nest import tensors_of
+
+#: The values that are still needed, by name.
+Values = Mapping[str, Tensor]
+
+#: Puts values in the place of what stands for them.
+_Fill = Callable[[Values], Any]
+
+
+def name_of(value: ValueId) -> str:
+    """Returns the name of a value between entries, and on edges."""
+    return f"v{value}"
+
+
+def entries(trace: Trace) -> list[Callable[[Nest], Nest]]:
+    """Returns functions of one argument which, called one after another, run a trace again.
+
+    That of a node which calls a layer, or takes parameters of layers, is a ``partial`` with these
+    layers as arguments.
+    """
+    needed = _needed_after(trace)
+    functions: list[Callable[[Nest], Nest]] = [_Inputs(trace, needed[0])]
+    for node, later in zip(trace.nodes, needed[1:]):
+        layers = [node.function] if node.is_layer else [owned.layer for owned in node.owned]
+        functions.append(_named(functools.partial(_Call(node, later), *layers), node.name))
+    return [*functions, _Outputs(trace)]
+
+
+def _named(function: functools.partial[Nest], name: str) -> functools.partial[Nest]:
+    function.__name__ = name  # type: ignore[attr-defined]
+    return function
+
+
+def _needed_after(trace: Trace) -> list[frozenset[str]]:
+    """Returns the names of the values needed after the inputs, and after each node."""
+    needed = {name_of(value) for value in trace.output_values}
+    after = [frozenset(needed)]
+    for node in reversed(trace.nodes):
+        needed |= {name_of(value) for value in node.uses}
+        after.append(frozenset(needed))
+    return after[::-1]
+
+
+class _Inputs:
+    """Makes the first values of the model's inputs."""
+
+    __name__ = "inputs"
+
+    def __init__(self, trace: Trace, needed: frozenset[str]) -> None:
+        self._names = [name_of(value) for value in trace.input_values]
+        self._needed = needed
+
+    def __call__(self, inputs: Nest) -> Nest:
+        pairs = zip(self._names, tensors_of(inputs))
+        return {name: tensor for name, tensor in pairs if name in self._needed}
+
+
+class _Outputs:
+    """Makes the model's outputs of the last values."""
+
+    __name__ = "outputs"
+
+    def __init__(self, trace: Trace) -> None:
+        self._fill = _fill(trace.outputs)
+
+    def __call__(self, values: Values) -> Nest:
+        return self._fill(values)
+
+
+class _Call:
+    """Calls what a node calls."""
+
+    def __init__(self, node: Node, needed: frozenset[str]) -> None:
+        self._function = node.function
+        self._args = [_fill(arg) for arg in node.args]
+        self._named = {name: _fill(arg) for name, arg in node.named.items()}
+        self._outputs = [name if name in needed else None for name in map(name_of, node.outputs)]
+        self._written = [
+            (name_of(old), name_of(new)) for old, new in node.written if name_of(new) in needed
+        ]
+        self._needed = needed
+        self._grad = node.grad
+
+    def __call__(self, *given: Any) -> Nest:
+        values: Values = given[-1]
+        args = [fill(values) for fill in self._args]
+        named = {name: fill(values) for name, fill in self._named.items()}
+        if self._grad:
+            output = self._function(*args, **named)
+        else:
+            with paddle.no_grad():
+                output = self._function(*args, **named)
+        left = {name: value for name, value in values.items() if name in self._needed}
+        for name, tensor in zip(self._outputs, tensors_of(output)):
+            if name is not None:
+                left[name] = tensor
+        for old, new in self._written:
+            left[new] = values[old]
+        return left
+
+
+def _fill(value: Nest) -> _Fill:
+    """Returns what puts values in the place of what stands for them in a nest."""
+    if isinstance(value, Ref):
+        name = name_of(value.value)
+        return lambda values: values[name]
+    if isinstance(value, Owned):
+        layer, attribute = value.layer, value.name
+        return lambda values: getattr(layer, attribute)
+    if isinstance(value, (tuple, list)):
+        kind, items = type(value), [_fill(item) for item in value]
+        if hasattr(kind, "_fields"):
+            return lambda values: kind(*(item(values) for item in items))
+        return lambda values: kind(item(values) for item in items)
+    if isinstance(value, dict):
+        parts = {key: _fill(item) for key, item in value.items()}
+        return lambda values: {key: item(values) for key, item in parts.items()}
+    return lambda values: value

@@ -1,0 +1,281 @@
+"""Runs a model's forward once and notes what it calls.
+
+Layers without sublayers, and Paddle's own, are nodes; other layers are opened: what their forward
+calls are the nodes. Where code in a layer does what no node can be made of (it reads a tensor's
+numbers, say), that layer is not opened, and the forward runs again: as a whole it is called in
+Python like any other.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fleetpipe
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture._paddle import Function, intercepted
+from fleetpipe.capture.value import Like, Node, Owned, Ref, Scope, Trace, ValueId, like
+from fleetpipe.dygraph import has_memory, state_slots
+from fleetpipe.dygraph.nest import leaves, tensors_of
+from fleetpipe.dygraph.random_keys import random_states_kept
+from fleetpipe.errors import CaptureError
+
+#: Layers of Paddle's that call others, and are opened nevertheless.
+_OPENED = (
+    *("Sequential", "Transformer", "TransformerEncoder", "TransformerDecoder"),
+    *("LayerList", "LayerDict"),
+)
+
+_HERE = (Path(paddle.__file__).parent, Path(fleetpipe.__file__).parent)
+
+
+class Unopened:
+    """Which layers are nodes as a whole."""
+
+    def __init__(self, kinds: tuple[type, ...] = ()) -> None:
+        """Takes the classes whose layers are never opened."""
+        self._kinds = set(kinds)
+
+    def add(self, kind: type) -> None:
+        """Has layers of another class not be opened."""
+        self._kinds.add(kind)
+
+    def __contains__(self, layer: Layer) -> bool:
+        kind = type(layer)
+        if kind in self._kinds or not layer._sub_layers:
+            return True
+        hooked = layer._forward_pre_hooks or layer._forward_post_hooks
+        paddles = kind.__module__.startswith("paddle.nn.") and kind.__name__ not in _OPENED
+        return bool(hooked) or paddles
+
+
+class _NotTraceable(BaseException):
+    """Code that no node can be made of; no error, so that no user's ``except`` catches it."""
+
+    def __init__(self, layer: Layer, what: str, place: str) -> None:
+        super().__init__(what)
+        self.layer, self.what, self.place = layer, what, place
+
+
+def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
+    """Runs a model's forward once and returns what it called.
+
+    Buffers and random states are put back.
+
+    Args:
+        model: Any layer. It runs in the mode that it is in.
+        inputs: One argument; several in a tuple; by name in a dict.
+        unopened: Which layers are nodes as a whole; classes are added that could not be opened.
+
+    Raises:
+        CaptureError: The model's own forward does what no node can be made of.
+    """
+    while True:
+        try:
+            with _state_kept(model):
+                return _Tracer(model, unopened).run(inputs)
+        except _NotTraceable as failure:
+            if failure.layer is model:
+                raise CaptureError(
+                    f"the forward of {type(model).__name__} {failure.what}",
+                    where=failure.place,
+                    cause="which nodes run would depend on the numbers in a batch",
+                    fix="put that code into a sublayer: what is within one may do anything",
+                ) from None
+            unopened.add(type(failure.layer))
+
+
+def arguments_of(inputs: Nest) -> tuple[tuple[Nest, ...], dict[str, Nest]]:
+    """Returns the arguments, and those by name, that inputs stand for."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
+def user_place() -> str:
+    """Returns file and line of the innermost frame that is neither Paddle's nor of this package."""
+    for frame, line in traceback.walk_stack(None):
+        path = Path(frame.f_code.co_filename)
+        if not any(folder in path.parents for folder in _HERE):
+            return f"{path}:{line}"
+    return "?"
+
+
+class _Tracer:
+    """One run."""
+
+    def __init__(self, model: Layer, unopened: Unopened) -> None:
+        self._model = model
+        self._unopened = unopened
+        self._paths = {id(layer): path for path, layer in model.named_sublayers(include_self=True)}
+        self._owned = dict(_owned_by(model))
+        self._calls: Counter[str] = Counter()
+        self._scopes: list[Scope] = []
+        self._opened: list[Layer] = []
+        self._nodes: list[Node] = []
+        self._values: dict[int, ValueId] = {}
+        #: Every tensor that has a number, so that no other gets its id.
+        self._tensors: list[Tensor] = []
+        self._likes: list[Like] = []
+        self._inside = False
+
+    def run(self, inputs: Nest) -> Trace:
+        """Runs the forward."""
+        args, named = arguments_of(inputs)
+        for tensor in tensors_of(inputs):
+            self._number(tensor)
+        noted = self._noted(inputs)
+        with intercepted(self):
+            output = self._model(*args, **named)
+        return Trace(tuple(self._nodes), noted, self._noted(output), tuple(self._likes))
+
+    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """See :class:`fleetpipe.capture._paddle.Listener`."""
+        if self._inside:
+            return function(*args, **named)
+        return self._node(function, function, args, named, ())
+
+    def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
+        """See :class:`fleetpipe.capture._paddle.Listener`."""
+        path = self._paths.get(id(layer))
+        if self._inside or path is None:
+            return call(layer, *args, **named)
+        scope = Scope(path, self._calls[path])
+        self._calls[path] += 1
+        if layer is not self._model and layer in self._unopened:
+
+            def called(*args: Any, **named: Any) -> Any:
+                return call(layer, *args, **named)
+
+            return self._node(layer, called, args, named, (scope,))
+        self._scopes.append(scope)
+        self._opened.append(layer)
+        output = call(layer, *args, **named)
+        self._noted(output)
+        self._scopes.pop()
+        self._opened.pop()
+        return output
+
+    def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """See :class:`fleetpipe.capture._paddle.Listener`."""
+        if not self._inside and id(args[0]) in self._values:
+            raise self._failure("reads the numbers in a tensor")
+        return function(*args, **named)
+
+    def _node(
+        self,
+        function: Function,
+        call: Function,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        own: tuple[Scope, ...],
+    ) -> Any:
+        noted, noted_named = self._noted(args), self._noted(named)
+        given = list(tensors_of((args, named)))
+        versions = [tensor.inplace_version for tensor in given]
+        self._inside = True
+        try:
+            output = call(*args, **named)
+        finally:
+            self._inside = False
+        changed = {
+            id(tensor): tensor
+            for tensor, version in zip(given, versions)
+            if tensor.inplace_version != version
+        }
+        written = [
+            (self._values[key], self._number(tensor))
+            for key, tensor in changed.items()
+            if key in self._values
+        ]
+        known = self._values
+        outputs = [
+            known[id(tensor)] if id(tensor) in known else self._number(tensor)
+            for tensor in tensors_of(output)
+        ]
+        self._nodes.append(
+            Node(
+                function,
+                noted,
+                noted_named,
+                tuple(outputs),
+                tuple(written),
+                (*self._scopes, *own),
+                user_place(),
+                paddle.is_grad_enabled(),
+            )
+        )
+        return output
+
+    def _number(self, tensor: Tensor) -> ValueId:
+        """Gives a tensor a number; another one if it has one."""
+        self._values[id(tensor)] = number = len(self._tensors)
+        self._tensors.append(tensor)
+        self._likes.append(like(tensor))
+        return number
+
+    def _noted(self, value: Nest) -> Nest:
+        """Returns ``value`` with what stands for its tensors.
+
+        Raises:
+            _NotTraceable: One came from no node.
+        """
+        if isinstance(value, paddle.Tensor):
+            return self._stand_in(value)
+        if isinstance(value, (tuple, list)):
+            items = [self._noted(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, dict):
+            return {key: self._noted(item) for key, item in value.items()}
+        return value
+
+    def _stand_in(self, tensor: Tensor) -> Nest:
+        number = self._values.get(id(tensor))
+        if number is not None:
+            return Ref(number)
+        owned = self._owned.get(id(tensor))
+        if owned is not None:
+            return owned
+        if not tensor.stop_gradient:
+            raise self._failure("uses a tensor that came from no operation of Paddle's")
+        return tensor
+
+    def _failure(self, what: str) -> _NotTraceable:
+        return _NotTraceable(self._opened[-1], what, user_place())
+
+
+def _owned_by(model: Layer) -> Iterator[tuple[int, Owned]]:
+    """Yields the parameters and buffers of a model by their ids."""
+    found: dict[int, Owned] = {}
+    for path, layer in model.named_sublayers(include_self=True):
+        for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]:
+            if tensor is not None:
+                whole = f"{path}.{name}" if path else name
+                found.setdefault(id(tensor), Owned(layer, name, whole))
+    yield from found.items()
+
+
+@contextmanager
+def _state_kept(model: Layer) -> Iterator[None]:
+    """Puts buffers and random states back in the end."""
+    kept = [
+        (holder, name, holder[name], holder[name].clone())
+        for layer in model.sublayers(include_self=True)
+        for holder, name in state_slots(layer)
+        if has_memory(holder[name])
+    ]
+    with random_states_kept():
+        try:
+            yield
+        finally:
+            for holder, name, tensor, value in kept:
+                tensor.set_value(value)
+                holder[name] = tensor
+
+
+__all__ = ["Unopened", "arguments_of", "leaves", "traced", "user_place"]

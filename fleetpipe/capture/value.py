@@ -1,0 +1,189 @@
+"""What a capture is: the nodes of one run of a model's forward, and the values between them.
+
+A node is a call of a sublayer, or an operation outside of any (glue). Nodes stand in the order in
+which they ran, which is the order of every later run. A value is a tensor of that run, by a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Callable, NamedTuple
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.dygraph import nest
+
+#: Numbers a value.
+ValueId = int
+
+
+class Ref(NamedTuple):
+    """Stands in arguments for a value."""
+
+    value: ValueId
+
+
+class Owned(NamedTuple):
+    """Stands in arguments for a parameter or a buffer of the model.
+
+    Attributes:
+        layer: The layer that has it.
+        name: Its name there.
+        path: Its name in the whole model.
+    """
+
+    layer: Layer
+    name: str
+    path: str
+
+
+class Scope(NamedTuple):
+    """One call of a layer: the layer's path in the model, and which of its calls.
+
+    The model itself has the path "".
+    """
+
+    path: str
+    call: int
+
+    def __str__(self) -> str:
+        return self.path + (f" (call {self.call + 1})" if self.call else "")
+
+
+class Like(NamedTuple):
+    """What is known of a tensor: its shape, and its dtype by name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its data."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * _SIZES.get(self.dtype, 4)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+_SIZES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "bool": 1, "uint8": 1}
+_SIZES.update(int8=1, complex64=8, complex128=16)
+
+
+def like(tensor: Tensor) -> Like:
+    """Returns what is known of a tensor."""
+    return Like(tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2])
+
+
+@dataclass(frozen=True)
+class Node:
+    """A call of a sublayer, or an operation outside of any.
+
+    Attributes:
+        function: What is called: a layer, or one of Paddle's functions.
+        args: Its arguments, nested; :class:`Ref` and :class:`Owned` stand for tensors.
+        named: Those by name.
+        outputs: The value of each tensor that it returns, in order.
+        written: By value, the value that stands for it once the node has written into it.
+        scopes: The calls of layers that it is in, from the model inwards; that of a sublayer has
+            its own call at the end.
+        place: File and line of the user's that called it.
+        grad: Whether gradients were on.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Nest, ...]
+    named: dict[str, Nest]
+    outputs: tuple[ValueId, ...]
+    written: tuple[tuple[ValueId, ValueId], ...]
+    scopes: tuple[Scope, ...]
+    place: str
+    grad: bool = True
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a call of a sublayer."""
+        return isinstance(self.function, paddle.nn.Layer)
+
+    @property
+    def name(self) -> str:
+        """What messages call it: the sublayer's path, or the layer that it is in and its name."""
+        if self.is_layer:
+            return str(self.scopes[-1])
+        inside = str(self.scopes[-1])
+        name = str(getattr(self.function, "__name__", self.function)).strip("_")
+        return f"{inside}: {name}" if inside else name
+
+    @property
+    def uses(self) -> set[ValueId]:
+        """The values that it takes."""
+        return {leaf.value for leaf in arguments(self) if isinstance(leaf, Ref)}
+
+    @property
+    def makes(self) -> set[ValueId]:
+        """The values that it returns, or makes by writing."""
+        return {*self.outputs, *(new for _, new in self.written)}
+
+    @property
+    def owned(self) -> list[Owned]:
+        """The parameters and buffers that it takes, as an operation."""
+        return [leaf for leaf in arguments(self) if isinstance(leaf, Owned)]
+
+
+def arguments(node: Node) -> Iterator[Nest]:
+    """Yields what the containers in a node's arguments hold."""
+    return (leaf for _, leaf in nest.leaves((node.args, node.named), exact=True))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One run of a model's forward.
+
+    Attributes:
+        nodes: What ran, in order.
+        inputs: The model's inputs, nested; :class:`Ref` stands for tensors.
+        outputs: What it returned, likewise.
+        likes: What is known of each value.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: Nest
+    outputs: Nest
+    likes: tuple[Like, ...]
+    _made: dict[ValueId, int] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def input_values(self) -> list[ValueId]:
+        """The values that are the model's inputs."""
+        return refs_in(self.inputs)
+
+    @property
+    def output_values(self) -> list[ValueId]:
+        """The values that the model returns."""
+        return refs_in(self.outputs)
+
+    def maker(self, value: ValueId) -> int | None:
+        """Returns the number of the node that first makes a value; None for an input."""
+        if not self._made:
+            for number in reversed(range(len(self.nodes))):
+                self._made.update(dict.fromkeys(self.nodes[number].makes, number))
+        return None if value in self.input_values else self._made.get(value)
+
+
+def refs_in(value: Nest) -> list[ValueId]:
+    """Returns the values that stand in a nest, in order."""
+    return [leaf.value for _, leaf in nest.leaves(value, exact=True) if isinstance(leaf, Ref)]
+
+
+class Capture(NamedTuple):
+    """What a model does in training and in evaluation."""
+
+    training: Trace
+    evaluation: Trace
+
+    def of(self, training: bool) -> Trace:
+        """Returns the one or the other."""
+        return self.training if training else self.evaluation
