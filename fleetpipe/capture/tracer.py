@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import fleetpipe
+from fleetpipe import version
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture._paddle import Function, intercepted
@@ -31,7 +31,7 @@ _OPENED = (
     *("LayerList", "LayerDict"),
 )
 
-_HERE = (Path(paddle.__file__).parent, Path(fleetpipe.__file__).parent)
+_HERE = (Path(paddle.__file__).parent, Path(version.__file__).parent)
 
 
 class Unopened:
