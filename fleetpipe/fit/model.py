@@ -14,6 +14,7 @@ from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.fit.criterion import Metric
 from fleetpipe.fit.epoch import Callbacks, Logs, Pass, Source, names_of
 from fleetpipe.fit.feeding import Rows, rows_of
@@ -341,15 +342,19 @@ class Model(paddle.Model):
         save_dir: str | None,
         verbose: int,
     ) -> Callbacks:
+        found = on_ranks.chosen(callbacks, self.is_rank)
+        # Where these are not among them, Paddle would add its own.
+        if not any(isinstance(callback, on_ranks.ModelCheckpoint) for callback in found):
+            found.append(on_ranks.ModelCheckpoint(save_freq, save_dir))
+        if verbose and not any(isinstance(c, paddle.callbacks.ProgBarLogger) for c in found):
+            found.insert(0, Progress(log_freq, verbose))
         called: Callbacks = _configured(
-            on_ranks.chosen(callbacks, save_freq, save_dir, self.is_rank),
+            found,
             model=self,
             epochs=epochs,
             steps=steps,
-            log_freq=log_freq,
-            save_freq=save_freq,
-            save_dir=save_dir,
             verbose=verbose,
+            save_dir=save_dir,
             metrics=self.metric_names,
         )
         return called

@@ -142,3 +142,32 @@ def test_a_callback_says_where_it_runs(model: Any) -> None:
     here.on_rank = "last"
     with pytest.raises(ConfigError, match="'all', 'first', 'loss'"):
         fit(model, here)
+
+
+def test_lines_of_the_progress_in_a_log_file(model: Any, capsys: Any) -> None:
+    evaluation = Digits(1000, 1000 + BATCH)
+    told = Losses()
+    model.fit(
+        Digits(0, 4 * BATCH), evaluation, batch_size=BATCH, log_freq=3, verbose=1, callbacks=told
+    )
+    lines = [line.rpartition(", ")[0] for line in capsys.readouterr().out.splitlines()]
+    figures = [
+        f"loss {logs['loss'][0]:.4g}, acc_top1 {logs['acc_top1']:.4g}, "
+        f"acc_top2 {logs['acc_top2']:.4g}"
+        for logs in (told.train[2], told.train[3], told.eval[0])
+    ]
+    assert lines == [
+        f"epoch 1/1, batch 3/4: {figures[0]}",
+        f"epoch 1/1, batch 4/4: {figures[1]}",
+        f"evaluation, batch 1/1: {figures[2]}",
+    ]
+
+
+def test_a_bar_in_a_terminal(model: Any, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    model.fit(Digits(0, 4 * BATCH), batch_size=BATCH, verbose=1)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "epoch 1/1: 100%" in shown.err
+    assert "acc_top1" in shown.err
+    assert "samples/s" in shown.err

@@ -35,25 +35,18 @@ class Elsewhere(Callback):
     """Stands for a callback on the ranks that do not run it."""
 
 
-def chosen(
-    callbacks: Nest, save_freq: int, save_dir: str | None, is_place: Callable[[str], bool]
-) -> list[Any]:
+def chosen(callbacks: Nest, is_place: Callable[[str], bool]) -> list[Any]:
     """Returns what this rank runs in the place of each of the user's callbacks.
 
     Args:
         callbacks: What the user gave: None, one, or several.
-        save_freq: For a ``ModelCheckpoint``, if the user gave none.
-        save_dir: As ``save_freq``.
         is_place: Whether this rank is ``"first"`` or ``"loss"``.
 
     Raises:
         ConfigError: The ``on_rank`` of a callback is none of the places.
     """
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
-    found = [_here(callback, is_place) for callback in given if callback]
-    if not any(isinstance(callback, ModelCheckpoint) for callback in found):
-        found.append(ModelCheckpoint(save_freq, save_dir))
-    return found
+    return [_here(callback, is_place) for callback in given if callback]
 
 
 def _here(callback: Any, is_place: Callable[[str], bool]) -> Any:
