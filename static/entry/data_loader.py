@@ -155,12 +155,21 @@ def items_for(program: Program, feed: object) -> Iterator[Item] | None:
         program: The program that is run.
         feed: What was given to ``run``: an iterator over micro-batches, or nothing while a loader
             of the program is started.
+
+    Raises:
+        StateError: Nothing is fed, and no loader of the program is started.
     """
     if isinstance(feed, Iterator):
         return feed
     if feed:
         return None
-    started = [one._items for one in _loaders.get(program, ()) if one._items is not None]
+    loaders = _loaders.get(program, ())
+    started = [one._items for one in loaders if one._items is not None]
+    if loaders and not started:
+        raise StateError(
+            "the program reads from a loader that was not started",
+            fix="loader.start() before each epoch, loader.reset() after it; or feed by hand",
+        )
     if len(started) > 1:
         return (merged(parts) for parts in zip(*started))
     return started[0] if started else None

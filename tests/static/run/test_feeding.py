@@ -217,12 +217,16 @@ def test_a_loader_feeds_its_program_and_drops_an_incomplete_group() -> None:
     with running() as (exe, fetches):
         expected = [exe.run(feed=feed, fetch_list=[fetches[0]])[0] for feed in [*feeds, *feeds]]
     with running(build) as (exe, (loss, _, loader)):
+        with pytest.raises(StateError, match="was not started"):
+            exe.run(fetch_list=[loss])
         got = []
         for _ in range(2):
             loader.start()
             got += until_the_end(exe, loss)
             loader.reset()
             taken.clear()
+        with pytest.raises(StateError, match="was not started"):
+            exe.run(fetch_list=[loss])
     assert got == expected
 
 
