@@ -35,6 +35,13 @@ def processes(text: str) -> int:
     return int(text)
 
 
+def positive(text: str) -> int:
+    """Reads a whole number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"invalid number: {text!r}; give 1, 2, 3, ..")
+    return int(text)
+
+
 def count(text: str) -> int:
     """Reads a whole number of at least 0."""
     if not text.isdecimal():

@@ -57,6 +57,12 @@ COMMANDS = (
         "fleetpipe.launch.supervisor.supervisor:run",
     ),
     Command(
+        "chaos",
+        "launch a job, and kill one of its ranks in every life",
+        "fleetpipe.launch.chaos:configure",
+        "fleetpipe.launch.chaos:run",
+    ),
+    Command(
         "parity",
         "run a training script beside its single-device model and compare every bit",
         "fleetpipe.launch.script:configure_parity",

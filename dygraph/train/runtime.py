@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
 from typing import Callable
@@ -24,11 +24,12 @@ from fleetpipe.dygraph.observe.hooks import HookCalls, UserHooks
 from fleetpipe.dygraph.observe.timers import TimedActions, Timers
 from fleetpipe.dygraph.optimizer import replicas
 from fleetpipe.dygraph.train.switches import Switches
+from fleetpipe.engine.chaos import Chaos
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.job import agreement
+from fleetpipe.job import agreement, meeting
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.schedules import Plan, Schedule
 
@@ -293,16 +294,17 @@ class Runtime:
 
     def _connect(self) -> None:
         """Makes the engines. Collective over the pipeline the first time in a job."""
-        self.engine = self._engine(self._plan, self.trace)
+        chaos = Chaos.asked_for(self._plan, self.job.hcg.get_stage_id(), meeting.own_rank())
+        training = [observer for observer in (self.trace, chaos) if observer is not None]
+        self.engine = self._engine(self._plan, training)
         edges = self.layers.edges(training=False)
         self.evaluation = Evaluation(self.schedule.placement, edges, self._engine)
 
-    def _engine(self, plan: Plan, trace: Trace | None = None) -> Engine:
+    def _engine(self, plan: Plan, training: Sequence[Observer] = ()) -> Engine:
         observers = [*self._observers]
         if self._check_finite:
             observers.append(finite.FiniteSends())
         if self.timers is not None:
             observers.append(TimedActions(self.timers))
-        if trace is not None:
-            observers.append(trace)
+        observers += training
         return Engine(plan, self.stage, self.job.connect(), self.job.timeout, observers)

@@ -118,13 +118,13 @@ class _Supervisor:
 
 def _account(number: int, verdict: Verdict) -> str:
     """Says how a life ended that did not do its work."""
-    when = "before its first step" if verdict.step is None else f"in step {verdict.step}"
-    lines = [f"life {number} ended {when}: {verdict.culprit}"]
+    when = "" if verdict.step is None else f" in step {verdict.step}"
+    lines = [f"life {number} ended{when}: {verdict.culprit}"]
     return "\n".join([*lines, *(f"    | {line}" for line in verdict.details.splitlines())])
 
 
 def _poison(verdict: Verdict) -> str:
-    what = "the job failed twice before its first step, with the same error"
+    what = "the job failed twice in a row with the same error, and before any step that it told of"
     if verdict.step is not None:
         what = f"step {verdict.step} failed twice in a row"
     return (
