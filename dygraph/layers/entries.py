@@ -13,7 +13,8 @@ from fleetpipe.dygraph.backports import LocalSharedLayerDesc
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
 
-#: An entry of a layer list: a ``LayerDesc``, a built layer, or a function.
+#: An entry of a layer list: a ``LayerDesc``, a built layer, or a function. A description that has a
+#: layer without memory already gives it as its ``blueprint()``.
 Entry = Any
 #: Fleet seeds layer i of a model with this number plus i.
 FIRST_SEED = 1234
@@ -192,6 +193,8 @@ class Blueprints(Sequence[Layer]):
 def _blueprint(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Layer:
     if not hasattr(entry, "build_layer"):
         return entry
+    if hasattr(entry, "blueprint"):
+        return entry.blueprint()
     # Names of its own, so that the parameters that count are named as if it were not there.
     with random_states_kept(), paddle.utils.unique_name.guard():
         try:

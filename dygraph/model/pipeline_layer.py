@@ -104,7 +104,7 @@ class PipelineLayer(paddle.nn.Layer):
         self._topo = topology_of(topology, self._num_stages, job)
         # With one stage in a job of several the whole model is here, and the others do not matter.
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
-        self.use_loss(loss_fn)
+        self.take_loss(loss_fn)
         interval = checked_interval(recompute_interval, recompute_ctx)
         self._recompute_interval, self.recompute_ctx = interval, recompute_ctx
         self.use_cudagraph = use_cudagraph
@@ -277,11 +277,14 @@ class PipelineLayer(paddle.nn.Layer):
         self._require_chunk(chunk_id)
         return self.function(self._owned[chunk_id])(input, None)
 
-    def use_loss(self, loss_fn: Any) -> None:
-        """Takes another loss from the next batch on, as ``loss_fn`` of the constructor.
+    def take_loss(self, loss_fn: Any) -> None:
+        """Takes another loss than the one given to the constructor, from the next batch on.
+
+        Args:
+            loss_fn: As for the constructor.
 
         Raises:
-            ConfigError: One of the functions is a class, or cannot be called.
+            ConfigError: It cannot be called.
         """
         losses.require_functions(loss_fn)
         # As Fleet keeps it. Around Layer.__setattr__, which would make a sublayer of a loss.

@@ -31,38 +31,57 @@ def slots_of(layer: Layer, index: int) -> list[Slot]:
     return [Slot(f"{index}.{name}", tensor_parallel.whole_shape(t)) for name, t in state.items()]
 
 
-def names_in(slots: Sequence[Slot], model: Layer) -> dict[str, str]:
+def names_in(slots: Sequence[Slot], model: Layer, plain_names: Mapping[str, str]) -> dict[str, str]:
     """Returns the pipeline's name of each parameter and buffer of a whole model.
 
     A tensor that the model has under several names, as shared weights are, has one in the pipeline.
+
+    Args:
+        slots: All parameters and buffers of the whole pipeline, in the order of its layers.
+        model: The whole model.
+        plain_names: The pipeline's name of each that the model which it was made of has; empty
+            where it was made of none.
 
     Raises:
         CheckpointError: ``model`` does not fit the pipeline in names, or in order and shape.
     """
     state = _state_of(model)
+    if state.keys() == plain_names.keys():
+        _matched(slots, _renamed(state, plain_names))
+        return dict(plain_names)
     pairs = _matched(slots, state)
     names = {name: slot.name for slot, (name, _) in zip(slots, pairs)}
     by_tensor = {id(tensor): names[name] for name, tensor in pairs}
     return {name: names.get(name, by_tensor[id(tensor)]) for name, tensor in state.items()}
 
 
-def to_pipeline_names(slots: Sequence[Slot], source: Layer | Mapping[str, Any]) -> dict[str, Any]:
+def to_pipeline_names(
+    slots: Sequence[Slot], source: Layer | Mapping[str, Any], plain_names: Mapping[str, str]
+) -> dict[str, Any]:
     """Returns the tensors of a whole model under the pipeline's names.
 
     Args:
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
-        source: A state dict or a Layer: with the pipeline's names, or with the same tensors in the
-            same order.
+        source: A state dict or a Layer: with the pipeline's names, with those of the model that the
+            pipeline was made of, or with the same tensors in the same order.
+        plain_names: As for :func:`names_in`.
 
     Raises:
         CheckpointError: The source has other names and does not fit in order and shape.
     """
-    pairs = _matched(slots, _state_of(source))
+    state = _state_of(source)
+    if state.keys() == plain_names.keys():
+        state = _renamed(state, plain_names)
+    pairs = _matched(slots, state)
     return {slot.name: tensor for slot, (_, tensor) in zip(slots, pairs)}
 
 
 def _state_of(source: Layer | Mapping[str, Any]) -> dict[str, Any]:
     return dict(source.state_dict() if isinstance(source, paddle.nn.Layer) else source)
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names[name]: tensor for name, tensor in state.items()}
 
 
 def _matched(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str, Any]]:

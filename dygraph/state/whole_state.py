@@ -23,7 +23,12 @@ from fleetpipe.transport import Group
 
 
 class ModelState:
-    """The state of a model whose layers are on several ranks, as one of them sees it."""
+    """The state of a model whose layers are on several ranks, as one of them sees it.
+
+    Attributes:
+        plain_names: The lasting name of each parameter and buffer of the plain model that the list
+            was made of, in its order; empty where it was made of none.
+    """
 
     def __init__(
         self,
@@ -54,6 +59,7 @@ class ModelState:
         self._functions = built.functions
         self._partition = partition
         self._group = group
+        self.plain_names: Mapping[str, str] = {}
 
     def own(self) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by lasting name."""
@@ -106,7 +112,7 @@ class ModelState:
         Raises:
             CheckpointError: The source does not fit; nothing was changed.
         """
-        state, own = to_pipeline_names(self.slots(), source), self.own()
+        state, own = to_pipeline_names(self.slots(), source, self.plain_names), self.own()
         values = {name: own_value(state[name], split_axis(own[name])) for name in own}
         _assign(own, values)
 
@@ -140,7 +146,7 @@ class ModelState:
         Raises:
             CheckpointError: The model does not fit in names, or in order and shape.
         """
-        return names_in(self.slots(), model)
+        return names_in(self.slots(), model, self.plain_names)
 
     def _lasting_name(self, name: str) -> str:
         """Returns the lasting name of what is called ``name`` in this process."""

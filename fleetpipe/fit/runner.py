@@ -42,7 +42,7 @@ class Runner:
         self._optimizer = optimizer
         self._metrics = metrics
         self._criterion = Criterion(loss, metrics, lambda: pipeline.micro_batch_id)
-        pipeline.layers.use_loss(self._criterion)
+        pipeline.layers.take_loss(self._criterion)
         self._steps = pipeline.accumulate_steps
         #: What each micro-batch of the last training batch had in its loss.
         self.shares: list[float] = []

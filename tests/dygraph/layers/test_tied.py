@@ -229,6 +229,15 @@ def test_blueprints_take_neither_names_nor_random_numbers() -> None:
     assert after.numpy().tobytes() == paddle.rand([3]).numpy().tobytes()
 
 
+def test_a_description_may_have_a_blueprint_of_its_own() -> None:
+    class Described(LayerDesc):  # type: ignore[misc]
+        def blueprint(self) -> Any:
+            return layer
+
+    layer = nn.Linear(3, 4)
+    assert Blueprints([Described(nn.Linear, 3, 4)])[0] is layer
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "ZBV"])
 def test_a_layer_called_several_times_on_a_stage_and_over_stages(schedule: str) -> None:
     entries = [
