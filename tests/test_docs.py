@@ -42,6 +42,7 @@ PAGES = [
 
 #: Whatever these export and is not Paddle's has an entry in the reference.
 PUBLIC = (
+    "fleetpipe.compat.colossalai",
     "fleetpipe.dygraph",
     "fleetpipe.dygraph.tensor_parallel",
     "fleetpipe.fleet",

@@ -17,6 +17,7 @@ ROOMS = (
     "fleetpipe/_paddle fleetpipe/arguments fleetpipe/cli fleetpipe/config fleetpipe/io"
     " fleetpipe/numerics",
     "fleetpipe/checkpoint",
+    "fleetpipe/compat",
     "fleetpipe/engine",
     "fleetpipe/fleet/meta_parallel fleetpipe/fleet/overlay fleetpipe/fleet/strategy"
     " fleetpipe/fleet/high_level fleetpipe/fleet/lifecycle fleetpipe/fleet/wrapping",

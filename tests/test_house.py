@@ -49,7 +49,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("capture",),
     ("fleet",),
     ("launch cli __main__",),
-    ("parity", "fit callbacks"),
+    ("parity", "fit callbacks", "compat"),
     ("__init__",),
 )
 

@@ -1,0 +1,152 @@
+"""``gpc``: what a program asks of its place among the ranks, answered by the job that runs."""
+
+from __future__ import annotations
+
+import enum
+
+from fleetpipe import fleet
+from fleetpipe.aliases import Topology
+from fleetpipe.compat.colossalai.configuration import Config
+from fleetpipe.errors import StateError
+from fleetpipe.job.job import Job, current_job
+
+
+class ParallelMode(enum.Enum):
+    """The groups that a rank is in."""
+
+    GLOBAL = "global"
+    DATA = "data"
+    PIPELINE = "pipe"
+    TENSOR = "tensor"
+
+
+class GlobalContext:
+    """The configuration of the program and this process's place; the one object is ``gpc``.
+
+    A process that plays all ranks of a pipeline is its first rank and its last.
+    """
+
+    def __init__(self) -> None:
+        """Begins without a configuration."""
+        self._config: Config | None = None
+
+    @property
+    def config(self) -> Config:
+        """What was given to ``launch_from_torch``.
+
+        Raises:
+            StateError: It was not called.
+        """
+        if self._config is None:
+            raise StateError(
+                "the program was not launched",
+                fix="call launch_from_torch(config=dict(parallel=dict(pipeline=2), ..)) first",
+            )
+        return self._config
+
+    def load_config(self, config: Config) -> None:
+        """Takes a configuration that was read."""
+        self._config = config
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Ranks of a pipeline."""
+        return self.get_world_size(ParallelMode.PIPELINE)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the pipeline."""
+        return self.get_world_size(ParallelMode.DATA)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share each layer: 1."""
+        return self.get_world_size(ParallelMode.TENSOR)
+
+    def get_world_size(self, mode: ParallelMode) -> int:
+        """Returns how many ranks are in a group.
+
+        Raises:
+            StateError: The program was not launched.
+        """
+        job = self._job()
+        degrees = job.degrees
+        sizes = {
+            ParallelMode.GLOBAL: degrees.dp * degrees.pp,
+            ParallelMode.DATA: degrees.dp,
+            ParallelMode.PIPELINE: degrees.pp,
+            ParallelMode.TENSOR: degrees.mp,
+        }
+        return sizes[mode]
+
+    def get_local_rank(self, mode: ParallelMode) -> int:
+        """Returns this process's rank in a group; 0 where it plays all ranks.
+
+        Raises:
+            StateError: The program was not launched.
+        """
+        hcg: Topology = self._job().hcg
+        ranks = {
+            ParallelMode.GLOBAL: hcg.get_global_rank,
+            ParallelMode.DATA: hcg.get_data_parallel_rank,
+            ParallelMode.PIPELINE: hcg.get_stage_id,
+            ParallelMode.TENSOR: hcg.get_model_parallel_rank,
+        }
+        return int(ranks[mode]())
+
+    def get_global_rank(self) -> int:
+        """Returns this process's rank in the job."""
+        return self.get_local_rank(ParallelMode.GLOBAL)
+
+    def is_initialized(self, mode: ParallelMode) -> bool:
+        """Returns whether the job runs, in which all groups are."""
+        return isinstance(mode, ParallelMode) and current_job() is not None
+
+    def is_first_rank(self, mode: ParallelMode) -> bool:
+        """Returns whether this process is the first of a group."""
+        return self.get_local_rank(mode) == 0
+
+    def is_last_rank(self, mode: ParallelMode) -> bool:
+        """Returns whether this process is the last of a group, or plays it."""
+        job = self._job()
+        played = job.local and mode in (ParallelMode.PIPELINE, ParallelMode.GLOBAL)
+        return played or self.get_local_rank(mode) == self.get_world_size(mode) - 1
+
+    def is_pipeline_first_stage(self, ignore_virtual: bool = False) -> bool:
+        """Returns whether this process is the first rank of its pipeline.
+
+        Args:
+            ignore_virtual: Accepted for ColossalAI's sake: nobody asks for a chunk here.
+        """
+        return self.is_first_rank(ParallelMode.PIPELINE)
+
+    def is_pipeline_last_stage(self, ignore_virtual: bool = False) -> bool:
+        """Returns whether this process is the last rank of its pipeline.
+
+        Args:
+            ignore_virtual: Accepted for ColossalAI's sake: nobody asks for a chunk here.
+        """
+        return self.is_last_rank(ParallelMode.PIPELINE)
+
+    def destroy(self) -> None:
+        """Ends the job, as ``fleet.shutdown`` does, and forgets the configuration.
+
+        Raises:
+            PeerFailed: Another rank has failed.
+            PipelineTimeout: Another rank did not take what was sent to it within the limit.
+        """
+        self._config = None
+        fleet.shutdown()
+
+    def _job(self) -> Job:
+        job = current_job()
+        if job is None:
+            raise StateError(
+                "there is no job yet, or it has ended",
+                fix="call launch_from_torch(config=..) first",
+            )
+        return job
+
+
+#: The one object that ColossalAI calls ``global_context``, and its programs ``gpc``.
+gpc = GlobalContext()

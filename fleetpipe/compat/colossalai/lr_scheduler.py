@@ -1,0 +1,35 @@
+"""``LinearWarmupLR``: the learning rate of ColossalAI's tutorial, made of Paddle's schedulers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Optimizer
+
+
+class LinearWarmupLR(paddle.optimizer.lr.LinearWarmup):
+    """Rises in equal steps to the optimizer's rate, then falls in equal steps to 0.
+
+    With T steps, w of them to warm up, and a rate r it is r (e + 1) / (w + 1) in step e < w, and
+    r (T - e) / (T - w) from there on. Who made it steps it, mostly once per epoch.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
+    ) -> None:
+        """Takes the rate of an optimizer, and gives it this scheduler in its place.
+
+        Args:
+            optimizer: A Paddle optimizer with a number as its learning rate, not wrapped yet.
+            total_steps: T, steps in all.
+            warmup_steps: w, steps in which the rate rises.
+            last_epoch: The step to go on from; -1 at the beginning.
+        """
+        rate: float = optimizer.get_lr()
+        decay: Any = paddle.optimizer.lr.PolynomialDecay(
+            rate, total_steps - warmup_steps, end_lr=0.0, power=1.0
+        )
+        start = rate / (warmup_steps + 1)
+        super().__init__(decay, warmup_steps, start, rate, last_epoch)
+        optimizer.set_lr_scheduler(self)

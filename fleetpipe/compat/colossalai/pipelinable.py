@@ -1,0 +1,242 @@
+"""``PipelinableContext``: a model is made without memory, put in order, and cut into stages."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer
+from fleetpipe.compat.colossalai import cuts, sequence
+from fleetpipe.compat.colossalai.cuts import Parts, Policy
+from fleetpipe.compat.colossalai.model import PipelinableModel
+from fleetpipe.compat.colossalai.sequence import ExecutionSequence
+from fleetpipe.dygraph.layers.entries import count_parameters
+from fleetpipe.dygraph.random_keys import random_states_kept
+from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.job.job import current_job
+
+
+class PipelinableContext:
+    """Within it a model is made whose parameters have no memory yet; then it is cut.
+
+    Parameters get their values in :meth:`partition`, those of this process's stages only. What is
+    drawn to make the model leaves no trace: all random states are put back at the end.
+
+    Example:
+        >>> from paddle.vision.models import resnet18
+        >>> pipelinable = PipelinableContext()
+        >>> with pipelinable:
+        ...     model = resnet18()
+        >>> names = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"]
+        >>> flatten = (lambda x: paddle.flatten(x, 1), "behind")
+        >>> pipelinable.to_layer_list([*names, "avgpool", flatten, "fc"])
+        >>> pipelinable.parts(num_chunks=1, pipeline_size=2)
+        {0: [(0, 7)], 1: [(7, 10)]}
+    """
+
+    def __init__(self, policy: Policy = "balanced") -> None:
+        """Chooses where the model will be cut.
+
+        Args:
+            policy: ``"balanced"``: the stage with the most parameters has as few as possible;
+                ``"uniform"``: as many layers in each stage; ``"customized"``: where ``exec_seq``
+                has ``"SPLIT_NODE"``; or ``{rank: [(start, end), ..]}``, layers by their numbers,
+                one pair for each chunk.
+
+        Raises:
+            UsageError: ``policy`` is neither a name nor a mapping.
+            PartitionError: There is no policy of that name.
+        """
+        self._made: list[weakref.ref[Layer]] = []
+        self._model: Layer = None
+        self._sequence: ExecutionSequence | None = None
+        self._entered = ExitStack()
+        self.policy = policy
+
+    @property
+    def policy(self) -> Policy:
+        """Where the model is cut; may be set until :meth:`partition`."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        cuts.require_policy(policy)
+        self._policy = policy
+
+    def __enter__(self) -> PipelinableContext:
+        """Has layers be made without memory from here on."""
+        self._made = []
+        with ExitStack() as entered:
+            entered.enter_context(random_states_kept())
+            entered.enter_context(_noting_layers(self._made))
+            entered.enter_context(paddle.LazyGuard())
+            self._entered = entered.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends that; what was made last is forgotten where an error passes through.
+
+        Raises:
+            ConfigError: More than one model was made, or none; or its constructor computes with
+                parameters.
+        """
+        self._entered.close()
+        if error is None:
+            made = [layer for made in self._made if (layer := made()) is not None]
+            self._model, self._sequence = _outermost(made), None
+        elif isinstance(error, RuntimeError) and "PreconditionNotMet" in str(error):
+            raise ConfigError(
+                "a constructor computes with parameters, which have no memory yet",
+                where="within PipelinableContext",
+                cause=str(error).strip().splitlines()[0],
+                fix="give the parameters a paddle.ParamAttr(initializer=..), or set_value",
+            ) from error
+
+    @property
+    def layers_count(self) -> int:
+        """The number of layers of the list."""
+        return len(self._listed().steps)
+
+    @property
+    def funcs_count(self) -> int:
+        """The number of functions around the layers of the list."""
+        return sum(len(step.front) + len(step.behind) for step in self._listed().steps)
+
+    def to_layer_list(self, exec_seq: Iterable[object] | None = None) -> None:
+        """Puts the layers of the model in the order of their execution.
+
+        Args:
+            exec_seq: Names of sublayers in the order in which they run; functions, which run after
+                the layer named before them (at the beginning: on the inputs), as does
+                ``(function, "behind")``; ``(function, "front")``, which runs before the next one;
+                ``"SPLIT_NODE"``, where policy "customized" cuts. A function whose arguments have
+                names of the batch's, which is a dict then, changes these. None: the children in
+                the order in which the constructor made them, LayerLists and Sequentials opened.
+
+        Raises:
+            ConfigError: An entry is none of these, names no sublayer, has no layer to stand at; or
+                a parameter of the model is in none of the layers named.
+            StateError: No model was made within this context.
+        """
+        if self._model is None:
+            raise StateError(
+                "there is no model to list the layers of",
+                fix="with pipelinable: model = resnet50(), then pipelinable.to_layer_list(..)",
+            )
+        self._sequence = sequence.read(self._model, exec_seq)
+
+    def parts(self, num_chunks: int, pipeline_size: int) -> dict[int, Parts]:
+        """Returns the layers of each rank, ``(start, end)`` for each of its chunks.
+
+        Args:
+            num_chunks: Chunks of each rank.
+            pipeline_size: Ranks of the pipeline.
+
+        Raises:
+            PartitionError: The policy has no such cut.
+            StateError: :meth:`to_layer_list` was not called.
+        """
+        return dict(cuts.parts_of(self._bounds(num_chunks, pipeline_size), pipeline_size))
+
+    def partition(self, num_chunks: int, pipeline_size: int, rank: int) -> PipelinableModel:
+        """Builds the layers of this process's stages.
+
+        Args:
+            num_chunks: Chunks of each rank; with more than one 1F1B becomes Interleaved1F1B.
+            pipeline_size: Ranks of the pipeline.
+            rank: This process's rank in it.
+
+        Returns:
+            The stages of this process, of all ranks where one process plays them all. Its
+            ``parameters()`` are what this process's optimizer trains. Layer i gets its initial
+            values under the seed 1234 + i, whatever the cut and the rank.
+
+        Raises:
+            ConfigError: ``pipeline_size`` or ``rank`` is not that of the job.
+            PartitionError: The policy has no such cut.
+            StateError: :meth:`to_layer_list` was not called.
+        """
+        bounds = self._bounds(num_chunks, pipeline_size)
+        _require_own_rank(rank, pipeline_size)
+        steps = self._listed().steps
+        return PipelinableModel(self._model, steps, bounds, pipeline_size, num_chunks)
+
+    def _bounds(self, num_chunks: int, pipeline_size: int) -> list[int]:
+        found = self._listed()
+        weights = [count_parameters(step.layer) for step in found.steps]
+        return cuts.boundaries(self._policy, weights, found.splits, pipeline_size, num_chunks)
+
+    def _listed(self) -> ExecutionSequence:
+        if self._sequence is None:
+            raise StateError(
+                "the layers of the model are not in order yet",
+                fix="call to_layer_list(exec_seq) after the with block",
+            )
+        return self._sequence
+
+
+@contextmanager
+def _noting_layers(made: list[weakref.ref[Layer]]) -> Iterator[None]:
+    """Within it every layer whose constructor runs is added to ``made``, and may be dropped."""
+    constructor: Any = paddle.nn.Layer.__init__
+
+    @functools.wraps(constructor)
+    def begin(self: Layer, *args: Any, **named: Any) -> None:
+        constructor(self, *args, **named)
+        made.append(weakref.ref(self))
+
+    setattr(paddle.nn.Layer, "__init__", begin)  # noqa: B010  # mypy: a method is not assignable
+    try:
+        yield
+    finally:
+        setattr(paddle.nn.Layer, "__init__", constructor)  # noqa: B010
+
+
+def _outermost(made: list[Layer]) -> Layer:
+    """Returns the layer that holds all others; layers without parameters may stand beside it.
+
+    Raises:
+        ConfigError: There is none, or more than one.
+    """
+    inner = {id(part) for layer in made for part in layer.sublayers()}
+    outer = [layer for layer in made if id(layer) not in inner and layer.state_dict()]
+    if len(outer) == 1:
+        return outer[0]
+    raise ConfigError(
+        "a PipelinableContext makes one model"
+        if outer
+        else "no model was made within the PipelinableContext",
+        got=", ".join(type(layer).__name__ for layer in outer) or None,
+        fix="make losses and other models outside of the with block"
+        if outer
+        else "with pipelinable: model = resnet50()",
+    )
+
+
+def _require_own_rank(rank: int, pipeline_size: int) -> None:
+    """Refuses a rank that is not this process's.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    job = current_job()
+    own: Sequence[int] = range(pipeline_size)
+    if job is not None and not job.local and job.degrees.pp == pipeline_size:
+        own = (job.hcg.get_stage_id(),)
+    if rank not in own:
+        raise ConfigError(
+            "partition builds the stages of this process",
+            expected=f"rank {', '.join(map(str, own))} of a pipeline of {pipeline_size}",
+            got=f"rank {rank}",
+            fix="pass gpc.get_local_rank(ParallelMode.PIPELINE)",
+        )

@@ -1,0 +1,194 @@
+"""From what a user writes as ``exec_seq`` to layers in order, each with the functions around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer
+from fleetpipe.errors import ConfigError, nearest
+
+#: Where an execution sequence is cut by the policy "customized".
+SPLIT_NODE = "SPLIT_NODE"
+_OPENED = (paddle.nn.LayerList, paddle.nn.Sequential)
+_UNCALLABLE = (paddle.nn.LayerList, paddle.nn.LayerDict, paddle.nn.ParameterList)
+
+Functions = tuple[Callable[..., Any], ...]
+
+
+class Step(NamedTuple):
+    """A layer of an execution sequence.
+
+    Attributes:
+        name: Its name in the model.
+        layer: The layer.
+        front: The functions that run before it.
+        behind: The functions that run after it.
+    """
+
+    name: str
+    layer: Layer
+    front: Functions = ()
+    behind: Functions = ()
+
+
+class ExecutionSequence(NamedTuple):
+    """A model as layers in the order of their execution.
+
+    Attributes:
+        steps: The layers.
+        splits: How many layers stand before each SPLIT_NODE.
+    """
+
+    steps: tuple[Step, ...]
+    splits: tuple[int, ...]
+
+
+def read(model: Layer, exec_seq: Iterable[object] | None) -> ExecutionSequence:
+    """Returns the layers of a model in the order that ``exec_seq`` gives them.
+
+    Args:
+        model: The whole model.
+        exec_seq: Names of sublayers, functions, pairs ``(function, "front")`` or
+            ``(function, "behind")``, and SPLIT_NODE. None: the children in the order in which they
+            were made, those of LayerLists and Sequentials in place of these.
+
+    Raises:
+        ConfigError: An entry is none of these, names no sublayer, or has no layer to stand at; or
+            a parameter or buffer of the model is in none of the layers.
+    """
+    reader = _Reader(model)
+    for entry in _children(model) if exec_seq is None else exec_seq:
+        reader.take(entry)
+    found = reader.finished()
+    _require_cover(model, found.steps)
+    return found
+
+
+class _Reader:
+    """Takes one entry after another."""
+
+    def __init__(self, model: Layer) -> None:
+        self._model = model
+        self._known = dict(model.named_sublayers())
+        self._steps: list[Step] = []
+        self._front: list[Callable[..., Any]] = []
+        self._splits: list[int] = []
+
+    def take(self, entry: object) -> None:
+        if isinstance(entry, str) and entry == SPLIT_NODE:
+            self._splits.append(len(self._steps))
+        elif isinstance(entry, str):
+            self._steps.append(Step(entry, self._layer(entry), tuple(self._front)))
+            self._front = []
+        elif isinstance(entry, tuple) and len(entry) == 2:
+            self._take_function(*entry)
+        else:
+            self._take_function(entry, "behind" if self._steps else "front")
+
+    def finished(self) -> ExecutionSequence:
+        if self._front:
+            raise ConfigError(
+                "exec_seq ends with a function that stands in front of nothing",
+                got=", ".join(map(_name, self._front)),
+                fix='write (function, "behind"), or name the layer that it stands in front of',
+            )
+        return ExecutionSequence(tuple(self._steps), tuple(self._splits))
+
+    def _take_function(self, function: Any, place: object) -> None:
+        _require_function(function, place)
+        if place == "front":
+            self._front.append(function)
+            return
+        if not self._steps:
+            raise ConfigError(
+                "exec_seq begins with a function that stands behind nothing",
+                got=f'({_name(function)}, "behind")',
+                fix='write (function, "front"), or the function alone: it is given the inputs',
+            )
+        last = self._steps[-1]
+        self._steps[-1] = last._replace(behind=(*last.behind, function))
+
+    def _layer(self, name: str) -> Layer:
+        layer: Layer = self._known.get(name)
+        if layer is None:
+            # A layer that the model has twice is known by its first name.
+            layer = _reached(self._model, name)
+        if layer is None:
+            raise ConfigError(
+                f"exec_seq names {name!r}, and the model has no such sublayer",
+                fix=nearest(name, self._known),
+            )
+        if isinstance(layer, _UNCALLABLE):
+            raise ConfigError(
+                f"exec_seq names {name!r}, which cannot be called",
+                got=type(layer).__name__,
+                fix=f"name what is in it, as in {name + '.0'!r}",
+            )
+        return layer
+
+
+def _children(model: Layer) -> list[str]:
+    names = []
+    for name, child in model.named_children():
+        opened = child.named_children() if isinstance(child, _OPENED) else ()
+        names += [f"{name}.{inner}" for inner, _ in opened] or [name]
+    return names
+
+
+def _reached(model: Layer, name: str) -> Layer:
+    """Returns the sublayer at a dotted path; None where there is none."""
+    layer = model
+    for part in name.split("."):
+        layer = getattr(layer, part, None)
+        if not isinstance(layer, paddle.nn.Layer):
+            return None
+    return layer
+
+
+def _require_function(function: object, place: object) -> None:
+    """Refuses what cannot stand in an execution sequence.
+
+    Raises:
+        ConfigError: It is neither a name nor a function, stands at no place, or has parameters.
+    """
+    if place not in ("front", "behind") or not callable(function) or isinstance(function, type):
+        raise ConfigError(
+            "an entry of exec_seq is neither the name of a sublayer nor a function",
+            expected='a name, a function, (function, "front"), (function, "behind") or '
+            f"{SPLIT_NODE!r}",
+            got=repr((function, place)),
+            fix='write (function, "behind") for what runs after the layer named before it',
+        )
+    if isinstance(function, paddle.nn.Layer) and function.state_dict():
+        raise ConfigError(
+            "a function of exec_seq is a layer with parameters, which no optimizer would train",
+            got=type(function).__name__,
+            fix="make it a sublayer of the model, and write its name",
+        )
+
+
+def _require_cover(model: Layer, steps: Sequence[Step]) -> None:
+    """Refuses a sequence that leaves out a parameter or buffer of the model.
+
+    Raises:
+        ConfigError: It does; the message names all of them by the sublayers that hold them.
+    """
+    if not steps:
+        raise ConfigError("exec_seq names no layer", fix="name at least one for each stage")
+    listed = {id(tensor) for step in steps for tensor in step.layer.state_dict().values()}
+    state: Mapping[str, Any] = model.state_dict()
+    missing = [name for name, tensor in state.items() if id(tensor) not in listed]
+    if missing:
+        owners = dict.fromkeys(name.rpartition(".")[0] or name for name in missing)
+        raise ConfigError(
+            "exec_seq leaves out parameters of the model",
+            expected="all sublayers with parameters, in the order in which forward calls them",
+            got=f"nothing for {', '.join(owners)}",
+            fix="name these sublayers; put a parameter of the model itself into a sublayer",
+        )
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)
