@@ -17,6 +17,7 @@ from typing import Any
 
 import paddle
 import static_support as support
+from images import digits
 from paddle import nn
 from paddle.static import device_guard
 
@@ -49,7 +50,7 @@ def main() -> int:
     parser.add_argument("--pp", type=int, help="stages; default: all ranks of a replica")
     args = parser.parse_args()
     stages = args.pp or max(support.WORLD // args.dp, 2)
-    images, labels, data_name = support.digits(scale=1, channels=1)
+    images, labels, data_name = digits(scale=1, channels=1)
     print(f"data: {data_name}, {len(images)} images")
 
     paddle.enable_static()

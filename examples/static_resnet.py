@@ -18,6 +18,7 @@ from typing import Any
 
 import paddle
 import static_support as support
+from images import cifar10, digits
 from paddle import nn
 from paddle.static import device_guard
 
@@ -106,7 +107,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=64, help="channels of the stem")
     parser.add_argument("--data", type=Path, help="cifar-10-python.tar.gz; default: digits")
     args = parser.parse_args()
-    images, labels, data_name = support.cifar10(args.data) if args.data else support.digits(4, 3)
+    images, labels, data_name = cifar10(args.data) if args.data else digits(4, 3)
     print(f"data: {data_name}, {len(images)} images")
 
     paddle.enable_static()
