@@ -250,13 +250,9 @@ def _require_parameters_of(layers: Layer, optimized: Sequence[Tensor]) -> None:
 
 def _orders(layers: Layer) -> dict[int, int]:
     """Returns where the single model has each parameter of this process, or COPY, by ``id``."""
-    places = {slot.name: place for place, slot in enumerate(layers.state.slots())}
-    # Shared layers come first in a model, whatever their place in the list.
-    holders = ("shared_layers.", "local_shared_layers.")
-    names = sorted(places, key=lambda name: not name.startswith(holders))
-    order = {name: number for number, name in enumerate(names)}
+    places = layers.state.places()
     return {
-        id(tensor): order[name] if getattr(tensor, "is_firstly_shared", True) else COPY
+        id(tensor): places[name] if getattr(tensor, "is_firstly_shared", True) else COPY
         for name, tensor in layers.state.own().items()
     }
 

@@ -21,6 +21,9 @@ from fleetpipe.errors import CheckpointError
 from fleetpipe.partition import Partition
 from fleetpipe.transport import Group
 
+#: More than a rank has parameters and buffers, or a model shared ones.
+_PLACES_OF_A_LAYER = 2**32
+
 
 class ModelState:
     """The state of a model whose layers are on several ranks, as one of them sees it.
@@ -93,6 +96,22 @@ class ModelState:
         layers = range(len(self._entries))
         found = {slot.name: slot for index in layers for slot in self._slots_of(index)}
         return list(found.values())
+
+    def places(self) -> dict[str, int]:
+        """Returns numbers by which this process's tensors sort as the single model has them.
+
+        Shared layers come first in a model, whatever their place in the list. A layer may have got
+        more parameters since it was built, as adapters: they count where it has them now.
+        """
+        shared = [name for layer in self._shared.values() for name in layer.names.values()]
+        places = {name: place for place, name in enumerate(dict.fromkeys(shared))}
+        for position, name in enumerate(self.own()):
+            if is_shared(name):
+                places.setdefault(name, _PLACES_OF_A_LAYER - 1)
+            else:
+                layer = int(name.partition(".")[0])
+                places[name] = (layer + 1) * _PLACES_OF_A_LAYER + position
+        return places
 
     def outlines(self) -> list[str]:
         """Returns the class of each layer of the whole model with its parameters' shapes."""

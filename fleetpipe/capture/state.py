@@ -51,6 +51,10 @@ class CapturedState(ModelState):
         """Returns the names and shapes of the whole model."""
         return self._slots
 
+    def places(self) -> dict[str, int]:
+        """Returns where the plain model has each of its tensors."""
+        return {slot.name: place for place, slot in enumerate(self._slots)}
+
     def outlines(self) -> list[str]:
         """Returns the names and shapes of the whole model as text."""
         return [f"{slot.name}{list(slot.shape)}" for slot in self._slots]

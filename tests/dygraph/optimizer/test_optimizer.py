@@ -189,6 +189,27 @@ def test_minimize_updates_what_it_is_told_alone(by: Any) -> None:
         assert [i for i, bytes_ in enumerate(after) if bytes_ != before[i]] == [1]
 
 
+def test_layers_may_get_parameters_after_they_were_built() -> None:
+    """As adapters do, which are trained while the rest is frozen."""
+    norms = []
+    for stages in (1, 2):
+        with job(stages):
+            layers = PipelineLayer(mlp_layers(), num_stages=stages, loss_fn=nn.CrossEntropyLoss())
+            for parameter in layers.parameters():
+                parameter.stop_gradient = True
+            for layer in [part for part in layers.sublayers() if isinstance(part, nn.Linear)]:
+                one = nn.initializer.Constant(1.0)
+                layer.adapter = layer.create_parameter([1], default_initializer=one)
+                layer.register_forward_post_hook(lambda part, _, y: y * part.adapter)
+            clip = nn.ClipGradByGlobalNorm(0.01)
+            adamw = optimizers.AdamW(0.1, parameters=layers.parameters(), grad_clip=clip)
+            optimizer = fleet.distributed_optimizer(adamw)
+            fleet.distributed_model(layers).train_batch(batch(), optimizer)
+            norms.append(optimizer.gradient_norm)
+    assert norms[0] > 0.01
+    assert norms[0] == norms[1]
+
+
 def test_a_clip_that_is_put_in_later_counts_too() -> None:
     def make(parameters: list[Any]) -> Any:
         return optimizers.SGD(0.1, parameters=parameters)
