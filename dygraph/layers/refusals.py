@@ -6,6 +6,7 @@ import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
@@ -65,18 +66,71 @@ def refusal(
         layer: The layer.
         value: What it was called with.
     """
+    part = _part(error, layer, value)
+    if part is not None:
+        return _refusal_inside(error, part, partition, index, value)
     before = f"what layer {index - 1} returned" if index else "the inputs of the batch"
     stage = partition.stage_of(index)
     first = index == partition.boundaries[stage]
-    giver = f", from {_named(partition, index - 1)}" if index else ""
     return BoundaryError(
         f"{_named(partition, index)} cannot take {before}",
         where=f"first layer of stage {stage}" if first else None,
         expected=_described(layer),
-        got=f"{outline(value)}{giver}",
+        got=_given(partition, index, value),
         cause=reason(error),
         fix=_advice(error, index, value),
     )
+
+
+class _Part(NamedTuple):
+    """A sublayer that refused a value: its path in the layer of the list, and the value."""
+
+    path: str
+    layer: Layer
+    value: Nest
+
+
+def _part(error: Exception, layer: Callable[[Nest], Nest], value: Nest) -> _Part | None:
+    """Returns the innermost sublayer that raised ``error``, unless it was given ``value`` itself.
+
+    Where it was, that value is what does not fit, and who made it is named.
+    """
+    if not isinstance(layer, paddle.nn.Layer):
+        return None
+    paths = {id(part): path for path, part in layer.named_sublayers()}
+    whole = value if isinstance(value, (tuple, list)) else (value,)
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code, names = frame.f_code, frame.f_locals
+        part = names.get("self")
+        if code.co_name != "forward" or id(part) not in paths:
+            continue
+        given = [names.get(name) for name in code.co_varnames[1 : code.co_argcount]]
+        tensors = tuple(one for one in given if isinstance(one, paddle.Tensor))
+        if tensors and not any(tensors[0] is one for one in whole):
+            only = tensors[0] if len(tensors) == 1 else tensors
+            found = _Part(paths[id(part)], part, only)
+    return found
+
+
+def _refusal_inside(
+    error: Exception, part: _Part, partition: Partition, index: int, value: Nest
+) -> BoundaryError:
+    """Returns what to raise where a layer made of several handed one of them what does not fit."""
+    return BoundaryError(
+        f"{_named(partition, index)}: its {part.path} cannot take what the layer gives it",
+        expected=_described(part.layer),
+        got=f"{outline(part.value)}; the layer itself was given {_given(partition, index, value)}",
+        cause=reason(error),
+        fix=f"change {part.path} of layer {index}, or what stands before it there, so that they "
+        "fit",
+    )
+
+
+def _given(partition: Partition, index: int, value: Nest) -> str:
+    """Returns what a layer was called with, and who made it."""
+    giver = f", from {_named(partition, index - 1)}" if index else ""
+    return f"{outline(value)}{giver}"
 
 
 def _named(partition: Partition, index: int) -> str:

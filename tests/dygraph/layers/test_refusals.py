@@ -53,6 +53,17 @@ class Added(nn.Layer):
         return x + self.weight
 
 
+class Block(nn.Layer):
+    """Two layers that do not fit each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.Linear(5, 6))
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+
 class Doubled(nn.Layer):
     def forward(self, x: Any) -> Any:
         return x.scale(2.0)
@@ -129,6 +140,21 @@ def test_the_loss_says_which_micro_batch_it_could_not_take() -> None:
     sometimes.calls = 0  # type: ignore[attr-defined]
     message = refusal([linear(), linear()], loss_fn=sometimes)
     assert "rank 1, operation F1.2 (stage 1, micro-batch 2), last finished B1.1: last" in message
+
+
+def test_a_wrong_shape_inside_a_layer_names_the_part_and_what_it_was_given() -> None:
+    layers = [linear(), linear(), linear(), Block()]
+    assert re.fullmatch(
+        r"layer 3 \(Block\): its inner\.1 cannot take what the layer gives it\n"
+        r"  where: rank 1, operation F1\.0 \(stage 1, micro-batch 0\)[^\n]*\n"
+        r"  expected: what Linear\(in_features=5, out_features=6, .*\) takes\n"
+        r"  got: Tensor of float32\[2, 8\]; the layer itself was given "
+        r"Tensor of float32\[2, 6\], from layer 2 \(Linear\)\n"
+        r"  likely cause: ValueError.*\n"
+        r"  what to do: change inner\.1 of layer 3, .*",
+        refusal(layers),
+        re.DOTALL,
+    )
 
 
 def test_a_direct_call_names_the_layer_too() -> None:
