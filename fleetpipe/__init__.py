@@ -14,10 +14,12 @@ from fleetpipe.version import __version__ as __version__
 if TYPE_CHECKING:
     from fleetpipe.capture.cuts import SplitPoint as SplitPoint
     from fleetpipe.capture.door import pipeline as pipeline
+    from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.fit.model import Model as Model
 
 #: Names that need Paddle, by the module that has them.
 _LATE = {
+    "CheckpointManager": "fleetpipe.checkpoint.manager",
     "Model": "fleetpipe.fit.model",
     "SplitPoint": "fleetpipe.capture.cuts",
     "pipeline": "fleetpipe.capture.door",

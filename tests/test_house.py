@@ -35,11 +35,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules/__init__",),
     ("schedules/commands", "transport", "static/_paddle static/graph static/tags"),
     (
-        *("config", "engine", "job", "checkpoint", "static/cut"),
+        *("config", "engine", "job", "static/cut"),
         "dygraph/_paddle dygraph/backports dygraph/nest dygraph/random_keys dygraph/gradients"
         " dygraph/broadcast",
     ),
-    ("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run", "io"),
+    (
+        *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),
+        *("io", "checkpoint"),
+    ),
     ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/attached"),
     ("dygraph/state", "static/save"),
     ("dygraph/model", "static/entry"),

@@ -13,6 +13,7 @@ from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor, Topology
+from fleetpipe.checkpoint.model_part import NamedTensors
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST, device_id
 from fleetpipe.dygraph.batch import losses
@@ -399,6 +400,10 @@ class PipelineLayer(paddle.nn.Layer):
             PipelineTimeout: Another rank did not come within the limit.
         """
         self._files.load(path, self._shared_weights)
+
+    def checkpoint_part(self) -> NamedTensors:
+        """Returns what this process holds of the model, as a ``CheckpointManager`` takes it."""
+        return self.state.checkpoint_part()
 
     def stage_layers(self, stage: int) -> dict[int, Callable[[Nest], Nest]]:
         """Returns the built layers and functions of a stage of this process, by their numbers."""

@@ -66,6 +66,14 @@ class PipelineOptimizer(FleetsType):
         """The user's optimizer."""
         return self._inner_opt
 
+    def owns_state(self, parameter: Tensor) -> bool:
+        """Whether this process keeps the optimizer's state of a parameter, and not another shard.
+
+        Args:
+            parameter: One of the optimizer's.
+        """
+        return self._shards is None or self._shards.owns(parameter)
+
     @property
     def gradient_norm(self) -> float | None:
         """The norm of all gradients of all ranks in the last step, before it was clipped.

@@ -12,6 +12,8 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.checkpoint.model_part import NamedTensors, cut_of, own_slice
+from fleetpipe.checkpoint.parts import Held
 from fleetpipe.dygraph.layers import entries as descriptions
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, is_shared
 from fleetpipe.dygraph.state.hidden_buffers import hidden_buffers
@@ -82,6 +84,14 @@ class ModelState:
         """
         places = hidden_buffers(self._functions)
         return {name: holder[key] for name, (holder, key) in places.items()}
+
+    def checkpoint_part(self) -> NamedTensors:
+        """Returns what this process holds as checkpoints take it."""
+        slice_of = own_slice()
+        tensors = {name: Held(t, cut_of(t, *slice_of)) for name, t in self.own().items()}
+        buffers = {name: Held(tensor) for name, tensor in self.hidden_buffers().items()}
+        outline = {slot.name: tuple(slot.shape) for slot in self.slots()}
+        return NamedTensors(tensors, outline, buffers)
 
     @property
     def adds_up_uses(self) -> bool:

@@ -11,6 +11,7 @@ from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParall
 
 from fleetpipe._paddle import user_strategy
 from fleetpipe.aliases import PaddleGroup, Strategy, Tensor, Topology
+from fleetpipe.checkpoint.model_part import NamedTensors
 from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -95,6 +96,10 @@ class PipelineFace(MetaParallelBase):
     def layers(self) -> PipelineLayer:
         """The wrapped model."""
         return self._runtime.layers
+
+    def checkpoint_part(self) -> NamedTensors:
+        """Returns what this process holds of the model, as a ``CheckpointManager`` takes it."""
+        return self.layers.checkpoint_part()
 
     @property
     def schedule(self) -> Schedule:

@@ -1,4 +1,7 @@
-"""Files of parameters and optimizer state: read without running what they name.
+"""Checkpoints of no layout, written and read by all ranks of a job; and the files of Fleet.
 
-Start with ``fleet_files.py``. Both graph modes save and load through it.
+Start with ``manager.py``, what users call. A model and an optimizer are :mod:`parts
+<fleetpipe.checkpoint.parts>`: tensors under lasting names, of which each rank holds some.
+``plan.py`` says which of them stands where and who writes it, ``tensors.py`` is the format of one
+file, ``manifest.py`` what makes a folder whole, and ``commit.py`` how it appears at once.
 """

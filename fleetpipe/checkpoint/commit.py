@@ -1,0 +1,104 @@
+"""A step's folder appears at once and whole: written as a draft, synced, then renamed.
+
+``step-00000500`` is a step. A draft begins with a dot, ``.draft-00000500-<key>``, and is nothing to
+a reader; what a step of the same number replaces is ``step-00000500.old`` while it is, and counts
+as that step as long as there is no other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d{8,})(\.old)?")
+_DRAFT = ".draft-"
+
+
+def folder_of(home: Path, step: int) -> Path:
+    """Returns where a step of this number belongs in the folder of a run."""
+    return home / f"step-{step:08d}"
+
+
+def draft_of(home: Path, step: int, key: str) -> Path:
+    """Returns where a step is written before it is whole; ``key`` keeps attempts apart."""
+    return home / f"{_DRAFT}{step:08d}-{key}"
+
+
+def complete_steps(home: Path) -> dict[int, Path]:
+    """Returns the folders of the complete steps of a run, in ascending order.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    found: dict[int, Path] = {}
+    # The one in place comes before the one it replaces.
+    for path in sorted(home.iterdir() if home.is_dir() else ()):
+        match = _STEP.fullmatch(path.name)
+        if match and (path / MANIFEST).is_file():
+            found.setdefault(int(match[1]), path)
+    return dict(sorted(found.items()))
+
+
+def publish(draft: Path, home: Path, step: int) -> None:
+    """Makes a draft, whose files are on the disk, the step. It replaces one of the same number.
+
+    Raises:
+        OSError: It cannot; the draft and earlier steps are as they were.
+    """
+    sync_folder(draft)
+    final = folder_of(home, step)
+    replaced = final.with_name(f"{final.name}.old")
+    if final.exists():
+        _remove(replaced)
+        final.rename(replaced)
+    draft.rename(final)
+    sync_folder(home)
+    _remove(replaced)
+
+
+def remove_step(path: Path) -> None:
+    """Removes a complete step; a crash on the way leaves a draft, and no half of a step."""
+    draft = path.with_name(f"{_DRAFT}{path.name}-removed")
+    path.rename(draft)
+    _remove(draft)
+
+
+def remove_drafts(home: Path) -> None:
+    """Removes what writers that have ended left behind."""
+    for path in home.iterdir():
+        if path.name.startswith(_DRAFT):
+            _remove(path)
+
+
+def remove_draft(draft: Path) -> None:
+    """Removes a draft, as far as the file system lets it."""
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a file and waits until it is on the disk.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until a folder's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)

@@ -1,0 +1,156 @@
+"""Checkpoints of a run: saved every so many steps, kept as asked, restored under any layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
+from fleetpipe.checkpoint import commit
+from fleetpipe.checkpoint.objects import Objects
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.checkpoint.restoring import Restored, restore
+from fleetpipe.checkpoint.retention import Retention
+from fleetpipe.checkpoint.saving import Saver, Saving
+from fleetpipe.checkpoint.training_state import SavedData
+from fleetpipe.errors import ConfigError
+
+
+class CheckpointManager:
+    """Saves and restores a run in a folder that every rank of the job sees.
+
+    Every method that takes objects is collective: all ranks of the job call it alike. A process
+    that knows of no job is one rank.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        save_interval: int = 1,
+        max_to_keep: int | None = None,
+        async_save: bool = False,
+        best: tuple[str, str] | None = None,
+    ) -> None:
+        """Describes how a run is saved; touches nothing.
+
+        Args:
+            folder: The folder of the run, the same for every rank. Made by the first save.
+            save_interval: :meth:`save` does nothing at steps that are no multiple of it.
+            max_to_keep: How many of the newest steps are kept; None keeps all.
+            async_save: Whether :meth:`save` returns as soon as the state has been copied to host
+                memory; a thread writes it.
+            best: A metric of ``metrics=`` and ``"min"`` or ``"max"``, as ``("loss", "min")``: the
+                best step is kept beside the newest, and is ``restore("best")``.
+
+        Raises:
+            ConfigError: A value that cannot be meant.
+        """
+        if save_interval < 1:
+            raise ConfigError(
+                f"save_interval must be at least 1 (={save_interval})",
+                fix="save_interval=1 saves at every step that save is called with",
+            )
+        self._home = Path(folder)
+        self._interval = save_interval
+        self._retention = Retention(self._home, max_to_keep, best)
+        self._saver = Saver(self._home, self._retention, async_save)
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: Layer,
+        optimizer: Optimizer = None,
+        lr_scheduler: Scheduler = None,
+        scaler: Scaler = None,
+        data: SavedData | None = None,
+        metrics: Mapping[str, float] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> Saving | None:
+        """Saves a step. Collective over the job.
+
+        Call it after every step: where the step is not saved it costs nothing, unless an
+        asynchronous save is under way, of which the ranks then tell each other.
+
+        Args:
+            step: Its number, 0 or more. One that is there already is replaced.
+            model: What ``fleet.distributed_model`` returned, a ``PipelineLayer``, or any Layer.
+            optimizer: What ``fleet.distributed_optimizer`` returned, or any optimizer of Paddle's.
+            lr_scheduler: An ``LRScheduler``; that of the optimizer is saved without being named.
+            scaler: A ``GradScaler``.
+            data: What says where the run is in its data: ``state_dict()`` returns values of JSON.
+            metrics: Numbers by name; rank 0's are kept.
+            extra: Anything else, as values of JSON; rank 0's is kept.
+            force: Saves whatever ``save_interval`` says.
+
+        Returns:
+            A handle: ``wait()`` waits until the step is on the disk. None where the step is not
+            saved.
+
+        Raises:
+            CheckpointError: Some rank cannot write this step, or could not write the one before
+                that was saved asynchronously. Every rank raises. What is in the folder is as it
+                was, and training may go on.
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        due = force or step % self._interval == 0
+        self._saver.settle(wait=due)
+        if not due:
+            return None
+        self._retention.require(metrics)
+        objects = Objects(model, optimizer, lr_scheduler, scaler, data)
+        return self._saver.save(Ranks.of_job(), step, objects, metrics or {}, extra or {})
+
+    def restore(
+        self,
+        step: int | str = "latest",
+        *,
+        model: Layer = None,
+        optimizer: Optimizer = None,
+        lr_scheduler: Scheduler = None,
+        scaler: Scaler = None,
+        data: SavedData | None = None,
+        only: Sequence[str] | None = None,
+    ) -> Restored:
+        """Restores a step into objects that were built anew, under any layout. Collective.
+
+        Everything is read and compared before the first value changes. The random states are
+        restored, too.
+
+        Args:
+            step: A number, ``"latest"``, or ``"best"`` by the metric of this manager.
+            model: As for :meth:`save`.
+            optimizer: As for :meth:`save`; needs ``model`` as well, which names its parameters.
+            lr_scheduler: As for :meth:`save`.
+            scaler: As for :meth:`save`.
+            data: As for :meth:`save`: ``set_state_dict`` gets what ``state_dict`` returned.
+            only: What is restored of the objects, as ``("model",)``; any of ``model``,
+                ``optimizer``, ``lr_scheduler``, ``scaler``, ``data``, ``random``. None: all.
+
+        Returns:
+            The step, and what was saved with it as ``extra`` and ``metrics``.
+
+        Raises:
+            CheckpointError: There is no such step, it is damaged, or it does not fit. Every rank
+                raises, and nothing has changed on any.
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        self._saver.settle(wait=True)
+        objects = Objects(model, optimizer, lr_scheduler, scaler, data)
+        return restore(Ranks.of_job(), self._retention, step, objects.only(only))
+
+    def steps(self) -> list[int]:
+        """Returns the complete steps in the folder, ascending. Not collective."""
+        return [*commit.complete_steps(self._home)]
+
+    def wait(self) -> None:
+        """Waits until what was saved is on the disk. Collective where a save is under way.
+
+        Raises:
+            CheckpointError: Some rank could not write; every rank raises.
+        """
+        self._saver.settle(wait=True)

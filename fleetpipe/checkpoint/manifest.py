@@ -1,0 +1,175 @@
+"""``manifest.json``: what makes a folder a checkpoint. It is written last, and says what is whole.
+
+A file of tensors is its header and its tensors, without a gap: the checksums of the header and of
+the parts in which each tensor was written cover every byte. All checksums are CRC-32.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fleetpipe.checkpoint.commit import MANIFEST
+from fleetpipe.checkpoint.parts import GROUPS, Name, Saved
+from fleetpipe.checkpoint.regions import Cut
+from fleetpipe.checkpoint.tensors import CODES, Described
+from fleetpipe.errors import CheckpointError
+
+#: Of the format, not of the package. A reader refuses what is newer.
+FORMAT, VERSION = "fleetpipe-checkpoint", 1
+_CHECKSUM = "crc32"
+#: A value of JSON.
+Json = Any
+
+
+class Whole(NamedTuple):
+    """A file: its bytes, and the checksum of all of them; of tensors, of the header alone."""
+
+    size: int
+    crc32: int
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that was written at once, with its checksum."""
+
+    cut: Cut | None
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        file: The file that it stands in.
+        tensor: Its dtype and shape.
+        pieces: The parts in which it was written.
+    """
+
+    file: str
+    tensor: Described
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint without its tensors.
+
+    Attributes:
+        step: The step after which it was saved.
+        files: Every other file of the folder, by name.
+        tensors: Every tensor, by group and name.
+        order: The names of the model's parameters and buffers, in its order.
+        optimizer: The type of the optimizer; None where none was saved.
+        metrics: What ``best`` compares.
+        layout: How the ranks were split that wrote it; nothing depends on it.
+        versions: Of fleetpipe and Paddle; likewise.
+    """
+
+    step: int
+    files: Mapping[str, Whole]
+    tensors: Mapping[Name, Entry]
+    order: tuple[str, ...]
+    optimizer: str | None
+    metrics: Mapping[str, float]
+    layout: Mapping[str, int]
+    versions: Mapping[str, str]
+
+    @property
+    def saved(self) -> Saved:
+        """What a part is shown of it."""
+        described = {name: entry.tensor for name, entry in self.tensors.items()}
+        return Saved(described, self.order, self.optimizer)
+
+    def to_text(self) -> str:
+        """Returns the contents of the file, its own checksum among them."""
+        groups: dict[str, dict[str, Json]] = {group: {} for group in GROUPS}
+        for name, entry in self.tensors.items():
+            groups[name.group][name.name] = {
+                "file": entry.file,
+                "dtype": entry.tensor.dtype,
+                "shape": entry.tensor.shape,
+                "pieces": [[cut, crc] for cut, crc in entry.pieces],
+            }
+        contents = {
+            **{key: value for key, value in asdict(self).items() if key != "tensors"},
+            "format": FORMAT,
+            "version": VERSION,
+            "files": {name: whole._asdict() for name, whole in self.files.items()},
+            "tensors": {group: tensors for group, tensors in groups.items() if tensors},
+        }
+        return _with_checksum(contents)
+
+
+def read(folder: Path) -> Manifest:
+    """Reads the manifest of a step's folder.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, of another program or of a newer version.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, str(error)) from error
+    try:
+        contents = json.loads(text)
+        if not isinstance(contents, dict) or contents.get("format") != FORMAT:
+            raise ValueError("it is a file of another program")
+        if contents.get("version") != VERSION:
+            raise ValueError(
+                f"it has version {contents.get('version')!r} of the format, "
+                f"and this fleetpipe reads version {VERSION}"
+            )
+        del contents[_CHECKSUM]
+        if _with_checksum(contents) != text:
+            raise ValueError("its checksum is of something else")
+        return _parsed(contents)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _unreadable(path, f"{type(error).__name__}: {error}"[:200]) from error
+
+
+def _with_checksum(contents: Mapping[str, Json]) -> str:
+    def text(of: Mapping[str, Json]) -> str:
+        return json.dumps(of, sort_keys=True, indent=1) + "\n"
+
+    return text({**contents, _CHECKSUM: zlib.crc32(text(contents).encode())})
+
+
+def _parsed(contents: Mapping[str, Json]) -> Manifest:
+    files = {name: Whole(**whole) for name, whole in contents["files"].items()}
+    if any("/" in name or name.startswith(".") for name in files):
+        raise ValueError("a file outside of the folder")
+    tensors = {}
+    for group, entries in contents["tensors"].items():
+        for name, entry in entries.items():
+            if entry["file"] not in files or entry["dtype"] not in CODES or group not in GROUPS:
+                raise ValueError(f"a tensor {name!r} of an unknown kind")
+            pieces = tuple(
+                Piece(None if cut is None else Cut(*cut), crc) for cut, crc in entry["pieces"]
+            )
+            tensor = Described(entry["dtype"], tuple(entry["shape"]))
+            tensors[Name(group, name)] = Entry(entry["file"], tensor, pieces)
+    return Manifest(
+        step=contents["step"],
+        files=files,
+        tensors=tensors,
+        order=tuple(contents["order"]),
+        optimizer=contents["optimizer"],
+        metrics=contents["metrics"],
+        layout=contents["layout"],
+        versions=contents["versions"],
+    )
+
+
+def _unreadable(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path.name} is not the manifest of a checkpoint",
+        where=str(path),
+        got=got,
+        fix="restore another step; what has no manifest was never finished",
+    )

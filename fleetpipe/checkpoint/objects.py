@@ -1,0 +1,104 @@
+"""The objects of a script that one save or restore is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
+from fleetpipe.checkpoint.model_part import NamedTensors, own_slice
+from fleetpipe.checkpoint.optimizer_part import OptimizerState, unwrapped
+from fleetpipe.checkpoint.parts import (
+    BUFFERS,
+    MASTER_WEIGHTS,
+    MODEL,
+    OPTIMIZER,
+    ModelPart,
+    SavedModel,
+)
+from fleetpipe.checkpoint.training_state import SavedData, TrainingState
+from fleetpipe.errors import ConfigError, nearest
+
+_NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data")
+RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What to save or to restore; None for what is not there.
+
+    Attributes:
+        model: A model.
+        optimizer: Its optimizer.
+        lr_scheduler: Its learning rate.
+        scaler: Its ``GradScaler``.
+        data: Where the run is in its data.
+        random: Whether the random states belong to it.
+        names_from: The model that names the optimizer's parameters, if it is not restored itself.
+        rate: Whether the optimizer's own learning rate belongs to it.
+    """
+
+    model: Layer = None
+    optimizer: Optimizer = None
+    lr_scheduler: Scheduler = None
+    scaler: Scaler = None
+    data: SavedData | None = None
+    random: bool = True
+    names_from: Layer = None
+    rate: bool = True
+
+    def only(self, names: Sequence[str] | None) -> Objects:
+        """Returns the objects that are named; all for None.
+
+        Raises:
+            ConfigError: There is no such name, or an object of that name was not passed.
+        """
+        if names is None:
+            return self
+        for name in names:
+            if name != RANDOM and (name not in _NAMES or getattr(self, name) is None):
+                raise ConfigError(
+                    f"only={tuple(names)!r} names what was not passed",
+                    got=repr(name)
+                    + (f": {nearest(name, (*_NAMES, RANDOM))}" * (name not in _NAMES)),
+                    fix="pass the object, or leave its name out",
+                )
+        left_out = {name: None for name in _NAMES if name not in names}
+        random, rate = RANDOM in names, "lr_scheduler" in names
+        return replace(self, **left_out, random=random, names_from=self.model, rate=rate)
+
+    def model_part(self) -> ModelPart | None:
+        """Returns the model as it names its parameters."""
+        model = self.names_from if self.model is None else self.model
+        if model is None:
+            return None
+        if isinstance(model, SavedModel):
+            return model.checkpoint_part()
+        return NamedTensors.of_layer(model, own_slice())
+
+    def optimizer_part(self, model: ModelPart | None) -> OptimizerState | None:
+        """Returns the optimizer by the names of the model's parameters.
+
+        Raises:
+            ConfigError: There is no model.
+        """
+        if self.optimizer is None:
+            return None
+        if model is None:
+            raise ConfigError(
+                "an optimizer's state goes by the names of the model's parameters",
+                fix='pass model= as well; only=("optimizer",) leaves the model as it is',
+            )
+        return OptimizerState(self.optimizer, model)
+
+    def groups(self) -> tuple[str, ...]:
+        """Returns the groups of files that are read, the same on every rank."""
+        of_model = () if self.model is None else (MODEL, BUFFERS)
+        of_optimizer = () if self.optimizer is None else (OPTIMIZER, MASTER_WEIGHTS)
+        return (*of_model, *of_optimizer)
+
+    def training_state(self) -> TrainingState:
+        """Returns the rest."""
+        optimizer = None if self.optimizer is None else unwrapped(self.optimizer)
+        rate_of = optimizer if self.rate else None
+        return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of)

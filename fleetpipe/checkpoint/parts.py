@@ -1,0 +1,123 @@
+"""What can be saved: the tensors of a model, or of an optimizer, as one rank holds them.
+
+Nothing below knows what a pipeline is: a model and an optimizer say by themselves, through the
+protocols here, what they hold of which whole tensor, and under which lasting name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from fleetpipe.aliases import Optimizer, Tensor
+from fleetpipe.checkpoint.regions import Cut
+from fleetpipe.checkpoint.tensors import Described
+
+#: The names of a kind of tensors' files begin with it: ``model-00001-of-00002.safetensors``.
+MODEL, BUFFERS, OPTIMIZER, MASTER_WEIGHTS = GROUPS = (
+    *("model", "buffers", "optimizer", "master_weights"),
+)
+
+
+class Name(NamedTuple):
+    """The lasting name of a tensor: its group of files, and its name there."""
+
+    group: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name!r} of the {self.group.replace('_', ' ')}"
+
+
+class Held(NamedTuple):
+    """A tensor, or the part of one that this rank holds.
+
+    Attributes:
+        tensor: A tensor of Paddle's, or an array.
+        cut: Which part of the whole it is; None where it is all of it.
+    """
+
+    tensor: Tensor | np.ndarray
+    cut: Cut | None = None
+
+    @property
+    def described(self) -> Described:
+        """The whole tensor's dtype and shape."""
+        shape = tuple(int(size) for size in self.tensor.shape)
+        dtype = str(self.tensor.dtype).removeprefix("paddle.")
+        return Described(dtype, shape if self.cut is None else self.cut.whole(shape))
+
+
+class Saved(NamedTuple):
+    """What a checkpoint has for a part.
+
+    Attributes:
+        tensors: All tensors by name.
+        order: The names of the model's parameters and buffers in the order of the model.
+        optimizer: The type of the optimizer that was saved; None where there was none.
+    """
+
+    tensors: Mapping[Name, Described]
+    order: tuple[str, ...]
+    optimizer: str | None
+
+
+class Part(Protocol):
+    """A model or an optimizer, as one rank holds it. No method of it is collective."""
+
+    def held(self) -> Mapping[Name, Held]:
+        """Returns what this rank holds, each tensor once."""
+
+    def wanted(self, saved: Saved) -> Mapping[Name, Held]:
+        """Returns what is to be filled with the saved tensors of these names.
+
+        Memory may be made for it; nothing that exists changes. One of the two calls below follows.
+
+        Raises:
+            CheckpointError: The checkpoint does not fit.
+        """
+
+    def settle(self) -> None:
+        """Ends a :meth:`wanted`: everything has been filled."""
+
+    def abandon(self) -> None:
+        """Undoes a :meth:`wanted`: nothing has been filled."""
+
+
+class ModelPart(Part, Protocol):
+    """A model, as one rank holds it."""
+
+    def order(self) -> tuple[str, ...]:
+        """Returns the names of the whole model's parameters and buffers, in its order."""
+
+    def parameters(self) -> Mapping[str, Held]:
+        """Returns this rank's parameters by lasting name."""
+
+    def saved_names(self, saved: Saved) -> Mapping[str, str]:
+        """Returns the saved name of each parameter and buffer of the whole model.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model.
+        """
+
+
+@runtime_checkable
+class SavedModel(Protocol):
+    """A model that knows its lasting names by itself."""
+
+    def checkpoint_part(self) -> ModelPart:
+        """Returns what this process holds of it."""
+
+
+@runtime_checkable
+class SavedOptimizer(Protocol):
+    """An optimizer that is more than one of Paddle's."""
+
+    def owns_state(self, parameter: Tensor) -> bool:
+        """Whether this process keeps the state of a parameter."""
+
+    @property
+    def wrapped(self) -> Optimizer:
+        """The optimizer of Paddle's that does the arithmetic."""

@@ -1,0 +1,190 @@
+"""Which file every tensor of a checkpoint stands in, and which rank writes what of it.
+
+The files follow from the whole tensors alone: any layout of ranks writes the same bytes. What the
+ranks hold decides who writes: each part once, by the holder that has least to write so far.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fleetpipe.checkpoint.parts import GROUPS, Held, Name
+from fleetpipe.checkpoint.regions import Cut
+from fleetpipe.checkpoint.tensors import CODES, Described, Layout, laid_out
+from fleetpipe.errors import CheckpointError
+
+#: Bytes of tensors after which the next file begins.
+FILE_BYTES = 4 << 30
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+class Share(NamedTuple):
+    """A part of a tensor and the rank of the job that writes it."""
+
+    cut: Cut | None
+    writer: int
+
+
+class Plan(NamedTuple):
+    """All files of tensors of a checkpoint.
+
+    Attributes:
+        files: What stands where in each file, by its name.
+        groups: The names of the files of each group.
+        shares: The parts of each tensor, by file and name, in their order along the axis.
+    """
+
+    files: Mapping[str, Layout]
+    groups: Mapping[str, tuple[str, ...]]
+    shares: Mapping[str, Mapping[str, tuple[Share, ...]]]
+
+    def header_writer(self, file: str) -> int:
+        """Returns the rank that writes the header of a file."""
+        first = next(iter(self.shares[file].values()))
+        return first[0].writer
+
+
+class Inventory(NamedTuple):
+    """What one rank holds, without the values."""
+
+    tensors: Mapping[Name, tuple[Described, Cut | None]]
+
+    @classmethod
+    def of(cls, held: Mapping[Name, Held]) -> Inventory:
+        """Describes what a rank holds.
+
+        Raises:
+            CheckpointError: A dtype has no place in a safetensors file.
+        """
+        for name, one in held.items():
+            if one.described.dtype not in CODES:
+                raise CheckpointError(
+                    f"{name} cannot be saved: safetensors has no {one.described.dtype}",
+                    expected=", ".join(CODES),
+                    fix="store it as two tensors, or in another dtype",
+                )
+        return cls({name: (one.described, one.cut) for name, one in held.items()})
+
+    def to_json(self) -> str:
+        """Returns a text for :meth:`from_json`."""
+        return json.dumps([[*name, *tensor, cut] for name, (tensor, cut) in self.tensors.items()])
+
+    @classmethod
+    def from_json(cls, text: str) -> Inventory:
+        """Returns the inventory that a rank of this job has described."""
+        return cls(
+            {
+                Name(group, name): (
+                    Described(dtype, tuple(shape)),
+                    None if cut is None else Cut(*cut),
+                )
+                for group, name, dtype, shape, cut in json.loads(text)
+            }
+        )
+
+
+def planned(inventories: Sequence[Inventory]) -> Plan:
+    """Returns the plan for what all ranks of a job hold, by rank.
+
+    Raises:
+        CheckpointError: Ranks hold something else under one name, or no rank holds some part.
+    """
+    whole: dict[Name, Described] = {}
+    holders: dict[Name, dict[Cut | None, list[int]]] = {}
+    for rank, inventory in enumerate(inventories):
+        for name, (tensor, cut) in inventory.tensors.items():
+            if whole.setdefault(name, tensor) != tensor:
+                raise CheckpointError(
+                    f"the ranks do not have the same {name}",
+                    expected=str(whole[name]),
+                    got=f"{tensor} on rank {rank} of the job",
+                    fix="build the same model and the same optimizer on every rank",
+                )
+            holders.setdefault(name, {}).setdefault(cut, []).append(rank)
+    shares = _shares(whole, holders, len(inventories))
+    files: dict[str, Layout] = {}
+    groups: dict[str, tuple[str, ...]] = {}
+    for group in GROUPS:
+        names = sorted((name for name in whole if name.group == group), key=_in_order)
+        layouts = _files(group, {name.name: whole[name] for name in names})
+        if layouts:
+            groups[group] = tuple(layouts)
+        files.update(layouts)
+    return Plan(
+        files,
+        groups,
+        {
+            file: {name: shares[Name(group, name)] for name in files[file].tensors}
+            for group, names in groups.items()
+            for file in names
+        },
+    )
+
+
+def _in_order(name: Name) -> list[str | int]:
+    """Numbers in a name count as such, so that layer 10 comes after layer 9."""
+    return [int(part) if part.isdigit() else part for part in _NUMBER.split(name.name)]
+
+
+def _files(group: str, tensors: Mapping[str, Described]) -> dict[str, Layout]:
+    contents: list[dict[str, Described]] = []
+    filled = FILE_BYTES
+    for name, tensor in tensors.items():
+        if filled + tensor.nbytes > FILE_BYTES and filled:
+            contents.append({})
+            filled = 0
+        contents[-1][name] = tensor
+        filled += tensor.nbytes
+    count = len(contents)
+    return {
+        f"{group}-{number:05d}-of-{count:05d}.safetensors": laid_out(content)
+        for number, content in enumerate(contents, 1)
+    }
+
+
+def _shares(
+    whole: Mapping[Name, Described],
+    holders: Mapping[Name, Mapping[Cut | None, Sequence[int]]],
+    ranks: int,
+) -> dict[Name, tuple[Share, ...]]:
+    """Gives each part of each tensor a writer, the largest parts first."""
+    load = [0] * ranks
+    found: dict[Name, list[Share]] = {name: [] for name in whole}
+    parts = [
+        (math.prod(tensor.shape if cut is None else cut.part(tensor.shape)), name, cut)
+        for name, tensor in whole.items()
+        for cut in _tiling(name, tensor, [*holders[name]])
+    ]
+    parts.sort(key=lambda part: (-part[0], _in_order(part[1])))
+    for size, name, cut in parts:
+        writer = min(holders[name][cut], key=lambda rank: (load[rank], rank))
+        load[writer] += size * whole[name].itemsize
+        found[name].append(Share(cut, writer))
+    return {
+        name: tuple(sorted(ones, key=lambda share: 0 if share.cut is None else share.cut.start))
+        for name, ones in found.items()
+    }
+
+
+def _tiling(name: Name, tensor: Described, cuts: list[Cut | None]) -> list[Cut | None]:
+    """Returns parts that together are the whole tensor, each of which some rank holds."""
+    if None in cuts:
+        return [None]
+    ordered = sorted(cut for cut in cuts if cut is not None)
+    end = 0
+    for cut in ordered:
+        if cut.start == end and cut.axis == ordered[0].axis:
+            end = cut.stop
+    if end != ordered[0].size or sum(cut.stop - cut.start for cut in ordered) != end:
+        raise CheckpointError(
+            f"the ranks do not hold the whole of {name}",
+            expected=str(tensor),
+            got=", ".join(f"{cut.start} to {cut.stop} of axis {cut.axis}" for cut in ordered),
+            fix="build the same model on every rank, with the same mp_degree",
+        )
+    return [*ordered]

@@ -1,0 +1,81 @@
+"""All ranks of the job, as saving and restoring meet them: what one cannot do, none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
+
+from fleetpipe.errors import CheckpointError, FleetPipeError
+from fleetpipe.job.job import Job, current_job
+from fleetpipe.transport import Group, SoleGroup
+
+Result = TypeVar("Result")
+
+
+class Ranks:
+    """The ranks of a job, of which this process is one.
+
+    Args:
+        group: All of them.
+        job: The job; None for one process, and in tests.
+    """
+
+    def __init__(self, group: Group, job: Job | None = None) -> None:
+        self._group = group
+        self._job = job
+        self.rank = group.rank
+        self.count = group.ranks
+
+    @classmethod
+    def of_job(cls) -> Ranks:
+        """Returns the ranks of the current job; this process alone outside of one."""
+        job = current_job()
+        return cls(SoleGroup()) if job is None else cls(job.everyone(), job)
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """How the ranks are split."""
+        degrees = None if self._job is None else self._job.degrees
+        axes = ("pp", "dp", "sharding", "mp")
+        return {axis: 1 if degrees is None else getattr(degrees, axis) for axis in axes}
+
+    def together(self, what: str, act: Callable[[], Result]) -> list[Result]:
+        """Has every rank do something, and returns what all got, by rank. Collective.
+
+        Args:
+            what: What is done, for messages.
+            act: Returns texts, numbers, None, or lists and dicts of these.
+
+        Raises:
+            CheckpointError: Some rank could not; every rank raises the same.
+            PeerFailed: Some rank died.
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        value: Result | None = None
+        failure: str | None = None
+        cause: Exception | None = None
+        try:
+            value = act()
+        except (FleetPipeError, OSError, EOFError) as error:
+            cause, failure = error, str(error)
+        guard = nullcontext() if self._job is None else self._job.guarded(lambda: what)
+        with guard:
+            found = self._group.all_gather((failure, value))
+        self._raise_first([failure for failure, _ in found], what, cause)
+        return [value for _, value in found]
+
+    def _raise_first(self, failures: list[str | None], what: str, cause: Exception | None) -> None:
+        told = {rank: text for rank, text in enumerate(failures) if text is not None}
+        if not told:
+            return
+        rank, text = next(iter(told.items()))
+        if isinstance(cause, CheckpointError) and len(failures) == 1:
+            raise cause
+        others = [other for other in told if other != rank]
+        also = f" (and ranks {others})" if others else ""
+        raise CheckpointError(
+            f"{what} failed on rank {rank} of the job{also}: {text.splitlines()[0]}",
+            cause="\n    ".join(text.splitlines()[1:]) or None,
+            fix="mend what is said of that rank; no rank has changed anything",
+        ) from cause

@@ -1,0 +1,130 @@
+"""Restores a step: all ranks read and compare, agree, and only then change anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fleetpipe.checkpoint import commit, manifest, training_state
+from fleetpipe.checkpoint.objects import Objects
+from fleetpipe.checkpoint.parts import Held, Name, Part
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.checkpoint.reader import Reader
+from fleetpipe.checkpoint.retention import Retention
+from fleetpipe.errors import CheckpointError
+
+LATEST, BEST = "latest", "best"
+
+
+class Restored(NamedTuple):
+    """What came back beside the objects.
+
+    Attributes:
+        step: The step that was restored.
+        extra: What was saved with it.
+        metrics: Likewise.
+    """
+
+    step: int
+    extra: Mapping[str, Any]
+    metrics: Mapping[str, float]
+
+
+def chosen(retention: Retention, step: int | str) -> Path:
+    """Returns the folder of a complete step.
+
+    Args:
+        retention: Knows the folder of the run, and what is best.
+        step: A number, ``"latest"`` or ``"best"``.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    steps = commit.complete_steps(retention.home)
+    number: object = step
+    if step == LATEST and steps:
+        number = [*steps][-1]
+    if step == BEST:
+        number = retention.best_step()
+    if number not in steps or not isinstance(number, int):
+        raise CheckpointError(
+            f"there is no checkpoint of step {step!r}"
+            if steps
+            else "there is no checkpoint in this folder",
+            where=str(retention.home),
+            got=f"steps {[*steps]}" if steps else "no complete step",
+            fix="begin without restoring, or check the folder",
+        )
+    return steps[number]
+
+
+def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Objects) -> Restored:
+    """Restores a step into some objects. Collective over ``ranks``.
+
+    Raises:
+        CheckpointError: There is no such step, it is damaged, or it does not fit. Every rank
+            raises, and nothing has changed on any.
+    """
+    what = f"restoring step {step!r}"
+
+    def choose() -> str:
+        return chosen(retention, step).name if ranks.rank == 0 else ""
+
+    folder = retention.home / ranks.together(what, choose)[0]
+    attempt = _Attempt(folder, objects)
+    try:
+        ranks.together(what, lambda: attempt.prepare(ranks.rank, ranks.count))
+    except BaseException:
+        attempt.abandon()
+        raise
+    ranks.together(what, attempt.fill)
+    attempt.finish(ranks.rank, ranks.count)
+    found = attempt.reader.manifest
+    return Restored(found.step, attempt.state["extra"], found.metrics)
+
+
+class _Attempt:
+    """One rank's part of restoring a step, of which the first half changes nothing."""
+
+    reader: Reader
+    state: dict[str, Any]
+
+    def __init__(self, folder: Path, objects: Objects) -> None:
+        self._folder = folder
+        self._objects = objects
+        self._training = objects.training_state()
+        self._parts: list[Part] = []
+        self._wanted: dict[Name, Held] = {}
+
+    def prepare(self, rank: int, ranks: int) -> None:
+        """Reads and compares, this rank its share of all tensors."""
+        self.reader = Reader(self._folder, manifest.read(self._folder))
+        self.state = self.reader.text(training_state.FILE)
+        self._training.require(self.state)
+        model = self._objects.model_part()
+        optimizer = self._objects.optimizer_part(model)
+        if model is not None and self._objects.model is not None:
+            self._parts.append(model)
+        if optimizer is not None:
+            self._parts.append(optimizer)
+        for part in self._parts:
+            self._wanted.update(part.wanted(self.reader.manifest.saved))
+        self.reader.check(self._objects.groups(), rank, ranks)
+
+    def abandon(self) -> None:
+        """Makes it as if nothing had been tried."""
+        for part in self._parts:
+            part.abandon()
+
+    def fill(self) -> None:
+        """Gives all tensors their values."""
+        self.reader.fill(self._wanted)
+
+    def finish(self, rank: int, ranks: int) -> None:
+        """Sets what is no tensor."""
+        for part in self._parts:
+            part.settle()
+        self._training.put_back(self.state)
+        if self._objects.random:
+            training_state.put_random_back(self.state, rank, ranks)

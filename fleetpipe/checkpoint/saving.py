@@ -1,0 +1,248 @@
+"""One save after another: agreed on by all ranks, written by each, at once or by a thread."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetpipe import __version__
+from fleetpipe.checkpoint import _paddle, commit, host, training_state
+from fleetpipe.checkpoint.manifest import Manifest
+from fleetpipe.checkpoint.objects import Objects
+from fleetpipe.checkpoint.parts import Held, Name
+from fleetpipe.checkpoint.plan import Inventory, Plan, planned
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.checkpoint.retention import Retention
+from fleetpipe.checkpoint.writer import Assignment, described_files, own_parts, write
+from fleetpipe.errors import CheckpointError
+
+#: A value of JSON.
+Json = Any
+#: Returns the bytes of this rank's part of a tensor.
+BytesOf = Callable[[Name], memoryview]
+
+
+class Saving:
+    """A save that has begun.
+
+    Attributes:
+        step: The step that is saved.
+    """
+
+    def __init__(self, saver: Saver, step: int) -> None:
+        """Belongs to the saver that has begun it."""
+        self._saver = saver
+        self.step = step
+
+    def wait(self) -> None:
+        """Waits until the step is on the disk. Collective over the job where it is not yet known.
+
+        Raises:
+            CheckpointError: Some rank could not write it; every rank raises.
+        """
+        self._saver.settle(wait=True)
+
+
+class _Writing:
+    """What this rank writes of a step, in a thread or at once."""
+
+    def __init__(self, task: Assignment, bytes_of: BytesOf) -> None:
+        self.task = task
+        self._bytes_of = bytes_of
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread has not come to its end."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Writes in a thread, which the process waits for before it ends."""
+        self._thread = threading.Thread(target=self.run, name="fleetpipe checkpoint writer")
+        self._thread.start()
+
+    def run(self) -> None:
+        """Writes."""
+        try:
+            write(self.task, self._bytes_of)
+        except Exception as error:  # told to all ranks by settle
+            self._error = error
+
+    def end(self) -> None:
+        """Waits for the thread, as long as the disk takes, and raises what it could not do."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class Saver:
+    """Saves steps of a run, of which at most one is being written."""
+
+    def __init__(self, home: Path, retention: Retention, in_background: bool) -> None:
+        """Describes how.
+
+        Args:
+            home: The folder of the run.
+            retention: Which steps are kept.
+            in_background: Whether a thread writes copies.
+        """
+        self._home = home
+        self._retention = retention
+        self._in_background = in_background
+        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._copies: dict[Name, np.ndarray] = {}
+        self._writing: tuple[Ranks, _Writing] | None = None
+        self._cleaned = False
+
+    def save(
+        self,
+        ranks: Ranks,
+        step: int,
+        objects: Objects,
+        metrics: Mapping[str, float],
+        extra: Mapping[str, Any],
+    ) -> Saving:
+        """Saves a step; none is being written. Collective over ``ranks``.
+
+        Raises:
+            CheckpointError: Some rank cannot; every rank raises.
+        """
+        model = objects.model_part()
+        optimizer = objects.optimizer_part(model)
+        assert model is not None  # save has no default for it
+        held = {**model.held(), **({} if optimizer is None else optimizer.held())}
+
+        def facts() -> dict[str, Json]:
+            state = objects.training_state().taken()
+            state["extra"] = training_state.plain(extra, "extra")
+            inventory = Inventory.of(held).to_json()
+            return {
+                "step": step,
+                "digest": hashlib.sha256(inventory.encode()).hexdigest(),
+                "state": training_state.to_text(state),
+                "draft": self._make_draft(step) if ranks.rank == 0 else "",
+            }
+
+        what = f"saving step {step}"
+        everyone = ranks.together(what, facts)
+        draft = self._home / everyone[0]["draft"]
+        try:
+            plan = self._planned(ranks, what, [facts["digest"] for facts in everyone], held)
+            texts = {training_state.FILE: _merged_state(step, everyone)}
+            task = Assignment(
+                home=self._home,
+                draft=draft,
+                plan=plan,
+                rank=ranks.rank,
+                ranks=ranks.count,
+                manifest=Manifest(
+                    step=step,
+                    files=described_files(plan, texts),
+                    tensors={},
+                    order=model.order(),
+                    optimizer=None if optimizer is None else optimizer.kind,
+                    metrics=training_state.plain(metrics, "metrics"),
+                    layout=ranks.layout,
+                    versions={"fleetpipe": __version__, "paddle": _paddle.VERSION},
+                ),
+                texts=texts,
+                published=self._retention.apply,
+            )
+        except CheckpointError:
+            if ranks.rank == 0:
+                commit.remove_draft(draft)
+            raise
+        self._begin(ranks, task, held)
+        return Saving(self, step)
+
+    def settle(self, wait: bool) -> None:
+        """Ends the save that is being written, if there is one. Collective over its ranks.
+
+        Args:
+            wait: Whether to wait for it; else nothing happens as long as some rank writes.
+
+        Raises:
+            CheckpointError: Some rank could not write; every rank raises.
+        """
+        if self._writing is None:
+            return
+        ranks, writing = self._writing
+        what = f"saving step {writing.task.manifest.step}"
+        if not wait and any(ranks.together(what, lambda: writing.running)):
+            return
+        self._writing = None
+        try:
+            ranks.together(what, writing.end)
+        except CheckpointError:
+            if ranks.rank == 0:
+                commit.remove_draft(writing.task.draft)
+            raise
+
+    def _make_draft(self, step: int) -> str:
+        self._home.mkdir(parents=True, exist_ok=True)
+        if not self._cleaned:
+            commit.remove_drafts(self._home)
+            self._cleaned = True
+        draft = commit.draft_of(self._home, step, uuid.uuid4().hex[:8])
+        draft.mkdir()
+        return draft.name
+
+    def _planned(
+        self, ranks: Ranks, what: str, digests: Sequence[str], held: Mapping[Name, Held]
+    ) -> Plan:
+        """Returns the plan, which is made once for as long as no rank holds something else."""
+        key = tuple(digests)
+        if key not in self._plans:
+            texts = ranks.together(what, lambda: Inventory.of(held).to_json())
+            self._plans = {key: planned([Inventory.from_json(text) for text in texts])}
+        return self._plans[key]
+
+    def _begin(self, ranks: Ranks, task: Assignment, held: Mapping[Name, Held]) -> None:
+        if self._in_background:
+            names = [name for name, _, _ in own_parts(task.plan, task.rank)]
+            copies = {name: self._copy(name, held[name]) for name in names}
+            writing = _Writing(task, lambda name: copies[name].data)
+            writing.start()
+            self._writing = (ranks, writing)
+            return
+        writing = _Writing(task, lambda name: host.bytes_of(held[name])[1])
+        writing.run()
+        self._writing = (ranks, writing)
+        self.settle(wait=True)
+
+    def _copy(self, name: Name, held: Held) -> np.ndarray:
+        """Returns a copy of a tensor's bytes, in the memory of the last one."""
+        kept, memory = host.bytes_of(held)
+        copy = self._copies.get(name)
+        if copy is None or len(copy) != len(memory):
+            copy = self._copies[name] = np.empty(len(memory), np.uint8)
+        copy[:] = np.frombuffer(memory, np.uint8)
+        del kept
+        return copy
+
+
+def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
+    """Returns the contents of the file of what is no tensor, from what each rank has.
+
+    Raises:
+        CheckpointError: Two ranks have something else, or save another step.
+    """
+    states = [training_state.from_text(facts["state"]) for facts in everyone]
+    steps = [facts["step"] for facts in everyone]
+    if len(set(steps)) > 1:
+        other = next(rank for rank, one in enumerate(steps) if one != step)
+        raise CheckpointError(
+            "the ranks save different steps",
+            expected=f"step {steps[0]}, as on rank 0",
+            got=f"step {steps[other]} on rank {other} of the job",
+            fix="call save with the same step on every rank",
+        )
+    return training_state.to_text({"step": step, **training_state.merged(states)})

@@ -1,0 +1,228 @@
+"""A file of tensors in the safetensors format, which several ranks write and read in parts.
+
+The library's own functions write a whole file from one process, and those for Paddle do not import
+on 2.6.2; the format is 8 bytes, a JSON header, and the tensors one behind another.
+Source: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from fleetpipe.checkpoint.regions import Cut, runs
+from fleetpipe.errors import CheckpointError
+
+#: The format's code of each dtype, by Paddle's name, and the bytes of an element.
+CODES: Mapping[str, tuple[str, int]] = {
+    "float64": ("F64", 8),
+    "int64": ("I64", 8),
+    "complex64": ("C64", 8),
+    "float32": ("F32", 4),
+    "int32": ("I32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+}
+_NAMES = {code: name for name, (code, _) in CODES.items()}
+_LENGTH_BYTES = 8
+#: As the library: a header is not believed to be larger than this.
+_LARGEST_HEADER = 100_000_000
+#: Bytes that are read at a time where only their checksum is wanted.
+_BLOCK = 1 << 20
+
+
+class Described(NamedTuple):
+    """What is known of a whole tensor without its values: Paddle's name of the dtype, the shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return CODES[self.dtype][1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {list(self.shape)}"
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, and the place in the file where it begins."""
+
+    tensor: Described
+    begin: int
+
+
+class Layout(NamedTuple):
+    """A file before anything is written.
+
+    Attributes:
+        header: Its first bytes, up to the first tensor.
+        tensors: What stands where, by name.
+        size: Bytes of the file.
+    """
+
+    header: bytes
+    tensors: Mapping[str, Stored]
+    size: int
+
+
+def laid_out(tensors: Mapping[str, Described]) -> Layout:
+    """Returns the file that holds ``tensors``, those with the largest elements first."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    entries: dict[str, object] = {"__metadata__": {"format": "pd"}}
+    ends, end = {}, 0
+    for name, tensor in ordered:
+        ends[name], end = end, end + tensor.nbytes
+        code = CODES[tensor.dtype][0]
+        entries[name] = {"dtype": code, "shape": tensor.shape, "data_offsets": [ends[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    stored = {name: Stored(tensor, len(header) + ends[name]) for name, tensor in ordered}
+    return Layout(header, stored, len(header) + end)
+
+
+def read_layout(path: Path) -> Layout:
+    """Reads what a file says that it holds, and makes sure that it has room for that.
+
+    Raises:
+        CheckpointError: It is no safetensors file, it ends early, or its tensors do not fill it.
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        count = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if not 2 <= count <= min(size - _LENGTH_BYTES, _LARGEST_HEADER):
+            raise _damaged(path, f"a header of {count} bytes in a file of {size}")
+        text = file.read(count)
+    try:
+        tensors = _parsed(text, _LENGTH_BYTES + count)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, str(error)[:200]) from error
+    end = _LENGTH_BYTES + count
+    for name, (tensor, begin) in sorted(tensors.items(), key=_by_place):
+        if begin != end:
+            raise _damaged(path, f"{name!r} begins at {begin}, and the one before ends at {end}")
+        end += tensor.nbytes
+    if end != size:
+        raise _damaged(path, f"tensors up to {end} in a file of {size} bytes")
+    return Layout(count.to_bytes(_LENGTH_BYTES, "little") + text, tensors, size)
+
+
+def _by_place(item: tuple[str, Stored]) -> tuple[int, int]:
+    _, (tensor, begin) = item
+    return begin, tensor.nbytes
+
+
+def _parsed(text: bytes, start: int) -> dict[str, Stored]:
+    entries = json.loads(text, object_pairs_hook=_each_once)
+    entries.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in entries.items():
+        shape = tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+            raise ValueError(f"{name!r} has sizes that are no numbers of elements or bytes")
+        tensor = Described(_NAMES[entry["dtype"]], shape)
+        if end - begin != tensor.nbytes:
+            raise ValueError(f"{name!r}, {tensor}, has {end - begin} bytes")
+        tensors[name] = Stored(tensor, start + begin)
+    return tensors
+
+
+def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name that stands there twice")
+    return found
+
+
+def _damaged(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path.name} is no whole safetensors file",
+        where=str(path),
+        got=got,
+        fix="restore another step; fleetpipe checkpoint verify says what else is damaged",
+    )
+
+
+def write(file: int, stored: Stored, cut: Cut | None, values: memoryview) -> None:
+    """Writes a part of a tensor where it belongs in an open file.
+
+    Args:
+        file: The descriptor.
+        stored: The whole tensor.
+        cut: The part; None for the whole tensor.
+        values: Its bytes.
+    """
+    tensor, begin = stored
+    for run in runs(tensor.shape, tensor.itemsize, cut):
+        write_at(file, begin + run.whole, values[run.part : run.part + run.nbytes])
+
+
+def write_at(file: int, offset: int, values: memoryview | bytes) -> None:
+    """Writes all of ``values``: the system may take less at a time."""
+    rest = memoryview(values)
+    while rest:
+        written = os.pwrite(file, rest, offset)
+        rest, offset = rest[written:], offset + written
+
+
+def read(file: int, stored: Stored, cut: Cut | None, memory: memoryview) -> None:
+    """Reads a part of a tensor into ``memory``, and no other bytes; as :func:`write`.
+
+    Raises:
+        EOFError: The file ends before.
+    """
+    tensor, begin = stored
+    for run in runs(tensor.shape, tensor.itemsize, cut):
+        _read_at(file, begin + run.whole, memory[run.part : run.part + run.nbytes])
+
+
+def _read_at(file: int, offset: int, memory: memoryview) -> None:
+    while memory:
+        count = os.preadv(file, [memory], offset)
+        if not count:
+            raise EOFError
+        memory, offset = memory[count:], offset + count
+
+
+def checksum(values: Iterable[memoryview | bytes]) -> int:
+    """Returns the CRC-32 of some bytes, one behind another."""
+    found = 0
+    for block in values:
+        found = zlib.crc32(block, found)
+    return found
+
+
+def stored_checksum(file: int, stored: Stored, cut: Cut | None) -> int:
+    """Returns the CRC-32 of a part of a tensor as it stands in an open file.
+
+    Raises:
+        EOFError: The file ends before.
+    """
+    tensor, begin = stored
+    buffer, found = memoryview(bytearray(_BLOCK)), 0
+    for run in runs(tensor.shape, tensor.itemsize, cut):
+        for start in range(0, run.nbytes, _BLOCK):
+            block = buffer[: min(_BLOCK, run.nbytes - start)]
+            _read_at(file, begin + run.whole + start, block)
+            found = zlib.crc32(block, found)
+    return found

@@ -1,0 +1,150 @@
+"""Writes what one rank writes of a checkpoint, and ends the draft when all ranks have.
+
+Each rank writes its parts and then a report, of checksums. Whoever finds all reports there, the
+last one, writes the manifest and publishes the draft: nobody has to wait for anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.checkpoint import commit, tensors
+from fleetpipe.checkpoint.manifest import Entry, Manifest, Piece, Whole
+from fleetpipe.checkpoint.parts import Name
+from fleetpipe.checkpoint.plan import Plan
+from fleetpipe.checkpoint.regions import Cut
+
+_CLAIM = "claimed"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one rank has to do for a checkpoint.
+
+    Attributes:
+        home: The folder of the run.
+        draft: Where this step is written.
+        plan: What stands where, and who writes it.
+        rank: This rank of the job.
+        ranks: Ranks of the job.
+        manifest: The manifest, as far as it is known before anything is written.
+        texts: Further files by name; rank 0 writes them.
+        published: Called by the rank that has published the step.
+    """
+
+    home: Path
+    draft: Path
+    plan: Plan
+    rank: int
+    ranks: int
+    manifest: Manifest
+    texts: Mapping[str, str]
+    published: Callable[[], None]
+
+
+def own_parts(plan: Plan, rank: int) -> list[tuple[Name, str, Cut | None]]:
+    """Returns name, file and part of each piece that a rank writes, in the files' order."""
+    return [
+        (Name(group, name), file, share.cut)
+        for group, files in plan.groups.items()
+        for file in files
+        for name, ones in plan.shares[file].items()
+        for share in ones
+        if share.writer == rank
+    ]
+
+
+def write(task: Assignment, bytes_of: Callable[[Name], memoryview]) -> None:
+    """Writes this rank's parts; the last rank to finish publishes the step.
+
+    Args:
+        task: What to write.
+        bytes_of: Returns the bytes of this rank's part of a tensor, by its name.
+
+    Raises:
+        OSError: The disk is full, or fails otherwise; the draft stays, and is nothing to readers.
+    """
+    checksums: dict[str, dict[str, list[Any]]] = {}
+    with ExitStack() as files:
+        opened: dict[str, int] = {}
+
+        def file_of(name: str) -> int:
+            if name not in opened:
+                flags = os.O_WRONLY | os.O_CREAT
+                opened[name] = os.open(task.draft / name, flags, 0o644)
+                files.callback(os.close, opened[name])
+            return opened[name]
+
+        for file, layout in task.plan.files.items():
+            if task.plan.header_writer(file) == task.rank:
+                tensors.write_at(file_of(file), 0, layout.header)
+        for name, file, cut in own_parts(task.plan, task.rank):
+            values = bytes_of(name)
+            tensors.write(file_of(file), task.plan.files[file].tensors[name.name], cut, values)
+            found = checksums.setdefault(file, {}).setdefault(name.name, [])
+            found.append([cut, tensors.checksum([values])])
+        for descriptor in opened.values():
+            os.fsync(descriptor)
+    if task.rank == 0:
+        for file, text in task.texts.items():
+            commit.write_file(task.draft / file, text)
+    draft = _report(task.draft, task.rank)
+    commit.write_file(draft.with_suffix(".part"), json.dumps(checksums))
+    draft.with_suffix(".part").rename(draft)
+    _end(task)
+
+
+def _report(draft: Path, rank: int) -> Path:
+    return draft / f"report-{rank:05d}.json"
+
+
+def _end(task: Assignment) -> None:
+    """Publishes the step, where this rank is the one that finds everything there."""
+    reports = [_report(task.draft, rank) for rank in range(task.ranks)]
+    try:
+        if not all(report.exists() for report in reports):
+            return
+        claim = os.open(task.draft / _CLAIM, os.O_CREAT | os.O_EXCL)
+    except (FileExistsError, FileNotFoundError):
+        return  # two came last: the other one does it, or has done it
+    os.close(claim)
+    found = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
+    manifest = replace(task.manifest, tensors=_entries(task.plan, found))
+    for path in (*reports, task.draft / _CLAIM):
+        path.unlink()
+    commit.write_file(task.draft / commit.MANIFEST, manifest.to_text())
+    commit.publish(task.draft, task.home, task.manifest.step)
+    task.published()
+
+
+def _entries(plan: Plan, reports: list[dict[str, dict[str, list[Any]]]]) -> dict[Name, Entry]:
+    entries = {}
+    for group, files in plan.groups.items():
+        for file in files:
+            for name, (tensor, _) in plan.files[file].tensors.items():
+                pieces = [
+                    Piece(None if cut is None else Cut(*cut), crc)
+                    for report in reports
+                    for cut, crc in report.get(file, {}).get(name, ())
+                ]
+                pieces.sort(key=lambda piece: 0 if piece.cut is None else piece.cut.start)
+                entries[Name(group, name)] = Entry(file, tensor, tuple(pieces))
+    return entries
+
+
+def described_files(plan: Plan, texts: Mapping[str, str]) -> dict[str, Whole]:
+    """Returns what the manifest says of each file."""
+    files = {
+        name: Whole(layout.size, tensors.checksum([layout.header]))
+        for name, layout in plan.files.items()
+    }
+    for name, text in texts.items():
+        data = text.encode()
+        files[name] = Whole(len(data), tensors.checksum([data]))
+    return files

@@ -1,0 +1,100 @@
+"""A checkpoint of any layout is read by any other, and training goes on with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import paddle
+import pytest
+
+import fleetpipe
+from fleetpipe import fleet
+from tests.dygraph.models import MODELS
+from tests.pipelines import bits, job, pipeline
+
+BEFORE, AFTER = range(1, 3), range(3, 5)
+
+
+class Layout(NamedTuple):
+    """How one process plays the ranks of a pipeline."""
+
+    pp: int = 1
+    chunks: int | None = None
+    schedule: str = "1F1B"
+
+
+LAYOUTS = {
+    "single": Layout(),
+    "pp 2": Layout(2),
+    "pp 4": Layout(4),
+    "v 2": Layout(2, 2, "Interleaved1F1B"),
+    "ZBV": Layout(2, 2, "ZBV"),
+}
+
+
+class Run:
+    """A model that is trained, and all that decides its next bit."""
+
+    def __init__(self, layout: Layout, folder: Path) -> None:
+        paddle.seed(1)
+        options = {} if layout.chunks is None else {"num_virtual_pipeline_stages": layout.chunks}
+        self.model = pipeline(MODELS["mlp"].layers(), loss_fn=MODELS["mlp"].loss, **options)
+        self.rate = paddle.optimizer.lr.StepDecay(0.01, step_size=2)
+        adamw = paddle.optimizer.AdamW(self.rate, parameters=self.model.parameters())
+        self.optimizer = fleet.distributed_optimizer(adamw)
+        self.manager = fleetpipe.CheckpointManager(folder)
+        self.objects = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.rate,
+        }
+
+    def train(self, steps: range) -> list[bytes]:
+        losses = [
+            self.model.train_batch(MODELS["mlp"].batch(4, step), self.optimizer, self.rate)
+            for step in steps
+        ]
+        return [loss.numpy().tobytes() for loss in losses]
+
+    def end(self) -> dict[str, Any]:
+        """The bits of the parameters, and what is drawn next."""
+        return {**bits(self.model.layers.own_state()), "drawn": paddle.rand([4]).numpy().tobytes()}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """By layout: the folder that it saved in, and how the run went on there."""
+    found = {}
+    for name, layout in LAYOUTS.items():
+        folder = tmp_path_factory.mktemp("run")
+        with job(layout.pp, 4, layout.schedule):
+            run = Run(layout, folder)
+            run.train(BEFORE)
+            run.manager.save(2, **run.objects, extra={"seen": [1, 2.5]})
+            found[name] = folder, (run.train(AFTER), run.end())
+    return found
+
+
+@pytest.mark.parametrize("reader", LAYOUTS)
+def test_each_layout_goes_on_from_each(reader: str, written: Any) -> None:
+    layout = LAYOUTS[reader]
+    for writer, (folder, went_on) in written.items():
+        with job(layout.pp, 4, layout.schedule):
+            run = Run(layout, folder)
+            paddle.seed(2)
+            restored = run.manager.restore(**run.objects)
+            assert (restored.step, restored.extra) == (2, {"seen": [1, 2.5]})
+            assert (run.train(AFTER), run.end()) == went_on, writer
+
+
+def test_all_layouts_write_the_same_bytes(written: Any) -> None:
+    contents = [
+        {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
+        for folder, _ in written.values()
+    ]
+    assert sorted(contents[0]) == [
+        "model-00001-of-00001.safetensors",
+        "optimizer-00001-of-00001.safetensors",
+    ]
+    assert all(other == contents[0] for other in contents)
