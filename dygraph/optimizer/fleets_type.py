@@ -11,16 +11,21 @@ from typing import Any, NoReturn
 from fleetpipe.dygraph._paddle import HybridParallelOptimizer
 
 
-def _not_there(optimizer: Any) -> NoReturn:
-    """Has Python ask ``__getattr__`` instead."""
-    raise AttributeError
+class _NotThere:
+    """Has Python ask ``__getattr__`` instead. Trainers may put a method of their own in its place.
+
+    That is why it is no property: PaddleFormers' sets ``_insert_sync``, which nothing here calls.
+    """
+
+    def __get__(self, optimizer: Any, kind: type[Any]) -> NoReturn:
+        raise AttributeError
 
 
 _Hidden: Any = type(
     "_Hidden",
     (HybridParallelOptimizer,),
     {
-        name: property(_not_there)
+        name: _NotThere()
         for name, value in vars(HybridParallelOptimizer).items()
         if callable(value) and not name.startswith("__")
     },
