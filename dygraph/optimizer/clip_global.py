@@ -76,11 +76,22 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
             return params_grads
         norm = _norm(sorted(squares, key=lambda square: square.order))
         self.norms.append(norm)
+        self._global_norm(paddle.zeros_like(norm), norm * norm)
         most = paddle.full([], self.clip_norm, norm.dtype)
         if self.auto_skip_clip and not norm > most:
             return [pair for pair in params_grads if pair[1] is not None]
         factor = most / norm.maximum(most)
         return [(p, _times(p, g, factor)) for p, g in params_grads if g is not None]
+
+    def _global_norm(self, distributed: Tensor, whole: Tensor) -> None:
+        """Is told the squared norm that has been found. Fleet's name for what adds it up.
+
+        PaddleFormers' Trainer puts a function in its place, which logs the root of the sum.
+
+        Args:
+            distributed: Zero. In Fleet the part of parameters that are cut in slices.
+            whole: The squared norm of all gradients of all ranks.
+        """
 
     def __deepcopy__(self, memo: dict[int, object]) -> GlobalNormClip:
         """Returns a clip for the optimizer of a twin, which is never sharded."""

@@ -74,4 +74,22 @@ NEEDS = (
         ("_param2rank",),
         "which sharding rank keeps the state of a parameter: the unified checkpoint asks",
     ),
+    Need(
+        "PaddleFormers 0.4.1",
+        "PipelineOptimizer",
+        ("_parameter_list", "_create_accumulators"),
+        "the user's optimizer's own",
+    ),
+    Need(
+        "PaddleFormers 1.2.0",
+        "meta_parallel",
+        ("LocalSharedLayerDesc", "PipelineDatasetPreprocessor"),
+        "a tie within one rank; data that a function gives when the step begins",
+    ),
+    Need(
+        "PaddleFormers 1.2.0",
+        "GlobalNormClip",
+        ("_global_norm",),
+        "is told the squared norm; the Trainer logs it from there",
+    ),
 )

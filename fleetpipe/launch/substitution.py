@@ -16,6 +16,7 @@ from types import ModuleType
 from fleetpipe import fleet as our_fleet
 from fleetpipe._paddle import paddle
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
+from fleetpipe.launch.without_gpu import without_gpu
 
 
 class _Finder(MetaPathFinder):
@@ -53,7 +54,8 @@ def in_place_of_paddles() -> Iterator[None]:
     setattr(distributed, "fleet", our_fleet)  # noqa: B010  # mypy: a module is not assignable
     sys.meta_path.insert(0, finder)
     try:
-        yield
+        with without_gpu():
+            yield
     finally:
         sys.meta_path.remove(finder)
         setattr(distributed, "fleet", theirs[PADDLES])  # noqa: B010

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import paddle
@@ -10,6 +11,7 @@ from paddle.distributed.fleet.meta_optimizers import HybridParallelOptimizer
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
+from fleetpipe.fleet.meta_parallel import PipelineDatasetPreprocessor
 from tests.pipelines import batch, bits, job, pipeline, sgd
 
 
@@ -74,3 +76,49 @@ def test_no_method_of_fleets_optimizer_is_in_reach() -> None:
         assert {"_insert_sync", "_hybrid_sync_grad"} <= inherited
         reached = {name for name in inherited if hasattr(optimizer, name)}
         assert reached == {"step", "_step", "minimize"}
+        # What PaddleFormers' Trainer puts there is nothing that a step calls.
+        optimizer._insert_sync = lambda *_: pytest.fail("called")
+        optimizer.step()
+
+
+def test_a_trainer_may_log_the_norm_from_within_the_clip() -> None:
+    logged = []
+
+    def log(clip: Any, distributed: Any, whole: Any) -> None:
+        assert isinstance(clip, paddle.nn.ClipGradByGlobalNorm)
+        logged.append(float(paddle.sqrt(distributed + whole)))
+
+    with job(2):
+        model = pipeline()
+        clip = paddle.nn.ClipGradByGlobalNorm(0.1)
+        stock = paddle.optimizer.SGD(0.1, parameters=model.parameters(), grad_clip=clip)
+        optimizer = fleet.distributed_optimizer(stock)
+        clip = optimizer._inner_opt._grad_clip
+        clip._global_norm = types.MethodType(log, clip)
+        for _ in range(2):
+            model.train_batch(batch(), optimizer)
+            assert logged[-1] == pytest.approx(optimizer.gradient_norm, rel=1e-6)
+    assert len(logged) == 2
+
+
+def test_data_that_a_function_gives_binds_the_optimizer_when_it_is_drawn() -> None:
+    with job(2):
+        model = pipeline()
+        optimizer = sgd(model)
+
+        def prepared() -> Any:
+            return model._prepare_training(batch(), optimizer, None)
+
+        model.optimizer = model.lr_scheduler = None
+        model._prepare_pipeline_inputs_func = prepared
+        first = model.forward_backward_pipeline(PipelineDatasetPreprocessor(prepared))
+        optimizer._step(model.parameters())
+        optimizer.clear_grad()
+        second = model.forward_backward_pipeline(PipelineDatasetPreprocessor(prepared))
+        assert float(second) < float(first)
+        with pytest.raises(ConfigError, match="wrapped for the pipeline"):
+            model.forward_backward_pipeline(
+                PipelineDatasetPreprocessor(
+                    lambda: model._prepare_training(batch(), optimizer.wrapped, None)
+                )
+            )
