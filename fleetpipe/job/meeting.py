@@ -15,7 +15,13 @@ from collections.abc import Collection
 from typing import Any, Callable
 
 from fleetpipe import _paddle
-from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.errors import (
+    FleetPipeError,
+    PeerFailed,
+    PipelineTimeout,
+    StateError,
+    TransportError,
+)
 from fleetpipe.job import life
 from fleetpipe.job.store import JobStore
 from fleetpipe.transport import Store
@@ -47,10 +53,12 @@ def open_store(timeout: float) -> JobStore:
 
     Raises:
         PipelineTimeout: Rank 0 did not come.
+        StateError: Paddle has opened a store of its own at that endpoint.
         TransportError: The port that the launcher gave to rank 0 is taken; or the job was started
             again since, and this rank is left over.
     """
     host, port = _address()
+    _refuse_paddles_store()
     if own_rank() == 0:
         _refuse_taken(host, port)
         _servers.append(_paddle.open_store(host, port, True, timeout))
@@ -161,9 +169,7 @@ def give_paddle_an_address(store: Store, timeout: float) -> None:
         store: The job's store.
         timeout: Seconds that rank 0 may take.
     """
-    if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
-        return
-    if "PADDLE_MASTER" not in os.environ:
+    if not _paddle_has_an_address():
         if own_rank() == 0:
             host = os.environ["PADDLE_CURRENT_ENDPOINT"].rpartition(":")[0]
             with socket.socket() as probe:
@@ -171,6 +177,23 @@ def give_paddle_an_address(store: Store, timeout: float) -> None:
                 store.set("fleetpipe/master", f"{host}:{probe.getsockname()[1]}")
         meet(store, "fleetpipe/master/known", timeout)
         os.environ["PADDLE_MASTER"] = store.get("fleetpipe/master").decode()
+
+
+def _paddle_has_an_address() -> bool:
+    given = os.environ
+    return "PADDLE_MASTER" in given or bool(given.get("MASTER_ADDR") and given.get("MASTER_PORT"))
+
+
+def _refuse_paddles_store() -> None:
+    """Refuses ranks whose Paddle has begun by itself, with a store where the job's is to be."""
+    if _paddle.paddle.distributed.is_initialized() and not _paddle_has_an_address():
+        raise StateError(
+            "Paddle's own store has the address of the job's store, that of rank 0",
+            cause="paddle.distributed.init_parallel_env() or Paddle's fleet.init came before, on "
+            "ranks that were started without PADDLE_MASTER",
+            fix="leave it out: fleet.init does it; or set PADDLE_MASTER=HOST:PORT, a free port of "
+            "rank 0's host, on every rank",
+        )
 
 
 def _refuse_taken(host: str, port: int) -> None:

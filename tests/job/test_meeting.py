@@ -10,9 +10,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import paddle
 import pytest
 
-from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.errors import (
+    ConfigError,
+    PeerFailed,
+    PipelineTimeout,
+    StateError,
+    TransportError,
+)
 from fleetpipe.job import meeting
 
 
@@ -253,3 +260,18 @@ def test_paddle_gets_an_address_for_a_store_of_its_own_where_it_has_none(
     host, _, port = os.environ["PADDLE_MASTER"].rpartition(":")
     assert (host, f"{host}:{port}") == ("127.0.0.1", store.values["fleetpipe/master"])
     assert int(port) != 1
+
+
+def test_paddles_own_store_at_the_jobs_address_is_refused_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PADDLE_MASTER", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(paddle.distributed, "is_initialized", lambda: True)
+    for rank in (0, 1):
+        environment(monkeypatch, rank, 1)
+        with pytest.raises(StateError, match=r"Paddle's own store has the address.*\n.*before"):
+            meeting.open_store(5)
+    monkeypatch.setenv("PADDLE_MASTER", "127.0.0.1:2")
+    with pytest.raises(PipelineTimeout, match="rank 0 did not call"):
+        meeting.open_store(0.1)
