@@ -16,6 +16,7 @@ from types import ModuleType
 from fleetpipe import fleet as our_fleet
 from fleetpipe._paddle import paddle
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
+from fleetpipe.launch import renamed
 from fleetpipe.launch.without_gpu import without_gpu
 
 
@@ -42,7 +43,8 @@ def in_place_of_paddles() -> Iterator[None]:
     """Within it, imports of ``paddle.distributed.fleet`` get fleetpipe's modules.
 
     So do its attributes, as in ``paddle.distributed.fleet.init``, and every module below it that
-    fleetpipe has one for. The others stay Paddle's.
+    fleetpipe has one for. The others stay Paddle's. What nobody catches says what an argument that
+    Paddle no longer has is called today.
     """
     tails = ["", ".meta_parallel", *(f".{path}" for path in OVERLAYS)]
     counterparts = {PADDLES + tail: sys.modules[OURS + tail] for tail in tails}
@@ -54,7 +56,7 @@ def in_place_of_paddles() -> Iterator[None]:
     setattr(distributed, "fleet", our_fleet)  # noqa: B010  # mypy: a module is not assignable
     sys.meta_path.insert(0, finder)
     try:
-        with without_gpu():
+        with without_gpu(), renamed.told():
             yield
     finally:
         sys.meta_path.remove(finder)
