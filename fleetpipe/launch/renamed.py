@@ -1,4 +1,4 @@
-"""What arguments of older Paddle are called today, for errors to say so."""
+"""What names and arguments of older Paddle are called today, for errors to say so."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ _HOMES = (
     "paddle.utils",
     "paddle.base",
 )
+#: Names that are others today, and parts of names that are left out.
+_NAMES = {
+    "elementwise_sub": "subtract",
+    "elementwise_mul": "multiply",
+    "elementwise_div": "divide",
+    "fill_constant": "full",
+    "guard": "disable_static",
+}
+_LEFT_OUT = re.compile(r"^(elementwise|reduce)_|(Optimizer|Initializer)$")
 #: Arguments that are others today; the first that a function has is meant.
 _ARGUMENTS = {
     "act": ("activation",),
@@ -49,6 +58,19 @@ _ARGUMENTS = {
     "regularization": ("weight_decay",),
 }
 _UNEXPECTED = re.compile(r"(\w+?)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'")
+
+
+def name_today(old: str) -> str | None:
+    """Returns the dotted name that Paddle has in the place of an older one; None where it has none.
+
+    Args:
+        old: The older name; only its last part counts.
+    """
+    last = old.rpartition(".")[2]
+    for name in (_NAMES.get(last, last), _LEFT_OUT.sub("", last)):
+        for home, _ in _found(name):
+            return f"{home}.{name}"
+    return None
 
 
 def argument_today(error: BaseException) -> str | None:
