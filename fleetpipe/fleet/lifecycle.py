@@ -227,13 +227,25 @@ def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> N
         paddle_fleet.init(role_maker, is_collective, None, log_level)
 
 
+#: What stock Paddle's ``PipelineLayer`` says where there is no GPU; it names no cause.
+_STOCK_ON_CPU = "'ParallelEnv' object has no attribute '_device_id'"
+_STOCK_HINT = """\
+fleetpipe: the PipelineLayer of this script is stock Paddle's, which cannot be built on a CPU
+  what to do: from fleetpipe.fleet.meta_parallel import PipelineLayer; where a library imports it, \
+start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()
+"""
+
+
 def _end_with_process() -> None:
     """Ends the job with the process; an error that nobody caught reaches the other ranks."""
+    error = process_exit.error()
+    if isinstance(error, AttributeError) and _STOCK_ON_CPU in str(error):
+        sys.stderr.write(_STOCK_HINT)
     try:
-        job.end(process_exit.error())
-    except FleetPipeError as error:
+        job.end(error)
+    except FleetPipeError as failure:
         # From here Python would print it and end with status 0.
-        process_exit.end_with(error)
+        process_exit.end_with(failure)
 
 
 process_exit.note_exits()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 
+import paddle
 import pytest
 from paddle.distributed import fleet as theirs
 
 import fleetpipe
 from fleetpipe.errors import ConfigError
-from tests.launching import ROOT
+from tests.launching import ROOT, Finished
 
 SCRIPT = """
 import sys
@@ -42,3 +45,29 @@ def test_too_late_is_said_and_changes_nothing() -> None:
     with pytest.raises(ConfigError, match=r"came too late\n.*has imported paddle.distributed.fl"):
         fleetpipe.install()
     assert sys.modules["paddle.distributed.fleet"] is theirs
+
+
+STOCK = """
+import paddle
+{imports}
+strategy = fleet.DistributedStrategy()
+strategy.hybrid_configs = {{"pp_degree": 2}}
+fleet.init(is_collective=True, strategy=strategy)
+layers = [LayerDesc(paddle.nn.Linear, 4, 4)] * 2
+PipelineLayer(layers, topology=fleet.get_hybrid_communicate_group().topology())
+"""
+
+
+@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="this Paddle builds its own on a GPU")
+@pytest.mark.parametrize("order", [1, -1], ids=["fleetpipe first", "Paddle first"])
+def test_a_stock_pipeline_layer_in_a_job_of_fleetpipes_is_named(
+    launch: Callable[..., Finished], order: int
+) -> None:
+    imports = [
+        "from fleetpipe import fleet",
+        "from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer",
+    ]
+    done = launch(STOCK.format(imports="\n".join(imports[::order])), None, check=False)
+    assert done.returncode == 1
+    told = "has no attribute '_device_id'.*\nfleetpipe: the PipelineLayer of this script is stock"
+    assert re.search(told, done.logs[0])
