@@ -16,7 +16,7 @@ from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError, StateError
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import agreement, job, meeting, process_exit, start
+from fleetpipe.job import agreement, job, meeting, process_exit, slurm, start
 from fleetpipe.job.degrees import (
     PIPELINE_AXES,
     Degrees,
@@ -40,9 +40,10 @@ def init(
 ) -> Any:
     """Begins a job: Fleet's ``init``, with every option checked before any process waits.
 
-    Collective over all ranks of the job. A process that was not launched as one of several and asks
-    for ``pp_degree`` above 1 plays all ranks itself. Called again with the same degrees it only
-    changes the strategy; other degrees need :func:`shutdown` first.
+    Collective over all ranks of the job: those of a launcher, or the tasks that ``srun`` started. A
+    process that is not one of several and asks for ``pp_degree`` above 1 plays all ranks itself.
+    Called again with the same degrees it only changes the strategy; other degrees need
+    :func:`shutdown` first.
 
     Args:
         role_maker: As in Fleet.
@@ -59,6 +60,7 @@ def init(
     """
     strategy = DistributedStrategy() if strategy is None else strategy
     config = PipelineConfig.from_strategy(strategy)
+    slurm.adopt()
     world_size = meeting.world_size()
     if runs_without_pipeline(strategy.hybrid_configs):
         return paddle_fleet.init(role_maker, is_collective, strategy, log_level)

@@ -1,0 +1,235 @@
+"""A job that Slurm's ``srun`` started: its tasks are the ranks, and need no other launcher.
+
+``srun`` tells each task its number, its node and the nodes of all (srun(1), "output environment
+variables"). That is all a launcher would find out, save for a port at which rank 0 serves the job's
+store: it follows from the numbers of job and step, so that all ranks know it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fleetpipe._paddle import paddle
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.say_once import tell_once
+
+#: Below the ports that the system gives to outgoing connections, and those of Gloo's stores.
+_PORTS = range(12000, 20000)
+#: What a launcher tells a rank: where one has said this, nothing is derived.
+_LAUNCHED = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS")
+
+_START_BY_SRUN = "start the ranks by srun, and leave its SLURM_* variables as they are"
+
+_RANGES = r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]"
+_NODE = rf"(?:[^,\[\]\s]|{_RANGES})+"
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+class _Step(NamedTuple):
+    """What Slurm says of this process and of those that were started with it.
+
+    Attributes:
+        job: The job's number.
+        number: The step's number in the job: each ``srun`` is one.
+        rank: This process's number among the tasks.
+        local: The same among those of its node.
+        nodes: The nodes' names.
+        counts: The tasks of each node.
+        places: The number of the node that each task is on.
+    """
+
+    job: int
+    number: int
+    rank: int
+    local: int
+    nodes: Sequence[str]
+    counts: Sequence[int]
+    places: Sequence[int]
+
+
+def adopt() -> None:
+    """Makes this process the rank that ``srun`` started it as, unless a launcher has named it one.
+
+    Sets what Paddle's launcher would: ``PADDLE_TRAINER_ID`` and its kin, for this process and all
+    that read them after. ``PADDLE_MASTER=HOST:PORT``, where the user set it, says at which address
+    of the first node, and at which port, rank 0 serves the job's store. One line on rank 0 says
+    that it happened. A process that ``srun`` did not start, or as one task alone, stays as it is.
+
+    Raises:
+        ConfigError: Slurm's variables are incomplete or contradict each other, or the first node's
+            name leads nowhere.
+    """
+    if "SLURM_JOB_ID" not in os.environ or any(name in os.environ for name in _LAUNCHED):
+        return
+    tasks = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default="1")
+    if tasks == 1:
+        return
+    if not {"SLURM_STEP_ID", "SLURM_STEPID"} & os.environ.keys():
+        job = os.environ["SLURM_JOB_ID"]
+        tell_once(f"one process within Slurm job {job}; srun would start its {tasks} tasks")
+        return
+    step = _step(tasks)
+    endpoints = _endpoints(step)
+    os.environ.update(
+        PADDLE_TRAINER_ID=str(step.rank),
+        PADDLE_TRAINERS_NUM=str(tasks),
+        PADDLE_TRAINER_ENDPOINTS=",".join(endpoints),
+        PADDLE_CURRENT_ENDPOINT=endpoints[step.rank],
+        PADDLE_GLOBAL_RANK=str(step.rank),
+        PADDLE_GLOBAL_SIZE=str(tasks),
+        PADDLE_LOCAL_RANK=str(step.local),
+        PADDLE_LOCAL_SIZE=str(step.counts[step.places[step.rank]]),
+        PADDLE_RANK_IN_NODE=str(step.local),
+        PADDLE_NNODES=str(len(step.nodes)),
+    )
+    _choose_device(step.local)
+    tell_once(
+        f"Slurm's job {step.job}, step {step.number}: {tasks} ranks on {len(step.nodes)} node(s), "
+        f"rank 0 at {endpoints[0]}"
+    )
+
+
+def expanded(listed: str) -> list[str]:
+    """Returns the names of a list of nodes such as ``node[01-03,07],login``, in its order.
+
+    Args:
+        listed: As Slurm writes it: numbers in brackets are ranges, with leading zeros.
+
+    Raises:
+        ConfigError: It is no such list.
+    """
+    if not re.fullmatch(f"{_NODE}(?:,{_NODE})*", listed):
+        raise _unreadable("list of nodes", "node[01-03,07],login", listed)
+    found = []
+    for node in re.finditer(_NODE, listed):
+        # By turns what stands outside of brackets and what is within.
+        parts = re.split(_RANGES, node[0])
+        choices = [list(_numbers(part)) if i % 2 else [part] for i, part in enumerate(parts)]
+        found += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return found
+
+
+def repeated(counts: str) -> list[int]:
+    """Returns the numbers of a list such as ``2(x3),1``, which is 2, 2, 2, 1.
+
+    Args:
+        counts: As Slurm writes the tasks of each node.
+
+    Raises:
+        ConfigError: It is no such list.
+    """
+    found: list[int] = []
+    for part in counts.split(","):
+        match = _COUNT.fullmatch(part)
+        if match is None:
+            raise _unreadable("list of tasks for each node", "2(x3),1", counts)
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield str(number).zfill(len(first))
+
+
+def _step(tasks: int) -> _Step:
+    nodes = expanded(_told("SLURM_STEP_NODELIST", "SLURM_NODELIST"))
+    # Slurm tells it always; where there is one node it is plain.
+    counts = repeated(
+        _told("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=str(tasks))
+    )
+    rank = _number("SLURM_PROCID")
+    if len(counts) != len(nodes) or sum(counts) != tasks or rank >= tasks:
+        raise ConfigError(
+            "Slurm's variables do not fit together",
+            got=f"task {rank} of {tasks}; nodes {', '.join(nodes)} with {counts} tasks",
+            fix=_START_BY_SRUN,
+        )
+    places = _places(counts, os.environ.get("SLURM_DISTRIBUTION", "block"))
+    own = _number("SLURM_NODEID", default=str(places[rank]))
+    if places[rank] != own:
+        raise ConfigError(
+            f"Slurm's task {rank} is not on the node where it was looked for",
+            expected=f"SLURM_NODEID={places[rank]}, as {counts} tasks of the nodes have it",
+            got=f"SLURM_NODEID={own}",
+            cause="a distribution of tasks other than block and cyclic",
+            fix="srun --distribution=block",
+        )
+    return _Step(
+        job=_number("SLURM_JOB_ID"),
+        number=_number("SLURM_STEP_ID", "SLURM_STEPID"),
+        rank=rank,
+        local=_number("SLURM_LOCALID"),
+        nodes=nodes,
+        counts=counts,
+        places=places,
+    )
+
+
+def _places(counts: Sequence[int], distribution: str) -> list[int]:
+    """Returns the number of the node that each task is on."""
+    if distribution.startswith("cyclic"):
+        rounds = range(max(counts))
+        return [node for n in rounds for node, count in enumerate(counts) if n < count]
+    return [node for node, count in enumerate(counts) for _ in range(count)]
+
+
+def _endpoints(step: _Step) -> list[str]:
+    """Returns an endpoint for each rank; only at rank 0's is somebody listening."""
+    hosts = ["127.0.0.1"] if len(step.nodes) == 1 else [*step.nodes]
+    # "12000-12003", where the cluster deals ports out: srun --resv-ports.
+    port = os.environ.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0]
+    # Paddle's own store, which this names, gets another address: two cannot listen at one.
+    if chosen := os.environ.pop("PADDLE_MASTER", ""):
+        hosts[0], _, port = chosen.rpartition(":")
+    elif not port:
+        port = str(_PORTS.start + (31 * step.job + step.number) % len(_PORTS))
+    try:
+        socket.getaddrinfo(hosts[0], int(port), socket.AF_INET)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"rank 0 cannot be reached at {hosts[0]}:{port}: {error}",
+            expected="an IPv4 address of the first node, or a name that leads to it, and a port",
+            fix="export PADDLE_MASTER=ADDRESS:PORT before srun",
+        ) from error
+    return [f"{hosts[place]}:{port}" for place in step.places]
+
+
+def _choose_device(local: int) -> None:
+    """Gives each task of a node a device of its own among those that it sees."""
+    if not paddle.device.is_compiled_with_cuda():
+        os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
+    elif seen := paddle.device.cuda.device_count():
+        os.environ.setdefault("FLAGS_selected_gpus", str(local % seen))
+
+
+def _told(*names: str, default: str = "") -> str:
+    """Returns the first of these variables that is set."""
+    found = next(filter(None, map(os.environ.get, names)), default)
+    if not found:
+        raise ConfigError(f"Slurm did not set {' or '.join(names)}", fix=_START_BY_SRUN)
+    return found
+
+
+def _number(*names: str, default: str = "") -> int:
+    """Returns the first of these variables that is set, as a number."""
+    found = _told(*names, default=default)
+    if not found.isdigit():
+        raise _unreadable(f"{' or '.join(names)}", "3", found)
+    return int(found)
+
+
+def _unreadable(what: str, example: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"Slurm's variables hold no readable {what}",
+        expected=f"such as {example}",
+        got=got,
+        fix=_START_BY_SRUN,
+    )
