@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fleetpipe.capture.door import pipeline as pipeline
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.fit.model import Model as Model
+    from fleetpipe.launch.resume import resume as resume
 
 #: Names that need Paddle, by the module that has them.
 _LATE = {
@@ -23,6 +24,7 @@ _LATE = {
     "Model": "fleetpipe.fit.model",
     "SplitPoint": "fleetpipe.capture.cuts",
     "pipeline": "fleetpipe.capture.door",
+    "resume": "fleetpipe.launch.resume",
 }
 
 

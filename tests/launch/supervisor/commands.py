@@ -27,13 +27,13 @@ class Told(NamedTuple):
 
 def launched(
     launcher: Callable[..., Finished],
-    script: str,
+    script: Path | str,
     *options: str,
     arguments: Sequence[str] = (),
     folder: Path,
     **more: object,
 ) -> Told:
-    """Runs a script, given as source code, under ``fleetpipe launch`` with two processes."""
+    """Runs a script, a file or source code, under ``fleetpipe launch`` with two processes."""
     file = script_file(script, folder)
     words = ["launch", "--nproc_per_node", "2", *options, str(file), *arguments]
     job = launcher(_COMMAND, None, args=[json.dumps(words)], cwd=folder, **more)

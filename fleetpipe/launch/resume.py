@@ -1,0 +1,166 @@
+"""``fleetpipe.resume``: goes on where the job was, and keeps what the next life goes on from.
+
+The script is the same with and without ``fleetpipe launch``: which folder holds the checkpoints,
+and which life this is, stands in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any, TypedDict
+
+from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
+from fleetpipe.checkpoint.manager import CheckpointManager
+from fleetpipe.checkpoint.training_state import SavedData
+from fleetpipe.config import DEFAULT_TIMEOUT
+from fleetpipe.job import job, life
+from fleetpipe.job.stopping import Stopping
+
+#: Names the folder of checkpoints where the script does not.
+FOLDER = "FLEETPIPE_CHECKPOINT_DIR"
+_USUAL_FOLDER = "checkpoints"
+_USUAL_INTERVAL = 100
+_USUAL_NUMBER = 2
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class State(TypedDict):
+    """What a run consists of, as :class:`fleetpipe.CheckpointManager` takes it."""
+
+    model: Layer
+    optimizer: Optimizer
+    lr_scheduler: Scheduler
+    scaler: Scaler
+    data: SavedData | None
+
+
+class Run:
+    """A training run that may be ended after any step, and gone on with.
+
+    Attributes:
+        step: The step to go on with, from 0: as many are done.
+    """
+
+    def __init__(self, step: int, state: State, manager: CheckpointManager) -> None:
+        """Goes on with a step; :func:`resume` makes it."""
+        self.step = step
+        self._state = state
+        self._manager = manager
+        self._page = life.Page()
+        self._page.note(step)
+        current = job.current_job()
+        timeout = DEFAULT_TIMEOUT if current is None else current.timeout
+        self._stopping = Stopping(job.all_ranks(), timeout)
+        for number in _STOP_SIGNALS:
+            # A handler of the script's own stays, and may call stop().
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._signalled)
+
+    def steps(self, until: int) -> Iterator[int]:
+        """Yields the number of each step that is left, and ends it after the loop's body.
+
+        Collective.
+
+        Args:
+            until: How many steps the run has in all.
+
+        Raises:
+            CheckpointError: A step cannot be saved.
+            SystemExit: The job was asked to stop; see :meth:`done`.
+        """
+        while self.step < until:
+            yield self.step
+            self.done()
+
+    def done(self) -> None:
+        """Ends a step: saves where this is one to save, and ends a job that is to stop. Collective.
+
+        For loops of the script's own, after all that belongs to the step: the optimizer, the
+        schedule of its learning rate, whatever else the script keeps.
+
+        Raises:
+            CheckpointError: The step cannot be saved.
+            SystemExit: Some rank was asked to stop, all have saved, and the job has ended. Its code
+                is 75 (``life.PREEMPTED``), or 0 under ``fleetpipe launch``, which ends with 75.
+        """
+        self.step += 1
+        self._page.note(self.step)
+        stop = self._stopping.agreed()
+        self._manager.save(self.step, force=stop, **self._state)
+        if stop:
+            self._leave()
+
+    def stop(self) -> None:
+        """Asks, on this rank alone, for the end of the job after a step that all ranks finish."""
+        self._stopping.ask()
+
+    def _signalled(self, *_: Any) -> None:
+        self.stop()
+
+    def _leave(self) -> None:
+        self._manager.wait()
+        life.tell_preempted(self.step)
+        if job.all_ranks().rank == 0:
+            sys.stderr.write(f"fleetpipe: asked to stop, the job saved {self.step} steps\n")
+        job.end()
+        raise SystemExit(0 if life.number() else life.PREEMPTED)
+
+
+def resume(
+    model: Layer,
+    optimizer: Optimizer = None,
+    *,
+    lr_scheduler: Scheduler = None,
+    scaler: Scaler = None,
+    data: SavedData | None = None,
+    manager: CheckpointManager | None = None,
+) -> Run:
+    """Restores the newest complete checkpoint, if there is one, and goes on from there. Collective.
+
+    From here on SIGTERM and SIGUSR1 have the job finish a step, save, and end, unless the script
+    has handlers of its own for them.
+
+    Args:
+        model: What ``fleet.distributed_model`` returned, a ``PipelineLayer``, or any Layer.
+        optimizer: What ``fleet.distributed_optimizer`` returned, or any optimizer of Paddle's.
+        lr_scheduler: An ``LRScheduler``; that of the optimizer is restored without being named.
+        scaler: A ``GradScaler``.
+        data: What says where the run is in its data, by ``state_dict`` and ``set_state_dict``.
+        manager: Where and when steps are saved. None: every 100 steps, the newest two, in the
+            folder ``FLEETPIPE_CHECKPOINT_DIR`` (``fleetpipe launch --checkpoint_dir``), else
+            ``checkpoints``.
+
+    Returns:
+        The run: ``step`` is the one to go on with, 0 where nothing was saved, and ``steps(n)`` goes
+        through those that are left.
+
+    Raises:
+        CheckpointError: The newest checkpoint is damaged, or does not fit; nothing has changed.
+        PipelineTimeout: Some rank did not come within the limit.
+    """
+    if manager is None:
+        manager = CheckpointManager(
+            os.environ.get(FOLDER, _USUAL_FOLDER),
+            save_interval=_USUAL_INTERVAL,
+            max_to_keep=_USUAL_NUMBER,
+        )
+    state = State(
+        model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, data=data
+    )
+    step = 0
+    # Where one rank sees a checkpoint all restore, and one that does not says so.
+    if any(job.all_ranks().all_gather(bool(manager.steps()))):
+        step = manager.restore("latest", **state).step
+        _tell(f"goes on after {step} steps")
+    return Run(step, state, manager)
+
+
+def _tell(text: str) -> None:
+    """Says something once for all ranks."""
+    if job.all_ranks().rank == 0:
+        number = life.number()
+        of_job = f"life {number} of the job " if number else ""
+        sys.stderr.write(f"fleetpipe: {of_job}{text}\n")

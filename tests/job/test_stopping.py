@@ -1,0 +1,35 @@
+"""Ranks that agree on a step to stop after: all at the same one, and nobody waits for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleetpipe.job.stopping import Stopping
+from fleetpipe.transport import DirectGroup, MemoryHub, SoleGroup
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("in_step", [0, 1, 3])
+def test_all_ranks_stop_after_the_step_behind_the_one_in_which_one_was_asked(
+    ranks: int, asked: int, in_step: int
+) -> None:
+    hub = MemoryHub(ranks)
+    agreements = []
+    for rank in range(ranks):
+        # Each rank is a process: all count its agreements alike.
+        agreement = Stopping(DirectGroup(hub.endpoint(rank), 1), 1)
+        agreement._name = "stop"
+        agreements.append(agreement)
+    for step in range(6):
+        if step == in_step:
+            agreements[asked].ask()
+        answers = [agreement.agreed() for agreement in agreements]
+        assert answers == [step > in_step] * ranks
+
+
+def test_one_process_stops_after_the_step_that_it_is_in() -> None:
+    agreement = Stopping(SoleGroup(), 1)
+    assert not agreement.agreed()
+    agreement.ask()
+    assert agreement.agreed()

@@ -1,0 +1,72 @@
+"""Trains with ``fleetpipe.resume``: ``resume_worker.py STEPS [HAPPENS ..]``; see test_resume.py.
+
+What happens is ``LIFE.RANK.STEP=SIGNAL``: in that step the rank sends itself the signal, or, where
+it is ``supervisor``, has whoever started the job asked to stop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import paddle
+
+import fleetpipe
+from fleetpipe import fleet
+from fleetpipe.job import life
+from tests import jobs
+from tests.pipelines import CLASSES, FEATURES, batch, pipeline
+
+RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def supervisor() -> int:
+    """The process that has started the one in whose fork the launcher of this rank runs."""
+    process = os.getppid()
+    for _ in range(2):
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return process
+
+
+def layers() -> list[object]:
+    describe = fleet.meta_parallel.LayerDesc
+    return [
+        describe(paddle.nn.Linear, FEATURES, 8),
+        describe(paddle.nn.Dropout, 0.5),
+        describe(paddle.nn.Linear, 8, 8),
+        describe(paddle.nn.Linear, 8, CLASSES),
+    ]
+
+
+def main() -> None:
+    steps, *happens = sys.argv[1:]
+    jobs.begin(pp=2, micro_batches=2, timeout=30)
+    paddle.seed(7)
+    model = pipeline(layers())
+    rate = paddle.optimizer.lr.ExponentialDecay(0.01, 0.9)
+    adam = paddle.optimizer.Adam(rate, parameters=model.parameters())
+    optimizer = fleet.distributed_optimizer(adam)
+    folder = os.environ.get("FLEETPIPE_CHECKPOINT_DIR", "own")
+    manager = fleetpipe.CheckpointManager(folder, save_interval=3)
+    run = fleetpipe.resume(model, optimizer, lr_scheduler=rate, manager=manager)
+    for step in run.steps(int(steps)):
+        for what in happens:
+            where, _, number = what.partition("=")
+            if where == f"{life.number()}.{RANK}.{step}" and number == "supervisor":
+                os.kill(supervisor(), signal.SIGTERM)
+            elif where == f"{life.number()}.{RANK}.{step}":
+                os.kill(os.getpid(), int(number))
+        loss = model.train_batch(batch(2, seed=step), optimizer, rate)
+        sys.stdout.write(f"step {step} {loss.numpy().tobytes().hex()}\n")
+        sys.stdout.flush()
+    state = model.layers.state.gather()
+    told = b"".join(tensor.numpy().tobytes() for tensor in state.values())
+    sys.stdout.write(f"bits {hashlib.sha256(told).hexdigest()}\n")
+    fleet.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""``fleetpipe.resume``: a run that was killed and stopped has the bits of one that was not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from fleetpipe.job.life import PREEMPTED
+from tests.launch.supervisor.commands import launched
+from tests.launching import ROOT, Finished
+
+Launch = Callable[..., Finished]
+
+WORKER = ROOT / "tests" / "launch" / "resume_worker.py"
+
+
+def steps(log: str) -> list[str]:
+    """What a rank wrote of its steps, in the order in which it did them."""
+    return [line for line in log.splitlines() if line.startswith("step ")]
+
+
+def test_a_job_that_is_killed_and_stopped_ends_with_the_bits_of_one_that_is_not(
+    launcher: Launch, launch: Launch, tmp_path: Path
+) -> None:
+    alone = launch(WORKER, None, args=["9"]).logs[0]
+    assert len(steps(alone)) == 9
+    options = ["--checkpoint_dir", "shared"]
+    arguments = ["9", f"1.1.4={signal.SIGKILL:d}", "2.0.6=supervisor"]
+    told = launched(launcher, WORKER, *options, arguments=arguments, folder=tmp_path)
+    assert told.code == PREEMPTED, told
+    assert told.said[0].startswith(
+        "fleetpipe: life 1 ended in step 4: rank 1 died (was ended by SIGKILL)"
+    )
+    assert told.said[1] == "fleetpipe: life 2 begins: restart 1 of 3"
+    assert "asked to stop, the job saved 8 steps" in told.said[-1]
+    again = launched(launcher, WORKER, *options, arguments=["9"], folder=tmp_path)
+    assert (again.code, again.said) == (0, [])
+    logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
+    assert "life 2 of the job goes on after 3 steps" in logs[0]
+    assert "life 1 of the job goes on after 8 steps" in logs[0]
+    for log in logs:
+        done = [0, 1, 2, 3, 3, 4, 5, 6, 7, 8]
+        assert steps(log) == [steps(alone)[step] for step in done]
+        assert alone.splitlines()[-1] in log
+
+
+def test_a_signal_to_one_rank_has_all_of_them_save_and_stop(launch: Launch, tmp_path: Path) -> None:
+    arguments = ["9", f"0.1.1={signal.SIGUSR1:d}"]
+    job = launch(WORKER, 2, args=arguments, cwd=tmp_path, check=False)
+    assert job.returncode == PREEMPTED, job
+    for log in job.logs:
+        assert [line.split()[1] for line in steps(log)] == ["0", "1", "2"]
+    assert "fleetpipe: asked to stop, the job saved 3 steps" in job.logs[0]
+    resumed = launch(WORKER, 2, args=["4"], cwd=tmp_path)
+    assert [line.split()[1] for line in steps(resumed.logs[0])] == ["3"]
+    assert "fleetpipe: goes on after 3 steps" in resumed.logs[0]
