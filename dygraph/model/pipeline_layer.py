@@ -27,7 +27,7 @@ from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.dygraph.model.stage_count import number_of_stages, topology_of
 from fleetpipe.dygraph.state.layer_files import LayerFiles
 from fleetpipe.dygraph.state.single_model import SingleModel, single_model
-from fleetpipe.dygraph.state.tied_weights import connected
+from fleetpipe.dygraph.state.tied_weights import connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
@@ -149,9 +149,8 @@ class PipelineLayer(paddle.nn.Layer):
         self._files = LayerFiles(
             self._layers_desc, built.functions, shared, self.partition, self.placement, self._job
         )
-        self._shared_weights = connected(
-            self._tied, self.get_stage_from_index, self.state.own(), self._stage_id, self._job
-        )
+        weights = holders(self._tied, self.get_stage_from_index)
+        self._shared_weights = connected(weights, self.state.own(), self._stage_id, self._job)
         self._set_fleet_attributes(shared, built.shared)
 
     def _set_fleet_attributes(

@@ -127,8 +127,7 @@ class SharedWeights:
 
 
 def connected(
-    layers: Sequence[SharedLayer],
-    rank_of_layer: Callable[[int], int],
+    weights: Sequence[SharedWeight],
     tensors: Mapping[str, Tensor],
     rank: int,
     job: Job | None,
@@ -136,8 +135,7 @@ def connected(
     """Makes the copies of shared weights equal on all ranks. Collective over the pipeline.
 
     Args:
-        layers: The shared layers of the model.
-        rank_of_layer: The rank that owns a layer, by its number in the whole list.
+        weights: The shared weights of the model, as :func:`holders` returns them.
         tensors: This rank's parameters and buffers, by lasting name.
         rank: This rank in the pipeline.
         job: The job of the model; None where it was built outside of one.
@@ -145,7 +143,6 @@ def connected(
     Raises:
         PipelineTimeout: Some rank did not come within the limit.
     """
-    weights = holders(layers, rank_of_layer)
     group_of = functools.partial(sharing_group, job)
     if job is None or job.local or all(len(weight.holders) == 1 for weight in weights):
         return SharedWeights([], {}, rank, group_of)
