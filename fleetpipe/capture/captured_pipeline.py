@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.edges import CapturedBorders, crossing
 from fleetpipe.capture.replay import entries
-from fleetpipe.capture.state import CapturedState, part_of, used_by
+from fleetpipe.capture.state import CapturedState, part_of, release, stages_of
 from fleetpipe.capture.value import Capture, Node
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.state.names import Slot
-from fleetpipe.dygraph.state.tied_weights import SharedWeights
+from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
 from fleetpipe.engine.stage import Values
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.schedules import Edge
+from fleetpipe.transport import SoleGroup
 
 
 class _Mode(NamedTuple):
@@ -74,13 +76,7 @@ class CapturedPipeline(PipelineLayer):
         functions = dict(enumerate(self._layers_desc))
         self._functions = {i: functions[i] for stage in self._owned for i in self._range(stage)}
         self.runner = self._modes[True].runner
-        stages = self._stages_of_tensors()
-        self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: None)
-        self._set_fleet_attributes({}, {})
-        self._register()
-        state = self._plain.state_dict()
-        slots = [Slot(name, tuple(tensor.shape)) for name, tensor in state.items()]
-        self.state = CapturedState(self, slots, stages, self._group)
+        self._hold()
 
     @property
     def borders(self) -> Borders:
@@ -117,7 +113,7 @@ class CapturedPipeline(PipelineLayer):
 
     def _nodes(self, stages: Sequence[int]) -> list[Node]:
         """Returns the nodes of some stages, in both modes."""
-        found = []
+        found: list[Node] = []
         for training in (True, False):
             nodes = self.capture.of(training).nodes
             bounds = [0, *self._starts[training], len(nodes)]
@@ -125,22 +121,46 @@ class CapturedPipeline(PipelineLayer):
                 found += nodes[bounds[stage] : bounds[stage + 1]]
         return found
 
-    def _stages_of_tensors(self) -> dict[str, set[int]]:
-        """Returns, by name, the stages that use a parameter or a buffer of the model."""
-        names = {id(tensor): name for name, tensor in self._plain.state_dict().items()}
-        stages: dict[str, set[int]] = {}
-        for stage in range(self.placement.stages):
-            layers, tensors = used_by(self._nodes([stage]))
-            part = part_of(self._plain, layers, tensors)
-            for tensor in part.state_dict().values() if part is not None else ():
-                stages.setdefault(names[id(tensor)], set()).add(stage)
-        return stages
+    def _layer_infos(self) -> list[LayerInfo]:
+        """Returns the name of each entry, with the parameters that no earlier one uses."""
+        seen: set[int] = set()
+        infos = []
+        for entry in self._layers_desc:
+            new = {
+                id(parameter): parameter
+                for layer in getattr(entry, "args", ())
+                for parameter in layer.parameters()
+                if parameter.trainable and id(parameter) not in seen
+            }
+            seen.update(new)
+            sizes = (math.prod(parameter.shape) for parameter in new.values())
+            infos.append(LayerInfo(entry.__name__, sum(sizes)))
+        return infos
 
-    def _register(self) -> None:
+    def _hold(self) -> None:
         """Makes sublayers of what this process's stages use, under the names of the model."""
-        for name, layer in self._plain._sub_layers.items():
-            self.add_sublayer(name, layer)
-        for name, parameter in self._plain._parameters.items():
-            self.add_parameter(name, parameter)
-        for name, buffer in self._plain._buffers.items():
-            self.register_buffer(name, buffer)
+        model = self._plain
+        state = model.state_dict()
+        users = stages_of(model, lambda stage: self._nodes([stage]), self.placement.stages)
+        own = set(self._owned)
+        # What no node uses is in stage 0.
+        tensors = [id(state[name]) for name, stages in users.items() if own & {*stages}]
+        part = part_of(model, self._nodes(self._owned), tensors)
+        slots = [Slot(name, tuple(tensor.shape)) for name, tensor in state.items()]
+        self.state = CapturedState(self, slots, users, self._group)
+        self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())
+        self._set_fleet_attributes({}, {})
+        # Last, and around add_sublayer: a model may use any name, and this class has many.
+        for kind in ("_sub_layers", "_parameters", "_buffers"):
+            getattr(self, kind).update(getattr(part, kind))
+        self._non_persistable_buffer_names_set = part._non_persistable_buffer_names_set
+        ranks = {
+            name: tuple(dict.fromkeys(map(self.placement.rank_of, stages)))
+            for name, stages in users.items()
+        }
+        weights = [SharedWeight(name, holders) for name, holders in ranks.items()]
+        self.__dict__["_shared_weights"] = connected(
+            weights, self.state.own(), self._stage_id, self._job
+        )
+        if self._job is not None and not self._job.local:
+            release(state, self.state.own())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.value import Node
+from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.transport import Group
@@ -22,7 +23,7 @@ class CapturedState(ModelState):
         self,
         part: Layer,
         slots: Sequence[Slot],
-        stages: Mapping[str, Collection[int]],
+        stages: Mapping[str, Sequence[int]],
         group: Callable[[], Group],
     ) -> None:
         """Describes a model of which this process holds a part.
@@ -63,33 +64,58 @@ class CapturedState(ModelState):
         return name
 
 
-def used_by(nodes: Sequence[Node]) -> tuple[set[int], set[int]]:
-    """Returns the ids of the layers that nodes call, and of the tensors that they take besides."""
-    layers = {id(node.function) for node in nodes if node.is_layer}
-    tensors = {id(getattr(one.layer, one.name)) for node in nodes for one in node.owned}
-    return layers, tensors
+def stages_of(
+    model: Layer, nodes_of: Callable[[int], Sequence[Node]], stages: int
+) -> dict[str, tuple[int, ...]]:
+    """Returns, by name, the stages that use a parameter or buffer of a model.
 
-
-def part_of(layer: Layer, layers: set[int], tensors: set[int]) -> Layer | None:
-    """Returns a layer with those sublayers and tensors alone, under the same names; None if empty.
+    What no node uses is in stage 0.
 
     Args:
-        layer: The layer. It stays as it is.
-        layers: The ids of sublayers that are kept as they are.
-        tensors: The ids of parameters and buffers that are kept in layers that are not.
+        model: The model.
+        nodes_of: Returns the nodes of a stage.
+        stages: The number of stages.
     """
-    if id(layer) in layers:
-        return layer
+    users: dict[int, list[int]] = {}
+    for stage in range(stages):
+        part = part_of(model, nodes_of(stage))
+        for tensor in {id(t): t for t in part.state_dict().values()}.values():
+            users.setdefault(id(tensor), []).append(stage)
+    return {name: tuple(users.get(id(tensor), (0,))) for name, tensor in model.state_dict().items()}
+
+
+def part_of(model: Layer, nodes: Sequence[Node], more: Collection[int] = ()) -> Layer:
+    """Returns a Layer that has what nodes use of a model, under the same names.
+
+    Args:
+        model: The model, which stays as it is.
+        nodes: The nodes.
+        more: The ids of further parameters and buffers.
+    """
+    layers = {id(node.function) for node in nodes if node.is_layer}
+    tensors = {id(getattr(one.layer, one.name)) for node in nodes for one in node.owned}
+    return _part(model, layers, tensors.union(more))
+
+
+def _part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
     part = paddle.nn.Layer()
     for name, sublayer in layer._sub_layers.items():
-        kept = None if sublayer is None else part_of(sublayer, layers, tensors)
-        if kept is not None:
-            part.add_sublayer(name, kept)
-    for name, parameter in layer._parameters.items():
-        if parameter is not None and id(parameter) in tensors:
-            part.add_parameter(name, parameter)
-    for name, buffer in layer._buffers.items():
-        if buffer is not None and id(buffer) in tensors:
-            persistable = name not in layer._non_persistable_buffer_names_set
-            part.register_buffer(name, buffer, persistable)
-    return part if part._sub_layers or part._parameters or part._buffers else None
+        if sublayer is not None:
+            kept = sublayer if id(sublayer) in layers else _part(sublayer, layers, tensors)
+            if kept._sub_layers or kept._parameters or kept._buffers or kept is sublayer:
+                part._sub_layers[name] = kept
+    # Around add_parameter, which refuses a name that Layer has itself.
+    for kind in ("_parameters", "_buffers"):
+        for name, tensor in getattr(layer, kind).items():
+            if tensor is not None and id(tensor) in tensors:
+                getattr(part, kind)[name] = tensor
+    part._non_persistable_buffer_names_set = layer._non_persistable_buffer_names_set
+    return part
+
+
+def release(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+    """Gives back the memory of all tensors but those that are kept."""
+    stay = {id(tensor) for tensor in kept.values()}
+    for tensor in tensors.values():
+        if id(tensor) not in stay and has_memory(tensor):
+            tensor.get_tensor()._clear()

@@ -1,0 +1,82 @@
+"""A rank with its part of a captured model: ``captured_worker.py FOLDER DP``.
+
+Every replica trains on the same rows, so that each of them gets what one would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import fleet
+from tests.capture.beside import CLASSES, images
+from tests.jobs import begin
+
+RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+class Tied(nn.Layer):  # type: ignore[misc]
+    """A classifier whose first weight is used by the last operation too, as glue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2D(3, 8, 3), nn.BatchNorm2D(8), nn.ReLU())
+        self.embed = nn.Linear(CLASSES, 8)
+        self.body = nn.Linear(8, 8)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        features = self.features(x).mean([2, 3]) + self.embed(paddle.eye(CLASSES)[:1])
+        return paddle.matmul(self.body(features), self.embed.weight, transpose_y=True)
+
+
+def digest(tensors: dict[str, Any]) -> dict[str, str]:
+    return {name: sha256(t.numpy().tobytes()).hexdigest() for name, t in tensors.items()}
+
+
+def told(build: Any, split_spec: Any, size: int) -> dict[str, Any]:
+    """Trains, evaluates and predicts, and says what came of it."""
+    # Other weights on other ranks: those of a stage count, and a tied one is its first holder's.
+    paddle.seed(7)
+    data = images(8, size)
+    pipe = fleetpipe.pipeline(
+        build(), data[0][:2], nn.CrossEntropyLoss(), split_spec=split_spec, verify=False
+    )
+    model = fleet.distributed_model(pipe)
+    optimizer = fleet.distributed_optimizer(
+        paddle.optimizer.Momentum(0.05, parameters=pipe.parameters())
+    )
+    losses = [float(model.train_batch(data, optimizer)) for _ in range(2)]
+    loss = model.eval_batch([part[:5] for part in data], compute_loss=True)
+    return {
+        "losses": losses,
+        "evaluated": float(loss),
+        "predicted": digest({"": model.predict_batch(data[0][:5])}),
+        "own": digest(pipe.state_dict()),
+        "whole": digest(pipe.full_state_dict()),
+        "edges": [str(edge) for edge in pipe.edges(training=True)],
+    }
+
+
+def main(folder: Path, dp: int) -> None:
+    begin(2, dp=dp)
+    found = {
+        "resnet18": told(
+            lambda: paddle.vision.models.resnet18(num_classes=CLASSES), ["layer3"], 32
+        ),
+        "tied": told(Tied, ["body"], 8),
+    }
+    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
+    fleet.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

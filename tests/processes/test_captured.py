@@ -1,0 +1,45 @@
+"""Ranks that have a part of a captured model each get what one process with all of it gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import byhand
+from tests.launching import Finished
+
+WORKER = Path(__file__).with_name("captured_worker.py")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("alone")
+    byhand.run(WORKER, None, folder=folder, args=[str(folder), "1"])
+    return json.loads((folder / "rank0.json").read_text())
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_ranks_get_what_one_process_gets(
+    launch: Callable[..., Finished], tmp_path: Path, alone: Any, dp: int
+) -> None:
+    launch(WORKER, 2 * dp, args=[str(tmp_path), str(dp)])
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2 * dp)]
+    for found in ranks:
+        # Each has the parameters and statistics of its stage, by the names of the plain model.
+        own = found["resnet18"].pop("own")
+        assert len(own) in (50, 52)
+        assert own.items() <= alone["resnet18"]["own"].items()
+        expected = alone["resnet18"].items()
+        assert found["resnet18"] == {key: value for key, value in expected if key != "own"}
+    tied = [found["tied"] for found in ranks]
+    assert [len(found["own"]) for found in tied] == [10, 3] * dp
+    # Each stage adds up its own uses of the weight first: the copies are equal, to rounding alone.
+    assert len({found["own"]["embed.weight"] for found in tied}) == 1
+    for found in tied:
+        assert found["losses"] == pytest.approx(alone["tied"]["losses"], rel=1e-6)
+        assert found["losses"][0] == alone["tied"]["losses"][0]
+        assert found["edges"] == ["0>1"]
