@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from fleetpipe._paddle import paddle
 from fleetpipe.fit.callbacks import on_ranks
@@ -31,7 +31,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
         """
         super().__init__(log_freq, verbose)
         self._with_bar = verbose == 1 and sys.stderr.isatty()
-        self._bar: tqdm[Any] | None = None
+        self._bar: tqdm | None = None
         self._what = ""
         self._names: list[str] = []
         self._steps: int | None = None
