@@ -12,7 +12,7 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.checkpoint.model_part import NamedTensors, cut_of, own_slice
+from fleetpipe.checkpoint.model_part import NamedTensors, held_of, own_slice
 from fleetpipe.checkpoint.parts import Held
 from fleetpipe.dygraph.layers import entries as descriptions
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, is_shared
@@ -87,9 +87,9 @@ class ModelState:
 
     def checkpoint_part(self) -> NamedTensors:
         """Returns what this process holds as checkpoints take it."""
-        slice_of = own_slice()
-        tensors = {name: Held(t, cut_of(t, *slice_of)) for name, t in self.own().items()}
-        buffers = {name: Held(tensor) for name, tensor in self.hidden_buffers().items()}
+        place = own_slice()
+        tensors = {name: held_of(tensor, place) for name, tensor in self.own().items()}
+        buffers = {name: Held(t, differs=True) for name, t in self.hidden_buffers().items()}
         outline = {slot.name: tuple(slot.shape) for slot in self.slots()}
         return NamedTensors(tensors, outline, buffers)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.checkpoint.parts import BUFFERS, MODEL, Held, Name, Saved
 from fleetpipe.checkpoint.regions import Cut
@@ -46,9 +45,7 @@ class NamedTensors:
         names: dict[int, str] = {}
         for name, tensor in state.items():
             names.setdefault(id(tensor), name)
-        tensors = {
-            name: Held(state[name], cut_of(state[name], *own_slice)) for name in names.values()
-        }
+        tensors = {name: held_of(state[name], own_slice) for name in names.values()}
         return cls(tensors, {name: held.described.shape for name, held in tensors.items()})
 
     def order(self) -> tuple[str, ...]:
@@ -57,7 +54,7 @@ class NamedTensors:
 
     def parameters(self) -> Mapping[str, Held]:
         """Returns this process's parameters by lasting name."""
-        return {name: held for name, held in self._tensors.items() if not _is_buffer(held)}
+        return {name: held for name, held in self._tensors.items() if not held.differs}
 
     def held(self) -> Mapping[Name, Held]:
         """Returns what this process holds, each tensor once."""
@@ -100,12 +97,19 @@ class NamedTensors:
         return dict(zip(self._outline, saved.order))
 
 
-def cut_of(tensor: Tensor, member: int, members: int) -> Cut | None:
-    """Returns which part of a tensor-parallel layer's parameter a member holds; None: all of it."""
+def held_of(tensor: Tensor, own_slice: tuple[int, int]) -> Held:
+    """Describes a parameter or buffer.
+
+    Args:
+        tensor: It, or this process's slice of it.
+        own_slice: Which slice of tensor-parallel layers this process holds, and of how many.
+    """
+    member, members = own_slice
+    differs = not hasattr(tensor, "trainable")
     if members == 1 or not getattr(tensor, "is_distributed", False):
-        return None
+        return Held(tensor, None, differs)
     axis, size = int(tensor.split_axis), int(tensor.shape[tensor.split_axis])
-    return Cut(axis, member * size, (member + 1) * size, members * size)
+    return Held(tensor, Cut(axis, member * size, (member + 1) * size, members * size), differs)
 
 
 def own_slice() -> tuple[int, int]:
@@ -157,11 +161,6 @@ def _require_same_shapes(
                 "are declared in another order",
                 fix="declare the layers in the order of the model that was saved",
             )
-
-
-def _is_buffer(held: Held) -> bool:
-    """Whether a tensor is no parameter: optimizers have no state of it."""
-    return not isinstance(held.tensor, paddle.Tensor) or not hasattr(held.tensor, "trainable")
 
 
 def _listed(names: Sequence[str], most: int = 4) -> str:

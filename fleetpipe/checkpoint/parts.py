@@ -37,10 +37,13 @@ class Held(NamedTuple):
     Attributes:
         tensor: A tensor of Paddle's, or an array.
         cut: Which part of the whole it is; None where it is all of it.
+        differs: Whether other ranks may hold other values, as the statistics of replicas are: the
+            first rank's are saved.
     """
 
     tensor: Tensor | np.ndarray
     cut: Cut | None = None
+    differs: bool = False
 
     @property
     def described(self) -> Described:

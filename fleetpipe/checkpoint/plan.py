@@ -49,10 +49,18 @@ class Plan(NamedTuple):
         return first[0].writer
 
 
-class Inventory(NamedTuple):
-    """What one rank holds, without the values."""
+class Holding(NamedTuple):
+    """What one rank holds of a tensor, without the values; see :class:`parts.Held`."""
 
-    tensors: Mapping[Name, tuple[Described, Cut | None]]
+    tensor: Described
+    cut: Cut | None
+    differs: bool
+
+
+class Inventory(NamedTuple):
+    """All that one rank holds."""
+
+    tensors: Mapping[Name, Holding]
 
     @classmethod
     def of(cls, held: Mapping[Name, Held]) -> Inventory:
@@ -68,22 +76,23 @@ class Inventory(NamedTuple):
                     expected=", ".join(CODES),
                     fix="store it as two tensors, or in another dtype",
                 )
-        return cls({name: (one.described, one.cut) for name, one in held.items()})
+        return cls(
+            {name: Holding(one.described, one.cut, one.differs) for name, one in held.items()}
+        )
 
     def to_json(self) -> str:
         """Returns a text for :meth:`from_json`."""
-        return json.dumps([[*name, *tensor, cut] for name, (tensor, cut) in self.tensors.items()])
+        return json.dumps([[*name, *holding] for name, holding in self.tensors.items()])
 
     @classmethod
     def from_json(cls, text: str) -> Inventory:
         """Returns the inventory that a rank of this job has described."""
         return cls(
             {
-                Name(group, name): (
-                    Described(dtype, tuple(shape)),
-                    None if cut is None else Cut(*cut),
+                Name(group, name): Holding(
+                    Described(dtype, tuple(shape)), None if cut is None else Cut(*cut), differs
                 )
-                for group, name, dtype, shape, cut in json.loads(text)
+                for group, name, (dtype, shape), cut, differs in json.loads(text)
             }
         )
 
@@ -97,7 +106,7 @@ def planned(inventories: Sequence[Inventory]) -> Plan:
     whole: dict[Name, Described] = {}
     holders: dict[Name, dict[Cut | None, list[int]]] = {}
     for rank, inventory in enumerate(inventories):
-        for name, (tensor, cut) in inventory.tensors.items():
+        for name, (tensor, cut, differs) in inventory.tensors.items():
             if whole.setdefault(name, tensor) != tensor:
                 raise CheckpointError(
                     f"the ranks do not have the same {name}",
@@ -105,7 +114,9 @@ def planned(inventories: Sequence[Inventory]) -> Plan:
                     got=f"{tensor} on rank {rank} of the job",
                     fix="build the same model and the same optimizer on every rank",
                 )
-            holders.setdefault(name, {}).setdefault(cut, []).append(rank)
+            ranks = holders.setdefault(name, {}).setdefault(cut, [])
+            if not (differs and ranks):
+                ranks.append(rank)
     shares = _shares(whole, holders, len(inventories))
     files: dict[str, Layout] = {}
     groups: dict[str, tuple[str, ...]] = {}

@@ -1,12 +1,15 @@
 """The states of the random generators, as JSON: Paddle's, its streams', NumPy's and Python's.
 
-Layers in a pipeline are keyed by batch, layer and micro-batch; what is saved is where the next
-batch's number, and what the script itself draws, comes from.
+A rank takes the states of the rank that had its place: its slice, its replica, its stages, as far
+as these were split alike. Layers in a pipeline are keyed by batch, layer and micro-batch; what is
+saved is where the next batch's number, and what the script itself draws, comes from.
 """
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,8 @@ from fleetpipe.checkpoint import _paddle
 
 #: A value of JSON.
 Json = Any
+#: A rank's number and the number of ranks along each axis that splits them.
+Place = Sequence[tuple[int, int]]
 
 
 def taken() -> Json:
@@ -35,15 +40,13 @@ def taken() -> Json:
 
 
 def put_back(states: Json) -> None:
-    """Makes states of :func:`taken` the states again."""
+    """Makes states of :func:`taken` the states again; of streams, those that there are here."""
     paddle.set_rng_state([_paddle.generator_from(state) for state in states["paddle"]])
-    if states["streams"]:
-        _tracker().set_states_tracker(
-            {
-                name: [_paddle.generator_from(state) for state in stream]
-                for name, stream in states["streams"].items()
-            }
-        )
+    tracker = _tracker()
+    streams = tracker.get_states_tracker()
+    for name in streams.keys() & states["streams"].keys():
+        streams[name] = [_paddle.generator_from(state) for state in states["streams"][name]]
+    tracker.set_states_tracker(streams)
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype="uint32"), *rest))
     version, numbers, next_gauss = states["python"]
@@ -52,3 +55,23 @@ def put_back(states: Json) -> None:
 
 def _tracker() -> Any:
     return paddle_fleet.meta_parallel.get_rng_state_tracker()
+
+
+def merged(states: Sequence[Json], places: Sequence[Place]) -> Json:
+    """Returns the states of all ranks as one value, equal ones once."""
+    texts = [json.dumps(state, sort_keys=True) for state in states]
+    distinct = list(dict.fromkeys(texts))
+    return {
+        "places": [list(place) for place in places],
+        "of_rank": [distinct.index(text) for text in texts],
+        "states": [json.loads(text) for text in distinct],
+    }
+
+
+def of_place(saved: Json, place: Place) -> Json:
+    """Returns the states in a value of :func:`merged` for a rank with some place."""
+    places = [[tuple(axis) for axis in one] for one in saved["places"]]
+    # What is named first weighs most; of equals the first rank's.
+    likeness = [[own == other for own, other in zip(place, one)] for one in places]
+    rank = likeness.index(max(likeness))
+    return saved["states"][saved["of_rank"][rank]]

@@ -40,6 +40,17 @@ class Ranks:
         axes = ("pp", "dp", "sharding", "mp")
         return {axis: 1 if degrees is None else getattr(degrees, axis) for axis in axes}
 
+    @property
+    def place(self) -> list[tuple[int, int]]:
+        """This rank's slice, replica and place in the pipeline, each with how many there are."""
+        job = self._job
+        if job is None or job.local:
+            return [(0, 1)] * 3
+        degrees = job.degrees
+        member = job.model_parallel().rank
+        stage = job.hcg.get_stage_id()
+        return [(member, degrees.mp), (job.replica, degrees.replicas), (stage, degrees.pp)]
+
     def together(self, what: str, act: Callable[[], Result]) -> list[Result]:
         """Has every rank do something, and returns what all got, by rank. Collective.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleetpipe.checkpoint import commit, manifest, training_state
+from fleetpipe.checkpoint import commit, manifest, random_state, training_state
 from fleetpipe.checkpoint.objects import Objects
 from fleetpipe.checkpoint.parts import Held, Name, Part
 from fleetpipe.checkpoint.ranks import Ranks
@@ -79,7 +79,7 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
         attempt.abandon()
         raise
     ranks.together(what, attempt.fill)
-    attempt.finish(ranks.rank, ranks.count)
+    attempt.finish(ranks.place)
     found = attempt.reader.manifest
     return Restored(found.step, attempt.state["extra"], found.metrics)
 
@@ -121,10 +121,10 @@ class _Attempt:
         """Gives all tensors their values."""
         self.reader.fill(self._wanted)
 
-    def finish(self, rank: int, ranks: int) -> None:
+    def finish(self, place: random_state.Place) -> None:
         """Sets what is no tensor."""
         for part in self._parts:
             part.settle()
         self._training.put_back(self.state)
         if self._objects.random:
-            training_state.put_random_back(self.state, rank, ranks)
+            random_state.put_back(random_state.of_place(self.state["random"], place))

@@ -128,6 +128,7 @@ class Saver:
                 "step": step,
                 "digest": hashlib.sha256(inventory.encode()).hexdigest(),
                 "state": training_state.to_text(state),
+                "place": ranks.place,
                 "draft": self._make_draft(step) if ranks.rank == 0 else "",
             }
 
@@ -236,6 +237,7 @@ def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
         CheckpointError: Two ranks have something else, or save another step.
     """
     states = [training_state.from_text(facts["state"]) for facts in everyone]
+    places = [facts["place"] for facts in everyone]
     steps = [facts["step"] for facts in everyone]
     if len(set(steps)) > 1:
         other = next(rank for rank, one in enumerate(steps) if one != step)
@@ -245,4 +247,4 @@ def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
             got=f"step {steps[other]} on rank {other} of the job",
             fix="call save with the same step on every rank",
         )
-    return training_state.to_text({"step": step, **training_state.merged(states)})
+    return training_state.to_text({"step": step, **training_state.merged(states, places)})

@@ -136,13 +136,6 @@ class TrainingState:
             self._scaler.load_state_dict(state["scaler"])
 
 
-def put_random_back(state: Mapping[str, Json], rank: int, ranks: int) -> None:
-    """Sets the random states: those of the rank, where there were as many, else the first one's."""
-    of_rank = state["random"]["of_rank"]
-    own = of_rank[rank] if len(of_rank) == ranks else of_rank[0]
-    random_state.put_back(state["random"]["states"][own])
-
-
 def _require_keys(what: str, own: Mapping[str, Any], saved: Mapping[str, Json]) -> None:
     if set(own) != set(saved):
         raise CheckpointError(
@@ -164,10 +157,12 @@ def from_text(text: str) -> dict[str, Json]:
     return state
 
 
-def merged(states: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+def merged(
+    states: Sequence[Mapping[str, Json]], places: Sequence[random_state.Place]
+) -> dict[str, Json]:
     """Returns one state for the states that the ranks of a job have.
 
-    What only some ranks have is theirs; random states are kept for each rank, equal ones once.
+    What only some ranks have is theirs; random states are kept for each rank.
 
     Raises:
         CheckpointError: Two ranks have something else.
@@ -186,10 +181,5 @@ def merged(states: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
                     got=f"{value} on rank {rank} of the job"[:200],
                     fix="step it alike on every rank; positions in data count global samples",
                 )
-    texts = [to_text(state["random"]) for state in states]
-    distinct = list(dict.fromkeys(texts))
-    found["random"] = {
-        "of_rank": [distinct.index(text) for text in texts],
-        "states": [json.loads(text) for text in distinct],
-    }
+    found["random"] = random_state.merged([state["random"] for state in states], places)
     return found

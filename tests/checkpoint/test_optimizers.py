@@ -1,0 +1,226 @@
+"""The state of every optimizer of Paddle's comes back by parameter, however often one was built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe.checkpoint import _paddle
+from fleetpipe.errors import CheckpointError
+from tests.scalers import enabled_scaler
+
+
+def model(dtype: str = "float32") -> Any:
+    """Three layers with a parameter that is not trained; the same whenever it is made."""
+    made = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    numbers = np.random.default_rng(3)
+    for parameter in made.parameters():
+        parameter.set_value(numbers.standard_normal(parameter.shape).astype("float32"))
+    made[1].bias.stop_gradient = True
+    return made.to(dtype=dtype)
+
+
+def grouped(parameters: list[Any]) -> Any:
+    return paddle.optimizer.Adam(
+        0.1,
+        parameters=[
+            {"params": parameters[:2], "beta1": 0.8},
+            {"params": parameters[2:], "learning_rate": 0.5},
+        ],
+    )
+
+
+def named(kind: str, **options: Any) -> Callable[[list[Any]], Any]:
+    def make(parameters: list[Any]) -> Any:
+        return getattr(paddle.optimizer, kind)(learning_rate=0.1, parameters=parameters, **options)
+
+    return make
+
+
+OPTIMIZERS = {
+    "SGD": named("SGD"),
+    "Momentum": named("Momentum"),
+    "Momentum, several at once": named("Momentum", use_multi_tensor=True),
+    "Adagrad": named("Adagrad"),
+    "Adadelta": named("Adadelta"),
+    "RMSProp": named("RMSProp", centered=True, momentum=0.9),
+    "Adam": named("Adam"),
+    "Adam, several at once": named("Adam", use_multi_tensor=True),
+    "Adam, named": named("Adam", name="mine"),
+    "Adam, in groups": grouped,
+    "AdamW": named("AdamW"),
+    "Adamax": named("Adamax"),
+    "Lamb": named("Lamb"),
+    **{
+        kind: named(kind)
+        for kind in ("NAdam", "RAdam", "Rprop", "ASGD")
+        if hasattr(paddle.optimizer, kind)
+    },
+}
+
+
+def step(made: Any, optimizer: Any, seed: int) -> None:
+    numbers = np.random.default_rng(seed)
+    for parameter in made.parameters():
+        if not parameter.stop_gradient:
+            gradient = paddle.to_tensor(numbers.standard_normal(parameter.shape))
+            parameter.grad = gradient.astype(parameter.dtype)
+    optimizer.step()
+
+
+def values(made: Any) -> list[bytes]:
+    return [parameter.astype("float32").numpy().tobytes() for parameter in made.parameters()]
+
+
+def went_on(folder: Path, make: Any, dtype: str = "float32") -> tuple[list[bytes], list[bytes]]:
+    """Parameters after five steps: straight on, and restored after three in another model."""
+    made = model(dtype)
+    optimizer = make(made.parameters())
+    for seed in range(3):
+        step(made, optimizer, seed)
+    manager = fleetpipe.CheckpointManager(folder)
+    manager.save(3, model=made, optimizer=optimizer)
+    other = model(dtype)
+    others = make(other.parameters())
+    step(other, others, 77)  # what it knows by now must not count
+    manager.restore(model=other, optimizer=others)
+    for seed in (3, 4):
+        step(made, optimizer, seed)
+        step(other, others, seed)
+    return values(made), values(other)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_with_the_same_bits(tmp_path: Path, name: str) -> None:
+    straight, restored = went_on(tmp_path, OPTIMIZERS[name])
+    assert straight == restored
+    assert straight != values(model())
+
+
+def test_master_weights_come_back(tmp_path: Path) -> None:
+    straight, restored = went_on(tmp_path, named("SGD", multi_precision=True), "bfloat16")
+    assert straight == restored
+    files = sorted(path.name for path in tmp_path.rglob("*.safetensors"))
+    assert [name.split("-")[0] for name in files] == ["master_weights", "model"]
+
+
+def test_moments_of_master_weights_come_back(tmp_path: Path) -> None:
+    # On CPU there is no kernel that would step them.
+    numbers = np.random.default_rng(5)
+    states = []
+    for _ in range(2):
+        made = model("bfloat16")
+        optimizer = paddle.optimizer.AdamW(parameters=made.parameters(), multi_precision=True)
+        for parameter in made.parameters():
+            _paddle.create_state(optimizer, 0, [parameter])
+            for tensor in _paddle.state_of(optimizer, parameter).values():
+                tensor.set_value(numbers.standard_normal(tensor.shape).astype("float32"))
+        states.append((made, optimizer))
+    (one, of_one), (other, of_other) = states
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    manager.save(1, model=one, optimizer=of_one)
+    manager.restore(model=other, optimizer=of_other)
+    for parameter, its in zip(one.parameters(), other.parameters()):
+        left, right = _paddle.state_of(of_one, parameter), _paddle.state_of(of_other, its)
+        assert [*left] == [*right] == ["moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"]
+        assert [t.numpy().tobytes() for t in left.values()] == [
+            t.numpy().tobytes() for t in right.values()
+        ]
+
+
+def test_state_of_what_was_not_stepped_then_is_forgotten(tmp_path: Path) -> None:
+    made = model()
+    optimizer = paddle.optimizer.Momentum(0.1, parameters=made.parameters())
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    manager.save(0, model=made, optimizer=optimizer)
+    step(made, optimizer, 1)
+    first = values(made)
+    step(made, optimizer, 2)
+    manager.restore(model=made, optimizer=optimizer)
+    step(made, optimizer, 1)
+    assert values(made) == first
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (named("SGD"), "no state of this optimizer"),
+        (named("Adam", amsgrad=True), "of an optimizer with other options"),
+    ],
+)
+def test_another_optimizer_is_refused_and_nothing_changes(
+    tmp_path: Path, make: Any, message: str
+) -> None:
+    made = model()
+    optimizer = paddle.optimizer.Adam(0.1, parameters=made.parameters())
+    step(made, optimizer, 1)
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    manager.save(1, model=made, optimizer=optimizer)
+    other = model()
+    try:
+        others = make(other.parameters())
+    except TypeError:
+        pytest.skip("amsgrad is an option of 3.x")
+    before = values(other)
+    with pytest.raises(CheckpointError, match=message):
+        manager.restore(model=other, optimizer=others)
+    assert values(other) == before
+    assert not any(others._accumulators.values())
+
+
+def test_rate_scaler_and_data_come_back(tmp_path: Path) -> None:
+    class Data:
+        def __init__(self) -> None:
+            self.position = {"epoch": 0, "samples": [0]}
+
+        def state_dict(self) -> Any:
+            return self.position
+
+        def set_state_dict(self, state: Any) -> None:
+            self.position = state
+
+    def objects() -> dict[str, Any]:
+        made = model()
+        warm = paddle.optimizer.lr.StepDecay(0.3, 2)
+        rate = paddle.optimizer.lr.LinearWarmup(warm, 2, 0.0, 0.3)
+        return {
+            "model": made,
+            "optimizer": paddle.optimizer.SGD(rate, parameters=made.parameters()),
+            "lr_scheduler": rate,
+            "scaler": enabled_scaler(init_loss_scaling=1024.0),
+            "data": Data(),
+        }
+
+    one, other = objects(), objects()
+    for _ in range(5):
+        one["lr_scheduler"].step()
+    one["scaler"]._scale = paddle.to_tensor([2.0**31])
+    one["data"].position = {"epoch": 3, "samples": [7, 1.5]}
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    manager.save(1, **one)
+    manager.restore(**other)
+    assert (
+        other["optimizer"].get_lr() == one["optimizer"].get_lr() != objects()["optimizer"].get_lr()
+    )
+    assert float(other["scaler"].state_dict()["scale"].item()) == 2.0**31
+    assert other["data"].position == {"epoch": 3, "samples": [7, 1.5]}
+
+
+def test_a_rate_that_was_set_by_hand_comes_back(tmp_path: Path) -> None:
+    made = model()
+    optimizer = paddle.optimizer.SGD(0.1, parameters=made.parameters())
+    optimizer.set_lr(0.03)
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    manager.save(1, model=made, optimizer=optimizer)
+    optimizer.set_lr(0.5)
+    manager.restore(model=made, only=("model",))
+    assert optimizer.get_lr() == 0.5
+    manager.restore(model=made, optimizer=optimizer)
+    assert optimizer.get_lr() == 0.03
