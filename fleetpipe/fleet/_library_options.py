@@ -6,18 +6,23 @@ rank, in a kernel that is not there.
 
 from __future__ import annotations
 
+import importlib.metadata
+
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer
 from fleetpipe.errors import ConfigError
 
 LIBRARIES = ("paddlenlp", "paddleformers")
+#: PaddleFormers' norm, and the first version that fuses it where the configuration says nothing.
+NORM, FUSES_SINCE = "paddleformers.nn.norm.RMSNorm", (1, 1)
 
 
 def refuse_library_options(model: Layer) -> None:
     """Looks at the configuration of a model whose class comes from one of the libraries.
 
     Raises:
-        ConfigError: On a CPU, its values are float16 or bfloat16, or it cuts sequences.
+        ConfigError: On a CPU, its values are float16 or bfloat16, it cuts sequences, or it calls a
+            fused kernel.
     """
     origins = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
     if origins.isdisjoint(LIBRARIES) or paddle.device.get_device() != "cpu":
@@ -38,3 +43,23 @@ def refuse_library_options(model: Layer) -> None:
             cause="its layers need a reduce_scatter, which Gloo does not have",
             fix="sequence_parallel=False",
         )
+    if _fuses_norms(model):
+        raise ConfigError(
+            "fuse_rms_norm needs a kernel that CPUs do not have",
+            got=f"{type(model).__name__} with config.fuse_rms_norm="
+            f"{getattr(config, 'fuse_rms_norm', 'not set')}",
+            cause="PaddleFormers switches it on by default since 1.1",
+            fix="config.fuse_rms_norm = False before the model is built, or in its config.json",
+        )
+
+
+def _fuses_norms(model: Layer) -> bool:
+    """Tells whether PaddleFormers' norms would call Paddle's ``fused_rms_norm_ext``."""
+    kinds = {kind for layer in model.sublayers() for kind in type(layer).__mro__}
+    if all(f"{kind.__module__}.{kind.__name__}" != NORM for kind in kinds):
+        return False
+    fused = getattr(model.config, "fuse_rms_norm", None)
+    if fused is None:
+        numbers = importlib.metadata.version("paddleformers").split(".")
+        return tuple(map(int, numbers[:2])) >= FUSES_SINCE
+    return bool(fused)

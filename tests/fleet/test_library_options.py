@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
-from fleetpipe.fleet.meta_parallel import PipelineLayer
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from tests.pipelines import job, mlp_layers
 
 pytestmark = pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="these run on a GPU")
@@ -42,6 +43,31 @@ def test_an_option_is_refused_by_name(options: dict[str, Any], message: str) -> 
             fleet.distributed_model(model(TheirLayers, **options))
         # A user's own model may mean something else by these words.
         fleet.distributed_model(model(PipelineLayer, **options))
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "refused"),
+    [
+        ("0.4.1", {}, False),
+        ("1.0.0", {"fuse_rms_norm": True}, True),
+        ("1.1.1", {}, True),
+        ("1.2.0", {"fuse_rms_norm": False}, False),
+    ],
+)
+def test_a_fused_norm_is_refused_where_it_would_be_called(
+    version: str, options: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    norm = type("RMSNorm", (paddle.nn.Linear,), {"__module__": "paddleformers.nn.norm"})
+    layers = [LayerDesc(norm, 6, 4), paddle.nn.functional.tanh]
+    with job(2):
+        built = TheirLayers(layers, num_stages=2, loss_fn=paddle.nn.CrossEntropyLoss())
+        built.config = SimpleNamespace(dtype="float32", **options)
+        if refused:
+            with pytest.raises(ConfigError, match=r"fuse_rms_norm needs a kernel"):
+                fleet.distributed_model(built)
+        else:
+            fleet.distributed_model(built)
 
 
 def test_what_runs_is_not_refused() -> None:
