@@ -66,6 +66,9 @@ def compare_state(
     """Compares parameters, and all buffers where one replica saw all the data that made them."""
     theirs = reference.tensors()
     parameters = layers.state.own_parameters()
+    if not buffers_too:
+        # Running statistics are parameters in Paddle, which nobody trains.
+        parameters = {name: p for name, p in parameters.items() if not p.stop_gradient}
     pairs = [("parameter", name, p, theirs[name]) for name, p in parameters.items()]
     if buffers_too:
         buffers = {n: t for n, t in layers.state.own().items() if n not in parameters}
