@@ -18,12 +18,17 @@ two values are apart; the session puts those that all ranks found into one ``rep
 
 from __future__ import annotations
 
-from fleetpipe.aliases import Layer, Optimizer
+from typing import Callable
+
+from fleetpipe.aliases import Layer, Nest, Optimizer, Scaler, Scheduler
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.parity.differences import Difference
 from fleetpipe.parity.reference import LossOf, Reference, of_model, of_same_layers
 from fleetpipe.parity.report import Report
-from fleetpipe.parity.session import Session
+from fleetpipe.parity.session import Calls, Session
+
+#: ``train_batch(data, optimizer, lr_scheduler, scaler)`` returns the loss of the batch.
+TrainBatch = Callable[[Nest, PipelineOptimizer, Scheduler, Scaler], Nest]
 
 __all__ = ["Difference", "Reference", "Report", "Session", "begin"]
 
@@ -35,6 +40,7 @@ def begin(
     model_optimizer: Optimizer | None = None,
     loss_of: LossOf | None = None,
     tolerance: float | None = None,
+    train_batch: TrainBatch | None = None,
 ) -> Session:
     """Begins to compare a pipeline with its single-device model. Collective over the pipeline.
 
@@ -51,6 +57,9 @@ def begin(
             does, 1e-5 where ranks that hold slices of a layer do so in every layer, where several
             stages use one weight, and where the model's graph makes the pipeline add up in another
             order, as the report then says.
+        train_batch: ``train_batch(data, optimizer, lr_scheduler, scaler)`` trains the pipeline with
+            that optimizer for a batch, and returns its loss: for a program that calls
+            ``forward_backward_pipeline`` and steps the optimizer itself. None: the pipeline's own.
 
     Returns:
         The session; call its ``step(data)`` in the place of ``train_batch``, then read ``report``.
@@ -69,6 +78,9 @@ def begin(
         reference = of_same_layers(pipeline.layers)
     else:
         reference = of_model(pipeline.layers, model, loss_of, model_optimizer)
-    session = Session(pipeline, reference, tolerance=tolerance)
+    calls = None
+    if train_batch is not None:
+        calls = Calls(train_batch, pipeline.eval_batch, pipeline.predict_batch)
+    session = Session(pipeline, reference, calls, tolerance)
     session.train_with(optimizer)
     return session

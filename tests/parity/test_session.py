@@ -56,6 +56,24 @@ def test_the_reference_gets_a_twin_of_any_optimizer(make: Any) -> None:
     assert report.pipeline_loss[0] != report.pipeline_loss[-1]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_program_that_takes_a_batch_in_steps_is_compared(lost: bool) -> None:
+    def train_batch(data: Any, optimizer: Any, *_: Any) -> Any:
+        model._prepare_training(data, optimizer)
+        loss = model.forward_backward_pipeline(data)
+        if lost:
+            model.parameters()[0].clear_gradient()
+        optimizer.step()
+        optimizer.clear_grad()
+        return loss
+
+    with job(2):
+        model = pipeline()
+        report = compared(model, sgd(model), train_batch=train_batch)
+    assert report.passed is not lost
+    assert [found.name for found in report.differences[:1]] == ["0.weight"] * lost
+
+
 def test_running_statistics_are_compared() -> None:
     layers = [LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.BatchNorm1D, 8), LayerDesc(nn.Linear, 8, 4)]
     with job(3):
