@@ -53,10 +53,10 @@ def begin(
         loss_of: ``loss_of(inputs, label)`` gives the loss of ``model`` for a micro-batch. None: the
             pipeline's loss function of ``model(inputs)``.
         tolerance: Largest relative difference that passes. Default: none where bits can be equal.
-            1e-6 where several replicas add up their gradients in another order than one device
-            does, 1e-5 where ranks that hold slices of a layer do so in every layer, where several
-            stages use one weight, and where the model's graph makes the pipeline add up in another
-            order, as the report then says.
+            1e-6 where more than two replicas add up their gradients in another order than one
+            device does, 1e-5 where ranks that hold slices of a layer do so in every layer, where
+            several stages use one weight, and where the model's graph makes the pipeline add up in
+            another order, as the report then says.
         train_batch: ``train_batch(data, optimizer, lr_scheduler, scaler)`` trains the pipeline with
             that optimizer for a batch, and returns its loss: for a program that calls
             ``forward_backward_pipeline`` and steps the optimizer itself. None: the pipeline's own.

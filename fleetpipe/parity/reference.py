@@ -18,6 +18,7 @@ from fleetpipe.dygraph import (
     twin_optimizer,
     weighted,
 )
+from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import pipeline_group
 from fleetpipe.parity.cutting import copy_of
@@ -134,6 +135,21 @@ class Reference:
             shares.append([loss.detach() for loss in losses])
         return [sum_in_order(by_function) for by_function in zip(*shares)]
 
+    def take_gradients(self) -> list[Tensor | None]:
+        """Returns the gradients, and leaves the parameters without."""
+        parameters = self.model.parameters()
+        gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+        drop_gradients(parameters)
+        return gradients
+
+    @paddle.no_grad()
+    def add_up(self, gradients: Sequence[Sequence[Tensor | None]], share: Fraction) -> None:
+        """Gives the parameters the sum of ``share`` of each list of gradients, in their order."""
+        for parameter, of_replicas in zip(self.model.parameters(), zip(*gradients)):
+            parts = [weighted(gradient, share) for gradient in of_replicas if gradient is not None]
+            if parts:
+                parameter.grad = sum_in_order(parts)
+
     def take_switches(self, pipe: PipelineLayer) -> None:
         """Trains and clips what the pipeline does. Collective over the pipeline.
 
@@ -170,11 +186,11 @@ class Reference:
                 tensors[name].set_value(part[name])
 
 
-def sum_in_order(losses: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of losses, added one after another."""
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
+def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of tensors, added one after another."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
     return total
 
 
