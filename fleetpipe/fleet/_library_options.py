@@ -36,6 +36,13 @@ def refuse_library_options(model: Layer) -> None:
             "CPU kernels for some of the layers",
             fix='from_pretrained(.., dtype="float32")',
         )
+    if getattr(config, "use_fused_rms_norm", False):
+        raise ConfigError(
+            "use_fused_rms_norm has no kernel on a CPU",
+            got=f"{type(model).__name__} with config.use_fused_rms_norm=True",
+            cause="the library imports it from fused_ln or fast_ln, which are built with CUDA",
+            fix="use_fused_rms_norm=False",
+        )
     if getattr(config, "sequence_parallel", False):
         raise ConfigError(
             "sequence_parallel is not run on a CPU",

@@ -34,6 +34,7 @@ def model(kind: type[PipelineLayer], **options: Any) -> Any:
     [
         ({"dtype": "bfloat16"}, r"(?s)bfloat16 on a CPU.*TheirLayers.*dtype=\"float32\""),
         ({"dtype": "float16"}, r"float16 on a CPU"),
+        ({"use_fused_rms_norm": True}, r"(?s)use_fused_rms_norm.*TheirLayers"),
         ({"sequence_parallel": True}, r"(?s)sequence_parallel.*TheirLayers"),
     ],
 )
