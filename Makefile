@@ -22,7 +22,7 @@ help:
 	@echo 'make check     ruff, mypy and the tests that start no processes, on paddlepaddle 3.3'
 	@echo 'make test      ruff, mypy and all tests, on paddlepaddle 3.3'
 	@echo 'make test-262  all tests, on paddlepaddle 2.6.2'
-	@echo 'make test-libraries  PaddleNLP on fleetpipe, beside its single-device models'
+	@echo 'make test-libraries  PaddleNLP and PaddleFormers on fleetpipe, beside their single-device models'
 	@echo 'make docs      the documentation as a site, in build/site'
 	@echo 'make lint      ruff alone;  make types: mypy alone;  make test-fast: the tests of make check'
 	@echo 'make clean     remove what was built;  make distclean: the environments too'
@@ -85,19 +85,25 @@ docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 	@echo 'the site is in build/site; its search needs a server: python3 -m http.server -d build/site'
 
-.venv-libraries/.installed: .ci/libraries.txt
+# PaddleNLP, and two versions of PaddleFormers, which cannot share one environment.
+LIBRARIES := libraries libraries-formers-0.4.1 libraries-formers-1.2.0
+
+$(LIBRARIES:%=.venv-%/.installed): .venv-%/.installed: .ci/%.txt
 	@echo 'setting up $(@D): the first time this takes a few minutes'
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --progress-bar off --quiet --no-deps --requirement $<
 	$(@D)/bin/python -m pip install --progress-bar off --quiet --no-deps --editable .
 	@touch $@
 
-test-libraries: .venv-libraries/.installed
-	.venv-libraries/bin/python -m pytest -m libraries tests/libraries $(PYTEST_ARGS)
+# Each environment skips, and says so, the tests of the libraries that it does not have.
+test-libraries: $(LIBRARIES:%=.venv-%/.installed)
+	for name in $(LIBRARIES); do \
+	    .venv-$$name/bin/python -m pytest -m libraries tests/libraries $(PYTEST_ARGS); \
+	done
 
 clean:
 	rm -rf build demo dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find fleetpipe static dygraph examples tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-262 .venv-docs .venv-libraries
+	rm -rf .venv .venv-262 .venv-docs $(LIBRARIES:%=.venv-%)

@@ -1,4 +1,4 @@
-"""Real libraries, in an environment of their own: see ``make test-libraries``."""
+"""Real libraries, in environments of their own: see ``make test-libraries``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).parent
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks these tests, which other runs leave out, and skips them without the library."""
-    here = Path(__file__).parent
+    """Marks these tests, which other runs leave out, and skips them without their library."""
     for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.libraries)
-            if find_spec("paddlenlp") is None:
-                item.add_marker(pytest.mark.skip(reason="PaddleNLP is not installed"))
+        if HERE not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.libraries)
+        formers = item.path.name.startswith("test_formers")
+        name, title = ("paddleformers", "PaddleFormers") if formers else ("paddlenlp", "PaddleNLP")
+        if find_spec(name) is None:
+            item.add_marker(pytest.mark.skip(reason=f"{title} is not installed"))
