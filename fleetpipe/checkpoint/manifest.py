@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.commit import MANIFEST
-from fleetpipe.checkpoint.parts import GROUPS, Name, Saved
-from fleetpipe.checkpoint.regions import Cut
+from fleetpipe.checkpoint.parts import GROUPS, MODEL, Name, Saved
+from fleetpipe.checkpoint.regions import Cut, is_whole
 from fleetpipe.checkpoint.tensors import CODES, Described
 from fleetpipe.errors import CheckpointError
 
@@ -102,7 +102,7 @@ class Manifest:
             "files": {name: whole._asdict() for name, whole in self.files.items()},
             "tensors": {group: tensors for group, tensors in groups.items() if tensors},
         }
-        return _with_checksum(contents)
+        return sealed(contents)
 
 
 def read(folder: Path) -> Manifest:
@@ -125,19 +125,20 @@ def read(folder: Path) -> Manifest:
                 f"it has version {contents.get('version')!r} of the format, "
                 f"and this fleetpipe reads version {VERSION}"
             )
-        del contents[_CHECKSUM]
-        if _with_checksum(contents) != text:
+        if text != _with_checksum(text.rpartition(f', "{_CHECKSUM}"')[0]):
             raise ValueError("its checksum is of something else")
         return _parsed(contents)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _unreadable(path, f"{type(error).__name__}: {error}"[:200]) from error
 
 
-def _with_checksum(contents: Mapping[str, Json]) -> str:
-    def text(of: Mapping[str, Json]) -> str:
-        return json.dumps(of, sort_keys=True, indent=1) + "\n"
+def sealed(contents: Mapping[str, Json]) -> str:
+    """Returns a manifest's text: its contents, and last the checksum of all that stands before."""
+    return _with_checksum(json.dumps(contents, sort_keys=True)[:-1])
 
-    return text({**contents, _CHECKSUM: zlib.crc32(text(contents).encode())})
+
+def _with_checksum(body: str) -> str:
+    return f'{body}, "{_CHECKSUM}": {zlib.crc32(body.encode())}}}\n'
 
 
 def _parsed(contents: Mapping[str, Json]) -> Manifest:
@@ -153,7 +154,11 @@ def _parsed(contents: Mapping[str, Json]) -> Manifest:
                 Piece(None if cut is None else Cut(*cut), crc) for cut, crc in entry["pieces"]
             )
             tensor = Described(entry["dtype"], tuple(entry["shape"]))
+            if not is_whole([piece.cut for piece in pieces], tensor.shape):
+                raise ValueError(f"{name!r}, of which not every part was written")
             tensors[Name(group, name)] = Entry(entry["file"], tensor, pieces)
+    if {name.name for name in tensors if name.group == MODEL} != set(contents["order"]):
+        raise ValueError("an order of other names than the model's")
     return Manifest(
         step=contents["step"],
         files=files,

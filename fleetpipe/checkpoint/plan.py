@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fleetpipe.checkpoint.parts import GROUPS, Held, Name
-from fleetpipe.checkpoint.regions import Cut
+from fleetpipe.checkpoint.regions import Cut, is_whole
 from fleetpipe.checkpoint.tensors import CODES, Described, Layout, laid_out
 from fleetpipe.errors import CheckpointError
 
@@ -187,11 +187,7 @@ def _tiling(name: Name, tensor: Described, cuts: list[Cut | None]) -> list[Cut |
     if None in cuts:
         return [None]
     ordered = sorted(cut for cut in cuts if cut is not None)
-    end = 0
-    for cut in ordered:
-        if cut.start == end and cut.axis == ordered[0].axis:
-            end = cut.stop
-    if end != ordered[0].size or sum(cut.stop - cut.start for cut in ordered) != end:
+    if not is_whole(ordered, tensor.shape):
         raise CheckpointError(
             f"the ranks do not hold the whole of {name}",
             expected=str(tensor),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ class Reader:
                 if file.endswith(".safetensors"):
                     self._layouts[file] = _layout(path, whole)
         for name, entry in manifest.tensors.items():
-            found = self._layouts[entry.file].tensors.get(name.name)
+            layout = self._layouts.get(entry.file)
+            found = None if layout is None else layout.tensors.get(name.name)
             if found is None or found.tensor != entry.tensor:
                 raise _damaged(folder / entry.file, f"{name} is not what the manifest says")
 
@@ -70,22 +72,19 @@ class Reader:
             CheckpointError: One is damaged; the message names it.
         """
         load = [0] * shares
+        chosen = []
         for name, piece in self._pieces(groups):
             taker = load.index(min(load))
             entry = self.manifest.tensors[name]
             load[taker] += entry.tensor.nbytes // len(entry.pieces)
             if taker == share:
-                self._check(name, piece)
+                chosen.append((name, piece))
+        for error in self._compared(chosen):
+            raise error
 
-    def damaged(self) -> list[str]:
-        """Returns the errors of all tensors that are damaged."""
-        found = []
-        for name, piece in self._pieces(GROUPS):
-            try:
-                self._check(name, piece)
-            except CheckpointError as error:
-                found.append(str(error))
-        return found
+    def damaged(self) -> list[CheckpointError]:
+        """Returns an error for each part of a tensor that is damaged."""
+        return list(self._compared(self._pieces(GROUPS)))
 
     def fill(self, wanted: Mapping[Name, Held]) -> None:
         """Gives tensors their saved values. They fit, and :meth:`check` has passed.
@@ -93,37 +92,50 @@ class Reader:
         Raises:
             CheckpointError: A file cannot be read any more.
         """
-        for name, held in wanted.items():
-            value, memory = host.empty_like(held)
-            entry = self.manifest.tensors[name]
-            with self._opened(entry.file) as file:
-                tensors.read(file, self._stored(name), held.cut, memory)
-            host.assign(held, value)
+        with self._opened() as opened:
+            for name, held in wanted.items():
+                file, stored = opened(name)
+                value, memory = host.empty_like(held)
+                with _told(self._path(name)):
+                    tensors.read(file, stored, held.cut, memory)
+                host.assign(held, value)
 
     def _pieces(self, groups: Collection[str]) -> Iterator[tuple[Name, Piece]]:
         for name, entry in self.manifest.tensors.items():
             if name.group in groups:
                 yield from ((name, piece) for piece in entry.pieces)
 
-    def _check(self, name: Name, piece: Piece) -> None:
-        entry = self.manifest.tensors[name]
-        with self._opened(entry.file) as file:
-            found = tensors.stored_checksum(file, self._stored(name), piece.cut)
-        if found != piece.crc32:
-            where = "" if piece.cut is None else f", in {piece.cut.start} to {piece.cut.stop} "
-            where += "" if piece.cut is None else f"of axis {piece.cut.axis}"
-            raise _damaged(
-                self.folder / entry.file, f"{name} has other bits than were saved{where}"
-            )
+    def _compared(self, pieces: Iterable[tuple[Name, Piece]]) -> Iterator[CheckpointError]:
+        """Yields an error for each piece that does not have its checksum."""
+        with self._opened() as opened:
+            for name, piece in pieces:
+                file, stored = opened(name)
+                with _told(self._path(name)):
+                    found = tensors.stored_checksum(file, stored, piece.cut)
+                if found != piece.crc32:
+                    cut = piece.cut
+                    place = f", in {cut.start} to {cut.stop} of axis {cut.axis}" if cut else ""
+                    yield _damaged(
+                        self._path(name), f"{name} has other bits than were saved{place}"
+                    )
 
-    def _stored(self, name: Name) -> Stored:
-        return self._layouts[self.manifest.tensors[name].file].tensors[name.name]
+    def _path(self, name: Name) -> Path:
+        return self.folder / self.manifest.tensors[name].file
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
-        path = self.folder / name
-        with _told(path), path.open("rb", buffering=0) as file:
-            yield file.fileno()
+    def _opened(self) -> Iterator[Callable[[Name], tuple[int, Stored]]]:
+        """Gives what returns the open file of a tensor, and its place there."""
+        with ExitStack() as files:
+
+            @cache
+            def opened(path: Path) -> int:
+                with _told(path):
+                    return files.enter_context(path.open("rb", buffering=0)).fileno()
+
+            yield lambda name: (
+                opened(self._path(name)),
+                self._layouts[self.manifest.tensors[name].file].tensors[name.name],
+            )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -54,3 +54,18 @@ def runs(shape: tuple[int, ...], itemsize: int, cut: Cut | None) -> Iterator[Run
     count = (cut.stop - cut.start) * inner
     for row in range(math.prod(shape[: cut.axis])):
         yield Run((row * cut.size + cut.start) * inner, row * count, count)
+
+
+def is_whole(cuts: Sequence[Cut | None], shape: tuple[int, ...]) -> bool:
+    """Whether parts, in their order, are together the whole of a tensor, and none of it twice."""
+    if list(cuts) == [None]:
+        return True
+    end, axes = 0, set()
+    for cut in cuts:
+        if cut is None or not 0 <= cut.axis < len(shape) or cut.size != shape[cut.axis]:
+            return False
+        if cut.start != end or cut.stop < end:
+            return False
+        end = cut.stop
+        axes.add(cut.axis)
+    return len(axes) == 1 and end == shape[axes.pop()]

@@ -1,0 +1,199 @@
+"""What is damaged, foreign or cut off is refused by name, and nothing has changed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe.checkpoint import commit, manifest
+from fleetpipe.checkpoint.reader import Reader
+from fleetpipe.errors import CheckpointError
+
+FLIPS = 300
+
+
+class Run:
+    """A small model with an optimizer that has stepped, different for each seed."""
+
+    def __init__(self, seed: int) -> None:
+        numbers = np.random.default_rng(seed)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1D(8), nn.Linear(8, 3))
+        self.optimizer = paddle.optimizer.Adam(0.1, parameters=self.model.parameters())
+        for parameter in self.model.parameters():
+            parameter.set_value(numbers.standard_normal(parameter.shape).astype("float32"))
+            parameter.grad = paddle.ones(parameter.shape) * 0.5
+        self.optimizer.step()
+        self.objects = {"model": self.model, "optimizer": self.optimizer}
+
+    def bits(self) -> dict[str, bytes]:
+        tensors = {**self.model.state_dict(), **self.optimizer.state_dict()}
+        tensors.pop("LR_Scheduler", None)
+        drawn = {"drawn": np.asarray(paddle.get_rng_state()[0].current_seed()).tobytes()}
+        return {**{name: t.numpy().tobytes() for name, t in tensors.items()}, **drawn}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    fleetpipe.CheckpointManager(tmp_path).save(1, **Run(1).objects)
+    return tmp_path / "step-00000001"
+
+
+def refused(home: Path, run: Run) -> str:
+    """The error of restoring; makes sure that it changed nothing."""
+    before = run.bits()
+    with pytest.raises(CheckpointError) as caught:
+        fleetpipe.CheckpointManager(home).restore(**run.objects)
+    assert run.bits() == before
+    return str(caught.value)
+
+
+def test_every_flipped_bit_is_found_and_named(saved: Path) -> None:
+    numbers, run = random.Random(4), Run(2)
+    files = {path: path.read_bytes() for path in saved.iterdir()}
+    assert len(files) == 4
+    sizes = [len(content) for content in files.values()]
+    for _ in range(FLIPS):
+        path = numbers.choices([*files], sizes)[0]
+        place, bit = numbers.randrange(len(files[path])), 1 << numbers.randrange(8)
+        damaged = bytearray(files[path])
+        damaged[place] ^= bit
+        path.write_bytes(damaged)
+        assert path.name in refused(saved.parent, run)
+        path.write_bytes(files[path])
+    fleetpipe.CheckpointManager(saved.parent).restore(**run.objects)
+    saved_run = Run(1)
+    for name, tensor in run.model.state_dict().items():
+        assert tensor.numpy().tobytes() == saved_run.model.state_dict()[name].numpy().tobytes()
+
+
+def test_a_flipped_bit_of_a_tensor_names_the_tensor(saved: Path) -> None:
+    path = saved / "optimizer-00001-of-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # 2.weight's second moment: names are in order
+    path.write_bytes(content)
+    text = refused(saved.parent, Run(2))
+    assert "'2.weight/moment2_0' of the optimizer has other bits than were saved" in text
+    assert Reader(saved, manifest.read(saved)).damaged()[0].args == (text,)
+    # The model alone is whole.
+    fleetpipe.CheckpointManager(saved.parent).restore(model=Run(3).model, only=("model",))
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "state.json", "model-00001-of-00001.safetensors"]
+)
+def test_files_that_end_early_or_go_on_are_refused(saved: Path, name: str) -> None:
+    content, run = (saved / name).read_bytes(), Run(2)
+    for cut in (b"", content[:1], content[: len(content) // 2], content[:-1], content + b"\0"):
+        (saved / name).write_bytes(cut)
+        assert name in refused(saved.parent, run)
+
+
+def foreign(path: Path) -> None:
+    path.write_bytes(b"\x89PNG" + b"x" * 100)
+
+
+def pickled(path: Path) -> None:
+    paddle.save({"weight": paddle.ones([3])}, str(path))
+
+
+def other_model(path: Path) -> None:
+    home = path.parent.parent / "other"
+    fleetpipe.CheckpointManager(home).save(1, model=nn.Linear(3, 3))
+    shutil.copy(home / path.parent.name / path.name, path)
+
+
+@pytest.mark.parametrize("replace", [foreign, pickled, other_model, Path.unlink])
+def test_files_of_others_are_refused(saved: Path, replace: Callable[[Path], None]) -> None:
+    path = saved / "model-00001-of-00001.safetensors"
+    replace(path)
+    assert path.name in refused(saved.parent, Run(2))
+
+
+def changed(path: Path, change: Callable[[Any], None]) -> None:
+    """Changes a manifest, and makes its checksum right again."""
+    contents = json.loads(path.read_text())
+    del contents["crc32"]
+    change(contents)
+    path.write_text(manifest.sealed(contents))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda m: m.update(version=2), "version 2 of the format"),
+        (lambda m: m.update(format="zip"), "another program"),
+        (lambda m: m.update(files=[]), "manifest.json"),
+        (lambda m: m.update(files={"../x": {"size": 1, "crc32": 2}}), "outside of the folder"),
+        (lambda m: m["tensors"]["model"].update({"0.weight": {}}), "manifest.json"),
+        (lambda m: m["tensors"]["model"]["0.weight"].update(dtype="float99"), "unknown kind"),
+        (lambda m: m["tensors"]["model"]["0.weight"].update(shape=[8, 4]), "0.weight"),
+        (lambda m: m["tensors"]["model"]["0.weight"].update(pieces=[]), "0.weight"),
+        (lambda m: m["tensors"]["model"]["0.weight"].update(shape="abc"), "0.weight"),
+        (lambda m: m["tensors"]["model"].pop("0.weight"), "other names than the model's"),
+        (lambda m: m.update(order=["0.weight"]), "other names than the model's"),
+        (lambda m: m.update(optimizer="SGD"), "no state of this optimizer"),
+        (lambda m: m.pop("step"), "manifest.json"),
+    ],
+)
+def test_manifests_that_say_something_else_are_refused(
+    saved: Path, change: Callable[[Any], None], told: str
+) -> None:
+    changed(saved / "manifest.json", change)
+    assert told in refused(saved.parent, Run(2))
+
+
+def test_a_model_that_does_not_fit_is_refused(saved: Path) -> None:
+    run = Run(2)
+    for model, told in [
+        (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1D(8)), "of another model"),
+        (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1D(8), nn.Linear(8, 4)), "shape [8, 4]"),
+        (
+            nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1D(8), nn.Linear(8, 3)).to(dtype="float64"),
+            "float64",
+        ),
+    ]:
+        run.objects["model"] = model
+        before = {name: t.numpy().tobytes() for name, t in model.state_dict().items()}
+        assert told in refused(saved.parent, run)
+        assert before == {name: t.numpy().tobytes() for name, t in model.state_dict().items()}
+
+
+def test_what_was_not_saved_is_told(saved: Path) -> None:
+    manager = fleetpipe.CheckpointManager(saved.parent)
+    model = Run(2).model
+    rate = paddle.optimizer.lr.StepDecay(0.1, 3)
+    with pytest.raises(CheckpointError, match="has no lr_scheduler"):
+        manager.restore(model=model, lr_scheduler=rate)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+        manager.restore(7, model=model)
+    with pytest.raises(CheckpointError, match="no checkpoint in this folder"):
+        fleetpipe.CheckpointManager(saved.parent / "nothing").restore(model=model)
+    with pytest.raises(fleetpipe.errors.ConfigError, match="names what was not passed"):
+        manager.restore(model=model, only=("modle",))
+
+
+def test_only_complete_steps_count(saved: Path) -> None:
+    home = saved.parent
+    (home / "step-00000009").mkdir()
+    shutil.copytree(saved, home / ".draft-00000008-ab")
+    (home / "step-7").mkdir()
+    manager = fleetpipe.CheckpointManager(home)
+    assert manager.steps() == [1]
+    saved.rename(saved.with_name("step-00000001.old"))  # a crash as the step was replaced
+    assert manager.steps() == [1]
+    manager.save(1, **Run(5).objects)
+    assert sorted(path.name for path in home.iterdir() if path.name != "step-00000009") == [
+        "step-00000001",
+        "step-7",
+    ]
+    assert commit.complete_steps(home) == {1: saved}
