@@ -14,10 +14,13 @@ from typing import Any, TypedDict
 
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.manager import CheckpointManager
+from fleetpipe.checkpoint.objects import Objects
+from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.training_state import SavedData
 from fleetpipe.config import DEFAULT_TIMEOUT
 from fleetpipe.job import job, life
 from fleetpipe.job.stopping import Stopping
+from fleetpipe.launch.kept_state import KeptState
 
 #: Names the folder of checkpoints where the script does not.
 FOLDER = "FLEETPIPE_CHECKPOINT_DIR"
@@ -44,11 +47,14 @@ class Run:
         step: The step to go on with, from 0: as many are done.
     """
 
-    def __init__(self, step: int, state: State, manager: CheckpointManager) -> None:
+    def __init__(
+        self, step: int, state: State, manager: CheckpointManager, kept: KeptState | None
+    ) -> None:
         """Goes on with a step; :func:`resume` makes it."""
         self.step = step
         self._state = state
         self._manager = manager
+        self._kept = kept
         self._page = life.Page()
         self._page.note(step)
         current = job.current_job()
@@ -87,11 +93,13 @@ class Run:
                 is 75 (``life.PREEMPTED``), or 0 under ``fleetpipe launch``, which ends with 75.
         """
         self.step += 1
-        self._page.note(self.step)
+        if self._kept is not None:
+            self._kept.keep(self.step)
         stop = self._stopping.agreed()
         self._manager.save(self.step, force=stop, **self._state)
         if stop:
             self._leave()
+        self._page.note(self.step)
 
     def stop(self) -> None:
         """Asks, on this rank alone, for the end of the job after a step that all ranks finish."""
@@ -150,12 +158,24 @@ def resume(
     state = State(
         model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, data=data
     )
-    step = 0
+    kept = KeptState.asked_for(Objects(**state), Ranks.of_job())
+    return Run(_go_on(state, manager, kept), state, manager, kept)
+
+
+def _go_on(state: State, manager: CheckpointManager, kept: KeptState | None) -> int:
+    """Goes back to the newest step that is kept or saved, and returns its number. Collective."""
+    saved = [step for steps in job.all_ranks().all_gather(manager.steps()) for step in steps]
+    newest = None if kept is None else kept.newest()
+    if kept is not None and newest is not None and newest >= max(saved, default=0):
+        kept.restore(newest)
+        _tell(f"goes on after {newest} steps, as they were kept in memory")
+        return newest
+    if not saved:
+        return 0
     # Where one rank sees a checkpoint all restore, and one that does not says so.
-    if any(job.all_ranks().all_gather(bool(manager.steps()))):
-        step = manager.restore("latest", **state).step
-        _tell(f"goes on after {step} steps")
-    return Run(step, state, manager)
+    step = manager.restore("latest", **state).step
+    _tell(f"goes on after {step} steps")
+    return step
 
 
 def _tell(text: str) -> None:

@@ -31,6 +31,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "else checkpoints)",
     )
     add(
+        *_spelled("keep_state"),
+        action="store_true",
+        help="keep the state after every step in this host's memory: no step is lost",
+    )
+    add(
         "--grace",
         type=kinds.seconds,
         default=60.0,

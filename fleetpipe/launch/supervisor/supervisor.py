@@ -47,6 +47,8 @@ class _Supervisor:
         self._signals = signals
         self._pods = pods
         self._stopped_by: int | None = None
+        self._kept = folder / "kept"
+        self._kept.mkdir()
 
     def run(self) -> int:
         """Runs one life after another; returns the exit code of the job."""
@@ -91,6 +93,8 @@ class _Supervisor:
         environment = {life.FOLDER: str(home), life.NUMBER: str(number)}
         if options.checkpoint_dir is not None:
             environment["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(options.checkpoint_dir)
+        if options.keep_state:
+            environment["FLEETPIPE_KEPT_STATE"] = str(self._kept)
         return Order(arguments, environment)
 
     def _attend(self, home: Path) -> None:

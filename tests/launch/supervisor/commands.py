@@ -28,14 +28,15 @@ class Told(NamedTuple):
 def launched(
     launcher: Callable[..., Finished],
     script: Path | str,
+    command: str,
     *options: str,
     arguments: Sequence[str] = (),
     folder: Path,
     **more: object,
 ) -> Told:
-    """Runs a script, a file or source code, under ``fleetpipe launch`` with two processes."""
+    """Runs a script, a file or source code, under ``fleetpipe COMMAND`` with two processes."""
     file = script_file(script, folder)
-    words = ["launch", "--nproc_per_node", "2", *options, str(file), *arguments]
+    words = [command, "--nproc_per_node", "2", *options, str(file), *arguments]
     job = launcher(_COMMAND, None, args=[json.dumps(words)], cwd=folder, **more)
     code, output, errors = json.loads(job.logs[0].splitlines()[-1])
     said = [line for line in errors.splitlines() if line.startswith(("fleetpipe:", "    |", "  w"))]

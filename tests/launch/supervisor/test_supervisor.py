@@ -38,7 +38,9 @@ SCRIPT = """
 
 def test_a_job_is_started_again_as_often_as_it_may_be(launcher: Launch, tmp_path: Path) -> None:
     happens = ["1.1=k4", "2.0=r9", "3.0=k8"]
-    told = launched(launcher, SCRIPT, "--max_restart=2", arguments=happens, folder=tmp_path)
+    told = launched(
+        launcher, SCRIPT, "launch", "--max_restart=2", arguments=happens, folder=tmp_path
+    )
     first, second, third, *rest = told.said
     assert first.startswith("fleetpipe: life 1 ended in step 4: rank 1 died (was ended by SIGKILL)")
     assert second == "fleetpipe: life 2 begins: restart 1 of 2"
@@ -55,7 +57,7 @@ def test_a_job_is_started_again_as_often_as_it_may_be(launcher: Launch, tmp_path
 def test_a_step_that_fails_twice_in_a_row_is_not_tried_again(
     launcher: Launch, tmp_path: Path
 ) -> None:
-    told = launched(launcher, SCRIPT, arguments=["1.0=r7", "2.1=k7"], folder=tmp_path)
+    told = launched(launcher, SCRIPT, "launch", arguments=["1.0=r7", "2.1=k7"], folder=tmp_path)
     assert told.code == 65, told
     assert told.said[-2:] == [
         "fleetpipe: step 7 failed twice in a row: it is not started again",

@@ -1,0 +1,175 @@
+"""Keeps the state after every step in memory that outlives this process, and goes back to it.
+
+It is what a checkpoint holds of one rank, in a :class:`~fleetpipe.launch.segment.Segment` that the
+supervisor owns: the bytes of each tensor, copied once from where they lie, and the rest as text.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.checkpoint import host, random_state, training_state
+from fleetpipe.checkpoint.objects import Objects
+from fleetpipe.checkpoint.parts import Held, Name, Saved
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.checkpoint.tensors import Described
+from fleetpipe.errors import CheckpointError
+from fleetpipe.launch.segment import Segment
+
+#: Names the folder in memory; whoever starts a job again gives it.
+FOLDER = "FLEETPIPE_KEPT_STATE"
+
+#: What describes a segment: the layout of the job, and what its blocks are.
+Index = dict[str, Any]
+
+#: How much longer than the first one a text may get: a generator's state has no fixed length.
+_TEXT_TIMES = 2
+
+
+class KeptState:
+    """This rank's state after its last two steps."""
+
+    def __init__(self, folder: Path, objects: Objects, ranks: Ranks) -> None:
+        """Takes what an earlier life has left in the folder.
+
+        Args:
+            folder: A folder in memory.
+            objects: What makes the state.
+            ranks: All ranks of the job.
+        """
+        self._folder = folder
+        self._objects = objects
+        self._ranks = ranks
+        self._segments = dict(self._left())
+        self._index: Index = {}
+        self._tensors: list[tuple[Name, int]] = []
+
+    @classmethod
+    def asked_for(cls, objects: Objects, ranks: Ranks) -> KeptState | None:
+        """Returns where the state is kept; None where the environment does not ask for it."""
+        folder = os.environ.get(FOLDER)
+        return None if folder is None else cls(Path(folder), objects, ranks)
+
+    def keep(self, step: int) -> None:
+        """Keeps the state after ``step`` steps. Each rank by itself.
+
+        Raises:
+            CheckpointError: The host has not so much memory.
+        """
+        held = self._held()
+        text = training_state.to_text(self._objects.training_state().taken()).encode()
+        segment = self._segment(text)
+        # The first of each pair keeps the bytes of the second alive.
+        memories = [host.bytes_of(one) for one in held]
+        segment.write(step, [memory for _, memory in memories], text)
+        if len(segment.steps()) > 1:
+            self._forget_others(segment)
+
+    def newest(self) -> int | None:
+        """Returns the newest step that is kept whole on all ranks; None: there is none. Collective.
+
+        Raises:
+            PeerFailed: A rank died.
+        """
+        own = [step for _, segment in self._segments.values() for step in segment.steps()]
+        first, *others = self._ranks.together("looking for kept states", lambda: own)
+        common = set(first).intersection(*others)
+        return max(common) if common else None
+
+    def restore(self, step: int) -> None:
+        """Gives the objects the state after ``step`` steps, which :meth:`newest` returned.
+
+        Collective.
+
+        Raises:
+            CheckpointError: It is the state of something else on some rank.
+        """
+        self._ranks.together(f"going back to step {step}", lambda: self._restore(step))
+
+    def _restore(self, step: int) -> None:
+        index, segment = next(
+            (index, segment)
+            for index, segment in self._segments.values()
+            if step in segment.steps()
+        )
+        blocks, text = segment.read(step)
+        described = {
+            Name(group, name): Described(dtype, tuple(shape))
+            for group, name, dtype, shape, _ in index["blocks"]
+        }
+        saved = Saved(described, tuple(index["order"]), index["optimizer"])
+        model = self._objects.model_part()
+        optimizer = self._objects.optimizer_part(model)
+        parts = [part for part in (model, optimizer) if part is not None]
+        wanted = {name: held for part in parts for name, held in part.wanted(saved).items()}
+        found = dict(zip(described, blocks))
+        for name, held in wanted.items():
+            value, memory = host.empty_like(held)
+            memory[:] = found[name]
+            host.assign(held, value)
+        for part in parts:
+            part.settle()
+        state = training_state.from_text(text.decode())
+        self._objects.training_state().put_back(state)
+        random_state.put_back(state["random"])
+        for _, each in self._segments.values():
+            each.forget_after(step)
+
+    def _held(self) -> list[Held]:
+        """Returns the tensors that make the state now; describes them where they are others."""
+        model = self._objects.model_part()
+        if model is None:
+            raise CheckpointError("a state is kept of a model", fix="resume(model, optimizer)")
+        optimizer = self._objects.optimizer_part(model)
+        held = {**model.held(), **({} if optimizer is None else optimizer.held())}
+        tensors = [(name, id(one.tensor)) for name, one in held.items()]
+        if tensors != self._tensors:
+            self._tensors = tensors
+            self._index = {
+                "layout": self._layout,
+                "order": [*model.order()],
+                "optimizer": None if optimizer is None else optimizer.kind,
+                "blocks": [_row(name, one) for name, one in held.items()],
+            }
+        return [*held.values()]
+
+    @property
+    def _layout(self) -> list[int]:
+        return [self._ranks.rank, self._ranks.count, *self._ranks.layout.values()]
+
+    def _segment(self, text: bytes) -> Segment:
+        """Returns where a state of the form of now goes, with a text as long as this one."""
+        for index, segment in self._segments.values():
+            if index == self._index and segment.takes(text):
+                return segment
+        # The steps that are kept in another form stay until this one has two.
+        number = 1 + max((int(file.suffix[1:]) for file in self._segments), default=0)
+        file = self._folder / f"rank-{self._ranks.rank}.{number}"
+        sizes = [size for *_, size in self._index["blocks"]]
+        segment = Segment.create(file, self._index, sizes, _TEXT_TIMES * len(text))
+        self._segments[file] = (self._index, segment)
+        return segment
+
+    def _forget_others(self, kept: Segment) -> None:
+        """Removes what is kept in other forms: all ranks have these steps in their newest one."""
+        for file in [file for file, (_, one) in self._segments.items() if one is not kept]:
+            del self._segments[file]
+            file.unlink()
+
+    def _left(self) -> Iterator[tuple[Path, tuple[Index, Segment]]]:
+        """Yields what an earlier life of this rank has left, under the same layout."""
+        for file in self._folder.glob(f"rank-{self._ranks.rank}.*"):
+            index = Segment.index_of(file)
+            if index["layout"] == self._layout:
+                yield file, (index, Segment(file, [size for *_, size in index["blocks"]]))
+
+
+def _row(name: Name, held: Held) -> list[Any]:
+    """Returns name, dtype and shape of a whole tensor, and the bytes of the part here."""
+    whole = held.described
+    size = math.prod(int(size) for size in held.tensor.shape) * whole.itemsize
+    return [*name, whole.dtype, [*whole.shape], size]
