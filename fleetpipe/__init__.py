@@ -14,6 +14,7 @@ from fleetpipe.version import __version__ as __version__
 if TYPE_CHECKING:
     from fleetpipe.capture.cuts import SplitPoint as SplitPoint
     from fleetpipe.capture.door import pipeline as pipeline
+    from fleetpipe.capture.mark import pipe_split as pipe_split
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.fit.model import Model as Model
     from fleetpipe.launch.resume import resume as resume
@@ -23,6 +24,7 @@ _LATE = {
     "CheckpointManager": "fleetpipe.checkpoint.manager",
     "Model": "fleetpipe.fit.model",
     "SplitPoint": "fleetpipe.capture.cuts",
+    "pipe_split": "fleetpipe.capture.mark",
     "pipeline": "fleetpipe.capture.door",
     "resume": "fleetpipe.launch.resume",
 }

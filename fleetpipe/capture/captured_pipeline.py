@@ -4,79 +4,126 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NoReturn
 
-from fleetpipe.aliases import Layer
-from fleetpipe.capture.edges import CapturedBorders, crossing
-from fleetpipe.capture.replay import entries
+from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.forms import Form, Forms
+from fleetpipe.capture.replay import LOOK
+from fleetpipe.capture.signature import Signature, completed, signature_of
 from fleetpipe.capture.state import CapturedState, part_of, release, stages_of
-from fleetpipe.capture.value import Capture, Node
+from fleetpipe.capture.value import Node
 from fleetpipe.dygraph.batch.stage import Borders
-from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
+from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
 from fleetpipe.engine.stage import Values
-from fleetpipe.partition import LayerInfo, Partition
+from fleetpipe.errors import CaptureError, UsageError
+from fleetpipe.partition import LayerInfo
 from fleetpipe.schedules import Edge
+from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import SoleGroup
-
-
-class _Mode(NamedTuple):
-    """What runs in training, or what runs in evaluation."""
-
-    runner: StageRunner
-    edges: Sequence[Edge]
-    borders: CapturedBorders
 
 
 class CapturedPipeline(PipelineLayer):
     """The stages of a captured model that this process owns.
 
-    A parameter is called as in the plain model.
+    It does what a ``PipelineLayer`` does; the parameters and buffers have the plain model's names.
 
     Attributes:
-        capture: The nodes and edges of the model.
+        plain: The plain model. Where ranks share a pipeline it has the memory of this rank's
+            stages alone.
+        forms: The runs of its forward that are known.
     """
 
-    capture: Capture
+    plain: Layer
+    forms: Forms
 
     def __init__(
         self,
-        model: Layer,
-        capture: Capture,
-        starts: dict[bool, list[int]],
+        plain: Layer,
+        forms: Forms,
         num_stages: int,
         num_chunks: int | None = None,
         loss_fn: Any = None,
     ) -> None:
-        """Takes the nodes of this process's stages.
+        """Takes the nodes of this process's stages. Collective where ranks share weights.
 
         Args:
-            model: The plain model.
-            capture: What its forward does.
-            starts: In training and in evaluation, the first node of each stage but stage 0.
+            plain: The plain model.
+            forms: The runs of its forward.
             num_stages: Ranks of the pipeline.
             num_chunks: Chunks on each; None for the schedule's own number.
             loss_fn: As for ``PipelineLayer``.
         """
         # Around Layer.__setattr__, which would make a sublayer of the model.
-        self.__dict__.update(_plain=model, capture=capture, _starts=starts)
+        self.__dict__.update(plain=plain, forms=forms)
+        example = forms.example(training=True)
         super().__init__(
-            entries(capture.training),
+            list(example.functions),
             num_stages=num_stages,
             num_virtual_pipeline_stages=num_chunks,
             loss_fn=loss_fn,
-            seg_method=[0, *(start + 1 for start in starts[True])],
+            seg_method=[0, *(start + 1 for start in example.starts)],
         )
 
     def _build(self) -> None:
         """Takes what this process's stages use. Collective where ranks share weights."""
-        self.__dict__["_modes"] = {training: self._mode(training) for training in (True, False)}
-        functions = dict(enumerate(self._layers_desc))
+        example = self.forms.example(training=True)
+        functions = dict(enumerate(example.functions))
         self._functions = {i: functions[i] for stage in self._owned for i in self._range(stage)}
-        self.runner = self._modes[True].runner
-        self._hold()
+        self.runner = example.runner
+        users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
+        self._require_one_writer()
+        self._hold(users)
+        ranks = {
+            name: tuple(dict.fromkeys(map(self.placement.rank_of, stages)))
+            for name, stages in users.items()
+        }
+        weights = [SharedWeight(name, holders) for name, holders in ranks.items()]
+        own = self.state.own()
+        self.__dict__["_shared_weights"] = connected(weights, own, self._stage_id, self._job)
+        if self._job is not None and not self._job.local:
+            release(self.plain.state_dict(), own)
+
+    def _hold(self, users: dict[str, tuple[int, ...]]) -> None:
+        """Makes sublayers of what this process's stages use, under the names of the model."""
+        state, own = self.plain.state_dict(), set(self._owned)
+        # What no node uses is in stage 0.
+        tensors = [id(state[name]) for name, stages in users.items() if own & {*stages}]
+        part = part_of(self.plain, self._nodes(self._owned), tensors)
+        slots = [Slot(name, tuple(tensor.shape)) for name, tensor in state.items()]
+        self.state = CapturedState(self, slots, users, self._group)
+        self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())
+        self._set_fleet_attributes({}, {})
+        # Last, and around add_sublayer: a model may use any name, and this class has many.
+        for kind in ("_sub_layers", "_parameters", "_buffers"):
+            getattr(self, kind).update(getattr(part, kind))
+        self._non_persistable_buffer_names_set = part._non_persistable_buffer_names_set
+
+    def _require_one_writer(self) -> None:
+        """Refuses running statistics that two stages would keep.
+
+        Raises:
+            CaptureError: A buffer into which the forward writes is used in several stages.
+        """
+        for training in (True, False):
+            form = self.forms.example(training)
+            first: dict[int, tuple[int, Node]] = {}
+            for stage in range(self.placement.stages):
+                for node in form.nodes(stage):
+                    for buffer in node.buffers & form.trace.changed:
+                        other, earlier = first.setdefault(buffer, (stage, node))
+                        if other != stage:
+                            raise CaptureError(
+                                "two stages would keep the same running statistics",
+                                where=f"{earlier.name} in stage {other}, {node.name} in stage "
+                                f"{stage}",
+                                cause="the layer is called in both, and each call changes a "
+                                "buffer of it",
+                                fix="cut so that its calls are in one stage, or use a layer each",
+                            )
 
     @property
     def borders(self) -> Borders:
@@ -85,41 +132,35 @@ class CapturedPipeline(PipelineLayer):
 
     def edges(self, training: bool) -> Sequence[Edge]:
         """Returns the edges between the stages, in training or in evaluation."""
-        edges: Sequence[Edge] = self._modes[training].edges
-        return edges
+        return tuple(self.forms.example(training).crossing)
 
     def function(self, stage: int) -> Run:
         """Returns what runs the nodes of a stage in the mode that the model is in."""
-        run: Run = self._modes[self.training].runner.function(stage)
+        training = self.training
+
+        def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
+            if stage:
+                look = value.get(LOOK, self.forms.first)
+            else:
+                value = completed(value, self.forms.example_inputs)
+                look = signature_of(value)
+            return self.forms.of(look, training).runner.function(stage)(value, micro_batch)
+
         return run
 
-    def joined(self, values: Values) -> Any:
+    def joined(self, values: Values) -> Nest:
         """See :class:`fleetpipe.dygraph.batch.stage.Borders`."""
-        return self._modes[self.training].borders.joined(values)
+        return {name: tensor for part in values.values() for name, tensor in part.items()}
 
-    def parted(self, stage: int, output: Any) -> Values:
+    def parted(self, stage: int, output: Nest) -> Values:
         """See :class:`fleetpipe.dygraph.batch.stage.Borders`."""
-        values: Values = self._modes[self.training].borders.parted(stage, output)
-        return values
-
-    def _mode(self, training: bool) -> _Mode:
-        trace, starts = self.capture.of(training), self._starts[training]
-        functions = entries(trace)
-        infos = tuple(LayerInfo(str(getattr(f, "__name__", ""))) for f in functions)
-        bounds = (0, *(start + 1 for start in starts), len(functions))
-        runner = StageRunner(dict(enumerate(functions)), Partition(bounds, "captured", infos))
-        found = crossing(trace, starts)
-        return _Mode(runner, tuple(found), CapturedBorders(found, self.placement.stages))
-
-    def _nodes(self, stages: Sequence[int]) -> list[Node]:
-        """Returns the nodes of some stages, in both modes."""
-        found: list[Node] = []
-        for training in (True, False):
-            nodes = self.capture.of(training).nodes
-            bounds = [0, *self._starts[training], len(nodes)]
-            for stage in stages:
-                found += nodes[bounds[stage] : bounds[stage + 1]]
-        return found
+        look: Signature = output[LOOK]
+        crossing = self.forms.of(look, self.training).crossing
+        return {
+            edge: {LOOK: look, **{name: output[name] for name in crossing.get(edge, ())}}
+            for edge in self.edges(self.training)
+            if edge.source == stage
+        }
 
     def _layer_infos(self) -> list[LayerInfo]:
         """Returns the name of each entry, with the parameters that no earlier one uses."""
@@ -137,30 +178,30 @@ class CapturedPipeline(PipelineLayer):
             infos.append(LayerInfo(entry.__name__, sum(sizes)))
         return infos
 
-    def _hold(self) -> None:
-        """Makes sublayers of what this process's stages use, under the names of the model."""
-        model = self._plain
-        state = model.state_dict()
-        users = stages_of(model, lambda stage: self._nodes([stage]), self.placement.stages)
-        own = set(self._owned)
-        # What no node uses is in stage 0.
-        tensors = [id(state[name]) for name, stages in users.items() if own & {*stages}]
-        part = part_of(model, self._nodes(self._owned), tensors)
-        slots = [Slot(name, tuple(tensor.shape)) for name, tensor in state.items()]
-        self.state = CapturedState(self, slots, users, self._group)
-        self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())
-        self._set_fleet_attributes({}, {})
-        # Last, and around add_sublayer: a model may use any name, and this class has many.
-        for kind in ("_sub_layers", "_parameters", "_buffers"):
-            getattr(self, kind).update(getattr(part, kind))
-        self._non_persistable_buffer_names_set = part._non_persistable_buffer_names_set
-        ranks = {
-            name: tuple(dict.fromkeys(map(self.placement.rank_of, stages)))
-            for name, stages in users.items()
-        }
-        weights = [SharedWeight(name, holders) for name, holders in ranks.items()]
-        self.__dict__["_shared_weights"] = connected(
-            weights, self.state.own(), self._stage_id, self._job
-        )
-        if self._job is not None and not self._job.local:
-            release(state, self.state.own())
+    def _nodes(self, stages: Sequence[int]) -> list[Node]:
+        """Returns the nodes of some stages, in both modes."""
+        forms: list[Form] = [self.forms.example(training) for training in (True, False)]
+        return [node for form in forms for stage in stages for node in form.nodes(stage)]
+
+    def save_state_dict(self, path: str | Path) -> NoReturn:
+        """Refuses to write Fleet's files, which go by the number of a layer in a list.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise _no_layer_files()
+
+    def set_state_dir(self, path: str | Path) -> NoReturn:
+        """Refuses to read Fleet's files; see :meth:`save_state_dict`.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise _no_layer_files()
+
+
+def _no_layer_files() -> UsageError:
+    return UsageError(
+        "a captured model has names, and no list of layers to number files by",
+        fix="write pipe.full_state_dict() by paddle.save; pipe.load_from(paddle.load(path))",
+    )

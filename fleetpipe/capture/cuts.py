@@ -1,13 +1,18 @@
-"""Where a capture is cut: from what the user says to the first node of each stage."""
+"""Where a capture is cut: places in a run of the forward at which a stage begins.
+
+A place is said by the call of a sublayer, or by a call of :func:`pipe_split`, so that it is found
+again in another run, with other shapes or in evaluation. Glue goes with what ran before it, and
+glue of a sublayer's own with that sublayer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Union
 
 from fleetpipe.capture.value import Trace
-from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.errors import CaptureError, ConfigError, nearest
 
 
 class SplitPoint(Enum):
@@ -18,53 +23,99 @@ class SplitPoint(Enum):
         END: It is the last of its stage.
     """
 
-    BEGINNING = "beginning"
-    END = "end"
+    BEGINNING = "before"
+    END = "after"
 
 
-class Border(NamedTuple):
-    """A place where a new stage begins: before or after the first call of a sublayer."""
+class AtCall(NamedTuple):
+    """Before or after a call of a sublayer.
+
+    Attributes:
+        path: The sublayer's path in the model.
+        point: Before or after.
+        call: Which of its calls, from 0.
+    """
 
     path: str
-    point: SplitPoint
+    point: SplitPoint = SplitPoint.BEGINNING
+    call: int = 0
 
     def __str__(self) -> str:
-        return f"{self.path} {self.point.name}"
+        return f"{self.point.value} {self.path}" + (f" (call {self.call + 1})" * (self.call > 0))
+
+    def start(self, trace: Trace) -> int:
+        """Returns the first node of the stage that begins here.
+
+        Raises:
+            ConfigError: The forward does not call the sublayer.
+        """
+        inside = [
+            number
+            for number, node in enumerate(trace.nodes)
+            if any(scope == (self.path, self.call) for scope in node.scopes)
+        ]
+        if not inside:
+            paths = {scope.path for node in trace.nodes for scope in node.scopes if scope.path}
+            raise ConfigError(
+                f"split_spec cuts {self}, where the model's forward does not come",
+                got=nearest(self.path, paths),
+                cause="there is no such sublayer, its forward is called by no other, or it is in "
+                "one that is not opened",
+                fix="name a sublayer that fleetpipe.explain(model, example) shows",
+            )
+        return inside[0] if self.point is SplitPoint.BEGINNING else inside[-1] + 1
 
 
-#: What a user says of the cut.
-SplitSpec = Union[str, Sequence[str], Mapping[str, SplitPoint], None]
+class AtMark(NamedTuple):
+    """At a call of :func:`pipe_split`, by its number."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"at call {self.number + 1} of pipe_split"
+
+    def start(self, trace: Trace) -> int:
+        """Returns the first node of the stage that begins here.
+
+        Raises:
+            CaptureError: This run has no such call.
+        """
+        if self.number >= len(trace.marks):
+            raise CaptureError(
+                "the forward called pipe_split more often in its first run",
+                expected=f"{self.number + 1} calls or more",
+                got=f"{len(trace.marks)} calls",
+                fix="call pipe_split in training and in evaluation, whatever the inputs are",
+            )
+        return trace.marks[self.number]
 
 
-def borders_of(spec: SplitSpec) -> list[Border]:
-    """Returns the places that a user named."""
-    if isinstance(spec, Mapping):
-        return [Border(path, point) for path, point in spec.items()]
-    return [Border(path, SplitPoint.BEGINNING) for path in spec or ()]
+#: A place where a stage begins.
+Border = Union[AtCall, AtMark]
 
 
 def starts(trace: Trace, borders: Sequence[Border]) -> list[int]:
-    """Returns the first node of each stage but stage 0, in the order in which nodes run.
+    """Returns the first node of each stage but stage 0.
 
-    Glue goes with what ran before it, and glue within a sublayer with the sublayer.
+    Args:
+        trace: A run of the forward.
+        borders: The places, in the order in which the first run came to them.
 
     Raises:
-        ConfigError: The model has no such sublayer, or its forward does not call it.
+        ConfigError: The forward does not come to a place, or a stage would be empty.
     """
-    return sorted(_start(trace, border) for border in borders)
+    found = [border.start(trace) for border in borders]
+    for border, start, after in zip(borders, found, [*found[1:], len(trace.nodes)]):
+        if not 0 < start < after:
+            raise ConfigError(
+                f"the cut {border} leaves a stage without a node",
+                got=f"stages that begin at the nodes {[0, *found]} of {len(trace.nodes)}",
+                cause="two places are the same, or nothing runs before the first or after the last",
+                fix="cut elsewhere: fleetpipe.explain(model, example) shows the nodes in order",
+            )
+    return found
 
 
-def _start(trace: Trace, border: Border) -> int:
-    inside = [
-        number
-        for number, node in enumerate(trace.nodes)
-        if any(scope.path == border.path and not scope.call for scope in node.scopes)
-    ]
-    if not inside:
-        paths = {scope.path for node in trace.nodes for scope in node.scopes if scope.path}
-        raise ConfigError(
-            f"split_spec names {border.path!r}, which no call of the model's forward goes to",
-            got=nearest(border.path, paths),
-            fix="name a sublayer as model.named_sublayers() has it",
-        )
-    return inside[0] if border.point is SplitPoint.BEGINNING else inside[-1] + 1
+def in_order(trace: Trace, borders: Sequence[Border]) -> list[Border]:
+    """Returns places in the order in which a run comes to them; raises as :func:`starts`."""
+    return sorted(borders, key=lambda border: border.start(trace))

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fleetpipe._paddle import user_strategy
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.capture import cuts
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
-from fleetpipe.capture.cuts import SplitSpec
+from fleetpipe.capture.forms import Captured, Forms
+from fleetpipe.capture.signature import Signature, example_of, numbers_like, signature_of
+from fleetpipe.capture.split_spec import AUTO, SplitSpec, borders_of
 from fleetpipe.capture.tracer import Unopened, traced
-from fleetpipe.capture.value import Capture
+from fleetpipe.capture.value import Trace
+from fleetpipe.config import PipelineConfig
+from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 
 
@@ -18,31 +22,56 @@ def pipeline(
     model: Layer,
     example_inputs: Nest,
     loss_fn: Any = None,
-    split_spec: SplitSpec = "auto",
+    split_spec: SplitSpec = AUTO,
     num_stages: int | None = None,
     num_chunks: int = 1,
     no_split: Sequence[type] = (),
     verify: bool = True,
+    *,
+    recompute_interval: int = 0,
 ) -> CapturedPipeline:
     """Returns a plain model as a pipeline."""
-    capture = captured(model, example_inputs, no_split)
-    borders = cuts.borders_of(split_spec)
-    starts = {mode: cuts.starts(capture.of(mode), borders) for mode in (True, False)}
     job = current_job()
-    stages = len(borders) + 1
-    ranks = num_stages or (job.degrees.pp if job is not None else stages // num_chunks)
+    ranks = num_stages if job is None else job.degrees.pp
+    rows = 2 if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
+    example = example_of(example_inputs, rows)
+    captured = capturing(model, example, no_split)
+    trace = captured(signature_of(example), True)
+    stages = None if ranks is None else ranks * num_chunks
+    borders = borders_of(split_spec, model, trace, stages)
+    if stages is None:
+        stages = len(borders) + 1
+    if len(borders) + 1 != stages:
+        raise ConfigError(
+            f"split_spec cuts the model into {len(borders) + 1} stages",
+            expected=f"{stages}: ranks of the pipeline times chunks",
+            got=", ".join(map(str, borders)) or "no cut",
+            fix="give one cut less than there are stages",
+        )
+    forms = Forms(captured, borders, example, recompute_interval)
     chunks = None if num_chunks == 1 else num_chunks
-    return CapturedPipeline(model, capture, starts, ranks, chunks, loss_fn)
+    return CapturedPipeline(model, forms, stages // num_chunks, chunks, loss_fn)
 
 
-def captured(model: Layer, example: Nest, no_split: Sequence[type] = ()) -> Capture:
-    """Runs a model's forward in training and in evaluation, and returns what it does."""
+def capturing(model: Layer, example: Nest, no_split: Sequence[type] = ()) -> Captured:
+    """Returns what runs the forward of a model, which is put back into its mode.
+
+    Args:
+        model: The model.
+        example: An example of its inputs, which is used for a batch that looks like it.
+        no_split: Classes of layers that are nodes as a whole.
+    """
     unopened = Unopened(tuple(no_split))
-    mode = model.training
-    try:
-        model.train()
-        training = traced(model, example, unopened)
-        model.eval()
-        return Capture(training, traced(model, example, unopened))
-    finally:
-        model.train() if mode else model.eval()
+    look = signature_of(example)
+
+    def captured(signature: Signature, training: bool) -> Trace:
+        inputs = example if signature == look else numbers_like(signature)
+        modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
+        try:
+            model.train() if training else model.eval()
+            return traced(model, inputs, unopened)
+        finally:
+            for layer, mode in modes:
+                layer.training = mode
+
+    return captured

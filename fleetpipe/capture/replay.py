@@ -11,15 +11,20 @@ from collections.abc import Mapping
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.aliases import Nest
+from fleetpipe.capture.signature import Signature
 from fleetpipe.capture.value import Node, Owned, Ref, Trace, ValueId
 from fleetpipe.dygraph.nest import tensors_of
 
 #: The values that are still needed, by name.
-Values = Mapping[str, Tensor]
+Values = Mapping[str, Nest]
 
 #: Puts values in the place of what stands for them.
 _Fill = Callable[[Values], Any]
+
+
+#: The name of what goes with the values: the look of the batch that they are of.
+LOOK = "look"
 
 
 def name_of(value: ValueId) -> str:
@@ -27,14 +32,18 @@ def name_of(value: ValueId) -> str:
     return f"v{value}"
 
 
-def entries(trace: Trace) -> list[Callable[[Nest], Nest]]:
+def entries(trace: Trace, signature: Signature) -> list[Callable[[Nest], Nest]]:
     """Returns functions of one argument which, called one after another, run a trace again.
 
     That of a node which calls a layer, or takes parameters of layers, is a ``partial`` with these
     layers as arguments.
+
+    Args:
+        trace: The run.
+        signature: The look of its inputs.
     """
     needed = _needed_after(trace)
-    functions: list[Callable[[Nest], Nest]] = [_Inputs(trace, needed[0])]
+    functions: list[Callable[[Nest], Nest]] = [_Inputs(trace, needed[0], signature)]
     for node, later in zip(trace.nodes, needed[1:]):
         layers = [node.function] if node.is_layer else [owned.layer for owned in node.owned]
         functions.append(_named(functools.partial(_Call(node, later), *layers), node.name))
@@ -48,7 +57,7 @@ def _named(function: functools.partial[Nest], name: str) -> functools.partial[Ne
 
 def _needed_after(trace: Trace) -> list[frozenset[str]]:
     """Returns the names of the values needed after the inputs, and after each node."""
-    needed = {name_of(value) for value in trace.output_values}
+    needed = {LOOK, *(name_of(value) for value in trace.output_values)}
     after = [frozenset(needed)]
     for node in reversed(trace.nodes):
         needed |= {name_of(value) for value in node.uses}
@@ -61,13 +70,15 @@ class _Inputs:
 
     __name__ = "inputs"
 
-    def __init__(self, trace: Trace, needed: frozenset[str]) -> None:
+    def __init__(self, trace: Trace, needed: frozenset[str], signature: Signature) -> None:
+        self._signature = signature
         self._names = [name_of(value) for value in trace.input_values]
         self._needed = needed
 
     def __call__(self, inputs: Nest) -> Nest:
         pairs = zip(self._names, tensors_of(inputs))
-        return {name: tensor for name, tensor in pairs if name in self._needed}
+        values = {name: tensor for name, tensor in pairs if name in self._needed}
+        return {LOOK: self._signature, **values}
 
 
 class _Outputs:

@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fleetpipe import version
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture._paddle import Function, intercepted
+from fleetpipe.capture.mark import noting
 from fleetpipe.capture.value import Like, Node, Owned, Ref, Scope, Trace, ValueId, like
 from fleetpipe.dygraph import has_memory, state_slots
 from fleetpipe.dygraph.nest import leaves, tensors_of
@@ -77,8 +79,9 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
     """
     while True:
         try:
-            with _state_kept(model):
-                return _Tracer(model, unopened).run(inputs)
+            with _state_kept(model) as changed:
+                trace = _Tracer(model, unopened).run(inputs)
+            return replace(trace, changed=frozenset(changed))
         except _NotTraceable as failure:
             if failure.layer is model:
                 raise CaptureError(
@@ -122,6 +125,7 @@ class _Tracer:
         #: Every tensor that has a number, so that no other gets its id.
         self._tensors: list[Tensor] = []
         self._likes: list[Like] = []
+        self._marks: list[int] = []
         self._inside = False
 
     def run(self, inputs: Nest) -> Trace:
@@ -130,9 +134,31 @@ class _Tracer:
         for tensor in tensors_of(inputs):
             self._number(tensor)
         noted = self._noted(inputs)
-        with intercepted(self):
+        with intercepted(self), noting(self.mark):
             output = self._model(*args, **named)
-        return Trace(tuple(self._nodes), noted, self._noted(output), tuple(self._likes))
+        return Trace(
+            tuple(self._nodes),
+            noted,
+            self._noted(output),
+            tuple(self._likes),
+            tuple(self._marks),
+        )
+
+    def mark(self) -> None:
+        """Notes that a stage begins.
+
+        Raises:
+            CaptureError: It would begin within a node.
+        """
+        if self._inside:
+            raise CaptureError(
+                "pipe_split() is called in a sublayer that is a node as a whole",
+                where=user_place(),
+                cause="it has no sublayers, is of Paddle's, in no_split, or does what no node can "
+                "be made of",
+                fix="call pipe_split between sublayers, in the forward of a layer that has some",
+            )
+        self._marks.append(len(self._nodes))
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """See :class:`fleetpipe.capture._paddle.Listener`."""
@@ -261,8 +287,9 @@ def _owned_by(model: Layer) -> Iterator[tuple[int, Owned]]:
 
 
 @contextmanager
-def _state_kept(model: Layer) -> Iterator[None]:
-    """Puts buffers and random states back in the end."""
+def _state_kept(model: Layer) -> Iterator[set[int]]:
+    """Puts buffers and random states back in the end, and tells the ids of those that changed."""
+    changed: set[int] = set()
     kept = [
         (holder, name, holder[name], holder[name].clone())
         for layer in model.sublayers(include_self=True)
@@ -271,11 +298,13 @@ def _state_kept(model: Layer) -> Iterator[None]:
     ]
     with random_states_kept():
         try:
-            yield
+            yield changed
         finally:
             for holder, name, tensor, value in kept:
-                tensor.set_value(value)
-                holder[name] = tensor
+                if holder[name] is not tensor or not paddle.equal_all(tensor, value).item():
+                    changed.add(id(tensor))
+                    tensor.set_value(value)
+                    holder[name] = tensor
 
 
 __all__ = ["Unopened", "arguments_of", "leaves", "traced", "user_place"]

@@ -12,7 +12,7 @@ from typing import Any, Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph import nest
+from fleetpipe.dygraph import nest, state_slots
 
 #: Numbers a value.
 ValueId = int
@@ -132,6 +132,15 @@ class Node:
         """The parameters and buffers that it takes, as an operation."""
         return [leaf for leaf in arguments(self) if isinstance(leaf, Owned)]
 
+    @property
+    def buffers(self) -> set[int]:
+        """The ids of the tensors of the model, but trained ones, that it has or takes."""
+        layer: Layer = self.function
+        layers = layer.sublayers(include_self=True) if self.is_layer else []
+        tensors = [holder[name] for layer in layers for holder, name in state_slots(layer)]
+        tensors += [getattr(one.layer, one.name) for one in self.owned]
+        return {id(tensor) for tensor in tensors}
+
 
 def arguments(node: Node) -> Iterator[Nest]:
     """Yields what the containers in a node's arguments hold."""
@@ -147,12 +156,16 @@ class Trace:
         inputs: The model's inputs, nested; :class:`Ref` stands for tensors.
         outputs: What it returned, likewise.
         likes: What is known of each value.
+        marks: The node before which each call of ``pipe_split`` came.
+        changed: The ids of the buffers into which it wrote.
     """
 
     nodes: tuple[Node, ...]
     inputs: Nest
     outputs: Nest
     likes: tuple[Like, ...]
+    marks: tuple[int, ...] = ()
+    changed: frozenset[int] = frozenset()
     _made: dict[ValueId, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -176,14 +189,3 @@ class Trace:
 def refs_in(value: Nest) -> list[ValueId]:
     """Returns the values that stand in a nest, in order."""
     return [leaf.value for _, leaf in nest.leaves(value, exact=True) if isinstance(leaf, Ref)]
-
-
-class Capture(NamedTuple):
-    """What a model does in training and in evaluation."""
-
-    training: Trace
-    evaluation: Trace
-
-    def of(self, training: bool) -> Trace:
-        """Returns the one or the other."""
-        return self.training if training else self.evaluation

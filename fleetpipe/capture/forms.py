@@ -1,0 +1,102 @@
+"""The runs of a forward that a pipeline knows, by what a batch looks like and by mode, each cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Callable, NamedTuple
+
+from fleetpipe.aliases import Nest
+from fleetpipe.capture import cuts
+from fleetpipe.capture.cuts import Border
+from fleetpipe.capture.edges import crossing
+from fleetpipe.capture.replay import entries
+from fleetpipe.capture.signature import Signature, signature_of
+from fleetpipe.capture.value import Node, Trace
+from fleetpipe.dygraph.layers.run_stage import StageRunner
+from fleetpipe.errors import CaptureError
+from fleetpipe.partition import LayerInfo, Partition
+from fleetpipe.schedules import Edge
+
+#: Runs the forward on a batch of a look, in training or in evaluation.
+Captured = Callable[[Signature, bool], Trace]
+
+
+class Form(NamedTuple):
+    """One run of the forward, cut.
+
+    Attributes:
+        trace: The run.
+        starts: The first node of each stage but stage 0.
+        functions: What runs the nodes, between what takes the inputs and what gives the outputs.
+        runner: Runs the stages.
+        crossing: The values on each edge, by name.
+    """
+
+    trace: Trace
+    starts: tuple[int, ...]
+    functions: Sequence[Callable[[Nest], Nest]]
+    runner: StageRunner
+    crossing: dict[Edge, tuple[str, ...]]
+
+    def nodes(self, stage: int) -> Sequence[Node]:
+        """Returns the nodes of a stage."""
+        bounds = [0, *self.starts, len(self.trace.nodes)]
+        return self.trace.nodes[bounds[stage] : bounds[stage + 1]]
+
+
+class Forms:
+    """Makes them when they are asked for, and keeps them."""
+
+    def __init__(
+        self, captured: Captured, borders: Sequence[Border], example: Nest, interval: int = 0
+    ) -> None:
+        """Begins with the look of an example, in both modes.
+
+        Args:
+            captured: Runs the forward.
+            borders: Where it is cut.
+            example: An example of the inputs. Its edges are those of the pipeline.
+            interval: Nodes of a stage that are recomputed as one; 0 for none.
+        """
+        self._captured = captured
+        self._borders = borders
+        self._interval = interval
+        self.example_inputs = example
+        self.first = signature_of(example)
+        self._known: dict[tuple[Signature, bool], Form] = {}
+        for training in (True, False):
+            self._known[self.first, training] = self._made(self.first, training)
+
+    def of(self, signature: Signature, training: bool) -> Form:
+        """Returns how a batch of a look is run.
+
+        Raises:
+            CaptureError: It crosses between stages where the example does not.
+        """
+        form = self._known.get((signature, training))
+        if form is None:
+            form = self._made(signature, training)
+            new = form.crossing.keys() - self.example(training).crossing.keys()
+            if new:
+                raise CaptureError(
+                    "a batch of this look has a value on an edge that the example has not",
+                    expected=f"inputs like {self.first}",
+                    got=f"{signature}, with the edges {', '.join(map(str, sorted(new)))}",
+                    fix="pass example_inputs in which everything is given that may be",
+                )
+            self._known[signature, training] = form
+        return form
+
+    def example(self, training: bool) -> Form:
+        """Returns how the example is run."""
+        return self._known[self.first, training]
+
+    def _made(self, signature: Signature, training: bool) -> Form:
+        trace = self._captured(signature, training)
+        starts = tuple(cuts.starts(trace, self._borders))
+        functions = entries(trace, signature)
+        infos = tuple(LayerInfo(str(getattr(f, "__name__", ""))) for f in functions)
+        bounds = (0, *(start + 1 for start in starts), len(functions))
+        partition = Partition(bounds, "captured", infos)
+        runner = StageRunner(dict(enumerate(functions)), partition, self._interval)
+        return Form(trace, starts, functions, runner, crossing(trace, starts))

@@ -1,0 +1,103 @@
+"""What a batch looks like, as text: containers, shapes and dtypes, and plain values as they are.
+
+A stage gets it with the values from others, so that a rank which has only its own part of a model
+knows which run of the forward it is in, and can make that run again with other numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import DType, Nest
+from fleetpipe.dygraph.nest import rebuilt
+from fleetpipe.errors import CaptureError
+
+#: A signature.
+Signature = str
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def signature_of(value: Nest) -> Signature:
+    """Returns what a model's inputs look like.
+
+    Raises:
+        CaptureError: They hold what is neither a tensor nor a plain value.
+    """
+    return json.dumps(_described(value))
+
+
+def numbers_like(signature: Signature) -> Nest:
+    """Returns inputs of that look: zeros, in the place of tensors."""
+    return _made(json.loads(signature))
+
+
+def _described(value: Nest) -> Any:
+    if isinstance(value, paddle.Tensor):
+        return {"tensor": [str(value.dtype).rpartition(".")[2], list(value.shape)]}
+    if isinstance(value, (tuple, list)):
+        return {type(value).__name__: [_described(item) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": {key: _described(item) for key, item in value.items()}}
+    if isinstance(value, _PLAIN):
+        return {"plain": value}
+    raise CaptureError(
+        "the inputs of a captured model are tensors and plain values",
+        expected="Tensors, None, bools, numbers and texts, in tuples, lists and dicts",
+        got=f"{type(value).__module__}.{type(value).__qualname__}",
+        fix="make tensors of it before, or inside a sublayer",
+    )
+
+
+def _made(described: Any) -> Nest:
+    ((kind, content),) = described.items()
+    if kind == "tensor":
+        dtype, shape = content
+        return paddle.zeros(shape, dtype)
+    if kind == "dict":
+        return {key: _made(item) for key, item in content.items()}
+    if kind == "plain":
+        return content
+    items = [_made(item) for item in content]
+    return items if kind == "list" else tuple(items)
+
+
+def completed(inputs: Nest, example: Nest) -> Nest:
+    """Returns inputs with the plain values of an example where they have none of their own.
+
+    A batch is made of tensors; what else the forward takes is as in the example. Entries of a dict
+    come in the example's order.
+    """
+    if isinstance(example, dict) and isinstance(inputs, dict):
+        found = {key: completed(inputs.get(key), item) for key, item in example.items()}
+        return {**found, **{key: item for key, item in inputs.items() if key not in example}}
+    if isinstance(example, (tuple, list)) and isinstance(inputs, (tuple, list)):
+        given = [*inputs, *[None] * (len(example) - len(inputs))]
+        more = given[len(example) :]
+        return rebuilt(inputs, [*map(completed, given, example), *more])
+    return example if inputs is None and isinstance(example, _PLAIN) else inputs
+
+
+def example_of(inputs: Nest, rows: int) -> Nest:
+    """Returns inputs in which random numbers stand in the place of an ``InputSpec``.
+
+    Args:
+        inputs: Tensors, specifications and plain values, nested.
+        rows: The size of dimensions that a specification leaves open.
+    """
+    if isinstance(inputs, paddle.static.InputSpec):
+        shape = [rows if size in (None, -1) else size for size in inputs.shape]
+        numbers = np.random.default_rng(0)
+        dtype: DType = str(inputs.dtype).rpartition(".")[2].lower()
+        whole = "int" in dtype or dtype == "bool"
+        values = numbers.integers(0, 2, shape) if whole else numbers.standard_normal(shape)
+        return paddle.to_tensor(values).astype(dtype)
+    if isinstance(inputs, (tuple, list)):
+        return type(inputs)(example_of(item, rows) for item in inputs)
+    if isinstance(inputs, dict):
+        return {key: example_of(item, rows) for key, item in inputs.items()}
+    return inputs

@@ -1,0 +1,146 @@
+"""What a user may say of the cut, and the places that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Union
+
+from fleetpipe.aliases import Layer
+from fleetpipe.capture.cuts import AtCall, AtMark, Border, SplitPoint, in_order
+from fleetpipe.capture.value import Trace
+from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.partition import uniform
+
+#: ``{name: SplitPoint}``, ``{name: stage}``, names, a prefix, or None for what the model says.
+SplitSpec = Union[str, Sequence[str], Mapping[str, SplitPoint], Mapping[str, int], None]
+
+#: Has the cut chosen by what the nodes cost.
+AUTO = "auto"
+
+
+def borders_of(spec: SplitSpec, model: Layer, trace: Trace, stages: int | None) -> list[Border]:
+    """Returns the places that a user's ``split_spec`` means, in the order of the run.
+
+    Args:
+        spec: Anything but "auto".
+        model: The model.
+        trace: The run of its forward in training.
+        stages: The number of stages, if it is known; a prefix needs it.
+
+    Raises:
+        ConfigError: It names what is not there, or is of no form that is known.
+    """
+    if isinstance(spec, str):
+        return _evenly(spec, trace, stages)
+    if spec is None:
+        return _said_by(model, trace)
+    if not isinstance(spec, (Mapping, Sequence)):
+        raise _unknown_form(spec)
+    _require_names(spec, model)
+    if isinstance(spec, Sequence):
+        return in_order(trace, [AtCall(path) for path in spec])
+    points = {path: point for path, point in spec.items() if isinstance(point, SplitPoint)}
+    if len(points) == len(spec):
+        return in_order(trace, [AtCall(path, point) for path, point in points.items()])
+    return _of_stages(spec, trace)
+
+
+def _unknown_form(spec: object) -> ConfigError:
+    return ConfigError(
+        "split_spec is of no form that is known",
+        expected='"auto", a prefix, a list of names, {name: SplitPoint}, {name: stage} or None',
+        got=repr(spec),
+        fix='pass ["layer2", "layer3"], for stages that begin with these sublayers',
+    )
+
+
+def _require_names(names: Sequence[str] | Mapping[str, object], model: Layer) -> None:
+    known = dict(model.named_sublayers())
+    for name in names:
+        if not isinstance(name, str):
+            raise _unknown_form(names)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"split_spec names sublayers that {type(model).__name__} has not",
+            got="; ".join(f"{name!r}, {nearest(name, known)}" for name in unknown),
+            fix="name sublayers as model.named_sublayers() does",
+        )
+
+
+def _evenly(prefix: str, trace: Trace, stages: int | None) -> list[Border]:
+    """Shares the sublayers below a prefix evenly among the stages, in the order of their calls."""
+    depth = prefix.count(".") + 2
+    below: list[str] = []
+    for node in trace.nodes:
+        for scope in node.scopes:
+            parts = scope.path.split(".")
+            if scope.path.startswith(f"{prefix}.") and len(parts) == depth:
+                below.append(scope.path)
+    children = list(dict.fromkeys(below))
+    if not children:
+        paths = {scope.path.rpartition(".")[0] for node in trace.nodes for scope in node.scopes}
+        raise ConfigError(
+            f"split_spec={prefix!r}: the forward calls no sublayer below that name",
+            got=nearest(prefix, paths - {""}) if paths - {""} else "a model of one level",
+            fix='pass the name of a LayerList or Sequential, or "auto"',
+        )
+    if stages is None:
+        raise ConfigError(
+            f"split_spec={prefix!r} shares sublayers among stages, of which there is no number",
+            fix="call fleet.init with a pp_degree first, or pass num_stages",
+        )
+    first = uniform(len(children), stages)[1:-1]
+    return [AtCall(children[index]) for index in first]
+
+
+def _said_by(model: Layer, trace: Trace) -> list[Border]:
+    """Returns what the model itself says: ``pipeline_stage`` of sublayers, or ``pipe_split``."""
+    stages = {
+        path: layer.pipeline_stage
+        for path, layer in model.named_sublayers()
+        if hasattr(layer, "pipeline_stage")
+    }
+    if stages:
+        return _of_stages(stages, trace)
+    if not trace.marks:
+        raise ConfigError(
+            "split_spec=None, and the model says nothing of stages",
+            expected="sublayers with a pipeline_stage, or calls of fleetpipe.pipe_split()",
+            fix='pass split_spec="auto", or model.layer3.pipeline_stage = 1',
+        )
+    return [AtMark(number) for number in range(len(trace.marks))]
+
+
+def _of_stages(stages: Mapping[str, object], trace: Trace) -> list[Border]:
+    """Returns where the stages begin that sublayers were given; the others go with those before.
+
+    Only the first call of a sublayer is where it was told to be: a second one is where it runs.
+    """
+    borders: list[Border] = []
+    for node in trace.nodes:
+        told = [scope for scope in node.scopes if scope.path in stages and not scope.call]
+        if not told:
+            continue
+        path = told[-1].path
+        stage = stages[path]
+        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+            raise ConfigError(
+                f"the stage of {path!r} is no number of a stage",
+                got=repr(stage),
+                fix="give whole numbers from 0, in the order in which the sublayers run",
+            )
+        if stage == len(borders) + 1:
+            borders.append(AtCall(path))
+        elif stage != len(borders):
+            raise ConfigError(
+                f"{path!r} is in stage {stage}, and runs after a sublayer of stage {len(borders)}",
+                where=node.place,
+                expected=f"stage {len(borders)} or {len(borders) + 1}",
+                got=f"stage {stage}",
+                fix="number the stages from 0, in the order in which the sublayers run",
+            )
+    return borders
+
+
+__all__ = ["AUTO", "SplitSpec", "borders_of"]

@@ -1,0 +1,150 @@
+"""Plain models of the kinds that people train, small, with the glue that people write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+
+WORDS, LENGTH, WIDTH = 23, 6, 16
+
+
+def tokens(rows: int, length: int = LENGTH, seed: int = 0) -> Any:
+    """Token ids [rows, length]."""
+    return paddle.to_tensor(np.random.default_rng(seed).integers(0, WORDS, (rows, length)))
+
+
+class Rotary(nn.Layer):  # type: ignore[misc]
+    """Rotary embeddings: called by every block, with the same tables."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        steps = paddle.arange(0, width, 2, dtype="float32")
+        self.register_buffer("frequencies", 1.0 / 10.0 ** (steps / width), persistable=False)
+
+    def forward(self, x: Any, positions: Any) -> Any:
+        angles = positions.astype("float32").unsqueeze(-1) * self.frequencies
+        cosine, sine = angles.cos(), angles.sin()
+        even, odd = x[..., 0::2], x[..., 1::2]
+        turned = paddle.stack([even * cosine - odd * sine, even * sine + odd * cosine], -1)
+        return turned.flatten(-2)
+
+
+class Block(nn.Layer):  # type: ignore[misc]
+    """Attention and a feed-forward, each with a skip; returns the keys and values too."""
+
+    def __init__(self, rotary: Rotary, dropout: float) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.feed = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+        self.dropout = dropout
+
+    def forward(self, x: Any, positions: Any, mask: Any = None, use_cache: bool = True) -> Any:
+        query, key, value = self.mix(self.before(x)).chunk(3, -1)
+        query, key = self.rotary(query, positions), self.rotary(key, positions)
+        scores = paddle.matmul(query, key, transpose_y=True) / WIDTH**0.5
+        if mask is not None:
+            scores = scores + mask
+        weights = nn.functional.softmax(scores)
+        x = x + nn.functional.dropout(self.out(weights @ value), self.dropout, self.training)
+        return x + self.feed(self.after(x)), ((key, value) if use_cache else None)
+
+
+class GPT(nn.Layer):  # type: ignore[misc]
+    """Tied embedding, rotary tables used in every stage, a mask made once, and a cache."""
+
+    def __init__(self, blocks: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.rotary = Rotary(WIDTH)
+        self.blocks = nn.LayerList([Block(self.rotary, dropout) for _ in range(blocks)])
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: Any, use_cache: bool = False) -> Any:
+        length = ids.shape[1]
+        positions = paddle.arange(length).unsqueeze(0)
+        mask = paddle.triu(paddle.full([length, length], -1e4), 1)
+        x, cache = self.embed(ids), []
+        for block in self.blocks:
+            x, kept = block(x, positions, mask=mask, use_cache=use_cache)
+            cache.append(kept)
+        logits = paddle.matmul(self.norm(x), self.embed.weight, transpose_y=True)
+        return {"logits": logits, "cache": cache} if use_cache else logits
+
+
+class UNet(nn.Layer):  # type: ignore[misc]
+    """Two levels down and up again, with a skip at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2 = self._convolved(3, 4), self._convolved(4, 8)
+        self.middle = self._convolved(8, 8)
+        self.up2, self.up1 = self._convolved(16, 4), self._convolved(8, 4)
+        self.head = nn.Conv2D(4, 2, 1)
+        self.pool = nn.MaxPool2D(2)
+
+    @staticmethod
+    def _convolved(inputs: int, outputs: int) -> Any:
+        return nn.Sequential(
+            nn.Conv2D(inputs, outputs, 3, padding=1), nn.BatchNorm2D(outputs), nn.ReLU()
+        )
+
+    def forward(self, x: Any) -> Any:
+        high = self.down1(x)
+        low = self.down2(self.pool(high))
+        y = self.middle(self.pool(low))
+        y = nn.functional.interpolate(y, size=low.shape[2:], mode="nearest")
+        y = self.up2(paddle.concat([y, low], 1))
+        y = nn.functional.interpolate(y, size=high.shape[2:], mode="nearest")
+        return self.head(self.up1(paddle.concat([y, high], 1)))
+
+
+class Tagger(nn.Layer):  # type: ignore[misc]
+    """An embedding, a bidirectional LSTM, a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, 8, num_layers=2, direction="bidirect")
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, ids: Any) -> Any:
+        hidden, _ = self.lstm(self.embed(ids))
+        return self.head(hidden)
+
+
+class TwoTowers(nn.Layer):  # type: ignore[misc]
+    """Two inputs by name, one embedding, two towers, and a number that scales the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.left = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.right = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, query: Any, answer: Any, scale: float = 2.0) -> Any:
+        left = self.left(self.embed(query).mean(1))
+        right = self.right(self.embed(answer).mean(1))
+        return (left @ right.T) * scale, left, right
+
+
+class Encoded(nn.Layer):  # type: ignore[misc]
+    """``nn.Transformer`` between an embedding and a head: every decoder layer takes the memory."""
+
+    def __init__(self, masked: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.transformer = nn.Transformer(WIDTH, 2, 2, 4, 32, dropout=0.0)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.masked = masked
+
+    def forward(self, source: Any, target: Any) -> Any:
+        mask = None
+        if self.masked:
+            mask = self.transformer.generate_square_subsequent_mask(target.shape[1])
+        return self.head(self.transformer(self.embed(source), self.embed(target), tgt_mask=mask))

@@ -1,0 +1,108 @@
+"""Models with the glue that people write give the plain model's bits, whatever is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import SplitPoint, fleet
+from tests.capture.beside import images, trained
+from tests.capture.models import GPT, Encoded, Tagger, TwoTowers, UNet, tokens
+from tests.jobs import job
+
+
+def of_tokens(output: Any, labels: Any) -> Any:
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def of_pixels(output: Any, labels: Any) -> Any:
+    return of_tokens(output.transpose([0, 2, 3, 1]).flatten(0, 1), labels.flatten(0, 1))
+
+
+def of_towers(output: Any, labels: Any) -> Any:
+    scores, left, _ = output
+    return nn.functional.cross_entropy(scores, labels) + left.mean()
+
+
+IDS, NEXT = tokens(8), tokens(8, seed=1)
+PIXELS = paddle.to_tensor(np.random.default_rng(0).integers(0, 2, (8, 16, 16)))
+
+#: By name: the model, a batch, the loss, the cut, and the edges with the number of their values.
+MODELS: dict[str, tuple[Callable[[], Any], list[Any], Any, Any, dict[str, int]]] = {
+    # The outer skip goes straight from stage 0 to stage 2.
+    "U-Net": (
+        UNet,
+        [images(8, 16)[0], PIXELS],
+        of_pixels,
+        ["middle", "up2"],
+        {"0>1": 2, "0>2": 1, "1>2": 1},
+    ),
+    "LSTM tagger": (Tagger, [IDS, NEXT], of_tokens, ["lstm", "head"], {"0>1": 1, "1>2": 1}),
+    "two towers": (
+        TwoTowers,
+        [{"query": IDS, "answer": NEXT}, paddle.to_tensor([[0], [1]] * 4)],
+        of_towers,
+        ["right"],
+        {"0>1": 2},
+    ),
+    "Transformer": (
+        Encoded,
+        [(IDS, NEXT), IDS],
+        of_tokens,
+        ["transformer.decoder.layers.1"],
+        {"0>1": 2},
+    ),
+    "Transformer with a mask": (
+        lambda: Encoded(masked=True),
+        [(IDS, NEXT), IDS],
+        of_tokens,
+        {"transformer.encoder": SplitPoint.END},
+        {"0>1": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_with_glue_gives_the_bits_of_the_plain_one(name: str) -> None:
+    build, data, loss_fn, split_spec, edges = MODELS[name]
+    with job(pp=len(split_spec) + 1):
+        done = trained(build, data, loss_fn=loss_fn, split_spec=split_spec, verify=False)
+    assert done.differing == []
+    crossing = done.pipe.forms.example(training=True).crossing
+    assert {str(edge): len(values) for edge, values in crossing.items()} == edges
+
+
+def test_a_tied_weight_differs_by_the_order_of_one_sum() -> None:
+    with job(pp=2):
+        done = trained(
+            GPT, [IDS, NEXT], loss_fn=of_tokens, split_spec=["blocks.2"], steps=1, verify=False
+        )
+    # Each stage adds its uses to the gradient by itself.
+    assert set(done.differing) <= {"step 0 gradient of embed.weight", "step 0 embed.weight"}
+    ours, theirs = done.pipe.state_dict(), done.plain.state_dict()
+    assert np.allclose(ours["embed.weight"], theirs["embed.weight"], rtol=1e-6, atol=1e-8)
+
+
+def test_outputs_in_containers_and_another_length_and_a_short_last_batch() -> None:
+    with job(pp=3):
+        plain = GPT()
+        plain.eval()
+        pipe = fleetpipe.pipeline(
+            plain, {"ids": IDS[:2], "use_cache": True}, split_spec="blocks", verify=False
+        )
+        model = fleet.distributed_model(pipe)
+        for ids in (IDS[:2], tokens(5), tokens(3, length=9)):
+            output = model.predict_batch({"ids": ids})
+            parts = [plain(ids[row : row + 2], use_cache=True) for row in range(0, len(ids), 2)]
+            assert len(output["cache"]) == 4
+            for part, (key, value) in zip(output["cache"], parts[0]["cache"]):
+                assert np.array_equal(part[0][:2], key)
+                assert np.array_equal(part[1][:2], value)
+            logits = paddle.concat([part["logits"] for part in parts])
+            assert np.array_equal(output["logits"], logits)
