@@ -8,6 +8,7 @@ otherwise in its own ``state_dict``: the second class of a shared key is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fleetpipe._paddle import paddle
@@ -34,6 +35,8 @@ class ModelState:
         plain_names: The lasting name of each parameter and buffer of the plain model that the list
             was made of, in its order; empty where it was made of none.
     """
+
+    plain_names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -64,7 +67,6 @@ class ModelState:
         self._functions = built.functions
         self._partition = partition
         self._group = group
-        self.plain_names: Mapping[str, str] = {}
 
     def own(self) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by lasting name."""
