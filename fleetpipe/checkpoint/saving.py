@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe import __version__
 from fleetpipe.checkpoint import _paddle, commit, host, training_state
 from fleetpipe.checkpoint.manifest import Manifest
 from fleetpipe.checkpoint.objects import Objects
@@ -21,6 +20,7 @@ from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.retention import Retention
 from fleetpipe.checkpoint.writer import Assignment, described_files, own_parts, write
 from fleetpipe.errors import CheckpointError
+from fleetpipe.version import __version__
 
 #: A value of JSON.
 Json = Any
