@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,11 +96,16 @@ class Manifest:
                 "pieces": [[cut, crc] for cut, crc in entry.pieces],
             }
         contents = {
-            **{key: value for key, value in asdict(self).items() if key != "tensors"},
             "format": FORMAT,
             "version": VERSION,
+            "step": self.step,
             "files": {name: whole._asdict() for name, whole in self.files.items()},
             "tensors": {group: tensors for group, tensors in groups.items() if tensors},
+            "order": self.order,
+            "optimizer": self.optimizer,
+            "metrics": dict(self.metrics),
+            "layout": dict(self.layout),
+            "versions": dict(self.versions),
         }
         return sealed(contents)
 

@@ -94,9 +94,10 @@ def write(task: Assignment, bytes_of: Callable[[Name], memoryview]) -> None:
     if task.rank == 0:
         for file, text in task.texts.items():
             commit.write_file(task.draft / file, text)
-    draft = _report(task.draft, task.rank)
-    commit.write_file(draft.with_suffix(".part"), json.dumps(checksums))
-    draft.with_suffix(".part").rename(draft)
+    report = _report(task.draft, task.rank)
+    part = report.with_suffix(".part")
+    part.write_text(json.dumps(checksums), encoding="utf-8")
+    part.rename(report)
     _end(task)
 
 

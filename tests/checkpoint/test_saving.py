@@ -1,0 +1,256 @@
+"""When a step is saved, what is kept, and what a writer in the background may do and may not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe.checkpoint import tensors
+from fleetpipe.errors import CheckpointError, ConfigError
+from tests.launching import ROOT, Finished
+
+
+def model(value: float = 0.0) -> Any:
+    made = nn.Linear(3, 3)
+    fill(made, value)
+    return made
+
+
+def fill(made: Any, value: float) -> None:
+    for parameter in made.parameters():
+        parameter.set_value(paddle.full(parameter.shape, value))
+
+
+def value_at(folder: Path, step: int | str = "latest") -> float:
+    """What all parameters of a step are."""
+    made = model(-1.0)
+    fleetpipe.CheckpointManager(folder, best=("loss", "min")).restore(step, model=made)
+    found = {float(number) for p in made.parameters() for number in p.flatten().tolist()}
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_steps_are_saved_at_the_interval_and_where_forced(tmp_path: Path) -> None:
+    manager = fleetpipe.CheckpointManager(tmp_path / "new" / "run", save_interval=3)
+    made = model()
+    saved = [step for step in range(8) if manager.save(step, model=made) is not None]
+    assert saved == manager.steps() == [0, 3, 6]
+    handle = manager.save(7, model=made, force=True)
+    assert handle is not None
+    handle.wait()
+    assert manager.steps() == [0, 3, 6, 7]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, in_background: bool) -> None:
+    manager = fleetpipe.CheckpointManager(
+        tmp_path, max_to_keep=2, best=("loss", "min"), async_save=in_background
+    )
+    kept = []
+    for step, loss in enumerate([5.0, 1.0, 3.0, 1.5, 2.0]):
+        manager.save(step, model=model(step), metrics={"loss": loss, "other": 1})
+        manager.wait()
+        kept.append(manager.steps())
+    assert kept == [[0], [0, 1], [1, 2], [1, 2, 3], [1, 3, 4]]
+    assert value_at(tmp_path, "best") == 1
+    assert value_at(tmp_path) == 4
+    assert manager.restore(3, model=model()).metrics == {"loss": 1.5, "other": 1}
+    # Another manager knows what the first one has seen.
+    fleetpipe.CheckpointManager(tmp_path, max_to_keep=1, best=("loss", "max")).save(
+        5, model=model(5), metrics={"loss": 1.8}
+    )
+    assert manager.steps() == [4, 5]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_values_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
+    for options in ({"save_interval": 0}, {"max_to_keep": 0}, {"best": ("loss", "least")}):
+        with pytest.raises(ConfigError):
+            fleetpipe.CheckpointManager(tmp_path, **options)
+    manager = fleetpipe.CheckpointManager(tmp_path, best=("loss", "min"))
+    with pytest.raises(ConfigError, match="needs the metric 'loss'"):
+        manager.save(1, model=model(), metrics={"accuracy": 1.0})
+    with pytest.raises(CheckpointError, match=r"extra\['a'\]\[1\] cannot be saved"):
+        fleetpipe.CheckpointManager(tmp_path).save(1, model=model(), extra={"a": [1, object()]})
+    assert not list(tmp_path.glob("step*"))
+
+
+def test_a_copy_is_written_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    write_at = tensors.write_at
+
+    def later(*args: Any) -> None:
+        assert go_on.wait(30)
+        write_at(*args)
+
+    monkeypatch.setattr(tensors, "write_at", later)
+    manager = fleetpipe.CheckpointManager(tmp_path, async_save=True, save_interval=2)
+    made = model(2.0)
+    manager.save(2, model=made)
+    fill(made, 3.0)
+    assert manager.save(3, model=made) is None
+    assert manager.steps() == []
+    go_on.set()
+    manager.save(4, model=made)
+    assert manager.steps()[0] == 2
+    manager.wait()
+    assert [value_at(tmp_path, step) for step in manager.steps()] == [2.0, 3.0]
+
+
+def test_a_full_disk_is_told_at_the_next_step_and_training_may_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = model(1.0)
+    manager = fleetpipe.CheckpointManager(tmp_path, async_save=True)
+    manager.save(1, model=made)
+    manager.wait()
+    write_at = tensors.write_at
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensors, "write_at", full)
+    manager.save(2, model=made)
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        manager.save(3, model=made)
+    assert "saving step 2 failed on rank 0" in str(caught.value)
+    monkeypatch.setattr(tensors, "write_at", write_at)
+    assert manager.steps() == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    fill(made, 4.0)
+    manager.save(4, model=made)
+    manager.wait()
+    assert manager.steps() == [1, 4]
+    assert value_at(tmp_path) == 4.0
+
+
+FULL = f"""
+import errno, json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import paddle, fleetpipe
+from fleetpipe.checkpoint import tensors
+from fleetpipe.errors import CheckpointError
+from fleetpipe import fleet
+from tests.pipelines import batch, bits, job, pipeline, sgd
+
+home = sys.argv[1]
+rank = int(os.environ["PADDLE_TRAINER_ID"])
+write_at = tensors.write_at
+
+def full(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+with job(2, timeout=20):
+    model = pipeline()
+    optimizer = sgd(model)
+    told, losses = [], []
+    managers = [
+        fleetpipe.CheckpointManager(os.path.join(home, name), async_save=name == "async")
+        for name in ("sync", "async")
+    ]
+    for step in range(5):
+        losses.append(model.train_batch(batch(seed=step), optimizer).item())
+        if rank == 1:
+            tensors.write_at = full if step in (1, 3) else write_at
+        for manager in managers:
+            try:
+                manager.save(step, model=model, optimizer=optimizer)
+            except CheckpointError as error:
+                told.append([step, str(error).splitlines()[0]])
+    managers[1].wait()
+    steps = [manager.steps() for manager in managers]
+    with open(os.path.join(home, f"{{rank}}.json"), "w") as file:
+        json.dump([told, steps, losses], file)
+"""
+
+
+def test_a_full_disk_of_one_rank_fails_the_save_on_all(
+    launch: Callable[..., Finished], tmp_path: Path
+) -> None:
+    launch(FULL, 2, args=[str(tmp_path)])
+    first, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == other
+    told, steps, losses = first
+    reason = "failed on rank 1 of the job: [Errno 28] No space left on device"
+    # In the background the error comes with the next save, which goes on.
+    assert told == [
+        [1, f"saving step 1 {reason}"],
+        [2, f"saving step 1 {reason}"],
+        [3, f"saving step 3 {reason}"],
+        [4, f"saving step 3 {reason}"],
+    ]
+    assert steps == [[0, 2, 4], [0]]
+    assert len(losses) == 5
+
+
+KILLS = f"""
+import os, random, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import paddle, fleetpipe
+from paddle import nn
+
+folder, kills = sys.argv[1], int(sys.argv[2])
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+adam = paddle.optimizer.Adam(parameters=model.parameters())
+
+def tensors():
+    return [*model.parameters(), *(t for ts in adam._accumulators.values() for t in ts.values())]
+
+def fill(value):
+    for tensor in tensors():
+        tensor.set_value(paddle.full(tensor.shape, value))
+
+def found():
+    return {{number for tensor in tensors() for number in tensor.flatten().tolist()}}
+
+for parameter in model.parameters():
+    parameter.grad = parameter * 0
+adam.step()
+fill(0.0)
+manager = fleetpipe.CheckpointManager(folder, max_to_keep=2)
+for _ in range(2):
+    start = time.monotonic()
+    manager.save(0, model=model, optimizer=adam)
+    seconds = time.monotonic() - start
+numbers, last, drafts = random.Random(1), 0, 0
+for kill in range(kills):
+    child = os.fork()
+    if child == 0:
+        manager = fleetpipe.CheckpointManager(folder, max_to_keep=2, async_save=kill % 2 == 1)
+        # The same step again, too: what replaces it must not take it away first.
+        for step in range(last, last + 1000):
+            fill(float(step))
+            manager.save(step, model=model, optimizer=adam)
+        os._exit(1)
+    time.sleep(numbers.uniform(0, 6 * seconds))
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    drafts += any(name.startswith(".") for name in os.listdir(folder))
+    fill(-1.0)
+    step = fleetpipe.CheckpointManager(folder).restore(model=model, optimizer=adam).step
+    assert found() == {{float(step)}}, (kill, step, found())
+    assert step >= last
+    last = step
+print("kills within a save:", drafts, "steps saved:", last, seconds)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_step(launch: Callable[..., Finished]) -> None:
+    # In memory, where a sync takes no time: a kill loses nothing that the kernel has taken.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        done = launch(KILLS, None, args=[folder, "40"])
+    words = done.logs[0].split("kills within a save:")[1].split()
+    assert int(words[0]) > 10
+    assert int(words[-2]) > 0
