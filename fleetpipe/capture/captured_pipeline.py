@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fleetpipe.aliases import Layer, Nest
+from fleetpipe.aliases import Layer
 from fleetpipe.capture.forms import Form, Forms
-from fleetpipe.capture.replay import LOOK
-from fleetpipe.capture.signature import Signature, completed, signature_of
+from fleetpipe.capture.proof import Proof
+from fleetpipe.capture.stages import CapturedStages
 from fleetpipe.capture.state import CapturedState, part_of, release, stages_of
 from fleetpipe.capture.value import Node
 from fleetpipe.dygraph.batch.stage import Borders
@@ -18,11 +18,9 @@ from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
-from fleetpipe.engine.stage import Values
 from fleetpipe.errors import CaptureError, UsageError
 from fleetpipe.partition import LayerInfo
 from fleetpipe.schedules import Edge
-from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import SoleGroup
 
 
@@ -35,10 +33,13 @@ class CapturedPipeline(PipelineLayer):
         plain: The plain model. Where ranks share a pipeline it has the memory of this rank's
             stages alone.
         forms: The runs of its forward that are known.
+        proof: What was compared with the plain model; None where nothing was.
     """
 
     plain: Layer
     forms: Forms
+    proof: Proof | None
+    _stages: CapturedStages
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class CapturedPipeline(PipelineLayer):
         num_stages: int,
         num_chunks: int | None = None,
         loss_fn: Any = None,
+        proof: Proof | None = None,
     ) -> None:
         """Takes the nodes of this process's stages. Collective where ranks share weights.
 
@@ -56,9 +58,11 @@ class CapturedPipeline(PipelineLayer):
             num_stages: Ranks of the pipeline.
             num_chunks: Chunks on each; None for the schedule's own number.
             loss_fn: As for ``PipelineLayer``.
+            proof: What was compared with the plain model.
         """
         # Around Layer.__setattr__, which would make a sublayer of the model.
-        self.__dict__.update(plain=plain, forms=forms)
+        stages = CapturedStages(forms, lambda: self.training)
+        self.__dict__.update(plain=plain, forms=forms, proof=proof, _stages=stages)
         example = forms.example(training=True)
         super().__init__(
             list(example.functions),
@@ -128,39 +132,15 @@ class CapturedPipeline(PipelineLayer):
     @property
     def borders(self) -> Borders:
         """What crosses between the stages."""
-        return self
+        return self._stages
 
     def edges(self, training: bool) -> Sequence[Edge]:
         """Returns the edges between the stages, in training or in evaluation."""
-        return tuple(self.forms.example(training).crossing)
+        return self._stages.edges(training)
 
     def function(self, stage: int) -> Run:
         """Returns what runs the nodes of a stage in the mode that the model is in."""
-        training = self.training
-
-        def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
-            if stage:
-                look = value.get(LOOK, self.forms.first)
-            else:
-                value = completed(value, self.forms.example_inputs)
-                look = signature_of(value)
-            return self.forms.of(look, training).runner.function(stage)(value, micro_batch)
-
-        return run
-
-    def joined(self, values: Values) -> Nest:
-        """See :class:`fleetpipe.dygraph.batch.stage.Borders`."""
-        return {name: tensor for part in values.values() for name, tensor in part.items()}
-
-    def parted(self, stage: int, output: Nest) -> Values:
-        """See :class:`fleetpipe.dygraph.batch.stage.Borders`."""
-        look: Signature = output[LOOK]
-        crossing = self.forms.of(look, self.training).crossing
-        return {
-            edge: {LOOK: look, **{name: output[name] for name in crossing.get(edge, ())}}
-            for edge in self.edges(self.training)
-            if edge.source == stage
-        }
+        return self._stages.function(stage)
 
     def _layer_infos(self) -> list[LayerInfo]:
         """Returns the name of each entry, with the parameters that no earlier one uses."""

@@ -8,11 +8,11 @@ from typing import Any
 from fleetpipe._paddle import user_strategy
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
-from fleetpipe.capture.forms import Captured, Forms
-from fleetpipe.capture.signature import Signature, example_of, numbers_like, signature_of
+from fleetpipe.capture.capturing import Capturing
+from fleetpipe.capture.forms import Forms
+from fleetpipe.capture.proof import prove
+from fleetpipe.capture.signature import example_of, signature_of
 from fleetpipe.capture.split_spec import AUTO, SplitSpec, borders_of
-from fleetpipe.capture.tracer import Unopened, traced
-from fleetpipe.capture.value import Trace
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
@@ -35,7 +35,7 @@ def pipeline(
     ranks = num_stages if job is None else job.degrees.pp
     rows = 2 if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     example = example_of(example_inputs, rows)
-    captured = capturing(model, example, no_split)
+    captured = Capturing(model, example, no_split)
     trace = captured(signature_of(example), True)
     stages = None if ranks is None else ranks * num_chunks
     borders = borders_of(split_spec, model, trace, stages)
@@ -49,29 +49,6 @@ def pipeline(
             fix="give one cut less than there are stages",
         )
     forms = Forms(captured, borders, example, recompute_interval)
+    proof = prove(captured, forms, stages) if verify else None
     chunks = None if num_chunks == 1 else num_chunks
-    return CapturedPipeline(model, forms, stages // num_chunks, chunks, loss_fn)
-
-
-def capturing(model: Layer, example: Nest, no_split: Sequence[type] = ()) -> Captured:
-    """Returns what runs the forward of a model, which is put back into its mode.
-
-    Args:
-        model: The model.
-        example: An example of its inputs, which is used for a batch that looks like it.
-        no_split: Classes of layers that are nodes as a whole.
-    """
-    unopened = Unopened(tuple(no_split))
-    look = signature_of(example)
-
-    def captured(signature: Signature, training: bool) -> Trace:
-        inputs = example if signature == look else numbers_like(signature)
-        modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
-        try:
-            model.train() if training else model.eval()
-            return traced(model, inputs, unopened)
-        finally:
-            for layer, mode in modes:
-                layer.training = mode
-
-    return captured
+    return CapturedPipeline(model, forms, stages // num_chunks, chunks, loss_fn, proof)

@@ -1,7 +1,6 @@
 """Runs a model's forward once and notes what it calls.
 
-Layers without sublayers, and Paddle's own, are nodes; other layers are opened: what their forward
-calls are the nodes. Where code in a layer does what no node can be made of (it reads a tensor's
+Where code in a layer does what no node can be made of (it reads a tensor's
 numbers, say), that layer is not opened, and the forward runs again: as a whole it is called in
 Python like any other.
 """
@@ -9,7 +8,6 @@ Python like any other.
 from __future__ import annotations
 
 import traceback
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,39 +19,16 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture._paddle import Function, intercepted
 from fleetpipe.capture.mark import noting
-from fleetpipe.capture.value import Like, Node, Owned, Ref, Scope, Trace, ValueId, like
+from fleetpipe.capture.value import Like, Node, Owned, Ref, Trace, ValueId, like
+from fleetpipe.capture.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph import has_memory, state_slots
-from fleetpipe.dygraph.nest import leaves, tensors_of
+from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import CaptureError
 
-#: Layers of Paddle's that call others, and are opened nevertheless.
-_OPENED = (
-    *("Sequential", "Transformer", "TransformerEncoder", "TransformerDecoder"),
-    *("LayerList", "LayerDict"),
-)
-
 _HERE = (Path(paddle.__file__).parent, Path(version.__file__).parent)
-
-
-class Unopened:
-    """Which layers are nodes as a whole."""
-
-    def __init__(self, kinds: tuple[type, ...] = ()) -> None:
-        """Takes the classes whose layers are never opened."""
-        self._kinds = set(kinds)
-
-    def add(self, kind: type) -> None:
-        """Has layers of another class not be opened."""
-        self._kinds.add(kind)
-
-    def __contains__(self, layer: Layer) -> bool:
-        kind = type(layer)
-        if kind in self._kinds or not layer._sub_layers:
-            return True
-        hooked = layer._forward_pre_hooks or layer._forward_post_hooks
-        paddles = kind.__module__.startswith("paddle.nn.") and kind.__name__ not in _OPENED
-        return bool(hooked) or paddles
+#: Models that Paddle brings are like a user's.
+_MODELS = _HERE[0] / "vision" / "models"
 
 
 class _NotTraceable(BaseException):
@@ -79,7 +54,7 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
     """
     while True:
         try:
-            with _state_kept(model) as changed:
+            with state_kept(model) as changed:
                 trace = _Tracer(model, unopened).run(inputs)
             return replace(trace, changed=frozenset(changed))
         except _NotTraceable as failure:
@@ -93,40 +68,27 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
             unopened.add(type(failure.layer))
 
 
-def arguments_of(inputs: Nest) -> tuple[tuple[Nest, ...], dict[str, Nest]]:
-    """Returns the arguments, and those by name, that inputs stand for."""
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
-
-
 def user_place() -> str:
     """Returns file and line of the innermost frame that is neither Paddle's nor of this package."""
     for frame, line in traceback.walk_stack(None):
         path = Path(frame.f_code.co_filename)
-        if not any(folder in path.parents for folder in _HERE):
+        if _MODELS in path.parents or not any(folder in path.parents for folder in _HERE):
             return f"{path}:{line}"
     return "?"
 
 
-class _Tracer:
-    """One run."""
+class _Tracer(Walk):
+    """One run, noted."""
 
     def __init__(self, model: Layer, unopened: Unopened) -> None:
-        self._model = model
-        self._unopened = unopened
-        self._paths = {id(layer): path for path, layer in model.named_sublayers(include_self=True)}
+        super().__init__(model, unopened)
         self._owned = dict(_owned_by(model))
-        self._calls: Counter[str] = Counter()
-        self._scopes: list[Scope] = []
-        self._opened: list[Layer] = []
         self._nodes: list[Node] = []
         self._values: dict[int, ValueId] = {}
         #: Every tensor that has a number, so that no other gets its id.
         self._tensors: list[Tensor] = []
         self._likes: list[Like] = []
         self._marks: list[int] = []
-        self._inside = False
 
     def run(self, inputs: Nest) -> Trace:
         """Runs the forward."""
@@ -160,78 +122,41 @@ class _Tracer:
             )
         self._marks.append(len(self._nodes))
 
-    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.capture._paddle.Listener`."""
-        if self._inside:
-            return function(*args, **named)
-        return self._node(function, function, args, named, ())
-
-    def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
-        """See :class:`fleetpipe.capture._paddle.Listener`."""
-        path = self._paths.get(id(layer))
-        if self._inside or path is None:
-            return call(layer, *args, **named)
-        scope = Scope(path, self._calls[path])
-        self._calls[path] += 1
-        if layer is not self._model and layer in self._unopened:
-
-            def called(*args: Any, **named: Any) -> Any:
-                return call(layer, *args, **named)
-
-            return self._node(layer, called, args, named, (scope,))
-        self._scopes.append(scope)
-        self._opened.append(layer)
-        output = call(layer, *args, **named)
+    def left(self, output: Nest) -> None:
+        """Makes sure that what an opened layer returns came from nodes."""
         self._noted(output)
-        self._scopes.pop()
-        self._opened.pop()
-        return output
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.capture._paddle.Listener`."""
+        """Refuses to make numbers of a value."""
         if not self._inside and id(args[0]) in self._values:
             raise self._failure("reads the numbers in a tensor")
-        return function(*args, **named)
+        return super().read(function, args, named)
 
-    def _node(
-        self,
-        function: Function,
-        call: Function,
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-        own: tuple[Scope, ...],
-    ) -> Any:
-        noted, noted_named = self._noted(args), self._noted(named)
-        given = list(tensors_of((args, named)))
+    def node(self, call: NodeCall) -> Any:
+        """Notes what a call takes and makes."""
+        args, named = self._noted(call.args), self._noted(call.named)
+        given = list(tensors_of((call.args, call.named)))
         versions = [tensor.inplace_version for tensor in given]
-        self._inside = True
-        try:
-            output = call(*args, **named)
-        finally:
-            self._inside = False
+        output = call.do()
         changed = {
             id(tensor): tensor
             for tensor, version in zip(given, versions)
             if tensor.inplace_version != version
         }
-        written = [
-            (self._values[key], self._number(tensor))
-            for key, tensor in changed.items()
-            if key in self._values
-        ]
         known = self._values
+        written = [(known[key], self._number(changed[key])) for key in changed if key in known]
         outputs = [
             known[id(tensor)] if id(tensor) in known else self._number(tensor)
             for tensor in tensors_of(output)
         ]
         self._nodes.append(
             Node(
-                function,
-                noted,
-                noted_named,
+                call.function,
+                args,
+                named,
                 tuple(outputs),
                 tuple(written),
-                (*self._scopes, *own),
+                call.scopes,
                 user_place(),
                 paddle.is_grad_enabled(),
             )
@@ -287,7 +212,7 @@ def _owned_by(model: Layer) -> Iterator[tuple[int, Owned]]:
 
 
 @contextmanager
-def _state_kept(model: Layer) -> Iterator[set[int]]:
+def state_kept(model: Layer) -> Iterator[set[int]]:
     """Puts buffers and random states back in the end, and tells the ids of those that changed."""
     changed: set[int] = set()
     kept = [
@@ -305,6 +230,3 @@ def _state_kept(model: Layer) -> Iterator[set[int]]:
                     changed.add(id(tensor))
                     tensor.set_value(value)
                     holder[name] = tensor
-
-
-__all__ = ["Unopened", "arguments_of", "leaves", "traced", "user_place"]

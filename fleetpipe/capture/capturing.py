@@ -1,0 +1,57 @@
+"""Runs the forward of a model whenever another run of it has to be known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.signature import Signature, numbers_like, signature_of
+from fleetpipe.capture.tracer import traced
+from fleetpipe.capture.value import Trace
+from fleetpipe.capture.walk import Unopened
+
+
+class Capturing:
+    """A model with an example of its inputs.
+
+    Attributes:
+        model: The model.
+        example: The example.
+        unopened: Which of its layers are nodes as a whole.
+    """
+
+    def __init__(self, model: Layer, example: Nest, no_split: Sequence[type] = ()) -> None:
+        """Begins without a run.
+
+        Args:
+            model: The model.
+            example: An example of its inputs, which is used for a batch that looks like it.
+            no_split: Classes of layers that are nodes as a whole.
+        """
+        self.model = model
+        self.example = example
+        self.unopened = Unopened(tuple(no_split))
+        self._look = signature_of(example)
+
+    def __call__(self, signature: Signature, training: bool) -> Trace:
+        """Returns what the forward calls, for a batch of a look, in training or in evaluation.
+
+        Raises:
+            CaptureError: It does what no node can be made of.
+        """
+        inputs = self.example if signature == self._look else numbers_like(signature)
+        with in_mode(self.model, training):
+            return traced(self.model, inputs, self.unopened)
+
+
+@contextmanager
+def in_mode(model: Layer, training: bool) -> Iterator[None]:
+    """Within it a model is in training or in evaluation; its layers' modes are put back."""
+    modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
+    try:
+        model.train() if training else model.eval()
+        yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode

@@ -1,0 +1,61 @@
+"""Runs the stages of a captured model, each micro-batch by the run that it looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fleetpipe.aliases import Nest
+from fleetpipe.capture.forms import Forms
+from fleetpipe.capture.replay import LOOK
+from fleetpipe.capture.signature import Signature, completed, signature_of
+from fleetpipe.dygraph.layers.run_stage import Run
+from fleetpipe.engine.stage import Values
+from fleetpipe.schedules import Edge
+from fleetpipe.schedules.action import GlobalMicroBatch
+
+
+class CapturedStages:
+    """What runs the stages, and what crosses between them: the ``Borders`` of dygraph's stage."""
+
+    def __init__(self, forms: Forms, training: Callable[[], bool]) -> None:
+        """Takes the runs that are known.
+
+        Args:
+            forms: The runs of the forward.
+            training: Whether the model is in training now.
+        """
+        self._forms = forms
+        self._training = training
+
+    def edges(self, training: bool) -> Sequence[Edge]:
+        """Returns the edges between the stages, in training or in evaluation."""
+        return tuple(self._forms.example(training).crossing)
+
+    def function(self, stage: int) -> Run:
+        """Returns what runs the nodes of a stage in the mode that the model is in."""
+        training, forms = self._training(), self._forms
+
+        def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
+            if stage:
+                look = value.get(LOOK, forms.first)
+            else:
+                value = completed(value, forms.example_inputs)
+                look = signature_of(value)
+            return forms.of(look, training).runner.function(stage)(value, micro_batch)
+
+        return run
+
+    def joined(self, values: Values) -> Nest:
+        """Returns all values that came, by name."""
+        return {name: tensor for part in values.values() for name, tensor in part.items()}
+
+    def parted(self, stage: int, output: Nest) -> Values:
+        """Returns what leaves a stage on each edge, by name, with the look of the batch."""
+        look: Signature = output[LOOK]
+        training = self._training()
+        crossing = self._forms.of(look, training).crossing
+        return {
+            edge: {LOOK: look, **{name: output[name] for name in crossing.get(edge, ())}}
+            for edge in self.edges(training)
+            if edge.source == stage
+        }

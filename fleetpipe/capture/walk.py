@@ -1,0 +1,133 @@
+"""Follows a run of a model's forward node by node.
+
+Layers without sublayers, and Paddle's own, are nodes; other layers are opened: what their forward
+calls are the nodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture._paddle import Function
+from fleetpipe.capture.value import Scope
+
+#: Layers of Paddle's that call others, and are opened nevertheless.
+_OPENED = (
+    *("Sequential", "Transformer", "TransformerEncoder", "TransformerDecoder"),
+    *("LayerList", "LayerDict"),
+)
+
+
+class Unopened:
+    """Which layers are nodes as a whole."""
+
+    def __init__(self, kinds: tuple[type, ...] = ()) -> None:
+        """Takes the classes whose layers are never opened."""
+        self._kinds = set(kinds)
+
+    def add(self, kind: type) -> None:
+        """Has layers of another class not be opened."""
+        self._kinds.add(kind)
+
+    def __contains__(self, layer: Layer) -> bool:
+        kind = type(layer)
+        if kind in self._kinds or not layer._sub_layers:
+            return True
+        hooked = layer._forward_pre_hooks or layer._forward_post_hooks
+        paddles = kind.__module__.startswith("paddle.nn.") and kind.__name__ not in _OPENED
+        return bool(hooked) or paddles
+
+
+def arguments_of(inputs: Nest) -> tuple[tuple[Nest, ...], dict[str, Nest]]:
+    """Returns the arguments, and those by name, that inputs stand for."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
+class NodeCall(NamedTuple):
+    """A call of a node, to be done.
+
+    Attributes:
+        function: The layer, or the function of Paddle's, that is called.
+        call: Does it, with these arguments.
+        args: The arguments.
+        named: Those by name.
+        scopes: The calls of layers that it is in; that of a layer has its own at the end.
+    """
+
+    function: Function
+    call: Function
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    scopes: tuple[Scope, ...]
+
+    def do(self) -> Any:
+        """Calls it."""
+        return self.call(*self.args, **self.named)
+
+
+class Walk:
+    """A listener that finds the nodes in what it hears; see ``fleetpipe.capture._paddle``."""
+
+    def __init__(self, model: Layer, unopened: Unopened) -> None:
+        """Begins before a run.
+
+        Args:
+            model: The model.
+            unopened: Which layers are nodes as a whole.
+        """
+        self._model = model
+        self._unopened = unopened
+        self._paths = {id(part): path for path, part in model.named_sublayers(include_self=True)}
+        self._calls: Counter[str] = Counter()
+        self._scopes: list[Scope] = []
+        self._opened: list[Layer] = []
+        self._inside = False
+
+    def node(self, call: NodeCall) -> Any:
+        """Does the call of a node; nothing is heard meanwhile."""
+        return call.do()
+
+    def left(self, output: Nest) -> None:
+        """Called with what an opened layer returns."""
+
+    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """See :class:`fleetpipe.capture._paddle.Listener`."""
+        if self._inside:
+            return function(*args, **named)
+        return self._alone(NodeCall(function, function, args, named, tuple(self._scopes)))
+
+    def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
+        """See :class:`fleetpipe.capture._paddle.Listener`."""
+        path = self._paths.get(id(layer))
+        if self._inside or path is None:
+            return call(layer, *args, **named)
+        scope = Scope(path, self._calls[path])
+        self._calls[path] += 1
+        if layer is not self._model and layer in self._unopened:
+
+            def called(*args: Any, **named: Any) -> Any:
+                return call(layer, *args, **named)
+
+            return self._alone(NodeCall(layer, called, args, named, (*self._scopes, scope)))
+        self._scopes.append(scope)
+        self._opened.append(layer)
+        output = call(layer, *args, **named)
+        self.left(output)
+        self._scopes.pop()
+        self._opened.pop()
+        return output
+
+    def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """See :class:`fleetpipe.capture._paddle.Listener`."""
+        return function(*args, **named)
+
+    def _alone(self, call: NodeCall) -> Any:
+        self._inside = True
+        try:
+            return self.node(call)
+        finally:
+            self._inside = False

@@ -1,0 +1,96 @@
+"""A captured model is compared with the untouched one, and a wrong capture is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe.capture import _paddle
+from fleetpipe.capture.proof import Proof, Rounded
+from fleetpipe.errors import CaptureError
+from tests.capture.beside import images
+from tests.capture.models import GPT, Encoded, UNet, tokens
+
+
+def proof(model: Any, example: Any, split_spec: Any, **options: Any) -> Proof:
+    """Returns what was compared."""
+    found: Proof = fleetpipe.pipeline(model, example, split_spec=split_spec, **options).proof
+    return found
+
+
+def test_it_says_what_is_equal() -> None:
+    found = proof(UNet(), images(2, 16)[0], ["middle", "up2"])
+    # Five convolutions with two parameters and a batch norm with two more, and the head; two
+    # statistics each.
+    assert found == (2, 22, 10, (), False)
+    assert str(found) == "equal in bits: 2 outputs, 22 gradients, 10 buffers"
+
+
+def test_a_value_of_several_stages_is_proved_to_rounding_and_named() -> None:
+    paddle.seed(0)
+    found = proof(
+        Encoded(), (tokens(2), tokens(2, seed=1)), ["transformer.decoder.layers.1", "head"]
+    )
+    assert found.gradients == 143
+    assert all(isinstance(one, Rounded) and one.relative < 1e-5 for one in found.rounded)
+
+
+def test_the_model_and_its_state_stay_as_they_were() -> None:
+    model = UNet()
+    before = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    model.eval()
+    paddle.seed(5)
+    drawn = paddle.rand([1])
+    paddle.seed(5)
+    proof(model, images(2, 16)[0], ["middle"])
+    assert paddle.rand([1]) == drawn
+    for name, tensor in model.state_dict().items():
+        assert np.array_equal(tensor.numpy(), before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(layer.training for layer in model.sublayers(include_self=True))
+
+
+def test_dropout_is_compared_under_the_same_keys() -> None:
+    paddle.seed(0)
+    found = proof(GPT(dropout=0.5), tokens(2), ["blocks.2"])
+    assert found.keyed
+    assert found.rounded == ()
+
+
+class Counts(nn.Layer):  # type: ignore[misc]
+    """Keeps a number of Python's from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(3, 3), nn.Linear(3, 3), 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return self.second(self.first(x) * float(self.calls))
+
+
+def test_what_a_forward_keeps_is_found_and_the_layer_named() -> None:
+    with pytest.raises(CaptureError, match=r"output 0 differs(.|\n)*first in second, call 1"):
+        proof(Counts(), paddle.ones([2, 3]), ["second"])
+
+
+def test_a_wrong_capture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its hook the sum is no node, and the capture takes its result for a constant."""
+    methods = tuple(name for name in _paddle._METHODS if name != "__add__")
+    monkeypatch.setattr(_paddle, "_METHODS", methods)
+
+    class Sum(nn.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.second(self.first(x) * (x + 1))
+
+    with pytest.raises(CaptureError, match="first in second, call 1"):
+        proof(Sum(), paddle.arange(6.0).reshape([2, 3]), ["second"])
