@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fleetpipe.capture.door import pipeline as pipeline
     from fleetpipe.capture.mark import pipe_split as pipe_split
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
+    from fleetpipe.checkpoint.single import load_single as load_single
     from fleetpipe.fit.model import Model as Model
     from fleetpipe.launch.resume import resume as resume
 
@@ -24,6 +25,7 @@ _LATE = {
     "CheckpointManager": "fleetpipe.checkpoint.manager",
     "Model": "fleetpipe.fit.model",
     "SplitPoint": "fleetpipe.capture.cuts",
+    "load_single": "fleetpipe.checkpoint.single",
     "pipe_split": "fleetpipe.capture.mark",
     "pipeline": "fleetpipe.capture.door",
     "resume": "fleetpipe.launch.resume",

@@ -98,3 +98,34 @@ def test_all_layouts_write_the_same_bytes(written: Any) -> None:
         "optimizer-00001-of-00001.safetensors",
     ]
     assert all(other == contents[0] for other in contents)
+
+
+class Plain(paddle.nn.Layer):
+    """The same layers in a class of its own, under names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for layer in MODELS["mlp"].layers() if hasattr(layer, "build_layer")]
+        for index, layer in enumerate(layers):
+            self.add_sublayer(f"part{index}", layer.build_layer())
+
+
+@pytest.mark.parametrize("writer", LAYOUTS)
+def test_a_plain_model_loads_each_and_is_loaded(writer: str, written: Any, tmp_path: Path) -> None:
+    folder, _ = written[writer]
+    layout = LAYOUTS[writer]
+    plain = Plain()
+    adamw = paddle.optimizer.AdamW(0.5, parameters=plain.parameters())
+    assert fleetpipe.load_single(plain, folder, optimizer=adamw) == 2
+    # A process without a job saves it under names of its own, and the pipeline goes by the order.
+    fleetpipe.CheckpointManager(tmp_path).save(5, model=plain, optimizer=adamw)
+    ended = []
+    for home, step, chosen in [(folder, 2, None), (tmp_path, 5, ("model", "optimizer"))]:
+        with job(layout.pp, 4, layout.schedule):
+            run = Run(layout, home)
+            assert run.manager.restore(**run.objects, only=chosen).step == step
+            whole = run.model.layers.full_state_dict()
+            assert [*bits(whole).values()] == [*bits(plain.state_dict()).values()]
+            run.rate.set_state_dict({"last_epoch": 2, "last_lr": 0.001})
+            ended.append((run.train(AFTER), bits(run.model.layers.own_state())))
+    assert ended[0] == ended[1]
