@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT
-from tests.namespaces import Host, cut, launch, started, two_hosts, why_not
+from tests.namespaces import Host, cut, joined, launch, started, why_not
 
 pytestmark = pytest.mark.processes
 
@@ -21,16 +21,16 @@ STARTER = WORKER.with_name("start_worker.py")
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+def hosts(tmp_path: Path) -> Iterator[tuple[Host, ...]]:
     if reason := why_not():
         pytest.skip(reason)
-    with two_hosts(tmp_path) as pair:
+    with joined(tmp_path, 2) as pair:
         yield pair
 
 
 @pytest.mark.parametrize("moment", ["connecting", "within a group", "within the first sum"])
 def test_a_cut_cable_ends_both_ranks_within_the_limit(
-    hosts: tuple[Host, Host], moment: str, tmp_path: Path
+    hosts: tuple[Host, ...], moment: str, tmp_path: Path
 ) -> None:
     limit = {"START_TIMEOUT": "4"}
     arguments = (moment, "SIGSTOP", "1")
@@ -50,7 +50,7 @@ def test_a_cut_cable_ends_both_ranks_within_the_limit(
     "env", [{}, {"FLEETPIPE_SECRET": "correct horse battery staple"}], ids=["open", "sealed"]
 )
 def test_two_hosts_whose_names_lead_to_themselves(
-    hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path
+    hosts: tuple[Host, ...], env: dict[str, str], tmp_path: Path
 ) -> None:
     logs = launch(hosts, WORKER, tmp_path, env)
     reports = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(2)]
