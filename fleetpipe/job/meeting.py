@@ -16,6 +16,7 @@ from typing import Any, Callable
 
 from fleetpipe import _paddle
 from fleetpipe.errors import (
+    ConfigError,
     FleetPipeError,
     PeerFailed,
     PipelineTimeout,
@@ -52,6 +53,7 @@ def open_store(timeout: float) -> JobStore:
         timeout: Seconds to wait for rank 0.
 
     Raises:
+        ConfigError: The launcher gave rank 0 an address of IPv6, which Paddle's store cannot serve.
         PipelineTimeout: Rank 0 did not come.
         StateError: Paddle has opened a store of its own at that endpoint.
         TransportError: The port that the launcher gave to rank 0 is taken; or the job was started
@@ -74,6 +76,13 @@ def paddles_client(timeout: float) -> Any:
 
 def _address() -> tuple[str, int]:
     host, _, port = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")
+    if ":" in host:
+        raise ConfigError(
+            f"Paddle's store, which the ranks meet at, cannot be served at {host}",
+            expected="an IPv4 address of rank 0's host, or a name that leads to it",
+            fix="launch with IPv4 addresses, and let what is computed go over IPv6 by "
+            "FLEETPIPE_ADDRESS on each host",
+        )
     return host, int(port)
 
 

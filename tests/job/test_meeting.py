@@ -275,3 +275,13 @@ def test_paddles_own_store_at_the_jobs_address_is_refused_on_every_rank(
     monkeypatch.setenv("PADDLE_MASTER", "127.0.0.1:2")
     with pytest.raises(PipelineTimeout, match="rank 0 did not call"):
         meeting.open_store(0.1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_of_ipv6_is_refused_before_anybody_waits(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "[fd00::1]:6170,[fd00::2]:6170")
+    with pytest.raises(ConfigError, match=r"cannot be served at \[fd00::1\]"):
+        meeting.open_store(60)
