@@ -23,6 +23,11 @@ _SIOCGIFCONF = 0x8912
 _IFCONF = struct.Struct("iP")
 _IFREQ = struct.Struct("16s4x4s16x")
 _MOST_INTERFACES = 512
+# TCP_RTO_MAX_MS, which Linux has from 6.15 on: how long the kernel may wait before it sends again
+# what was not answered. By itself it doubles that, 15 times, for 925 s in all.
+_TCP_RTO_MAX_MS = 44
+_AGAIN_MILLISECONDS = 1000
+_GIVE_UP_MILLISECONDS = 925_000
 # Process, user and group of the other end.
 _PEERCRED = struct.Struct("iII")
 
@@ -229,9 +234,18 @@ def is_other_user(sock: socket.socket) -> bool:
 
 
 def enlarge(sock: socket.socket) -> None:
-    """Asks for large kernel buffers, no delay of small messages and a watch over dead hosts."""
+    """Asks for large kernel buffers, no delay of small messages and a watch over dead hosts.
+
+    What was lost while a cable was out is sent again each second, where the kernel can be asked for
+    that. By itself it waits longer each time, up to as long again as the cable was out: so a limit
+    might be passed that the cut itself was below.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with contextlib.suppress(OSError):  # an older kernel
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _AGAIN_MILLISECONDS)
+            # Or it would give up when it has sent 15 times, which is soon.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GIVE_UP_MILLISECONDS)

@@ -102,3 +102,16 @@ def test_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for name, _ in hosts._interfaces()} <= {n for _, n in socket.if_nameindex()}
     assert hosts.route_to("127.0.0.1") == "127.0.0.1"
     assert hosts.route_to("no-such-host.invalid") == ""
+
+
+def test_what_a_cut_cable_lost_is_sent_again_each_second() -> None:
+    listener = hosts.listen_tcp("127.0.0.1")
+    dialled = hosts.dial(listener.address)
+    with listener.sock, dialled:
+        for sock in (listener.sock, dialled):
+            try:
+                longest = sock.getsockopt(socket.IPPROTO_TCP, 44)
+            except OSError:
+                pytest.skip("this kernel has no TCP_RTO_MAX_MS")
+            assert longest == 1000
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 925_000
