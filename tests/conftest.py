@@ -35,6 +35,7 @@ CLOCK = {
     "tests/launch/supervisor/test_supervisor.py",
     "tests/launch/test_resume.py",
     "tests/processes/test_failures.py",
+    "tests/processes/test_hosts.py",
     "tests/processes/test_readme.py",
     "tests/processes/test_run.py",
     "tests/processes/test_start.py",

@@ -1,0 +1,52 @@
+"""One of the ranks of a job over several hosts: ``hosts_worker.py PP STEPS``; see test_hosts.py.
+
+It notes each step in a file of its working directory, and what it found at the end, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import paddle
+
+from fleetpipe.job.job import current_job
+from tests.pipelines import batch, job, pipeline, sgd
+
+PAUSE_SECONDS = 0.05
+
+
+def train(steps: int, rank: str = "") -> tuple[list[str], float]:
+    """Trains, replicas with data of their own; returns the losses' bits, and the longest step."""
+    paddle.seed(7)
+    model = pipeline()
+    optimizer = sgd(model)
+    losses, longest = [], 0.0
+    for step in range(steps):
+        since = time.monotonic()
+        loss = model.train_batch(batch(seed=2 * step + current_job().replica), optimizer)
+        losses.append(loss.numpy().tobytes().hex())
+        if rank:
+            time.sleep(PAUSE_SECONDS)
+            Path(f"step{step}.{rank}").write_text(f"{time.monotonic()}\n")
+        longest = max(longest, time.monotonic() - since)
+    return losses, longest
+
+
+def main(pp: int, steps: int) -> None:
+    """Trains, and reports."""
+    with job(pp, dp=-1, timeout=float(os.environ.get("HOSTS_TIMEOUT", "30"))):
+        sockets = [each._sock for each in current_job()._mesh._connections.values()]
+        others = [sock.getpeername()[0] for sock in sockets if sock.family != socket.AF_UNIX]
+        rank = os.environ["PADDLE_TRAINER_ID"]
+        losses, longest = train(steps, rank)
+    report = {"losses": losses, "longest": longest, "others": sorted(others)}
+    Path(f"report.{rank}").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""Jobs on two and four hosts: they compute what one host does, and survive or name what happens."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import byhand, pipelines, test_kubernetes
+from tests.launching import ROOT
+from tests.namespaces import Host, cut, joined, launch, launched, mend, started, why_not
+from tests.processes import hosts_worker
+
+pytestmark = pytest.mark.processes
+
+WORKER = ROOT / "tests" / "processes" / "hosts_worker.py"
+TWO_HOSTS_WORKER = WORKER.with_name("two_hosts_worker.py")
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Host, ...]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with joined(tmp_path, request.param) as several:
+        yield several
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[tuple[Host, ...]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with joined(tmp_path, 2, own_names_lead_home=False, service="pipeline-worker-0") as several:
+        yield several
+
+
+def reports(folder: Path, ranks: int) -> list[Any]:
+    return [json.loads((folder / f"report.{rank}").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("hosts", [4], indirect=True)
+def test_four_hosts_have_the_bits_of_one(hosts: tuple[Host, ...], tmp_path: Path) -> None:
+    secret = {"FLEETPIPE_SECRET": "correct horse battery staple"}
+    with started(hosts, WORKER, "2", "4", folder=tmp_path, env=secret) as job:
+        ends = job.wait()
+    assert [end.code for end in ends.values()] == [0] * 4, ends
+    found = reports(tmp_path, 4)
+    with byhand.started(WORKER, 4, "2", "4", folder=tmp_path) as job:
+        assert [end.code for end in job.wait().values()] == [0] * 4
+        expected = reports(job.home, 1)[0]["losses"]
+    assert [report["losses"] for report in found] == [expected] * 4
+    addresses = [host.address for host in hosts]
+    for rank, report in enumerate(found):
+        assert report["others"] == addresses[:rank] + addresses[rank + 1 :]
+
+
+@pytest.mark.parametrize("hosts", [2], indirect=True)
+def test_a_short_cut_is_waited_out(hosts: tuple[Host, ...], tmp_path: Path) -> None:
+    limit = {"HOSTS_TIMEOUT": "20"}
+    with started(hosts, WORKER, "2", "12", folder=tmp_path, env=limit) as job:
+        job.wait_for("step2.0")
+        cut(hosts[1])
+        time.sleep(3)
+        mend(hosts[1])
+        ends = job.wait()
+    assert [end.code for end in ends.values()] == [0, 0], ends
+    found = reports(tmp_path, 2)
+    assert min(report["longest"] for report in found) > 2.5
+    with pipelines.job(2):
+        expected = hosts_worker.train(12)[0]
+    assert [report["losses"] for report in found] == [expected] * 2
+
+
+@pytest.mark.parametrize("hosts", [4], indirect=True)
+def test_a_host_that_is_cut_off_is_named_within_the_limit(
+    hosts: tuple[Host, ...], tmp_path: Path
+) -> None:
+    limit = {"HOSTS_TIMEOUT": "4"}
+    with started(hosts, WORKER, "4", "400", folder=tmp_path, env=limit) as job:
+        job.wait_for("step2.0")
+        since = time.monotonic()
+        cut(hosts[2])
+        ends = job.wait()
+    for rank, ended in ends.items():
+        assert ended.code > 0
+        assert ended.at - since < 15
+        assert "PipelineTimeout: " in ended.log
+        if rank != 2:
+            assert re.search(r"rank 2 is silent for \d", ended.log), ended.log
+
+
+@pytest.mark.parametrize("hosts", [4], indirect=True)
+def test_a_host_whose_processes_are_killed_is_named_at_once(
+    hosts: tuple[Host, ...], tmp_path: Path
+) -> None:
+    with started(hosts, WORKER, "4", "400", folder=tmp_path, env={}) as job:
+        job.wait_for("step2.0")
+        since = time.monotonic()
+        job.signal(2, signal.SIGKILL)
+        ends = job.wait()
+    for rank in (0, 1, 3):
+        assert ends[rank].code > 0
+        assert ends[rank].at - since < 8
+        assert "PeerFailed: rank 2 died" in ends[rank].log
+
+
+@pytest.mark.parametrize("hosts", [2], indirect=True)
+def test_what_is_computed_may_go_over_ipv6(hosts: tuple[Host, ...], tmp_path: Path) -> None:
+    by_ipv4 = launched([host.address for host in hosts])
+
+    def told(rank: int) -> dict[str, str]:
+        return {**by_ipv4(rank), "FLEETPIPE_ADDRESS": hosts[rank].address6}
+
+    with started(hosts, WORKER, "2", "3", folder=tmp_path, env={}, told=told) as job:
+        ends = job.wait()
+    assert [end.code for end in ends.values()] == [0, 0], ends
+    found = reports(tmp_path, 2)
+    assert [report["others"] for report in found] == [[hosts[1].address6], [hosts[0].address6]]
+    assert found[0]["losses"] == found[1]["losses"]
+
+
+@pytest.mark.parametrize("hosts", [2], indirect=True)
+def test_two_nodes_of_slurm(hosts: tuple[Host, ...], tmp_path: Path) -> None:
+    names = [host.name for host in hosts]
+    stem = names[0][:-1]
+
+    def told(rank: int) -> dict[str, str]:
+        return {
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NODELIST": f"{stem}[1-2]",
+            "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": str(rank),
+        }
+
+    with started(hosts, WORKER, "2", "3", folder=tmp_path, env={}, told=told) as job:
+        ends = job.wait()
+    assert [end.code for end in ends.values()] == [0, 0], ends
+    assert f"2 ranks on 2 node(s), rank 0 at {names[0]}:12217" in ends[0].log
+    found = reports(tmp_path, 2)
+    assert [report["others"] for report in found] == [[hosts[1].address], [hosts[0].address]]
+    assert found[0]["losses"] == found[1]["losses"]
+
+
+def test_two_pods_of_kubernetes(pods: tuple[Host, ...], tmp_path: Path) -> None:
+    def told(number: int) -> dict[str, str]:
+        # But for the secret, whose volume is not here.
+        said = test_kubernetes.told(number, pods[number].address)
+        return {name: text for name, text in said.items() if name != "FLEETPIPE_SECRET_FILE"}
+
+    launch(pods, TWO_HOSTS_WORKER, tmp_path, {}, told=told)
+    found = reports(tmp_path, 2)
+    assert [report["total"] for report in found] == [[2, 2, 2]] * 2
+    assert [report["interface"] for report in found] == [pod.interface for pod in pods]
+    assert found[0]["losses"] == found[1]["losses"]
