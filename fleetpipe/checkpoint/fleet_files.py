@@ -47,6 +47,24 @@ def load(path: str | os.PathLike[str]) -> dict[str, Nest]:
 
 def arrays(path: str | os.PathLike[str]) -> dict[str, Nest]:
     """Does what :func:`load` does, with arrays in the place of tensors; bfloat16 is uint16."""
+    return _read(path)[0]
+
+
+def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
+    """Returns the name of each tensor of a state dict, and that which Paddle had counted for it.
+
+    ``linear_0.w_0`` is one of the latter; the file of an optimizer goes by them.
+
+    Args:
+        path: A ``.pdparams`` file.
+
+    Raises:
+        CheckpointError: As for :func:`load`.
+    """
+    return [*_read(path)[1].items()]
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Nest], dict[str, str]]:
     name = os.fspath(path)
     if not os.path.exists(name):
         raise CheckpointError(f"there is no {name}", fix="check the path, and which ranks saved")
@@ -82,15 +100,16 @@ def _cause(name: str) -> str:
     return f"it has {size} bytes and begins with {begin[:24]!r}"
 
 
-def _pickled_dict(file: BinaryIO) -> dict[str, Nest]:
+def _pickled_dict(file: BinaryIO) -> tuple[dict[str, Nest], dict[str, str]]:
+    """Returns the contents of a file, and the names that Paddle counted."""
     contents = pickled.read(file)
     if not isinstance(contents, dict):
         raise pickled.Refused(f"a {type(contents).__name__}, not a dict")
-    contents.pop(_NAMES, None)
+    names = contents.pop(_NAMES, {})
     for name, description in contents.pop(_DIVIDED, {}).items():
         parts = [contents.pop(part) for part in description["slices"]]
         contents[name] = np.concatenate(parts).reshape(description["OriginShape"])
-    return contents
+    return contents, names
 
 
 def _with_tensors(value: Nest, made: dict[int, Nest]) -> Nest:

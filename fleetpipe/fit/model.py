@@ -13,6 +13,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.fit import saved
 from fleetpipe.fit.callbacks import on_ranks
 from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.fit.criterion import Metric
@@ -54,7 +55,7 @@ class Model(paddle.Model):
         self.mode = "train"
         self.network: PipelineLayer = _pipeline(network, self._job)
         self.stop_training = False
-        self._input_columns = len(_listed(inputs)) or 1
+        self._inputs = _listed(inputs)
         self._metrics: list[Metric] = []
         self._criterion: Callable[..., Nest] | None = None
         self._optimizer: Optimizer = None
@@ -298,6 +299,49 @@ class Model(paddle.Model):
         called.on_end("predict", runs.logs)
         return [np.concatenate(arrays) for arrays in outputs] if stack_outputs else outputs
 
+    def save(self, path: str, training: bool = True) -> None:
+        """Writes the whole model, as ``paddle.Model`` of the single model does. Collective.
+
+        The first rank of the job writes ``path.pdparams`` and, with an optimizer, ``path.pdopt``:
+        ``paddle.Model`` reads them, and :meth:`load` on any layout.
+
+        Args:
+            path: The files without their endings; folders are made.
+            training: False for what ``paddle.jit.load`` and ``paddle.inference`` read; this needs
+                the ``inputs`` of the constructor.
+
+        Raises:
+            CheckpointError: A file cannot be written; every rank raises.
+            ConfigError: ``training=False`` without a description of the inputs.
+            PipelineTimeout: Another rank did not arrive within the limit.
+        """
+        runner = self._prepared()
+        if training:
+            saved.save(self._job, path, runner.pipeline, runner.optimizer)
+        else:
+            single = self.network.single_model
+            saved.save_for_inference(self._job, path, runner.pipeline, self._inputs, single)
+
+    def load(self, path: str, skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
+        """Reads files of :meth:`save`, of ``paddle.Model`` or of ``paddle.save``. Collective.
+
+        Every rank reads them and takes its part, whatever the layout.
+
+        Args:
+            path: The files without their endings.
+            skip_mismatch: Whether parameters that the file has not, or in another shape, stay as
+                they are, with a warning; the optimizer does so as well, then. Without it the
+                names may be others, in the order of the model.
+            reset_optimizer: Whether ``path.pdopt`` is left out.
+
+        Raises:
+            CheckpointError: A file is missing or damaged, or does not fit.
+        """
+        runner = self._prepared()
+        fits = saved.load_parameters(path, self.network, skip_mismatch)
+        if fits and not reset_optimizer and runner.optimizer is not None:
+            saved.load_state(path, runner.pipeline, runner.optimizer)
+
     def parameters(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Returns the parameters of this process's stages, for the optimizer."""
         return list(self.network.parameters(*args, **kwargs))
@@ -330,7 +374,7 @@ class Model(paddle.Model):
                 data, batch_sampler=sampler, num_workers=workers, return_list=True
             )
         replicas = self._job.degrees.replicas
-        return Source(data, samples, self._input_columns, self._job.replica, replicas)
+        return Source(data, samples, len(self._inputs) or 1, self._job.replica, replicas)
 
     def _callbacks(
         self,

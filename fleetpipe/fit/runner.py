@@ -39,7 +39,7 @@ class Runner:
         """
         self.pipeline = pipeline
         self._job = job
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._metrics = metrics
         self._criterion = Criterion(loss, metrics, lambda: pipeline.micro_batch_id)
         pipeline.layers.take_loss(self._criterion)
@@ -61,7 +61,7 @@ class Runner:
         with self._micro_batches(len(cut.rows)):
             self._criterion.begin(cut.rows)
             shares = self.pipeline.train_batch(
-                cut.data, self._optimizer, weights=weights, return_micro_batch_loss=True
+                cut.data, self.optimizer, weights=weights, return_micro_batch_loss=True
             )
         self._count()
         self.shares = shares.tolist()

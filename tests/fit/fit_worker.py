@@ -35,6 +35,8 @@ def main(folder: Path, dp: int, pp: int) -> None:
     evaluation = Digits(1000, 1045)
     model.fit(Digits(0, 6 * BATCH), evaluation, epochs=3, callbacks=callbacks, **options)
     result = model.evaluate(evaluation, **options)
+    model.save(str(folder / "saved"))
+    model.load(str(folder / "saved"))
     (outputs,) = model.predict(evaluation, stack_outputs=True, **options)
     report = {
         "train": told.train,

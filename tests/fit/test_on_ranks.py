@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,30 @@ def reports(launch: Launch, folder: Path, nproc: int | None, dp: int) -> list[An
     return [json.loads(file.read_text()) for file in sorted(home.glob("rank*.json"))]
 
 
+def saved(folder: Path) -> dict[str, Any]:
+    """What ``Model.save`` wrote, parameters and state of the optimizer in one."""
+    state: dict[str, Any] = {}
+    for ending in ("pdparams", "pdopt"):
+        state.update(pickle.loads((folder / f"saved.{ending}").read_bytes()))
+    return state
+
+
 def test_every_rank_sees_what_one_process_sees(launch: Launch, tmp_path: Path) -> None:
     (alone,) = reports(launch, tmp_path, None, 1)
     assert len(alone["train"]) == 18
     assert alone["rate"] == 0.1 * 0.5**2
     assert len(alone["outputs"]) == 45
     assert reports(launch, tmp_path, 2, 1) == [alone] * 2
+    files = saved(tmp_path / "None-1")
+    assert str(files) == str(saved(tmp_path / "2-1"))
     first, *others = reports(launch, tmp_path, 4, 2)
     assert others == [first] * 3
     for mine, other in zip(first["train"] + first["eval"], alone["train"] + alone["eval"]):
         assert np.allclose(mine.pop("loss"), other.pop("loss"), atol=1e-5)
         assert mine == other
     assert np.allclose(first["outputs"], alone["outputs"], atol=1e-4)
+    of_replicas = saved(tmp_path / "4-2")
+    assert list(of_replicas) == list(files)
+    arrays = [name for name, value in files.items() if isinstance(value, np.ndarray)]
+    assert len(arrays) == 12
+    assert all(np.allclose(of_replicas[name], files[name], atol=1e-4) for name in arrays)

@@ -1,0 +1,82 @@
+"""Has one rank hold the whole model and the whole optimizer, whoever has which part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Optimizer, Tensor
+from fleetpipe.checkpoint.objects import Objects
+from fleetpipe.checkpoint.parts import GROUPS, Held, Name
+from fleetpipe.checkpoint.plan import Inventory, planned
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.checkpoint.regions import Cut
+from fleetpipe.checkpoint.writer import own_parts
+from fleetpipe.job.job import Job
+
+_WHAT = "gathering the model"
+
+
+def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[Name, Tensor]:
+    """Returns copies of all tensors, whole, on the first rank of the job; nothing elsewhere.
+
+    Collective. The ranks pass their parts in turn, so that none but the first holds more than
+    another rank's beside its own.
+
+    Args:
+        job: The job.
+        model: The wrapped model.
+        optimizer: Its optimizer; None where there is none.
+
+    Raises:
+        CheckpointError: The ranks do not have the same model.
+        PipelineTimeout: Some rank did not come within the limit.
+    """
+    objects = Objects(model, optimizer)
+    part = objects.model_part()
+    states = objects.optimizer_part(part)
+    assert part is not None  # a model is given
+    held = {**part.held(), **({} if states is None else states.held())}
+    ranks = Ranks.of_job()
+    texts = ranks.together(_WHAT, lambda: Inventory.of(held).to_json())
+    plan = planned([Inventory.from_json(text) for text in texts])
+    whole: dict[Name, Tensor] = {}
+    with job.guarded(lambda: _WHAT):
+        for source in range(ranks.count):
+            own = (
+                [(*name, cut, _copy(held[name])) for name, _, cut in own_parts(plan, ranks.rank)]
+                if source == ranks.rank
+                else None
+            )
+            for group, name, cut, tensor in job.everyone().broadcast(own, source):
+                if ranks.rank == 0:
+                    _put(whole, Name(group, name), None if cut is None else Cut(*cut), tensor)
+    return whole
+
+
+def of_group(whole: Mapping[Name, Tensor], group: str) -> dict[str, Tensor]:
+    """Returns the tensors of one group by name.
+
+    Args:
+        whole: What :func:`gathered` returned.
+        group: One of ``GROUPS``.
+    """
+    assert group in GROUPS
+    return {name.name: tensor for name, tensor in whole.items() if name.group == group}
+
+
+def _copy(held: Held) -> Tensor:
+    """Returns what may change before it has left this process as something that does not."""
+    return paddle.assign(held.tensor)
+
+
+def _put(whole: dict[Name, Tensor], name: Name, cut: Cut | None, part: Tensor) -> None:
+    if cut is None:
+        whole[name] = part
+        return
+    if name not in whole:
+        whole[name] = paddle.empty(cut.whole(tuple(part.shape)), part.dtype)
+    place = tuple(
+        slice(cut.start, cut.stop) if axis == cut.axis else slice(None) for axis in range(part.ndim)
+    )
+    whole[name][place] = part
