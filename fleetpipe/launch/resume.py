@@ -56,7 +56,6 @@ class Run:
         self._manager = manager
         self._kept = kept
         self._page = life.Page()
-        self._page.note(step)
         current = job.current_job()
         timeout = DEFAULT_TIMEOUT if current is None else current.timeout
         self._stopping = Stopping(job.all_ranks(), timeout)
@@ -78,6 +77,7 @@ class Run:
             SystemExit: The job was asked to stop; see :meth:`done`.
         """
         while self.step < until:
+            self._page.note(self.step)
             yield self.step
             self.done()
 

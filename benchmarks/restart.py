@@ -1,0 +1,109 @@
+"""Kills a rank of a job again and again, and measures what is lost and how soon it goes on.
+
+    python benchmarks/restart.py [--keep_state] [--kills 30] [--ranks 3] [--seed 1] [--json]
+
+A rank is killed (SIGKILL) in every life of one job, at chosen moments of first, middle and last
+rank in turn; see ``restart_worker.py``. Then the final parameters are compared with those of the
+same job that nobody disturbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+WORKER = Path(__file__).with_name("restart_worker.py")
+#: Enough for the steps that the lives do before they are killed.
+STEPS_OF_A_LIFE = 7
+
+Event = dict[str, Any]
+
+
+def run(options: argparse.Namespace, count: int, folder: Path) -> list[Event]:
+    """Runs a job that is killed ``count`` times; returns its events in their order."""
+    folder.mkdir()
+    steps = options.kills * STEPS_OF_A_LIFE
+    command = [sys.executable, "-m", "fleetpipe", "launch", "--max_restart", str(count)]
+    command += ["--nproc_per_node", str(options.ranks), "--log_dir", str(folder / "log")]
+    command += ["--keep_state"] if options.keep_state else []
+    command += [str(WORKER), str(options.seed), str(count), str(steps), str(folder)]
+    with (folder / "output").open("w") as output:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False)
+    if done.returncode:
+        told = (folder / "output").read_text()
+        raise SystemExit(f"the job ended with {done.returncode}:\n{told}")
+    events = map(json.loads, (folder / "events").read_text().splitlines())
+    return sorted(events, key=lambda event: event["at"])
+
+
+def bits(events: list[Event]) -> list[str]:
+    """Returns the bits of each rank's final parameters."""
+    return [*{e["rank"]: e["bits"] for e in events if e["what"] == "bits"}.values()]
+
+
+def recoveries(events: list[Event], ranks: int) -> list[Event]:
+    """Returns for each kill what was lost, and how many seconds later the next step began."""
+    found = []
+    for kill in [event for event in events if event["what"] == "killed"]:
+        trained = [e["step"] + 1 for e in events if e["what"] == "trained" and e["at"] < kill["at"]]
+        later = [e for e in events if e["what"] == "goes on" and e["life"] > kill["life"]]
+        # A life that is killed while it starts does not go on.
+        lives = [e["life"] for e in later]
+        alive = next(number for number in lives if lives.count(number) == ranks)
+        on = [e for e in later if e["life"] == alive][-1]
+        # The step in which the kill came is done again; it had been trained, but not kept, where
+        # the kill came after it.
+        whole = max(trained, default=0) - (kill["moment"] in ("keeping", "saving"))
+        found.append(
+            {
+                "moment": kill["moment"],
+                "rank": kill["rank"],
+                "lost": max(0, whole - on["step"]),
+                "seconds": on["at"] - kill["at"],
+                "loading": on["seconds"],
+            }
+        )
+    return found
+
+
+def main() -> None:
+    """Runs both jobs and reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep_state", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        disturbed = run(options, options.kills, Path(place, "disturbed"))
+        undisturbed = run(options, 0, Path(place, "undisturbed"))
+    found = recoveries(disturbed, options.ranks)
+    same = bits(disturbed) == bits(undisturbed)
+    if options.json:
+        print(json.dumps({"recoveries": found, "same_bits": same}))
+        return
+    moments = [*dict.fromkeys(one["moment"] for one in found), "all"]
+    print(f"{'moment':10} kills  steps lost: mean, most   seconds to go on: median, worst")
+    for moment in moments:
+        ones = [one for one in found if moment in (one["moment"], "all")]
+        lost, seconds = ([one[what] for one in ones] for what in ("lost", "seconds"))
+        print(
+            f"{moment:10} {len(ones):5}  {sum(lost) / len(lost):16.1f} {max(lost):5}"
+            f" {median(seconds):25.1f} {max(seconds):6.1f}"
+        )
+    loading = median(one["loading"] for one in found)
+    print(f"of which loading Paddle, joining and restoring: {loading:.1f} s (median)")
+    print("final parameters: " + ("the same bits" if same else "OTHER BITS"))
+
+
+if __name__ == "__main__":
+    main()
