@@ -118,7 +118,7 @@ def main() -> None:
     kill = planned[number - 1] if number <= len(planned) else None
     mine = kill if kill is not None and kill.rank == RANK else None
     if mine is not None and mine.moment == "start":
-        kill_within(folder, mine, 1.0)
+        kill_within(folder, mine, 0.2)
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"pp_degree": RANKS}
     strategy.pipeline_configs = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": ROWS}
