@@ -40,33 +40,24 @@ _ROUNDING = 1e-5
 _ALONE = GlobalMicroBatch(0)
 
 
-class Rounded(NamedTuple):
-    """A gradient that is off by the order of a sum.
-
-    Attributes:
-        name: The parameter.
-        relative: The largest difference, over the largest value.
-    """
-
-    name: str
-    relative: float
-
-
 class Proof(NamedTuple):
-    """What was compared, all in bits but for what is in ``rounded``.
+    """What was compared, all in bits but for gradients that are ``rounded``.
 
     Attributes:
         outputs: The number of tensors that the model returns, in training and in evaluation.
         gradients: The number of parameters with a gradient.
         buffers: The number of buffers, running statistics among them.
-        rounded: Gradients whose parts are added up stage by stage.
+        rounded: By parameter, the largest difference over the largest value, where a gradient is
+            off by the order of a sum.
+        summed: The values and parameters whose gradients are added up stage by stage.
         keyed: Whether the model drew random numbers, under keys.
     """
 
     outputs: int
     gradients: int
     buffers: int
-    rounded: tuple[Rounded, ...]
+    rounded: dict[str, float]
+    summed: tuple[str, ...]
     keyed: bool
 
     def __str__(self) -> str:
@@ -75,8 +66,11 @@ class Proof(NamedTuple):
             f"gradients, {self.buffers} buffers"
         )
         if self.rounded:
-            names = ", ".join(f"{name} ({relative:.1e})" for name, relative in self.rounded)
-            text += f"; to rounding, being added up stage by stage: {names}"
+            largest = max(self.rounded.values())
+            text += (
+                f"; {len(self.rounded)} gradients to rounding (at most {largest:.1e}), where "
+                f"that of {', '.join(self.summed) or 'a value'} is added up stage by stage"
+            )
         return text + (", under the same random keys" if self.keyed else "")
 
 
@@ -120,7 +114,7 @@ def prove(capturing: Capturing, forms: Forms, stages: int) -> Proof:
                     layer = _first_layer(model, inputs, plain, captured)
                     raise _refuted(culprit, layer, forms)
             found.append((ours, theirs))
-    return _proof(found, keys is not None)
+    return _proof(found, _summed(forms), keys is not None)
 
 
 def _moved(tensor: Tensor) -> Tensor:
@@ -319,13 +313,29 @@ def _refuted(what: str, layer: str | None, forms: Forms) -> CaptureError:
     )
 
 
-def _proof(found: list[tuple[_Seen, _Seen]], keyed: bool) -> Proof:
+def _proof(found: list[tuple[_Seen, _Seen]], summed: tuple[str, ...], keyed: bool) -> Proof:
     ours, theirs = found[0]
     gaps = {name: _gap(grad, theirs.gradients[name]) for name, grad in ours.gradients.items()}
     return Proof(
         sum(len(seen.outputs) for seen, _ in found),
         len(gaps),
         len(ours.buffers),
-        tuple(Rounded(name, gap) for name, gap in gaps.items() if gap),
+        {name: gap for name, gap in gaps.items() if gap},
+        summed,
         keyed,
     )
+
+
+def _summed(forms: Forms) -> tuple[str, ...]:
+    """Names what has three uses or more, in several stages: parts of its gradient are summed."""
+    form = forms.example(training=True)
+    uses: dict[str, list[int]] = {}
+    for stage in range(len(form.starts) + 1):
+        for node in form.nodes(stage):
+            for owned in node.owned:
+                uses.setdefault(owned.path, []).append(stage)
+            for value in node.uses:
+                maker = form.trace.maker(value)
+                if maker is not None and form.trace.likes[value].dtype.startswith(("f", "b")):
+                    uses.setdefault(form.trace.nodes[maker].name, []).append(stage)
+    return tuple(name for name, at in uses.items() if len(at) > 2 and len({*at}) > 1)

@@ -148,3 +148,21 @@ class Encoded(nn.Layer):  # type: ignore[misc]
         if self.masked:
             mask = self.transformer.generate_square_subsequent_mask(target.shape[1])
         return self.head(self.transformer(self.embed(source), self.embed(target), tgt_mask=mask))
+
+
+class Residual(nn.Layer):  # type: ignore[misc]
+    """Blocks with dropouts, one of them glue, each around a skip."""
+
+    def __init__(self, blocks: int = 8, dropout: float = 0.25) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 10)
+        self.blocks = nn.LayerList([nn.Linear(WIDTH, WIDTH) for _ in range(blocks)])
+        self.drop = nn.Dropout(dropout)
+        self.dropout = dropout
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            y = nn.functional.dropout(block(x).tanh(), self.dropout, self.training)
+            x = x + self.drop(y)
+        return self.last(x)

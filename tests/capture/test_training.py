@@ -1,0 +1,85 @@
+"""A captured model trains under every schedule, with recompute, and with random streams by key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import fleet
+from tests.capture.beside import CLASSES, trained
+from tests.capture.models import Residual
+from tests.jobs import job
+from tests.pipelines import bits, sgd
+
+#: Chunks on each of two ranks, by schedule.
+SCHEDULES = {
+    "FThenB": 1,
+    "1F1B": 1,
+    "Eager1F1B": 1,
+    "ZBH1": 1,
+    "Interleaved1F1B": 2,
+    "ZBV": 2,
+    "DualPipeV": 2,
+}
+CUTS = {1: ["blocks.4"], 2: ["blocks.2", "blocks.4", "blocks.6"]}
+
+
+def batch(rows: int) -> list[Any]:
+    numbers = np.random.default_rng(0)
+    return [
+        paddle.to_tensor(numbers.standard_normal((rows, 4)).astype("float32")),
+        paddle.to_tensor(numbers.integers(0, CLASSES, (rows, 1))),
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_bits_of_the_plain_model(schedule: str) -> None:
+    chunks = SCHEDULES[schedule]
+    with job(2, 4, schedule):
+        done = trained(
+            lambda: Residual(dropout=0.0),
+            batch(8),
+            split_spec=CUTS[chunks],
+            num_chunks=chunks,
+            verify=False,
+        )
+    assert done.differing == []
+    split = schedule in ("ZBH1", "ZBV", "DualPipeV")
+    assert len(done.model.deferral_report().deferred) == (20 if split else 0)
+
+
+def test_recompute_gives_the_bits_of_the_plain_model() -> None:
+    with job(2):
+        done = trained(
+            lambda: Residual(dropout=0.0),
+            batch(8),
+            split_spec=["blocks.4"],
+            recompute_interval=3,
+            verify=False,
+        )
+    assert done.differing == []
+
+
+def _after(split_spec: list[str], **options: Any) -> tuple[bytes, dict[str, bytes]]:
+    """Trains two steps with dropout and returns the last loss and the state."""
+    with job(len(split_spec) + 1):
+        paddle.seed(3)
+        pipe = fleetpipe.pipeline(
+            Residual(), batch(2)[0], nn.CrossEntropyLoss(), split_spec, verify=False, **options
+        )
+        model = fleet.distributed_model(pipe)
+        optimizer = sgd(model)
+        paddle.seed(9)
+        loss = [model.train_batch(batch(8), optimizer) for _ in range(2)][-1]
+        return loss.numpy().tobytes(), bits(pipe.state_dict())
+
+
+def test_a_dropout_does_not_depend_on_the_cut_nor_on_recompute() -> None:
+    once = _after(["blocks.4"])
+    assert _after(["blocks.1", "blocks.2"]) == once
+    assert _after(["blocks.4"], recompute_interval=2) == once
