@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fleetpipe.aliases import Layer
+from fleetpipe.capture.auto import Choice
 from fleetpipe.capture.forms import Form, Forms
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.stages import CapturedStages
@@ -24,6 +25,18 @@ from fleetpipe.schedules import Edge
 from fleetpipe.transport import SoleGroup
 
 
+class Found(NamedTuple):
+    """What was found out about a model before it was cut.
+
+    Attributes:
+        choice: The cut that was chosen by cost; None where the user said one.
+        proof: What was compared with the plain model; None where nothing was.
+    """
+
+    choice: Choice | None = None
+    proof: Proof | None = None
+
+
 class CapturedPipeline(PipelineLayer):
     """The stages of a captured model that this process owns.
 
@@ -33,11 +46,13 @@ class CapturedPipeline(PipelineLayer):
         plain: The plain model. Where ranks share a pipeline it has the memory of this rank's
             stages alone.
         forms: The runs of its forward that are known.
+        choice: The cut that was chosen by cost; None where the user said one.
         proof: What was compared with the plain model; None where nothing was.
     """
 
     plain: Layer
     forms: Forms
+    choice: Choice | None
     proof: Proof | None
     _stages: CapturedStages
 
@@ -48,7 +63,7 @@ class CapturedPipeline(PipelineLayer):
         num_stages: int,
         num_chunks: int | None = None,
         loss_fn: Any = None,
-        proof: Proof | None = None,
+        found: Found | None = None,
     ) -> None:
         """Takes the nodes of this process's stages. Collective where ranks share weights.
 
@@ -58,11 +73,12 @@ class CapturedPipeline(PipelineLayer):
             num_stages: Ranks of the pipeline.
             num_chunks: Chunks on each; None for the schedule's own number.
             loss_fn: As for ``PipelineLayer``.
-            proof: What was compared with the plain model.
+            found: What was found out about it.
         """
         # Around Layer.__setattr__, which would make a sublayer of the model.
         stages = CapturedStages(forms, lambda: self.training)
-        self.__dict__.update(plain=plain, forms=forms, proof=proof, _stages=stages)
+        self.__dict__.update(plain=plain, forms=forms, _stages=stages)
+        self.__dict__.update((found or Found())._asdict())
         example = forms.example(training=True)
         super().__init__(
             list(example.functions),

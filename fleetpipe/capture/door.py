@@ -7,8 +7,10 @@ from typing import Any
 
 from fleetpipe._paddle import user_strategy
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.capture.captured_pipeline import CapturedPipeline
+from fleetpipe.capture.auto import Choice, agreed, chosen
+from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
 from fleetpipe.capture.capturing import Capturing
+from fleetpipe.capture.costs import measured
 from fleetpipe.capture.forms import Forms
 from fleetpipe.capture.proof import prove
 from fleetpipe.capture.signature import example_of, signature_of
@@ -29,6 +31,7 @@ def pipeline(
     verify: bool = True,
     *,
     recompute_interval: int = 0,
+    memory_limit: float | None = None,
 ) -> CapturedPipeline:
     """Returns a plain model as a pipeline."""
     job = current_job()
@@ -36,9 +39,14 @@ def pipeline(
     rows = 2 if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     example = example_of(example_inputs, rows)
     captured = Capturing(model, example, no_split)
-    trace = captured(signature_of(example), True)
     stages = None if ranks is None else ranks * num_chunks
-    borders = borders_of(split_spec, model, trace, stages)
+    choice = None
+    if isinstance(split_spec, str) and split_spec == AUTO:
+        choice = _chosen(captured, stages, memory_limit)
+        borders = list(choice.borders)
+    else:
+        trace = captured(signature_of(example), True)
+        borders = borders_of(split_spec, model, trace, stages)
     if stages is None:
         stages = len(borders) + 1
     if len(borders) + 1 != stages:
@@ -51,4 +59,19 @@ def pipeline(
     forms = Forms(captured, borders, example, recompute_interval)
     proof = prove(captured, forms, stages) if verify else None
     chunks = None if num_chunks == 1 else num_chunks
-    return CapturedPipeline(model, forms, stages // num_chunks, chunks, loss_fn, proof)
+    return CapturedPipeline(
+        model, forms, stages // num_chunks, chunks, loss_fn, Found(choice, proof)
+    )
+
+
+def _chosen(captured: Capturing, stages: int | None, memory_limit: float | None) -> Choice:
+    """Returns the cut that is best by what the nodes cost. Collective over the job."""
+    if stages is None:
+        raise ConfigError(
+            'split_spec="auto" needs the number of stages',
+            fix="call fleet.init with a pp_degree first, or pass num_stages",
+        )
+    look = signature_of(captured.example)
+    training, evaluation = captured(look, True), captured(look, False)
+    costs = agreed(current_job(), lambda: measured(captured, training))
+    return chosen(training, evaluation, costs, stages, memory_limit)

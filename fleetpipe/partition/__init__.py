@@ -6,6 +6,7 @@ from fleetpipe.partition.cuts import by_class, explicit, uniform
 from fleetpipe.partition.layers import LayerInfo, Partition, StageRange
 from fleetpipe.partition.optimum import balanced
 from fleetpipe.partition.segmentation import segment
+from fleetpipe.partition.slowest import Bottleneck, fastest
 
 __all__ = [
     "segment",
@@ -13,6 +14,8 @@ __all__ = [
     "by_class",
     "explicit",
     "balanced",
+    "fastest",
+    "Bottleneck",
     "LayerInfo",
     "Partition",
     "StageRange",

@@ -1,0 +1,100 @@
+"""The cut whose slowest stage is as fast as any cut can make it, where a stage's cost is any.
+
+The cost of a stage need not be the sum of its layers': what it receives counts too, and a stage
+that would not fit into memory costs infinitely much. Found exactly, by dynamic programming over the
+places where a cut may be; ties as in :func:`fleetpipe.partition.balanced`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fleetpipe.errors import PartitionError
+
+#: ``cost(stage, start, end)`` of the layers ``start`` to ``end - 1`` as that stage.
+Cost = Callable[[int, int, int], float]
+
+
+class Bottleneck(NamedTuple):
+    """A cut, and how slow its slowest stage is.
+
+    Attributes:
+        boundaries: First layer of each stage, then the number of layers.
+        cost: The cost of the slowest stage.
+    """
+
+    boundaries: tuple[int, ...]
+    cost: float
+
+
+def fastest(places: Sequence[int], count: int, parts: int, cost: Cost) -> Bottleneck:
+    """Cuts so that the costliest stage costs as little as possible.
+
+    Takes about ``parts * len(places) ** 2`` calls of ``cost``, twice.
+
+    Args:
+        places: The layers with which a stage may begin, but the first layer, rising.
+        count: Number of layers.
+        parts: Number of stages.
+        cost: The cost of a stage; ``math.inf`` for one that cannot be.
+
+    Returns:
+        The cut and its cost.
+
+    Raises:
+        PartitionError: There are too few places, or no cut whose stages all can be.
+    """
+    if len(places) + 1 < parts:
+        raise PartitionError(
+            f"{parts} stages need {parts - 1} places to cut at",
+            got=f"{len(places)} places",
+            fix="use fewer ranks or chunks",
+        )
+    bounds = [0, *places, count]
+    lowest = _cut(bounds, parts, cost, max, math.inf)[1]
+    if math.isinf(lowest):
+        raise PartitionError(
+            "no cut has stages that all fit into memory",
+            got=f"{count} layers, {len(places)} places to cut at, {parts} stages",
+            fix="raise the limit of memory, or use more ranks",
+        )
+
+    def squared(stage: int, start: int, end: int) -> float:
+        found = cost(stage, start, end)
+        return math.inf if found > lowest else found**2
+
+    boundaries, _ = _cut(bounds, parts, squared, lambda before, one: before + one, math.inf)
+    return Bottleneck(boundaries, lowest)
+
+
+def _cut(
+    bounds: Sequence[int],
+    parts: int,
+    cost: Cost,
+    join: Callable[[float, float], float],
+    worst: float,
+) -> tuple[tuple[int, ...], float]:
+    """Finds the cut of the lowest joined cost.
+
+    ``best[end]`` is that of the layers before ``bounds[end]`` in the stages so far, and
+    ``start_of[stage][end]`` the latest start of the last of these stages that reaches it.
+    """
+    last = len(bounds) - 1
+    best: list[float] = [0.0, *[worst] * last]
+    start_of: list[list[int]] = []
+    for stage in range(parts):
+        before, best, starts = best, [worst] * (last + 1), [0] * (last + 1)
+        ends = range(stage + 1, last - (parts - stage - 1) + 1)
+        for end in ends if stage < parts - 1 else (last,):
+            for start in range(end - 1, stage - 1, -1):
+                if before[start] < best[end]:
+                    joined = join(before[start], cost(stage, bounds[start], bounds[end]))
+                    if joined < best[end]:
+                        best[end], starts[end] = joined, start
+        start_of.append(starts)
+    found = [last]
+    for starts in reversed(start_of):
+        found.append(starts[found[-1]])
+    return tuple(bounds[index] for index in reversed(found)), best[last]
