@@ -48,12 +48,14 @@ class CapturedPipeline(PipelineLayer):
         forms: The runs of its forward that are known.
         choice: The cut that was chosen by cost; None where the user said one.
         proof: What was compared with the plain model; None where nothing was.
+        users: By name, the stages that use a parameter or buffer.
     """
 
     plain: Layer
     forms: Forms
     choice: Choice | None
     proof: Proof | None
+    users: dict[str, tuple[int, ...]]
     _stages: CapturedStages
 
     def __init__(
@@ -96,6 +98,7 @@ class CapturedPipeline(PipelineLayer):
         self.runner = example.runner
         users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
         self._require_one_writer()
+        self.__dict__["users"] = users
         self._hold(users)
         ranks = {
             name: tuple(dict.fromkeys(map(self.placement.rank_of, stages)))
