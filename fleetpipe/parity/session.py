@@ -168,8 +168,8 @@ class Session:
         losses, gradients = [], []
         # Replica by replica, as they add up: the sum of two has the bits of the pipeline's.
         for first in range(0, replicas * count, count):
-            own = (part[first : first + count] for part in batches)
-            losses.append(self._reference.accumulate(*own, weights, first))
+            inputs, labels = (part[first : first + count] for part in batches)
+            losses.append(self._reference.accumulate(inputs, labels, weights, first))
             if replicas > 1:
                 gradients.append(self._reference.take_gradients())
         if gradients:
