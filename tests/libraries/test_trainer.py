@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 import pytest
@@ -22,20 +22,61 @@ OPTIONS = (
 ).split()
 
 
-def train(folder: Path, model: str, output: str, ranks: int, *options: str) -> dict[str, Any]:
-    args = [str(folder), model, "--output_dir", str(folder / output), *OPTIONS, *options]
-    if ranks > 1:
-        args += ["--pipeline_parallel_degree", str(ranks)]
-    processes = ranks if ranks > 1 else None
+PIPELINE = "--pipeline_parallel_degree 2"
+SHARDED = "--sharding stage1 --sharding_parallel_degree 2 --gradient_accumulation_steps 2"
+
+
+class Form(NamedTuple):
+    """A way to train: the model, the processes, and options beside those of the pipeline."""
+
+    model: str
+    processes: int
+    options: str = ""
+
+
+FORMS = {
+    "pp 2": Form("llama tied", 2),
+    "mp 2": Form("llama", 4, "--tensor_parallel_degree 2"),
+    "sharding 2": Form("llama", 4, SHARDED),
+    "unified checkpoint": Form("llama tied", 2, "--unified_checkpoint 1"),
+    "unified checkpoint, mp 2": Form(
+        "llama tied", 4, "--tensor_parallel_degree 2 --unified_checkpoint 1"
+    ),
+    "unified checkpoint, sharding 2": Form("llama", 4, f"{SHARDED} --unified_checkpoint 1"),
+    "lora": Form("llama", 2, "--lora 1"),
+    "bf16": Form("llama", 2, "--bf16 1 --fp16_opt_level O2 --amp_master_grad 1"),
+}
+
+
+def train(folder: Path, model: str, output: str, processes: int | None, options: str) -> Any:
+    args = [str(folder), model, "--output_dir", str(folder / output), *OPTIONS, *options.split()]
     run(HERE / "trainer_worker.py", processes, folder=folder, args=args, timeout=250)
-    found: dict[str, Any] = json.loads((folder / output / "losses.json").read_text())
-    return found
+    return json.loads((folder / output / "losses.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has the models saved."""
+    folder = tmp_path_factory.mktemp("trainer")
+    models = sorted({form.model for form in FORMS.values()})
+    run(HERE / "single_worker.py", None, folder=folder, args=[str(folder), *models], timeout=250)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[tuple[str, bool], Any]:
+    """What the Trainer finds for the single-device classes, by model and whether with LoRA."""
+    wanted = {(form.model, "--lora" in form.options) for form in FORMS.values()}
+    return {
+        (model, lora): train(folder, model, f"{model} {lora}", None, "--lora 1" if lora else "")
+        for model, lora in wanted
+    }
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
     """The bytes of every tensor of a checkpoint, those of the optimizer included."""
-    found = {}
-    for file in sorted([*folder.glob("*.pdparams"), *folder.glob("*.pdopt")]):
+    found = {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+    for file in [*folder.glob("*.pdparams"), *folder.glob("*.pdopt")]:
         for name, value in paddle.load(str(file), return_numpy=True).items():
             if hasattr(value, "tobytes"):
                 found[f"{file.name} {name}"] = value.tobytes()
@@ -43,21 +84,25 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("model", ["llama", "llama tied"])
-def test_the_trainer_resumes_with_the_same_bits(tmp_path: Path, model: str) -> None:
-    run(HERE / "single_worker.py", None, folder=tmp_path, args=[str(tmp_path), model], timeout=250)
-    alone = train(tmp_path, model, "alone", 1)
-    straight = train(tmp_path, model, "straight", 2)
-    saved = str(tmp_path / "straight" / f"checkpoint-{SAVED}")
-    resumed = train(tmp_path, model, "resumed", 2, "--resume_from_checkpoint", saved)
+@pytest.mark.parametrize("name", FORMS)
+def test_the_trainer_resumes_with_the_same_bits(
+    folder: Path, alone: dict[tuple[str, bool], Any], name: str, record_property: Any
+) -> None:
+    form = FORMS[name]
+    single = alone[form.model, "--lora" in form.options]
+    options, output = f"{PIPELINE} {form.options}", name.replace(" ", "-")
+    straight = train(folder, form.model, output, form.processes, options)
+    resume = f"--resume_from_checkpoint {folder / output}/checkpoint-{SAVED}"
+    resumed = train(folder, form.model, f"{output}-on", form.processes, f"{options} {resume}")
 
     assert len(straight["losses"]) == STEPS
-    assert straight["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-    assert straight["evaluated"] == pytest.approx(alone["evaluated"], abs=1e-5)
-    assert straight["losses"][-1] < straight["losses"][0] - 0.1
+    assert straight["losses"] == pytest.approx(single["losses"], abs=1e-5)
+    assert straight["evaluated"] == pytest.approx(single["evaluated"], abs=1e-5)
+    assert straight["losses"][-1] < straight["losses"][0] - (0.01 if name == "lora" else 0.1)
+    record_property("gap", max(abs(a - b) for a, b in zip(straight["losses"], single["losses"])))
     assert resumed["losses"] == straight["losses"][SAVED:]
     assert resumed["evaluated"] == straight["evaluated"]
     last = f"checkpoint-{STEPS}"
-    ends = [bytes_of(tmp_path / output / last) for output in ("straight", "resumed")]
+    ends = [bytes_of(folder / end / last) for end in (output, f"{output}-on")]
     assert ends[0]
     assert ends[0] == ends[1]

@@ -6,10 +6,13 @@ fleetpipe.install()
 
 import json  # noqa: E402
 import sys  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+import numpy as np  # noqa: E402
 import paddle  # noqa: E402
+from paddlenlp.peft import LoRAConfig, LoRAModel  # noqa: E402
 from paddlenlp.trainer import (  # noqa: E402
     PdArgumentParser,
     Trainer,
@@ -18,6 +21,13 @@ from paddlenlp.trainer import (  # noqa: E402
 )
 
 from tests.libraries.models import batches, class_of  # noqa: E402
+
+
+@dataclass
+class Adapters:
+    """Whether LoRA's are trained, and nothing else."""
+
+    lora: bool = False
 
 
 class Rows(paddle.io.Dataset):  # type: ignore[misc]
@@ -56,8 +66,21 @@ class Losses(TrainerCallback):  # type: ignore[misc]
             self.found.append(logs["loss"])
 
 
+def adapted(model: Any) -> Any:
+    """Puts adapters into a model, with the same values on any number of ranks."""
+    config = LoRAConfig(target_modules=[".*q_proj.*", ".*v_proj.*"], r=4, dtype="float32")
+    model = LoRAModel(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            numbers = np.random.default_rng(len(parameter.shape) + parameter.shape[0])
+            values = 0.1 * numbers.standard_normal(parameter.shape)
+            parameter.set_value(values.astype("float32"))
+    return model
+
+
 folder, name = sys.argv[1], sys.argv[2]
-(arguments,) = PdArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[3:])
+parser = PdArgumentParser((TrainingArguments, Adapters))
+arguments, adapters = parser.parse_args_into_dataclasses(sys.argv[3:])
 single = arguments.pipeline_parallel_degree <= 1
 model = class_of(name, "ForCausalLM" if single else "ForCausalLMPipe").from_pretrained(
     f"{folder}/{name}",
@@ -67,7 +90,7 @@ model = class_of(name, "ForCausalLM" if single else "ForCausalLMPipe").from_pret
 )
 losses = Losses()
 trainer = InOrder(
-    model=model,
+    model=adapted(model) if adapters.lora else model,
     args=arguments,
     train_dataset=Rows(2),
     eval_dataset=Rows(1),
