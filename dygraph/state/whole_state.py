@@ -103,6 +103,10 @@ class ModelState:
             stages.setdefault(layer.path, set()).add(self._partition.stage_of(index))
         return any(len(users) > 1 for users in stages.values())
 
+    def stage_of(self, name: str) -> int:
+        """Returns the stage that has a parameter or buffer which no layers share, by its name."""
+        return self._partition.stage_of(int(name.partition(".")[0]))
+
     def slots(self) -> list[Slot]:
         """Returns the names and shapes of the whole model in the order of its layers, each once."""
         layers = range(len(self._entries))

@@ -48,6 +48,10 @@ class CapturedState(ModelState):
         """Whether several stages use one weight: its gradient is added up stage by stage."""
         return any(len(users) > 1 for users in self._stages.values())
 
+    def stage_of(self, name: str) -> int:
+        """Returns the first stage that uses a parameter or buffer."""
+        return self._stages[name][0]
+
     def slots(self) -> list[Slot]:
         """Returns the names and shapes of the whole model."""
         return self._slots

@@ -255,7 +255,7 @@ def _places(layers: PipelineLayer) -> list[str]:
     passed = 0
     for slot in layers.state.slots():
         if not is_shared(slot.name):
-            stage = layers.partition.stage_of(int(slot.name.partition(".")[0]))
+            stage = layers.state.stage_of(slot.name)
             found += map(edges.name_of, range(passed, stage))
             passed = stage
         found += [slot.name.rpartition(".")[0], slot.name]
