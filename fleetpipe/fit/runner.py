@@ -57,7 +57,9 @@ class Runner:
         """
         cuts = [in_micro_batches(rows, self._steps) for rows in batches]
         cut = joined(cuts)
-        weights = [weight for one in cuts for weight in one.weights]
+        # A sum over the micro-batches, where it is asked for, is that many times their mean.
+        summed = self.pipeline.weights[0] == 1
+        weights = [w * (len(one.rows) if summed else 1) for one in cuts for w in one.weights]
         with self._micro_batches(len(cut.rows)):
             self._criterion.begin(cut.rows)
             shares = self.pipeline.train_batch(

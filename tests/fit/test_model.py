@@ -110,6 +110,25 @@ def test_fit_has_the_bits_of_paddles_fit(model: Any) -> None:
         assert np.array_equal(mine.numpy(), other.numpy())
 
 
+def test_a_sum_over_micro_batches_is_that_many_times_their_mean() -> None:
+    found = []
+    for reduction in ("mean", "sum"):
+        with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS, loss_reduction=reduction):
+            model = fleetpipe.Model(layers())
+            sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+            model.prepare(sgd, nn.CrossEntropyLoss())
+            rows = [Digits(0, BATCH)[index] for index in range(BATCH)]
+            columns = [paddle.to_tensor(np.stack(column)) for column in zip(*rows)]
+            before = [parameter.numpy() for parameter in model.parameters()]
+            (loss,) = model.train_batch(*columns)
+            moved = [p.numpy() - old for p, old in zip(model.parameters(), before)]
+            found.append((loss, moved))
+    (mean, small), (total, large) = found
+    assert np.allclose(total, STEPS * mean, rtol=1e-6)
+    for one, other in zip(small, large):
+        assert np.allclose(other, STEPS * one, rtol=1e-3, atol=1e-6)
+
+
 def test_evaluation_and_prediction_count_every_row_once(model: Any) -> None:
     data = Digits(0, 2 * BATCH + 5)
     network = single(prepared(model))
