@@ -27,5 +27,5 @@ def get_dataloader(
     Raises:
         StateError: ``launch_from_torch`` was not called before.
     """
-    sampler = DistributedBatchSampler(dataset, batch_size, shuffle, drop_last)
+    sampler = DistributedBatchSampler(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
     return paddle.io.DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)

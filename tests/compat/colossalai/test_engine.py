@@ -8,7 +8,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.compat.colossalai import gpc, initialize, lr_scheduler
+from fleetpipe.compat.colossalai import get_dataloader, gpc, initialize, lr_scheduler
 from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
 from tests.compat.colossalai.programs import (
     ROWS,
@@ -160,3 +160,13 @@ def test_the_learning_rate_of_the_tutorial() -> None:
     assert rates(2, 1) == pytest.approx([0.0005, 0.001], abs=1e-12)
     expected = [1e-3 * (e + 1) / 4 if e < 3 else 1e-3 * (10 - e) / 7 for e in range(10)]
     assert rates(10, 3) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_loader_gives_this_replicas_batches() -> None:
+    with launched():
+        dataset = paddle.io.TensorDataset([paddle.arange(10), paddle.arange(10)])
+        loader = get_dataloader(dataset, batch_size=4)
+        assert [rows.tolist() for rows, _ in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        kept = get_dataloader(dataset, shuffle=True, drop_last=False, batch_size=4)
+        assert sorted(int(row) for rows, _ in kept for row in rows) == list(range(10))
+        assert len(kept) == 3
