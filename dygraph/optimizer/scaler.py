@@ -37,7 +37,8 @@ def agreeing(scaler: Scaler) -> Scaler:
         inner._unscale = inner.unscale_ = MethodType(_unscale, inner)
         inner._update = MethodType(update_scale, inner)
         # A step notes it. One that scales nothing, as on CPU, does not, and trainers ask for it.
-        vars(inner).setdefault("_cache_found_inf", False)
+        if not hasattr(inner, "_cache_found_inf"):
+            inner._cache_found_inf = False
     return scaler
 
 
