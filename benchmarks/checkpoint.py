@@ -1,0 +1,147 @@
+"""Measures checkpoints of one process beside ``paddle.save``, and what one in the background costs.
+
+    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py [--megabytes 1000] [--repeats 5] [--json]
+
+A model and Adam's moments of that size are written and read in turn by both; every figure is the
+median. ``paddle.save`` is given a file that is synced afterwards, as ours are; its files have no
+checksums. The model of the second part trains with and without saving in the background, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import nn
+
+import fleetpipe
+
+WIDTH = 1024
+#: Bytes of one layer, with its two moments.
+_LAYER_BYTES = 3 * 4 * WIDTH * (WIDTH + 1)
+
+
+class Run:
+    """Linear layers and Adam, which has stepped once."""
+
+    def __init__(self, layers: int) -> None:
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        self.adam = paddle.optimizer.Adam(1e-4, parameters=self.model.parameters())
+        self.objects = {"model": self.model, "optimizer": self.adam}
+        self.step(paddle.ones([4, WIDTH]))
+
+    def step(self, rows: Any) -> None:
+        """Trains on some rows."""
+        self.model(rows).mean().backward()
+        self.adam.step()
+        self.adam.clear_grad()
+
+
+def seconds(act: Callable[[], object]) -> float:
+    """Returns how long a call takes."""
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def saved_by_paddle(run: Run, path: Path) -> None:
+    """Saves as Paddle's users do, and waits for the disk."""
+    for name, thing in (("model.pdparams", run.model), ("adam.pdopt", run.adam)):
+        paddle.save(thing.state_dict(), str(path / name))
+        descriptor = os.open(path / name, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def loaded_by_paddle(run: Run, path: Path) -> None:
+    """Loads what :func:`saved_by_paddle` wrote."""
+    run.model.set_state_dict(paddle.load(str(path / "model.pdparams")))
+    run.adam.set_state_dict(paddle.load(str(path / "adam.pdopt")))
+
+
+def write_and_read(run: Run, home: Path, repeats: int) -> dict[str, float]:
+    """Returns the seconds of writing and of reading, of both."""
+    manager = fleetpipe.CheckpointManager(home / "ours", max_to_keep=1)
+    theirs = home / "theirs"
+    theirs.mkdir()
+    acts: dict[str, Callable[[], object]] = {
+        "paddle.save": lambda: saved_by_paddle(run, theirs),
+        "save": lambda: manager.save(1, **run.objects),
+        "paddle.load": lambda: loaded_by_paddle(run, theirs),
+        "restore": lambda: manager.restore(**run.objects),
+    }
+    times = [{name: seconds(act) for name, act in acts.items()} for _ in range(repeats)]
+    return {name: statistics.median(row[name] for row in times) for name in acts}
+
+
+def stall(run: Run, home: Path, repeats: int, every: int, rows: int) -> dict[str, float]:
+    """Returns the seconds of ``every`` steps without and with a save in the background, and of it.
+
+    The save is made after the first of the steps; its copy is part of them.
+    """
+    manager = fleetpipe.CheckpointManager(
+        home / "stall", max_to_keep=1, async_save=True, save_interval=every
+    )
+    data = paddle.ones([rows, WIDTH])
+
+    def steps(save: bool) -> float:
+        def go() -> None:
+            for step in range(every):
+                run.step(data)
+                if save:
+                    manager.save(step, **run.objects)
+
+        return seconds(go)
+
+    steps(save=True)
+    found: dict[str, list[float]] = {"without": [], "with": [], "the call": []}
+    for _ in range(repeats):
+        manager.wait()
+        found["without"].append(steps(save=False))
+        found["with"].append(steps(save=True))
+        manager.wait()
+        found["the call"].append(seconds(lambda: manager.save(0, **run.objects)))
+    manager.wait()
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=1000, help="of parameters and moments")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--every", type=int, default=50, help="steps between saves")
+    parser.add_argument("--rows", type=int, default=256, help="rows of a batch")
+    parser.add_argument("--folder", default=None, help="where to write; by default a temporary one")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    home = Path(tempfile.mkdtemp(dir=arguments.folder))
+    try:
+        run = Run(max(1, arguments.megabytes * 1_000_000 // _LAYER_BYTES))
+        found = write_and_read(run, home, arguments.repeats)
+        small = Run(8)
+        stalled = stall(small, home, arguments.repeats, arguments.every, arguments.rows)
+    finally:
+        shutil.rmtree(home)
+    if arguments.json:
+        print(json.dumps({"seconds": found, "stall": stalled}))
+        return
+    for name, value in found.items():
+        print(f"{name:12} {value:7.2f} s  {arguments.megabytes / 1000 / value:6.2f} GB/s")
+    more = stalled["with"] / stalled["without"] - 1
+    print(f"{arguments.every} steps without saving {stalled['without']:.3f} s", end=", ")
+    print(f"with one save in the background {stalled['with']:.3f} s: {100 * more:+.1f} %")
+    print(f"the call that copies {8 * _LAYER_BYTES / 1e6:.0f} MB: {stalled['the call']:.3f} s")
+
+
+if __name__ == "__main__":
+    main()
