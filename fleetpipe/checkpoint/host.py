@@ -7,6 +7,7 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
 from fleetpipe.checkpoint.parts import Held
+from fleetpipe.checkpoint.tensors import Described
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.structure import TensorLeaf
 
@@ -21,7 +22,7 @@ def bytes_of(held: Held) -> tuple[object, memoryview]:
     if isinstance(tensor, np.ndarray):
         array = np.ascontiguousarray(tensor)
         return array, _flat(array)
-    kept, memories = bridge.readable([tensor], [_leaf(held)])
+    kept, memories = bridge.readable([tensor], [_leaf(_own(held))])
     return kept, memories[0] if memories else memoryview(b"")
 
 
@@ -30,7 +31,12 @@ def empty_like(held: Held) -> tuple[Tensor | np.ndarray, memoryview]:
     if isinstance(held.tensor, np.ndarray):
         array = np.empty_like(held.tensor, order="C")
         return array, _flat(array)
-    (tensor,), memories = bridge.allocate([_leaf(held)])
+    return empty(_own(held))
+
+
+def empty(described: Described) -> tuple[Tensor, memoryview]:
+    """Returns a tensor, and its bytes, which are to be filled."""
+    (tensor,), memories = bridge.allocate([_leaf(described)])
     return tensor, memories[0] if memories else memoryview(b"")
 
 
@@ -43,9 +49,13 @@ def assign(held: Held, value: Tensor | np.ndarray) -> None:
             held.tensor.set_value(value)
 
 
-def _leaf(held: Held) -> TensorLeaf:
-    shape = tuple(int(size) for size in held.tensor.shape)
-    return TensorLeaf(held.described.dtype, shape, True)
+def _own(held: Held) -> Described:
+    """Returns dtype and shape of what is here: a part may be smaller than the whole."""
+    return Described(held.described.dtype, tuple(int(size) for size in held.tensor.shape))
+
+
+def _leaf(described: Described) -> TensorLeaf:
+    return TensorLeaf(described.dtype, described.shape, True)
 
 
 def _flat(array: np.ndarray) -> memoryview:

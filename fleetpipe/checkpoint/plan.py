@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fleetpipe.checkpoint.parts import GROUPS, Held, Name
+from fleetpipe.checkpoint.parts import GROUPS, MASTER_WEIGHTS, OPTIMIZER, Held, Name
 from fleetpipe.checkpoint.regions import Cut, is_whole
 from fleetpipe.checkpoint.tensors import CODES, Described, Layout, laid_out
 from fleetpipe.errors import CheckpointError
@@ -195,3 +195,19 @@ def _tiling(name: Name, tensor: Described, cuts: list[Cut | None]) -> list[Cut |
             fix="build the same model on every rank, with the same mp_degree",
         )
     return [*ordered]
+
+
+def indexes(plan: Plan) -> dict[str, str]:
+    """Returns the index of each group of files by its name: which file has which tensor.
+
+    They are those of Hugging Face, which PaddleNLP's unified checkpoint has for each group.
+    """
+    found = {}
+    for group, files in plan.groups.items():
+        places = {name: file for file in files for name in plan.files[file].tensors}
+        total = sum(t.tensor.nbytes for file in files for t in plan.files[file].tensors.values())
+        index: dict[str, object] = {"metadata": {"total_size": total}, "weight_map": places}
+        if group == OPTIMIZER:
+            index["master_weights"] = MASTER_WEIGHTS in plan.groups
+        found[f"{group}.safetensors.index.json"] = json.dumps(index, sort_keys=True, indent=1)
+    return found

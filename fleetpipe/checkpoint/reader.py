@@ -1,21 +1,22 @@
-"""Reads a checkpoint: everything is checked before anything is filled.
+"""Reads the files of a checkpoint, and compares them with the checksums of its manifest.
 
-The ranks share the checking, each a part of all files; then each reads its own bytes and no others.
+The ranks share the comparing, each a part of all files. Needs no Paddle.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.checkpoint import host, tensors
+from fleetpipe.checkpoint import tensors
 from fleetpipe.checkpoint.manifest import Manifest, Piece, Whole
-from fleetpipe.checkpoint.parts import GROUPS, Held, Name
+from fleetpipe.checkpoint.parts import GROUPS, Name
+from fleetpipe.checkpoint.regions import Cut
 from fleetpipe.checkpoint.tensors import Layout, Stored
 from fleetpipe.errors import CheckpointError
 
@@ -60,6 +61,15 @@ class Reader:
             raise _damaged(path, "its checksum is of something else")
         return json.loads(data)
 
+    def check_texts(self) -> None:
+        """Compares the files that are no tensors with their checksums.
+
+        Raises:
+            CheckpointError: One is damaged.
+        """
+        for name in self.manifest.files.keys() - self._layouts.keys():
+            self.text(name)
+
     def check(self, groups: Collection[str], share: int = 0, shares: int = 1) -> None:
         """Compares tensors with their checksums.
 
@@ -86,19 +96,20 @@ class Reader:
         """Returns an error for each part of a tensor that is damaged."""
         return list(self._compared(self._pieces(GROUPS)))
 
-    def fill(self, wanted: Mapping[Name, Held]) -> None:
-        """Gives tensors their saved values. They fit, and :meth:`check` has passed.
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[Name, Cut | None, memoryview], None]]:
+        """Gives what reads a part of a tensor into memory: its name, the part (None: all), memory.
 
-        Raises:
-            CheckpointError: A file cannot be read any more.
+        It raises a ``CheckpointError`` where a file cannot be read any more.
         """
         with self._opened() as opened:
-            for name, held in wanted.items():
+
+            def read(name: Name, cut: Cut | None, memory: memoryview) -> None:
                 file, stored = opened(name)
-                value, memory = host.empty_like(held)
                 with _told(self._path(name)):
-                    tensors.read(file, stored, held.cut, memory)
-                host.assign(held, value)
+                    tensors.read(file, stored, cut, memory)
+
+            yield read
 
     def _pieces(self, groups: Collection[str]) -> Iterator[tuple[Name, Piece]]:
         for name, entry in self.manifest.tensors.items():

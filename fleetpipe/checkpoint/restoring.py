@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleetpipe.checkpoint import commit, manifest, random_state, training_state
+from fleetpipe.checkpoint import host, manifest, random_state, training_state
 from fleetpipe.checkpoint.objects import Objects
 from fleetpipe.checkpoint.parts import Held, Name, Part
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.reader import Reader
 from fleetpipe.checkpoint.retention import Retention
-from fleetpipe.errors import CheckpointError
-
-LATEST, BEST = "latest", "best"
 
 
 class Restored(NamedTuple):
@@ -31,34 +28,6 @@ class Restored(NamedTuple):
     metrics: Mapping[str, float]
 
 
-def chosen(retention: Retention, step: int | str) -> Path:
-    """Returns the folder of a complete step.
-
-    Args:
-        retention: Knows the folder of the run, and what is best.
-        step: A number, ``"latest"`` or ``"best"``.
-
-    Raises:
-        CheckpointError: There is none.
-    """
-    steps = commit.complete_steps(retention.home)
-    number: object = step
-    if step == LATEST and steps:
-        number = [*steps][-1]
-    if step == BEST:
-        number = retention.best_step()
-    if number not in steps or not isinstance(number, int):
-        raise CheckpointError(
-            f"there is no checkpoint of step {step!r}"
-            if steps
-            else "there is no checkpoint in this folder",
-            where=str(retention.home),
-            got=f"steps {[*steps]}" if steps else "no complete step",
-            fix="begin without restoring, or check the folder",
-        )
-    return steps[number]
-
-
 def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Objects) -> Restored:
     """Restores a step into some objects. Collective over ``ranks``.
 
@@ -69,7 +38,7 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
     what = f"restoring step {step!r}"
 
     def choose() -> str:
-        return chosen(retention, step).name if ranks.rank == 0 else ""
+        return retention.chosen(step).name if ranks.rank == 0 else ""
 
     folder = retention.home / ranks.together(what, choose)[0]
     attempt = _Attempt(folder, objects)
@@ -101,6 +70,7 @@ class _Attempt:
         """Reads and compares, this rank its share of all tensors."""
         self.reader = Reader(self._folder, manifest.read(self._folder))
         self.state = self.reader.text(training_state.FILE)
+        self.reader.check_texts()
         self._training.require(self.state)
         model = self._objects.model_part()
         optimizer = self._objects.optimizer_part(model)
@@ -119,7 +89,11 @@ class _Attempt:
 
     def fill(self) -> None:
         """Gives all tensors their values."""
-        self.reader.fill(self._wanted)
+        with self.reader.opened() as read:
+            for name, held in self._wanted.items():
+                value, memory = host.empty_like(held)
+                read(name, held.cut, memory)
+                host.assign(held, value)
 
     def finish(self, place: random_state.Place) -> None:
         """Sets what is no tensor."""

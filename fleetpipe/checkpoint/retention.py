@@ -9,6 +9,7 @@ from pathlib import Path
 from fleetpipe.checkpoint import commit, manifest
 from fleetpipe.errors import CheckpointError, ConfigError
 
+LATEST, BEST = "latest", "best"
 _MODES = ("min", "max")
 
 
@@ -66,6 +67,32 @@ class Retention:
         found = {step: self._metrics_of(step, path).get(name) for step, path in steps.items()}
         rated = [(sign * value, step) for step, value in found.items() if value is not None]
         return max(rated)[1] if rated else None
+
+    def chosen(self, step: int | str) -> Path:
+        """Returns the folder of a complete step.
+
+        Args:
+            step: A number, ``"latest"`` or ``"best"``.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        steps = commit.complete_steps(self.home)
+        number: int | str | None = step
+        if step == LATEST and steps:
+            number = [*steps][-1]
+        if step == BEST:
+            number = self.best_step()
+        if not isinstance(number, int) or number not in steps:
+            raise CheckpointError(
+                f"there is no checkpoint of step {step!r}"
+                if steps
+                else "there is no checkpoint in this folder",
+                where=str(self.home),
+                got=f"steps {[*steps]}" if steps else "no complete step",
+                fix="begin without restoring, or check the folder",
+            )
+        return steps[number]
 
     def apply(self) -> None:
         """Removes what is not to be kept.

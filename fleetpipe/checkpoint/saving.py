@@ -15,7 +15,7 @@ from fleetpipe.checkpoint import _paddle, commit, host, training_state
 from fleetpipe.checkpoint.manifest import Manifest
 from fleetpipe.checkpoint.objects import Objects
 from fleetpipe.checkpoint.parts import Held, Name
-from fleetpipe.checkpoint.plan import Inventory, Plan, planned
+from fleetpipe.checkpoint.plan import Inventory, Plan, indexes, planned
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.retention import Retention
 from fleetpipe.checkpoint.writer import Assignment, described_files, own_parts, write
@@ -137,7 +137,7 @@ class Saver:
         draft = self._home / everyone[0]["draft"]
         try:
             plan = self._planned(ranks, what, [facts["digest"] for facts in everyone], held)
-            texts = {training_state.FILE: _merged_state(step, everyone)}
+            texts = {**indexes(plan), training_state.FILE: _merged_state(step, everyone)}
             task = Assignment(
                 home=self._home,
                 draft=draft,

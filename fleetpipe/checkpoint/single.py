@@ -8,8 +8,8 @@ from pathlib import Path
 from fleetpipe.aliases import Layer, Optimizer
 from fleetpipe.checkpoint.objects import Objects
 from fleetpipe.checkpoint.ranks import Ranks
-from fleetpipe.checkpoint.restoring import LATEST, restore
-from fleetpipe.checkpoint.retention import Retention
+from fleetpipe.checkpoint.restoring import restore
+from fleetpipe.checkpoint.retention import LATEST, Retention
 from fleetpipe.transport import SoleGroup
 
 

@@ -60,7 +60,7 @@ def refused(home: Path, run: Run) -> str:
 def test_every_flipped_bit_is_found_and_named(saved: Path) -> None:
     numbers, run = random.Random(4), Run(2)
     files = {path: path.read_bytes() for path in saved.iterdir()}
-    assert len(files) == 4
+    assert len(files) == 6
     sizes = [len(content) for content in files.values()]
     for _ in range(FLIPS):
         path = numbers.choices([*files], sizes)[0]
