@@ -68,6 +68,12 @@ COMMANDS = (
         "fleetpipe.launch.script:configure_parity",
         "fleetpipe.parity.command:run",
     ),
+    Command(
+        "checkpoint",
+        "list, check, compare and convert the checkpoints of a run",
+        "fleetpipe.checkpoint.commands:configure",
+        "fleetpipe.checkpoint.commands:run",
+    ),
 )
 
 

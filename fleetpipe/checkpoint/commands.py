@@ -1,0 +1,217 @@
+"""The command ``fleetpipe checkpoint``: looks at the folder of a run, and makes other files of it.
+
+Only what reads or writes Paddle's own files loads Paddle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.arguments import new_file
+from fleetpipe.checkpoint import commit, manifest
+from fleetpipe.checkpoint.differences import differences
+from fleetpipe.checkpoint.manifest import Manifest
+from fleetpipe.checkpoint.merging import merge
+from fleetpipe.checkpoint.parts import GROUPS
+from fleetpipe.checkpoint.reader import Reader
+from fleetpipe.checkpoint.retention import LATEST, Retention
+from fleetpipe.errors import CheckpointError, ConfigError
+
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe checkpoint`` to its parser."""
+    parser.add_argument(
+        "action",
+        choices=list(_ACTIONS),
+        help="ls: the steps of a run; show: what a step holds; verify: compare with the checksums; "
+        "diff: the first tensor of which two steps have other bits; merge: the model in one file; "
+        "convert: the layer files of Fleet to a run, or a step to layer files",
+    )
+    parser.add_argument("path", type=Path, help="the folder of a run, or of one of its steps")
+    parser.add_argument(
+        "other",
+        type=Path,
+        nargs="?",
+        help="diff: the other run or step; merge: a new .safetensors or .pdparams file; "
+        "convert: the folder to write",
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="which step of a run; by default the newest"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs ``fleetpipe checkpoint``.
+
+    Returns:
+        0; 1 where ``verify`` finds damage or ``diff`` a difference.
+
+    Raises:
+        CheckpointError: There is no such step, or it cannot be read.
+        ConfigError: An argument is missing, or one too many.
+    """
+    action = _ACTIONS[arguments.action]
+    if (arguments.other is None) != (arguments.action in _ALONE):
+        missing = "needs a second path" if arguments.other is None else "takes one path"
+        raise ConfigError(
+            f"fleetpipe checkpoint {arguments.action} {missing}",
+            fix="fleetpipe checkpoint --help says what it is",
+        )
+    return action(arguments)
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    steps = commit.complete_steps(arguments.path)
+    if not steps:
+        raise CheckpointError(
+            "there is no checkpoint in this folder",
+            where=str(arguments.path),
+            fix="pass the folder that CheckpointManager was given",
+        )
+    for step, folder in steps.items():
+        try:
+            found = manifest.read(folder)
+        except CheckpointError as error:
+            print(f"{step:>10}  damaged: {str(error).splitlines()[0]}")
+            continue
+        size = sum(whole.size for whole in found.files.values())
+        metrics = "  ".join(f"{name}={value:g}" for name, value in found.metrics.items())
+        print(f"{step:>10}  {_size(size):>9}  {len(found.tensors):>6} tensors  {metrics}".rstrip())
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    found = _read(arguments.path, arguments.step)
+    print(f"step       {found.step}")
+    print(f"written by {_listed(found.versions)}")
+    print(f"layout     {_listed(found.layout)} (any other reads it)")
+    print(f"optimizer  {found.optimizer or 'none'}")
+    if found.metrics:
+        print(f"metrics    {_listed(found.metrics)}")
+    for group in GROUPS:
+        entries = {n.name: e for n, e in found.tensors.items() if n.group == group}
+        if entries:
+            size = sum(entry.tensor.nbytes for entry in entries.values())
+            print(f"{group}: {len(entries)} tensors, {_size(size)}")
+        for name, entry in entries.items():
+            print(f"  {name:40} {entry.tensor.dtype:8} {list(entry.tensor.shape)}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    if arguments.step is None and not _is_step(arguments.path):
+        folders = [*commit.complete_steps(arguments.path).values()]
+        folders = folders or [_folder(arguments.path, None)]
+    else:
+        folders = [_folder(arguments.path, arguments.step)]
+    worst = 0
+    for folder in folders:
+        errors = list(_damage(folder))
+        for error in errors:
+            print(error)
+        print(f"{folder.name}: {'damaged' if errors else 'whole'}")
+        worst = max(worst, int(bool(errors)))
+    return worst
+
+
+def _damage(folder: Path) -> Iterator[CheckpointError]:
+    try:
+        reader = Reader(folder, manifest.read(folder))
+        reader.check_texts()
+        yield from reader.damaged()
+    except CheckpointError as error:
+        yield error
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    readers = [
+        Reader(folder, manifest.read(folder))
+        for folder in (
+            _folder(arguments.path, arguments.step),
+            _folder(arguments.other, arguments.step),
+        )
+    ]
+    found = differences(*readers)
+    print("\n".join(found) if found else "all tensors have the same bits")
+    return int(bool(found))
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    target = new_file(str(arguments.other))
+    if target.suffix not in (".safetensors", ".pdparams"):
+        raise ConfigError(
+            f"merge writes a .safetensors or a .pdparams file (={target.name})",
+            fix="give the file one of these endings",
+        )
+    folder = _folder(arguments.path, arguments.step)
+    reader = Reader(folder, manifest.read(folder))
+    reader.check((GROUPS[0],))
+    if target.suffix == ".safetensors":
+        merge(reader, target)
+    else:
+        _converting().write_parameters(reader, target)
+    print(f"{folder.name}: {_size(target.stat().st_size)} in {target}")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    if [*arguments.path.glob("layer_*-model_states.pdparams")]:
+        step = arguments.step or 0
+        count = _converting().from_layer_files(arguments.path, arguments.other, step)
+        print(f"step {step} of {arguments.other}: {count} tensors")
+        return 0
+    folder = _folder(arguments.path, arguments.step)
+    reader = Reader(folder, manifest.read(folder))
+    reader.check((GROUPS[0],))
+    count = _converting().to_layer_files(reader, arguments.other)
+    print(f"{folder.name}: {count} layer files in {arguments.other}")
+    return 0
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "ls": _ls,
+    "show": _show,
+    "verify": _verify,
+    "diff": _diff,
+    "merge": _merge,
+    "convert": _convert,
+}
+_ALONE = ("ls", "show", "verify")
+
+
+def _converting() -> Any:
+    """Returns the module that loads Paddle."""
+    return importlib.import_module("fleetpipe.checkpoint.converting")
+
+
+def _is_step(path: Path) -> bool:
+    return (path / commit.MANIFEST).is_file()
+
+
+def _folder(path: Path, step: int | None) -> Path:
+    """Returns the folder of a step: itself, or that of a run."""
+    if step is None and _is_step(path):
+        return path
+    return Retention(path).chosen(LATEST if step is None else step)
+
+
+def _read(path: Path, step: int | None) -> Manifest:
+    return manifest.read(_folder(path, step))
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _size(count: float) -> str:
+    for unit in _UNITS[:-1]:
+        if count < 1000:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count} B"
+        count /= 1000
+    return f"{count:.3g} {_UNITS[-1]}"

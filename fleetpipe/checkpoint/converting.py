@@ -1,0 +1,116 @@
+"""Makes Paddle's own files of a checkpoint, and a checkpoint of Fleet's layer files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Tensor
+from fleetpipe.checkpoint import fleet_files, host
+from fleetpipe.checkpoint.manager import CheckpointManager
+from fleetpipe.checkpoint.model_part import NamedTensors, held_of
+from fleetpipe.checkpoint.parts import MODEL, Name
+from fleetpipe.checkpoint.reader import Reader
+from fleetpipe.errors import CheckpointError
+
+_FILE = re.compile(
+    r"layer_(?P<layer>\d{2,})(-virtual_pp_stage_\d{2,})?"
+    r"-tensor_(?P<slice>\d{2,})-model_states\.pdparams"
+)
+_NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
+#: The stub knows tensors only.
+_write: Any = paddle.save
+
+
+class _Loaded(NamedTuple):
+    """Tensors under lasting names, as a model that can be saved."""
+
+    tensors: dict[str, Tensor]
+
+    def checkpoint_part(self) -> NamedTensors:
+        """Returns all of them."""
+        held = {name: held_of(tensor, (0, 1)) for name, tensor in self.tensors.items()}
+        return NamedTensors(held, {name: one.described.shape for name, one in held.items()})
+
+
+def write_parameters(reader: Reader, target: Path) -> None:
+    """Writes the model's parameters and buffers in one file of ``paddle.save``.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+    """
+    _write(dict(_tensors(reader)), str(target))
+
+
+def to_layer_files(reader: Reader, folder: Path) -> int:
+    """Writes the model as Fleet's folder of layer files, for a model without shared layers.
+
+    Returns:
+        How many files. A layer before the last without parameters has one, too.
+
+    Raises:
+        CheckpointError: The model has shared layers, or other names than a list of layers.
+    """
+    layers: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in _tensors(reader):
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise CheckpointError(
+                f"{name!r} belongs to no single layer of a list",
+                cause="the layer is shared by several entries, or the model is not a PipelineLayer",
+                fix="restore the checkpoint in a job, then layers.save_state_dict(folder)",
+            )
+        layers.setdefault(int(match["layer"]), {})[match["name"]] = tensor
+    folder.mkdir(parents=True, exist_ok=True)
+    count = max(layers, default=-1) + 1
+    for layer in range(count):
+        name = f"layer_{layer:02d}-tensor_00-model_states.pdparams"
+        _write(layers.get(layer, {}), str(folder / name))
+    return count
+
+
+def from_layer_files(folder: Path, home: Path, step: int) -> int:
+    """Saves the model of Fleet's layer files as a step. They have no optimizer's state.
+
+    Args:
+        folder: Of ``save_state_dict``, fleetpipe's or Fleet's.
+        home: The folder of the run.
+        step: Its number.
+
+    Returns:
+        How many tensors.
+
+    Raises:
+        CheckpointError: A file cannot be read, or holds a slice of its layer.
+    """
+    tensors: dict[str, Tensor] = {}
+    found = sorted((int(m["layer"]), p, m) for p in folder.iterdir() if (m := _match(p)))
+    for layer, path, match in found:
+        if int(match["slice"]):
+            raise CheckpointError(
+                "files of slices do not say how their layers were cut",
+                where=str(path),
+                fix="load them in a job of the same mp_degree by layers.set_state_dir(folder), "
+                "then save with a CheckpointManager",
+            )
+        for name, tensor in fleet_files.load(path).items():
+            tensors[f"{layer}.{name}"] = tensor
+    CheckpointManager(home).save(step, model=_Loaded(tensors))
+    return len(tensors)
+
+
+def _match(path: Path) -> re.Match[str] | None:
+    return _FILE.fullmatch(path.name)
+
+
+def _tensors(reader: Reader) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and buffers of the model by name, in its order."""
+    with reader.opened() as read:
+        for name in reader.manifest.order:
+            described = reader.manifest.tensors[Name(MODEL, name)].tensor
+            tensor, memory = host.empty(described)
+            read(Name(MODEL, name), None, memory)
+            yield name, tensor

@@ -1,0 +1,37 @@
+"""Makes one safetensors file of a checkpoint's model, as single-device tools take it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fleetpipe.checkpoint import tensors
+from fleetpipe.checkpoint.parts import MODEL, Name
+from fleetpipe.checkpoint.reader import Reader
+
+
+def merge(reader: Reader, target: Path) -> None:
+    """Writes the parameters and buffers of the model under their names, one tensor at a time.
+
+    Args:
+        reader: The checkpoint.
+        target: The file, which is new or whole at any moment.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        OSError: The file cannot be written.
+    """
+    order = reader.manifest.order
+    layout = tensors.laid_out({n: reader.manifest.tensors[Name(MODEL, n)].tensor for n in order})
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with draft.open("wb", buffering=0) as file, reader.opened() as read:
+            tensors.write_at(file.fileno(), 0, layout.header)
+            for name, stored in layout.tensors.items():
+                memory = memoryview(bytearray(stored.tensor.nbytes))
+                read(Name(MODEL, name), None, memory)
+                tensors.write(file.fileno(), stored, None, memory)
+            os.fsync(file.fileno())
+        draft.rename(target)
+    finally:
+        draft.unlink(missing_ok=True)
