@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, NoReturn
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.auto import Choice
 from fleetpipe.capture.forms import Form, Forms
+from fleetpipe.capture.memory import initialize, release
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.stages import CapturedStages
-from fleetpipe.capture.state import CapturedState, part_of, release, stages_of
+from fleetpipe.capture.state import CapturedState, part_of, stages_of
 from fleetpipe.capture.value import Node
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run
@@ -100,15 +101,17 @@ class CapturedPipeline(PipelineLayer):
         self._require_one_writer()
         self.__dict__["users"] = users
         self._hold(users)
+        own = self.state.own()
         ranks = {
             name: tuple(dict.fromkeys(map(self.placement.rank_of, stages)))
             for name, stages in users.items()
         }
+        initialize(self.plain, own)
         weights = [SharedWeight(name, holders) for name, holders in ranks.items()]
-        own = self.state.own()
         self.__dict__["_shared_weights"] = connected(weights, own, self._stage_id, self._job)
         if self._job is not None and not self._job.local:
-            release(self.plain.state_dict(), own)
+            kept = {id(tensor) for tensor in own.values()}
+            release(t for t in self.plain.state_dict().values() if id(t) not in kept)
 
     def _hold(self, users: dict[str, tuple[int, ...]]) -> None:
         """Makes sublayers of what this process's stages use, under the names of the model."""

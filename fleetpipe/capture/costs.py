@@ -10,10 +10,11 @@ from typing import NamedTuple
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.capturing import Capturing, in_mode
+from fleetpipe.capture.memory import lent
 from fleetpipe.capture.replay import entries
 from fleetpipe.capture.signature import signature_of
 from fleetpipe.capture.tracer import state_kept
-from fleetpipe.capture.value import Trace
+from fleetpipe.capture.value import Node, Trace
 from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped
@@ -29,7 +30,7 @@ class NodeCost(NamedTuple):
         forward: Seconds of its forward.
         backward: Seconds of its backward.
         held: Bytes that stay allocated from forward to backward.
-        parameters: Bytes of the parameters that no node before it uses.
+        parameters: Bytes of the parameters and buffers that no node before it uses.
     """
 
     forward: float
@@ -57,16 +58,18 @@ def measured(capturing: Capturing, trace: Trace) -> list[NodeCost]:
     costs = []
     with state_kept(model), in_mode(model, training=True):
         values: Nest = functions[0](capturing.example)
-        for function, parameters in zip(functions[1:-1], sizes):
+        for function, node, parameters in zip(functions[1:-1], trace.nodes, sizes):
             values = mapped(leaf_like, values)
+            tensors = _state_of(node)
             runs = []
-            for _ in range(RUNS):
-                output, *run = _run(function, values)
-                runs.append(run)
+            with lent(tensors):
+                for _ in range(RUNS):
+                    output, *run = _run(function, values)
+                    runs.append(run)
+                drop_gradients(tensors)
             forward, backward, held = (min(found) for found in zip(*runs))
             costs.append(NodeCost(forward, backward, int(held), parameters))
             values = output
-    drop_gradients(model.parameters())
     return costs
 
 
@@ -87,14 +90,18 @@ def _run(function: object, values: Nest) -> tuple[Nest, float, float, float]:
     return output, forward, time.perf_counter() - begin, held
 
 
+def _state_of(node: Node) -> list[Tensor]:
+    """Returns the parameters and buffers that a node has or takes."""
+    layer: Layer = node.function
+    tensors = list(layer.state_dict().values()) if node.is_layer else []
+    return tensors + [getattr(owned.layer, owned.name) for owned in node.owned]
+
+
 def _parameter_bytes(trace: Trace) -> list[int]:
     seen: set[int] = set()
     sizes = []
     for node in trace.nodes:
-        layer: Layer = node.function
-        used = list(layer.parameters()) if node.is_layer else []
-        used += [getattr(owned.layer, owned.name) for owned in node.owned]
-        new = {id(tensor): tensor for tensor in used if id(tensor) not in seen}
+        new = {id(tensor): tensor for tensor in _state_of(node) if id(tensor) not in seen}
         seen.update(new)
         sizes.append(sum(4 * math.prod(tensor.shape) for tensor in new.values()))
     return sizes

@@ -12,12 +12,14 @@ from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
 from fleetpipe.capture.capturing import Capturing
 from fleetpipe.capture.costs import measured
 from fleetpipe.capture.forms import Forms
+from fleetpipe.capture.memory import initialize, without_memory
 from fleetpipe.capture.proof import prove
 from fleetpipe.capture.signature import example_of, signature_of
 from fleetpipe.capture.split_spec import AUTO, SplitSpec, borders_of
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.job.say_once import tell_once
 
 
 def pipeline(
@@ -57,11 +59,25 @@ def pipeline(
             fix="give one cut less than there are stages",
         )
     forms = Forms(captured, borders, example, recompute_interval)
-    proof = prove(captured, forms, stages) if verify else None
+    proof = prove(captured, forms, stages) if verify and _whole(model) else None
     chunks = None if num_chunks == 1 else num_chunks
     return CapturedPipeline(
         model, forms, stages // num_chunks, chunks, loss_fn, Found(choice, proof)
     )
+
+
+def _whole(model: Layer) -> bool:
+    """Whether this process may have all of a model; initializes it where it does."""
+    job = current_job()
+    lazy = without_memory(model)
+    if lazy and job is not None and not job.local:
+        tell_once(
+            "verify=True compares nothing: the model was built under LazyGuard, and no rank has "
+            "all of it; it is compared where one process plays all ranks",
+        )
+        return False
+    initialize(model, lazy)
+    return True
 
 
 def _chosen(captured: Capturing, stages: int | None, memory_limit: float | None) -> Choice:

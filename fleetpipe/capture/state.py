@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.value import Node
-from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.transport import Group
@@ -115,11 +114,3 @@ def _part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
                 getattr(part, kind)[name] = tensor
     part._non_persistable_buffer_names_set = layer._non_persistable_buffer_names_set
     return part
-
-
-def release(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
-    """Gives back the memory of all tensors but those that are kept."""
-    stay = {id(tensor) for tensor in kept.values()}
-    for tensor in tensors.values():
-        if id(tensor) not in stay and has_memory(tensor):
-            tensor.get_tensor()._clear()

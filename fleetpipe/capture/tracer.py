@@ -19,6 +19,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture._paddle import Function, intercepted
 from fleetpipe.capture.mark import noting
+from fleetpipe.capture.memory import lent
 from fleetpipe.capture.value import Like, Node, Owned, Ref, Trace, ValueId, like
 from fleetpipe.capture.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph import has_memory, state_slots
@@ -137,7 +138,8 @@ class _Tracer(Walk):
         args, named = self._noted(call.args), self._noted(call.named)
         given = list(tensors_of((call.args, call.named)))
         versions = [tensor.inplace_version for tensor in given]
-        output = call.do()
+        with lent(_state_of(call.function, given)):
+            output = call.do()
         changed = {
             id(tensor): tensor
             for tensor, version in zip(given, versions)
@@ -198,6 +200,13 @@ class _Tracer(Walk):
 
     def _failure(self, what: str) -> _NotTraceable:
         return _NotTraceable(self._opened[-1], what, user_place())
+
+
+def _state_of(function: Function, given: list[Tensor]) -> list[Tensor]:
+    """Returns the parameters and buffers that a node has, and what tensors it takes."""
+    if isinstance(function, paddle.nn.Layer):
+        given = [*given, *function.state_dict().values()]
+    return given
 
 
 def _owned_by(model: Layer) -> Iterator[tuple[int, Owned]]:

@@ -35,6 +35,16 @@ def test_ranks_get_what_one_process_gets(
         assert own.items() <= alone["resnet18"]["own"].items()
         expected = alone["resnet18"].items()
         assert found["resnet18"] == {key: value for key, value in expected if key != "own"}
+    lazy, whole = [found["lazily"] for found in ranks], alone["lazily"]
+    assert whole["proof"] == "equal in bits: 2 outputs, 24 gradients, 0 buffers"
+    for part in lazy:
+        # The first values do not depend on who draws them.
+        assert (part["losses"], part["predicted"]) == (whole["losses"], whole["predicted"])
+        assert len(part["own"]) == 12
+        assert part["own"].items() <= whole["own"].items()
+        # Replicas need as much again as the gradients, to add them up.
+        assert part["peak"] <= (0.6 if dp == 1 else 0.75) * whole["peak"]
+        assert part["proof"] is None
     tied = [found["tied"] for found in ranks]
     assert [len(found["own"]) for found in tied] == [10, 3] * dp
     # Each stage adds up its own uses of the weight first: the copies are equal, to rounding alone.

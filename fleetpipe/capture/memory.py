@@ -1,0 +1,59 @@
+"""Tensors of a model that have no memory: those of other ranks' stages, and of a lazy model.
+
+A capture needs shapes, and no numbers: a node gets zeros for as long as it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.dygraph import has_memory
+from fleetpipe.dygraph.layers.entries import FIRST_SEED
+from fleetpipe.dygraph.random_keys import random_states_kept
+
+
+def without_memory(model: Layer) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of a model that have no memory, by name."""
+    return {name: tensor for name, tensor in model.state_dict().items() if not has_memory(tensor)}
+
+
+@contextmanager
+def lent(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it tensors without memory are zeros."""
+    borrowers = [tensor for tensor in tensors if not has_memory(tensor)]
+    for tensor in borrowers:
+        zeros = np.zeros(tensor.shape, str(tensor.dtype).rpartition(".")[2])
+        tensor.get_tensor().set(zeros, paddle.CPUPlace())
+    try:
+        yield
+    finally:
+        release(borrowers)
+
+
+def release(tensors: Iterable[Tensor]) -> None:
+    """Gives back the memory of tensors, which keep their shapes."""
+    for tensor in tensors:
+        if has_memory(tensor):
+            tensor.get_tensor()._clear()
+
+
+def initialize(model: Layer, own: Mapping[str, Tensor]) -> None:
+    """Gives parameters that were made under ``paddle.LazyGuard`` their first values.
+
+    Each is drawn under a seed of its own, by its place in the whole model: they do not depend on
+    which of them a rank has.
+
+    Args:
+        model: The whole model.
+        own: The parameters to initialize, by name.
+    """
+    with random_states_kept():
+        for number, (name, tensor) in enumerate(model.state_dict().items()):
+            if name in own and not has_memory(tensor):
+                paddle.seed(FIRST_SEED + number)
+                tensor.initialize()
