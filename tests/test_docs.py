@@ -43,6 +43,7 @@ PAGES = [
 #: Whatever these export and is not Paddle's has an entry in the reference.
 PUBLIC = (
     "fleetpipe.compat.colossalai",
+    "fleetpipe.compat.mindspore",
     "fleetpipe.dygraph",
     "fleetpipe.dygraph.tensor_parallel",
     "fleetpipe.fleet",

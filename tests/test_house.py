@@ -52,7 +52,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("capture",),
     ("fleet",),
     ("launch cli __main__",),
-    ("parity", "fit callbacks", "compat"),
+    ("parity", "fit callbacks"),
+    ("compat",),
     ("__init__",),
 )
 

@@ -1,0 +1,242 @@
+"""``context``: the options of MindSpore's that say how many stages there are, and the job of them.
+
+``set_auto_parallel_context`` notes and checks options. The job begins with ``init()``, or when
+something first asks which stage this process has.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from fleetpipe import fleet
+from fleetpipe.aliases import Strategy
+from fleetpipe.errors import ConfigError, StateError, UsageError, nearest
+from fleetpipe.job import meeting
+from fleetpipe.job.job import Job, current_job
+
+
+class ParallelMode(str, enum.Enum):
+    """How a job is made parallel; stages need ``SEMI_AUTO_PARALLEL``."""
+
+    STAND_ALONE = "stand_alone"
+    DATA_PARALLEL = "data_parallel"
+    HYBRID_PARALLEL = "hybrid_parallel"
+    SEMI_AUTO_PARALLEL = "semi_auto_parallel"
+    AUTO_PARALLEL = "auto_parallel"
+
+
+#: MindSpore's names of schedules; any of fleetpipe's is taken too.
+SCHEDULERS = {"1f1b": "1F1B", "gpipe": "GPipe", "zero_bubble_v": "ZBV"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``set_auto_parallel_context`` was given.
+
+    Attributes:
+        pipeline_stages: Ranks of a pipeline.
+        parallel_mode: Must be ``SEMI_AUTO_PARALLEL`` where there are several.
+        gradients_mean: Whether the gradients of the replicas are averaged, or added up.
+        full_batch: Accepted without effect: each replica reads what its loader gives it.
+        pipeline_config: ``{"pipeline_scheduler": name}``.
+        save_graphs: Whether each rank writes its stages and its schedule into files.
+        save_graphs_path: The folder of these.
+    """
+
+    pipeline_stages: int = 1
+    parallel_mode: str = ParallelMode.STAND_ALONE
+    gradients_mean: bool = False
+    full_batch: bool = False
+    pipeline_config: Mapping[str, object] | None = None
+    save_graphs: bool = False
+    save_graphs_path: str = "."
+
+    def __post_init__(self) -> None:
+        """Checks the values.
+
+        Raises:
+            UsageError: One is of another type.
+            ConfigError: One has a value that cannot be used.
+        """
+        stages = self.pipeline_stages
+        if isinstance(stages, bool) or not isinstance(stages, int):
+            raise _of_type("pipeline_stages", "int", stages)
+        if stages < 1:
+            raise ConfigError(
+                "pipeline_stages is a number of at least 1",
+                got=str(stages),
+                fix="set_auto_parallel_context(pipeline_stages=2)",
+            )
+        for name in ("gradients_mean", "full_batch", "save_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise _of_type(name, "bool", getattr(self, name))
+        modes = [mode.value for mode in ParallelMode]
+        if self.parallel_mode not in modes:
+            raise ConfigError(
+                f"there is no parallel_mode {self.parallel_mode!r}",
+                fix=nearest(str(self.parallel_mode), modes),
+            )
+        unknown = [key for key in self.pipeline_config or {} if key != "pipeline_scheduler"]
+        if unknown:
+            raise ConfigError(
+                f"pipeline_config has no entry {unknown[0]!r} here",
+                fix="leave it out: chunks follow from the schedule; "
+                "pipeline_config={'pipeline_scheduler': '1f1b'}",
+            )
+
+    @property
+    def schedule(self) -> str:
+        """The schedule that ``pipeline_scheduler`` names."""
+        name = str((self.pipeline_config or {}).get("pipeline_scheduler", "1f1b"))
+        return SCHEDULERS.get(name, name)
+
+    def strategy(self, micro_batches: int = 1, rows: int = 1) -> Strategy:
+        """Returns these options as a strategy of Fleet's.
+
+        Args:
+            micro_batches: The number of micro-batches of a batch.
+            rows: Rows of each.
+
+        Raises:
+            ConfigError: There are several stages, and the mode is not ``SEMI_AUTO_PARALLEL``.
+        """
+        if self.pipeline_stages > 1 and self.parallel_mode != ParallelMode.SEMI_AUTO_PARALLEL:
+            raise ConfigError(
+                "stages need parallel_mode=ParallelMode.SEMI_AUTO_PARALLEL",
+                got=f"pipeline_stages={self.pipeline_stages}, parallel_mode="
+                f"{ParallelMode(self.parallel_mode).name}",
+                fix="context.set_auto_parallel_context(parallel_mode="
+                "ParallelMode.SEMI_AUTO_PARALLEL)",
+            )
+        made = fleet.DistributedStrategy()
+        # Stage s has the ranks s * n to s * n + n - 1, of n = world size / stages.
+        made.hybrid_configs = {
+            "dp_degree": -1,
+            "pp_degree": self.pipeline_stages,
+            "order": ["pp", "dp", "sharding", "sep", "mp"],
+        }
+        made.pipeline_configs = {
+            "accumulate_steps": micro_batches,
+            "micro_batch_size": rows,
+            "schedule_mode": self.schedule,
+        }
+        made.fleetpipe_configs = {"loss_reduction": "sum"}
+        made.gradient_scale_configs = {"scale_strategy": "avg" if self.gradients_mean else "sum"}
+        return made
+
+
+_options = Options()
+
+
+def set_auto_parallel_context(**options: Any) -> None:
+    """Sets some options; the others stay as they are.
+
+    Args:
+        options: Attributes of :class:`Options`, by name.
+
+    Raises:
+        ConfigError: There is no such option, or it has a value that cannot be used.
+        UsageError: It has a value of another type.
+        StateError: ``pipeline_stages`` changes while a job runs.
+    """
+    global _options
+    known = [field.name for field in fields(Options)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"set_auto_parallel_context has no option {name!r}", fix=nearest(name, known)
+            )
+    changed = replace(_options, **options)
+    if current_job() is not None and changed.pipeline_stages != _options.pipeline_stages:
+        raise StateError(
+            "the number of stages cannot change while a job runs",
+            got=f"pipeline_stages={changed.pipeline_stages}, the job has "
+            f"{_options.pipeline_stages}",
+            fix="set it before init(), or call fleet.shutdown() first",
+        )
+    _options = changed
+
+
+def get_auto_parallel_context(name: str) -> Any:
+    """Returns an option.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    known = [field.name for field in fields(Options)]
+    if name not in known:
+        raise ConfigError(f"there is no option {name!r}", fix=nearest(name, known))
+    return getattr(_options, name)
+
+
+def reset_auto_parallel_context() -> None:
+    """Makes all options what they are by default."""
+    global _options
+    _options = Options()
+
+
+def options() -> Options:
+    """Returns all options."""
+    return _options
+
+
+def init(backend_name: str | None = None) -> None:
+    """Begins the job of ``pipeline_stages``. Collective over all processes of the launcher.
+
+    What needs a job begins it by itself; call this where the data is to be sharded before.
+
+    Args:
+        backend_name: Accepted without effect.
+
+    Raises:
+        ConfigError: The stages do not divide the number of processes, or the mode knows none.
+        PipelineTimeout: Some rank did not arrive within the limit.
+    """
+    job()
+
+
+def job() -> Job:
+    """Returns the job of the options, which is begun where none runs. Collective then.
+
+    Raises:
+        ConfigError: The options do not fit the processes, or the job that runs.
+        PipelineTimeout: Some rank did not arrive within the limit.
+    """
+    stages, processes = _options.pipeline_stages, meeting.world_size()
+    if processes > 1 and processes % stages:
+        raise ConfigError(
+            f"pipeline_stages (={stages}) does not divide the {processes} processes",
+            fix=f"launch a multiple of {stages} processes",
+        )
+    if current_job() is None:
+        fleet.init(is_collective=True, strategy=_options.strategy())
+    running = current_job()
+    if running is None or running.degrees.pp != stages:
+        raise ConfigError(
+            "the job that runs has another number of stages",
+            expected=f"pipeline_stages={stages}",
+            got="none" if running is None else f"pp_degree={running.degrees.pp}",
+            fix="call fleet.shutdown() first, or set pipeline_stages before fleet.init",
+        )
+    return running
+
+
+def get_rank() -> int:
+    """Returns this process's rank in the job."""
+    return meeting.own_rank()
+
+
+def get_group_size() -> int:
+    """Returns the number of processes."""
+    return meeting.world_size()
+
+
+def _of_type(name: str, kind: str, value: object) -> UsageError:
+    return UsageError(
+        f"{name} must be {kind}",
+        got=f"{value!r} of type {type(value).__name__}",
+        fix=f"set_auto_parallel_context({name}=..) with a value of that type",
+    )
