@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from fleetpipe.aliases import Nest
 from fleetpipe.fit.criterion import Metric
-from fleetpipe.fit.feeding import Rows, rows_of
+from fleetpipe.fit.feeding import Rows
+from fleetpipe.fit.position import Position
 from fleetpipe.fit.runner import Runner
+from fleetpipe.fit.sources import Source
 
 #: What callbacks are told: the loss in a list, metrics, "step" and "batch_size".
 Logs = dict[str, Any]
@@ -18,6 +20,8 @@ Logs = dict[str, Any]
 
 class Callbacks(Protocol):
     """Paddle's ``CallbackList``."""
+
+    callbacks: list[Any]
 
     def on_begin(self, mode: str, logs: Logs | None = None) -> None:
         """Called before the passes of a call."""
@@ -38,39 +42,8 @@ class Callbacks(Protocol):
         """Called after a batch."""
 
 
-class Source(NamedTuple):
-    """Where batches come from.
-
-    Attributes:
-        loader: Gives items; a list, a generator or a ``paddle.io.DataLoader``.
-        samples: Rows of the whole dataset, in its order; None where each row of an item counts.
-        inputs: Number of columns of an item that are inputs.
-        replica: Number of this replica.
-        replicas: Number of replicas.
-    """
-
-    loader: Iterable[Nest]
-    samples: int | None
-    inputs: int
-    replica: int
-    replicas: int
-
-    @property
-    def steps(self) -> int | None:
-        """Number of batches of a pass; None where the loader does not know."""
-        try:
-            return len(self.loader)  # type: ignore[arg-type]
-        except TypeError:
-            return None
-
-    def batches(self) -> Iterator[Rows]:
-        """Yields the batches of one pass."""
-        left = self.samples
-        for item in self.loader:
-            rows = rows_of(item, self.inputs, self.replica, self.replicas, left)
-            if left is not None:
-                left -= rows.everywhere
-            yield rows
+def _nothing() -> None:
+    """Does nothing."""
 
 
 class Pass:
@@ -93,15 +66,41 @@ class Pass:
         self.left = most
         self.logs: Logs = {}
 
-    def train(self, source: Source, accumulate: int = 1) -> Logs:
-        """Trains on every batch; one step for each ``accumulate`` of them, and for the last."""
+    def train(
+        self,
+        source: Source,
+        position: Position,
+        accumulate: int = 1,
+        step_done: Callable[[], None] = _nothing,
+    ) -> Logs:
+        """Trains on the batches that are left of an epoch.
+
+        Args:
+            source: Gives them.
+            position: Says how many were trained before, and counts.
+            accumulate: So many, and those at the end, make a step.
+            step_done: Called after each step.
+        """
         waiting: list[tuple[int, Rows]] = []
-        for step, rows in self._some(source):
+        told = ("loss", "step", "batch_size", *names_of(self._metrics))
+        if position.step:
+            self.logs.update(position.told)
+
+        def train() -> None:
+            if waiting:
+                position.advance(len(waiting))
+                self._step(waiting)
+                position.told = {name: self.logs[name] for name in told}
+                step_done()
+
+        for step, rows in self._some(source, position.step):
             self._callbacks.on_batch_begin("train", step, self.logs)
             waiting.append((step, rows))
             if len(waiting) == accumulate:
-                self._step(waiting)
-        self._step(waiting)
+                train()
+        train()
+        if self.left == 0:
+            position.hold_metrics()
         return self._end()
 
     def evaluate(self, source: Source, with_loss: bool) -> Logs:
@@ -122,21 +121,22 @@ class Pass:
             self._callbacks.on_batch_end("predict", step, self.logs)
         return outputs
 
-    def _some(self, source: Source) -> Iterator[tuple[int, Rows]]:
-        for step, rows in enumerate(source.batches()):
-            if self.left == 0:
+    def _some(self, source: Source, taken: int = 0) -> Iterator[tuple[int, Rows]]:
+        batches = enumerate(source.batches(taken), taken)
+        while self.left != 0:
+            batch = next(batches, None)
+            if batch is None:
                 return
             if self.left is not None:
                 self.left -= 1
-            yield step, rows
+            yield batch
 
     def _step(self, waiting: list[tuple[int, Rows]]) -> None:
-        if waiting:
-            losses = self._runner.train([rows for _, rows in waiting])
-            for (step, rows), loss in zip(waiting, losses):
-                self._runner.trained += 1
-                self._tell("train", step, rows, loss)
-            waiting.clear()
+        losses = self._runner.train([rows for _, rows in waiting])
+        for (step, rows), loss in zip(waiting, losses):
+            self._runner.trained += 1
+            self._tell("train", step, rows, loss)
+        waiting.clear()
 
     def _tell(self, mode: str, step: int, rows: Rows, loss: float | None) -> None:
         if loss is not None:

@@ -14,13 +14,15 @@ from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fit import saved
-from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.fit.callbacks import checkpoint, on_ranks
 from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.fit.criterion import Metric
-from fleetpipe.fit.epoch import Callbacks, Logs, Pass, Source, names_of
+from fleetpipe.fit.epoch import Callbacks, Logs, Pass, names_of
 from fleetpipe.fit.feeding import Rows, rows_of
+from fleetpipe.fit.position import Position
 from fleetpipe.fit.runner import Runner
-from fleetpipe.io import DistributedBatchSampler
+from fleetpipe.fit.sources import Source, source_of
+from fleetpipe.job import life
 from fleetpipe.job.job import Job, current_job
 
 _configured: Callable[..., Any] = config_callbacks
@@ -55,7 +57,7 @@ class Model(paddle.Model):
         self.mode = "train"
         self.network: PipelineLayer = _pipeline(network, self._job)
         self.stop_training = False
-        self._inputs = _listed(inputs)
+        self._input_specs = _listed(inputs)
         self._metrics: list[Metric] = []
         self._criterion: Callable[..., Nest] | None = None
         self._optimizer: Optimizer = None
@@ -95,6 +97,11 @@ class Model(paddle.Model):
             StateError: :meth:`prepare` was not called.
         """
         return self._prepared().pipeline
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of :meth:`prepare` as it was wrapped; None where it was given none."""
+        return self._prepared().optimizer
 
     @property
     def metric_names(self) -> list[str]:
@@ -189,8 +196,15 @@ class Model(paddle.Model):
         callbacks: Nest = None,
         accumulate_grad_batches: int = 1,
         num_iters: int | None = None,
+        save_steps: int | None = None,
+        resume: str | None = None,
     ) -> None:
         """Trains for some epochs. Collective over the job.
+
+        With ``save_steps``, ``resume`` or a ``PipelineCheckpoint`` among the callbacks, and under
+        ``fleetpipe launch``, checkpoints are saved from which a training goes on with the bits that
+        it would have had, in the middle of an epoch too. Data that are neither a ``Dataset`` nor a
+        ``fleetpipe.io.DataLoader`` must yield the same batches again, then.
 
         Args:
             train_data: A ``Dataset``, of which each replica reads a part, or anything that yields
@@ -201,7 +215,8 @@ class Model(paddle.Model):
             epochs: Passes over the training data.
             eval_freq: Epochs from one evaluation to the next; the first epoch has one.
             log_freq: Batches from one line of the log to the next.
-            save_dir: Where ``<epoch>.pdparams`` and ``<epoch>.pdopt`` are written; None: nowhere.
+            save_dir: Where ``<epoch>.pdparams`` and ``<epoch>.pdopt`` are written, or the
+                checkpoints in their place; None: nowhere.
             save_freq: Epochs from one of these to the next.
             verbose: 0 for silence, 1 for a bar, 2 for lines.
             drop_last: Whether a short last batch is left out.
@@ -210,33 +225,53 @@ class Model(paddle.Model):
             callbacks: ``paddle.callbacks.Callback`` s; they run on every rank.
             accumulate_grad_batches: Batches whose gradients are added up for one step.
             num_iters: Most batches to train on, in all epochs together.
+            save_steps: Batches from one checkpoint to the next within an epoch.
+            resume: ``"auto"`` goes on from the newest checkpoint, if there is one; None does so
+                under ``fleetpipe launch``, in the first training of the model.
 
         Raises:
-            ConfigError: There is no optimizer or loss, or the data does not fit.
+            ConfigError: There is no optimizer or loss, or the data does not fit; or the folder has
+                the checkpoints of another training.
+            CheckpointError: A checkpoint cannot be saved, is damaged, or does not fit.
+            SystemExit: The job was asked to stop, and has saved; see ``fleetpipe.resume``.
         """
-        self._trainer()
+        go_on = _goes_on(resume, self._trainer().trained)
         train_size, eval_size = _sizes(batch_size)
-        source = self._source(train_data, train_size, shuffle, drop_last, num_workers)
+        source = self._source(
+            train_data, train_size, shuffle=shuffle, drop_last=drop_last, workers=num_workers
+        )
         evaluation = (
             None if eval_data is None else self._source(eval_data, eval_size, workers=num_workers)
         )
         steps = source.steps
         if num_iters is not None and steps is not None:
             epochs, steps = -(-num_iters // steps), min(num_iters, steps)
+        if go_on or save_steps is not None:
+            callbacks = checkpoint.added(callbacks, save_steps, save_freq)
         called = self._callbacks(callbacks, epochs, steps, log_freq, save_freq, save_dir, verbose)
-        runs = Pass(self._prepared(), called, self._metrics, num_iters)
-        logs: Logs = {}
-        called.on_begin("train")
-        for epoch in range(epochs):
-            called.on_epoch_begin(epoch)
-            self.mode = "train"
-            logs = runs.train(source, accumulate_grad_batches)
-            called.on_epoch_end(epoch, logs)
-            if evaluation is not None and epoch % eval_freq == 0:
-                self._evaluate(evaluation, called, None)
-            if runs.left == 0 or self._prepared().any_rank(self.stop_training):
-                break
-        called.on_end("train", logs)
+        position = Position(self._prepared(), source, self._metrics, called.callbacks)
+        with checkpoint.saved(called.callbacks, position, save_dir, go_on) as saver:
+            left = None if num_iters is None else num_iters - position.taken
+            runs = Pass(self._prepared(), called, self._metrics, left)
+            logs: Logs = {}
+            called.on_begin("train")
+            if position.step == 0:
+                position.put_callbacks_back()
+            while position.epoch < epochs and runs.left != 0 and not position.stopped:
+                epoch = position.epoch
+                called.on_epoch_begin(epoch, {"step": position.step})
+                position.put_callbacks_back()
+                self.mode = "train"
+                logs = runs.train(source, position, accumulate_grad_batches, saver.step_done)
+                called.on_epoch_end(epoch, logs)
+                evaluated: Logs = {}
+                if evaluation is not None and epoch % eval_freq == 0:
+                    evaluated = self._evaluate(evaluation, called, None)
+                position.stopped = self._prepared().any_rank(self.stop_training)
+                if runs.left != 0:
+                    position.next_epoch()
+                saver.epoch_done(epoch, evaluated)
+            called.on_end("train", logs)
 
     def evaluate(
         self,
@@ -320,7 +355,7 @@ class Model(paddle.Model):
             saved.save(self._job, path, runner.pipeline, runner.optimizer)
         else:
             single = self.network.single_model
-            saved.save_for_inference(self._job, path, runner.pipeline, self._inputs, single)
+            saved.save_for_inference(self._job, path, runner.pipeline, self._input_specs, single)
 
     def load(self, path: str, skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
         """Reads files of :meth:`save`, of ``paddle.Model`` or of ``paddle.save``. Collective.
@@ -355,26 +390,8 @@ class Model(paddle.Model):
         called.on_end("eval", logs)
         return logs
 
-    def _source(
-        self,
-        data: Nest,
-        batch_size: int,
-        shuffle: bool = False,
-        drop_last: bool = False,
-        workers: int = 0,
-    ) -> Source:
-        """Returns where batches come from; a Dataset is sharded by replica."""
-        samples: int | None = None
-        if isinstance(data, paddle.io.Dataset) and not isinstance(data, paddle.io.IterableDataset):
-            samples = None if shuffle else len(data)
-            sampler = DistributedBatchSampler(
-                data, batch_size, shuffle=shuffle, drop_last=drop_last
-            )
-            data = paddle.io.DataLoader(
-                data, batch_sampler=sampler, num_workers=workers, return_list=True
-            )
-        replicas = self._job.degrees.replicas
-        return Source(data, samples, len(self._inputs) or 1, self._job.replica, replicas)
+    def _source(self, data: Nest, batch_size: int, **options: Any) -> Source:
+        return source_of(data, batch_size, len(self._input_specs) or 1, self._job, **options)
 
     def _callbacks(
         self,
@@ -389,7 +406,8 @@ class Model(paddle.Model):
         found = on_ranks.chosen(callbacks, self.is_rank)
         # Where these are not among them, Paddle would add its own.
         if not any(isinstance(callback, on_ranks.ModelCheckpoint) for callback in found):
-            found.append(on_ranks.ModelCheckpoint(save_freq, save_dir))
+            whole = any(isinstance(c, checkpoint.PipelineCheckpoint) for c in found)
+            found.append(on_ranks.ModelCheckpoint(save_freq, None if whole else save_dir))
         if verbose and not any(isinstance(c, paddle.callbacks.ProgBarLogger) for c in found):
             found.insert(0, Progress(log_freq, verbose))
         called: Callbacks = _configured(
@@ -454,6 +472,19 @@ def _pipeline(network: Layer, job: Job) -> PipelineLayer:
         got=type(network).__name__,
         fix="write the model as PipelineLayer(layers=[LayerDesc(..), ..])",
     )
+
+
+def _goes_on(resume: str | None, trained: int) -> bool:
+    """Returns whether a training goes on from a checkpoint.
+
+    Raises:
+        ConfigError: ``resume`` is none of the values that there are.
+    """
+    if resume not in (None, "auto"):
+        raise ConfigError(
+            "resume is 'auto' or None", got=repr(resume), fix='pass resume="auto" to go on'
+        )
+    return resume == "auto" or (life.number() > 0 and trained == 0)
 
 
 def _sizes(batch_size: int | Sequence[int]) -> tuple[int, int]:

@@ -46,6 +46,14 @@ class LogMetricByEpoch(on_ranks.Callback):
         """Prints the line of the evaluation."""
         self._print("Test", logs, {})
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the losses of the epoch so far."""
+        return {"losses": self._losses}
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on in the middle of an epoch."""
+        self._losses = state["losses"]
+
     def _print(self, what: str, logs: Any, more: dict[str, float]) -> None:
         if not self.model.is_rank("first"):
             return

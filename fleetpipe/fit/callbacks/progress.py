@@ -48,7 +48,8 @@ class Progress(paddle.callbacks.ProgBarLogger):
 
     def on_epoch_begin(self, epoch: int | None = None, logs: Any = None) -> None:
         """Begins an epoch."""
-        self._begin(f"epoch {(epoch or 0) + 1}/{self.params['epochs']}", self.params["steps"])
+        what = f"epoch {(epoch or 0) + 1}/{self.params['epochs']}"
+        self._begin(what, self.params["steps"], logs.get("step", 0))
 
     def on_eval_begin(self, logs: Any = None) -> None:
         """Begins an evaluation."""
@@ -86,13 +87,13 @@ class Progress(paddle.callbacks.ProgBarLogger):
     def _is_shown(self) -> bool:
         return bool(self.verbose) and self.model.is_rank("first")
 
-    def _begin(self, what: str, steps: int | None) -> None:
-        self._what, self._steps = what, steps
-        self._done = self._samples = 0
+    def _begin(self, what: str, steps: int | None, done: int = 0) -> None:
+        self._what, self._steps, self._done = what, steps, done
+        self._samples = 0
         self._begun = time.perf_counter()
         self._names = self.model.metric_names
         if self._is_shown() and self._with_bar:
-            self._bar = tqdm(total=steps, desc=what, unit="batch", dynamic_ncols=True)
+            self._bar = tqdm(total=steps, initial=done, desc=what, unit="batch", dynamic_ncols=True)
 
     def _end(self, logs: Any) -> None:
         if self._bar is not None:

@@ -1,0 +1,114 @@
+"""Where batches come from: what users give ``fit``, read from any position of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest
+from fleetpipe.errors import UsageError
+from fleetpipe.fit.feeding import Rows, rows_of
+from fleetpipe.io import DataLoader
+from fleetpipe.job.job import Job
+
+
+@dataclass(frozen=True)
+class Source:
+    """What gives batches.
+
+    Attributes:
+        loader: Gives items; a list, a generator or a loader.
+        samples: Rows of the whole dataset, in its order; None where each row of an item counts.
+        together: Rows that an item has in all replicas together, where ``samples`` is known.
+        inputs: Number of columns of an item that are inputs.
+        replica: Number of this replica.
+        replicas: Number of replicas.
+    """
+
+    loader: Iterable[Nest]
+    samples: int | None
+    together: int
+    inputs: int
+    replica: int
+    replicas: int
+
+    @property
+    def steps(self) -> int | None:
+        """Number of batches of a pass; None where the loader does not know."""
+        try:
+            return len(self.loader)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def batches(self, taken: int = 0) -> Iterator[Rows]:
+        """Yields the batches of one pass.
+
+        Args:
+            taken: Those that were taken before, in an earlier life of the job. A loader that knows
+                its position is there already; others give them once more, and they are dropped.
+        """
+        known = isinstance(self.loader, DataLoader)
+        left = None if self.samples is None else self.samples - taken * self.together
+        for item in islice(self.loader, 0 if known else taken, None):
+            rows = rows_of(item, self.inputs, self.replica, self.replicas, left)
+            if left is not None:
+                left -= rows.everywhere
+            yield rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position of a loader that has one; else nothing."""
+        try:
+            return self.loader.state_dict() if isinstance(self.loader, DataLoader) else {}
+        except UsageError:
+            return {}
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a position.
+
+        Raises:
+            CheckpointError: It was saved for other data.
+        """
+        if state and isinstance(self.loader, DataLoader):
+            self.loader.set_state_dict(state)
+
+    def next_epoch(self) -> None:
+        """Has a loader that knows its position begin an epoch; others do so by themselves."""
+        if self.state_dict() and isinstance(self.loader, DataLoader):
+            self.loader.set_epoch(self.loader.epoch + 1)
+
+
+def source_of(
+    data: Nest,
+    batch_size: int,
+    inputs: int,
+    job: Job,
+    *,
+    shuffle: bool = False,
+    drop_last: bool = False,
+    workers: int = 0,
+) -> Source:
+    """Returns where batches come from.
+
+    Args:
+        data: A ``Dataset``, of which each replica reads a part, an ``IterableDataset``, of which
+            each replica has its own, or anything that yields batches of this replica.
+        batch_size: Rows of a batch of one replica, of either kind of dataset.
+        inputs: Number of columns of an item that are inputs.
+        job: The job.
+        shuffle: Whether the order of a ``Dataset`` changes from epoch to epoch.
+        drop_last: Whether a short last batch of a dataset is left out.
+        workers: Processes that load a dataset.
+    """
+    samples: int | None = None
+    replicas = job.degrees.replicas
+    if isinstance(data, paddle.io.IterableDataset):
+        data = DataLoader(data, batch_size=batch_size, drop_last=drop_last, num_workers=workers)
+    elif isinstance(data, paddle.io.Dataset):
+        samples = None if shuffle else len(data)
+        data = DataLoader(
+            data, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, num_workers=workers
+        )
+    return Source(data, samples, batch_size * replicas, inputs, job.replica, replicas)

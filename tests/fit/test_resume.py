@@ -1,0 +1,116 @@
+"""``fit`` that was killed in the middle of an epoch ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fleetpipe
+from fleetpipe.callbacks import PipelineCheckpoint
+from fleetpipe.errors import ConfigError
+from tests import jobs
+from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
+from tests.launching import ROOT, Finished
+
+WORKER = ROOT / "tests" / "fit" / "resume_worker.py"
+
+Launch = Callable[..., Finished]
+
+
+def told(log: str) -> list[str]:
+    return [line for line in log.splitlines() if line.startswith(("step", "[Epoch", "end"))]
+
+
+def test_a_killed_training_ends_with_the_same_bits(launch: Launch, tmp_path: Path) -> None:
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    alone.mkdir()
+    shared.mkdir()
+    whole = told(launch(WORKER, None, cwd=alone).logs[0])
+    assert len(whole) == 18 + 2 * 3 + 1
+    killed = launch(WORKER, None, args=["0.1.4"], cwd=shared, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    place = whole.index(next(line for line in whole if line.startswith("step 1 4")))
+    assert told(killed.logs[0]) == whole[: place + 1]
+    again = launch(WORKER, None, cwd=shared)
+    assert "fleetpipe: goes on after 8 steps" in again.logs[0]
+    # Batch 8 of all is the second of the second epoch.
+    assert told(again.logs[0]) == whole[place - 2 :]
+
+
+@pytest.fixture
+def model() -> Any:
+    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+        yield prepared(fleetpipe.Model(layers()))
+
+
+def fit(model: Any, *callbacks: Any, **options: Any) -> Losses:
+    seen = Losses()
+    data = options.pop("data", None) or Digits(0, 4 * BATCH)
+    model.fit(data, batch_size=BATCH, verbose=0, callbacks=[seen, *callbacks], **options)
+    return seen
+
+
+def test_checkpoints_are_where_and_as_often_as_asked(model: Any, tmp_path: Path) -> None:
+    home = str(tmp_path / "run")
+    fit(model, save_dir=home, save_steps=3, epochs=2)
+    # Every third batch, and the two newest of these and of the ends of epochs are kept.
+    assert fleetpipe.CheckpointManager(home).steps() == [6, 8]
+    assert not list((tmp_path / "run").glob("*.pdparams"))
+    with pytest.raises(ConfigError, match="another training"):
+        fit(model, save_dir=home, save_steps=3)
+    assert fit(model, save_dir=home, resume="auto", epochs=2).train == []
+    assert [logs["step"] for logs in fit(model, save_dir=home, resume="auto", epochs=3).train] == [
+        *range(4)
+    ]
+    assert model.global_step == 12
+    with pytest.raises(ConfigError, match="resume"):
+        fit(model, save_dir=home, resume="latest")
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_training_goes_on_in_another_process_s_model(
+    model: Any, tmp_path: Path, shuffle: bool
+) -> None:
+    home = str(tmp_path / "run")
+    # The last batch is short: how many rows count depends on what was read before.
+    data = Digits(0, 5 * BATCH + 5)
+    options: Any = {"shuffle": shuffle, "epochs": 2, "data": data}
+    first = fit(model, save_dir=home, save_steps=2, num_iters=4, **options)
+    model = prepared(fleetpipe.Model(layers()))
+    rest = fit(model, save_dir=home, resume="auto", accumulate_grad_batches=1, **options)
+    model = prepared(fleetpipe.Model(layers()))
+    whole = fit(model, **options)
+    assert [*first.train, *rest.train] == whole.train
+    assert [logs["batch_size"] for logs in rest.train] == [BATCH, 5, *[BATCH] * 5, 5]
+
+
+def test_batches_that_know_no_position_are_passed_over(model: Any, tmp_path: Path) -> None:
+    home = str(tmp_path / "run")
+    batches = [
+        (data.images, data.labels) for data in (Digits(i, i + BATCH) for i in range(0, 200, BATCH))
+    ]
+    first = fit(model, save_dir=home, resume="auto", num_iters=3, data=batches)
+    model = prepared(fleetpipe.Model(layers()))
+    rest = fit(model, save_dir=home, resume="auto", data=batches)
+    model = prepared(fleetpipe.Model(layers()))
+    assert [*first.train, *rest.train] == fit(model, data=batches).train
+
+
+def test_the_best_evaluation_is_kept(model: Any, tmp_path: Path) -> None:
+    keeper = PipelineCheckpoint(tmp_path, max_to_keep=1, best=("acc_top1", "max"))
+    seen = fit(model, keeper, eval_data=Digits(1000, 1045), epochs=4)
+    figures = [logs["acc_top1"] for logs in seen.eval]
+    manager = fleetpipe.CheckpointManager(tmp_path, best=("acc_top1", "max"))
+    restored = manager.restore("best", model=model.pipeline)
+    assert restored.metrics["acc_top1"] == max(figures)
+    assert model.evaluate(Digits(1000, 1045), batch_size=BATCH, verbose=0)["acc_top1"] == max(
+        figures
+    )
+    with pytest.raises(ConfigError, match="did you mean 'acc_top"):
+        fit(model, PipelineCheckpoint(tmp_path, best=("acc_top3", "max")))
+    with pytest.raises(ConfigError, match="every_steps"):
+        PipelineCheckpoint(every_steps=0)
