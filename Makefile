@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo docs check test test-fast test-262 test-libraries types lint clean distclean
+.PHONY: help demo docs check test test-fast test-262 test-libraries test-libraries-short types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # A crashed worker ends the run: xdist would wait for ever for the last tests of the one in its place.
@@ -102,6 +102,15 @@ test-libraries: $(LIBRARIES:%=.venv-%/.installed)
 	done
 	.venv-libraries-262/bin/python -m pytest -m libraries $(PYTEST_ARGS) \
 	    tests/libraries/test_models.py
+
+# For CI: one family of each library, in every form.
+SHORT := libraries libraries-formers-1.2.0
+
+test-libraries-short: $(SHORT:%=.venv-%/.installed)
+	export FLEETPIPE_TEST_FAMILIES=llama; \
+	.venv-libraries/bin/python -m pytest -m libraries tests/libraries/test_models.py; \
+	.venv-libraries-formers-1.2.0/bin/python -m pytest -m libraries \
+	    tests/libraries/test_formers_models.py
 
 clean:
 	rm -rf build demo dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

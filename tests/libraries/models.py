@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.libraries import families
+
 VOCABULARY, LENGTH = 96, 16
 MICRO_BATCHES, ROWS, STEPS = 4, 2, 4
 
@@ -46,6 +48,7 @@ MODELS = {
 }
 if OLD:
     MODELS = {name: MODELS[name] for name in ("llama", "gpt")}
+MODELS = families.chosen(MODELS)
 
 
 class Form(NamedTuple):
