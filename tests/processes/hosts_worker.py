@@ -14,6 +14,7 @@ from pathlib import Path
 
 import paddle
 
+from fleetpipe.errors import FleetPipeError
 from fleetpipe.job.job import current_job
 from tests.pipelines import batch, job, pipeline, sgd
 
@@ -43,7 +44,11 @@ def main(pp: int, steps: int) -> None:
         sockets = [each._sock for each in current_job()._mesh._connections.values()]
         others = [sock.getpeername()[0] for sock in sockets if sock.family != socket.AF_UNIX]
         rank = os.environ["PADDLE_TRAINER_ID"]
-        losses, longest = train(steps, rank)
+        try:
+            losses, longest = train(steps, rank)
+        except FleetPipeError:
+            Path(f"told.{rank}").write_text(f"{time.monotonic()}\n")
+            raise
     report = {"losses": losses, "longest": longest, "others": sorted(others)}
     Path(f"report.{rank}").write_text(json.dumps(report))
 

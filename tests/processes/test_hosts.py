@@ -88,7 +88,7 @@ def test_a_host_that_is_cut_off_is_named_within_the_limit(
         ends = job.wait()
     for rank, ended in ends.items():
         assert ended.code > 0
-        assert ended.at - since < 15
+        assert job.moment(f"told.{rank}") - since < 8
         assert "PipelineTimeout: " in ended.log
         if rank != 2:
             assert re.search(r"rank 2 is silent for \d", ended.log), ended.log
@@ -105,7 +105,8 @@ def test_a_host_whose_processes_are_killed_is_named_at_once(
         ends = job.wait()
     for rank in (0, 1, 3):
         assert ends[rank].code > 0
-        assert ends[rank].at - since < 8
+        # The end of the process is Paddle's, and takes longer.
+        assert job.moment(f"told.{rank}") - since < 2
         assert "PeerFailed: rank 2 died" in ends[rank].log
 
 
