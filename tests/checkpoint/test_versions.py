@@ -1,0 +1,63 @@
+"""Every Paddle writes the same bytes for the same run, so that each reads what others wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+
+import fleetpipe
+from fleetpipe.checkpoint import _paddle
+
+#: Of paddlepaddle 2.6.2 and 3.3.1.
+DIGEST = "a03a83cb92ef003177a9e55be1870dd46cc1c2486882bcc18ae2855cd67e7110"
+
+
+def run(fill: bool) -> dict[str, Any]:
+    """A model in two precisions with Adam's state, filled with numbers or with zeros."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1D(4), nn.Linear(4, 2))
+    model[2].to(dtype="bfloat16")
+    adam = paddle.optimizer.Adam(0.25, parameters=model.parameters(), multi_precision=True)
+    numbers = np.random.default_rng(8)
+    for parameter in model.parameters():
+        _paddle.create_state(adam, 0, [parameter])
+        master = _paddle.master_weight_of(adam, parameter)
+        tensors = [*_paddle.state_of(adam, parameter).values(), parameter]
+        for tensor in [*tensors, *([] if master is None else [master])]:
+            # Exact in bfloat16: the versions round differently.
+            values = numbers.integers(-9, 9, tensor.shape).astype("float32") * fill
+            tensor.set_value(paddle.to_tensor(values).astype(tensor.dtype))
+    return {"model": model, "optimizer": adam}
+
+
+def drawn() -> tuple[list[float], float, float]:
+    return paddle.rand([3]).tolist(), float(np.random.standard_normal()), random.random()
+
+
+def test_the_files_are_the_same_under_every_paddle(tmp_path: Path) -> None:
+    paddle.seed(6)
+    np.random.seed(6)
+    random.seed(6)
+    paddle.rand([1000])
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    manager.save(2, **run(fill=True), extra={"epoch": 3})
+    expected = drawn()
+    digest = hashlib.sha256()
+    names = []
+    for path in sorted((tmp_path / "step-00000002").iterdir()):
+        if path.name != "manifest.json":  # which has the versions
+            names.append(path.name.partition("-")[0])
+            digest.update(path.read_bytes())
+    assert names.count("master_weights") == 1
+    assert digest.hexdigest() == DIGEST
+    other = run(fill=False)
+    manager.restore(**other)
+    assert drawn() == expected
+    manager.save(3, **other, extra={"epoch": 3})
+    for path in (tmp_path / "step-00000002").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "step-00000003" / path.name).read_bytes()
