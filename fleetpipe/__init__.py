@@ -14,6 +14,7 @@ from fleetpipe.version import __version__ as __version__
 if TYPE_CHECKING:
     from fleetpipe.capture.cuts import SplitPoint as SplitPoint
     from fleetpipe.capture.door import pipeline as pipeline
+    from fleetpipe.capture.explain import explain as explain
     from fleetpipe.capture.mark import pipe_split as pipe_split
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.checkpoint.single import load_single as load_single
@@ -25,6 +26,7 @@ _LATE = {
     "CheckpointManager": "fleetpipe.checkpoint.manager",
     "Model": "fleetpipe.fit.model",
     "SplitPoint": "fleetpipe.capture.cuts",
+    "explain": "fleetpipe.capture.explain",
     "load_single": "fleetpipe.checkpoint.single",
     "pipe_split": "fleetpipe.capture.mark",
     "pipeline": "fleetpipe.capture.door",

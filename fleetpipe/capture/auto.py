@@ -54,28 +54,37 @@ class Choice(NamedTuple):
         )
 
 
-def places(training: Trace, evaluation: Trace) -> dict[int, Border]:
-    """Returns the nodes with which a stage may begin, and what names each place.
-
-    A place must be found again in evaluation; no running statistics may lie on both sides.
+def places(training: Trace, evaluation: Trace) -> tuple[dict[int, Border], dict[int, str]]:
+    """Returns the nodes with which a stage may begin, and why it may not with others.
 
     Args:
         training: The run of the forward in training.
         evaluation: That in evaluation.
+
+    Returns:
+        What names each place, and the reasons, by the number of the node.
     """
     closed = _between_writers(training)
     found: dict[int, Border] = {}
+    refused: dict[int, str] = {}
     for number in range(1, len(training.nodes)):
         border = _border(training, number)
-        if border is None or number in closed:
-            continue
-        try:
-            start = border.start(evaluation)
-        except ConfigError:
-            continue
-        if 0 < start < len(evaluation.nodes):
+        if border is None:
+            refused[number] = "no call of a sublayer is beside it, to name the place"
+        elif number in closed:
+            refused[number] = "a layer that keeps running statistics is called on both sides"
+        elif not _is_in(evaluation, border):
+            refused[number] = "in evaluation the forward does not come here"
+        else:
             found[number] = border
-    return found
+    return found, refused
+
+
+def _is_in(trace: Trace, border: Border) -> bool:
+    try:
+        return 0 < border.start(trace) < len(trace.nodes)
+    except ConfigError:
+        return False
 
 
 def _border(trace: Trace, number: int) -> Border | None:
@@ -141,7 +150,7 @@ def chosen(
                 return math.inf
         return seconds(start, end)
 
-    named = places(training, evaluation)
+    named, _ = places(training, evaluation)
     found = fastest(list(named), len(costs), stages, cost_of)
     bounds = found.boundaries
     return Choice(

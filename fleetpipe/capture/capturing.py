@@ -31,7 +31,7 @@ class Capturing:
         """
         self.model = model
         self.example = example
-        self.unopened = Unopened(tuple(no_split))
+        self.unopened = Unopened(no_split)
         self._look = signature_of(example)
 
     def __call__(self, signature: Signature, training: bool) -> Trace:

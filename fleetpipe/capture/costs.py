@@ -54,7 +54,7 @@ def measured(capturing: Capturing, trace: Trace) -> list[NodeCost]:
     look = signature_of(capturing.example)
     functions = entries(trace, look)
     model = capturing.model
-    sizes = _parameter_bytes(trace)
+    sizes = parameter_bytes(trace)
     costs = []
     with state_kept(model), in_mode(model, training=True):
         values: Nest = functions[0](capturing.example)
@@ -97,7 +97,8 @@ def _state_of(node: Node) -> list[Tensor]:
     return tensors + [getattr(owned.layer, owned.name) for owned in node.owned]
 
 
-def _parameter_bytes(trace: Trace) -> list[int]:
+def parameter_bytes(trace: Trace) -> list[int]:
+    """Returns, for each node, the bytes of the parameters and buffers that none before it uses."""
     seen: set[int] = set()
     sizes = []
     for node in trace.nodes:

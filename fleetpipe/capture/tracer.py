@@ -66,7 +66,7 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
                     cause="which nodes run would depend on the numbers in a batch",
                     fix="put that code into a sublayer: what is within one may do anything",
                 ) from None
-            unopened.add(type(failure.layer))
+            unopened.add(type(failure.layer), f"its forward {failure.what}, {failure.place}")
 
 
 def user_place() -> str:

@@ -7,6 +7,7 @@ calls are the nodes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest
@@ -21,23 +22,28 @@ _OPENED = (
 
 
 class Unopened:
-    """Which layers are nodes as a whole."""
+    """Which layers are nodes as a whole, and why."""
 
-    def __init__(self, kinds: tuple[type, ...] = ()) -> None:
+    def __init__(self, kinds: Iterable[type] = ()) -> None:
         """Takes the classes whose layers are never opened."""
-        self._kinds = set(kinds)
+        self._kinds = dict.fromkeys(kinds, "its class is in no_split")
 
-    def add(self, kind: type) -> None:
+    def add(self, kind: type, reason: str) -> None:
         """Has layers of another class not be opened."""
-        self._kinds.add(kind)
+        self._kinds[kind] = reason
 
-    def __contains__(self, layer: Layer) -> bool:
+    def reason(self, layer: Layer) -> str | None:
+        """Returns why a layer is not opened; None for one that is."""
         kind = type(layer)
-        if kind in self._kinds or not layer._sub_layers:
-            return True
-        hooked = layer._forward_pre_hooks or layer._forward_post_hooks
-        paddles = kind.__module__.startswith("paddle.nn.") and kind.__name__ not in _OPENED
-        return bool(hooked) or paddles
+        if not layer._sub_layers:
+            return "it has no sublayers"
+        if kind in self._kinds:
+            return self._kinds[kind]
+        if layer._forward_pre_hooks or layer._forward_post_hooks:
+            return "it has hooks of the user's"
+        if kind.__module__.startswith("paddle.nn.") and kind.__name__ not in _OPENED:
+            return "it is one of Paddle's"
+        return None
 
 
 def arguments_of(inputs: Nest) -> tuple[tuple[Nest, ...], dict[str, Nest]]:
@@ -107,7 +113,7 @@ class Walk:
             return call(layer, *args, **named)
         scope = Scope(path, self._calls[path])
         self._calls[path] += 1
-        if layer is not self._model and layer in self._unopened:
+        if layer is not self._model and self._unopened.reason(layer) is not None:
 
             def called(*args: Any, **named: Any) -> Any:
                 return call(layer, *args, **named)

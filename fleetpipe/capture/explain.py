@@ -1,0 +1,140 @@
+"""``fleetpipe.explain``: what a capture of a model holds, where it may be cut, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.auto import places
+from fleetpipe.capture.capturing import Capturing
+from fleetpipe.capture.costs import NodeCost, measured, parameter_bytes
+from fleetpipe.capture.cuts import Border
+from fleetpipe.capture.signature import example_of, signature_of
+from fleetpipe.capture.value import Trace
+
+#: Rows of an example where a specification leaves them open.
+ROWS = 2
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What was captured; as text a table of the nodes in the order in which they run.
+
+    Attributes:
+        trace: The run of the forward in training.
+        places: What names the place before a node, where a stage may begin with it.
+        refused: Why a stage may not begin with a node.
+        crossing: By node, the bytes of the values that would cross if a stage began with it.
+        parameters: By node, the bytes of its parameters and buffers that no earlier node uses.
+        unopened: Why a layer that has sublayers is a node as a whole, by its path.
+        costs: What each node costs; None where nothing was measured.
+    """
+
+    trace: Trace
+    places: Mapping[int, Border]
+    refused: Mapping[int, str]
+    crossing: Sequence[int]
+    parameters: Sequence[int]
+    unopened: Mapping[str, str]
+    costs: Sequence[NodeCost] | None = None
+
+    def __str__(self) -> str:
+        rows = list(self._rows())
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += [f"not opened: {path}: {reason}" for path, reason in self.unopened.items()]
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        times = () if self.costs is None else ("F ms", "B ms")
+        yield ("node", "what", "makes", "bytes before", "parameters", *times, "a cut before it")
+        for number, node in enumerate(self.trace.nodes):
+            cost = () if self.costs is None else self.costs[number][:2]
+            yield (
+                str(number),
+                node.name,
+                ", ".join(str(self.trace.likes[value]) for value in node.outputs),
+                f"{self.crossing[number]:,}" if number else "",
+                f"{self.parameters[number]:,}",
+                *(f"{1e3 * seconds:.3g}" for seconds in cost),
+                self._cut(number),
+            )
+
+    def _cut(self, number: int) -> str:
+        if number in self.places:
+            return str(self.places[number])
+        return f"no: {self.refused[number]}" if number in self.refused else ""
+
+    def graphviz(self) -> str:
+        """Returns the nodes and the values between them in Graphviz's language, for ``dot``."""
+        lines = ["digraph capture {", "  rankdir=TB; node [shape=box, fontname=Helvetica];"]
+        lines.append("  inputs [shape=plain]; outputs [shape=plain];")
+        for number, node in enumerate(self.trace.nodes):
+            style = "" if node.is_layer else ", style=dashed"
+            lines.append(f"  n{number} [label={_quoted(node.name)}{style}];")
+            lines += [self._arrow(value, f"n{number}") for value in sorted(node.uses)]
+        lines += [self._arrow(value, "outputs") for value in self.trace.output_values]
+        return "\n".join([*lines, "}"])
+
+    def _arrow(self, value: int, target: str) -> str:
+        maker = self.trace.maker(value)
+        source = "inputs" if maker is None else f"n{maker}"
+        return f"  {source} -> {target} [label={_quoted(str(self.trace.likes[value]))}];"
+
+
+def explain(
+    model: Layer, example_inputs: Nest, no_split: Sequence[type] = (), measure: bool = False
+) -> Explanation:
+    """Captures a model and tells what was found; print what it returns.
+
+    Args:
+        model: Any layer, which stays as it is.
+        example_inputs: As for :func:`fleetpipe.pipeline`.
+        no_split: Classes of layers that are nodes as a whole.
+        measure: Whether to measure how long each node takes.
+
+    Raises:
+        CaptureError: The model cannot be captured.
+    """
+    capturing = Capturing(model, example_of(example_inputs, ROWS), no_split)
+    look = signature_of(capturing.example)
+    training, evaluation = capturing(look, True), capturing(look, False)
+    named, refused = places(training, evaluation)
+    called = {scope.path for node in training.nodes for scope in node.scopes[-1:]}
+    unopened = {
+        path: reason
+        for path, layer in model.named_sublayers()
+        if path in called and layer._sub_layers
+        if (reason := capturing.unopened.reason(layer)) is not None
+    }
+    return Explanation(
+        training,
+        named,
+        refused,
+        _crossing(training),
+        parameter_bytes(training),
+        unopened,
+        measured(capturing, training) if measure else None,
+    )
+
+
+def _crossing(trace: Trace) -> list[int]:
+    """Returns, for each node, the bytes of values made before it and used by it or after it."""
+    last: dict[int, int] = dict.fromkeys(trace.output_values, len(trace.nodes))
+    for number, node in reversed(list(enumerate(trace.nodes))):
+        for value in node.uses:
+            last.setdefault(value, number)
+
+    def alive(value: int, number: int) -> bool:
+        maker = trace.maker(value)
+        return (maker is None or maker < number) and number <= last[value]
+
+    return [
+        sum(trace.likes[value].nbytes for value in last if alive(value, number))
+        for number in range(len(trace.nodes))
+    ]
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', "'") + '"'
