@@ -11,9 +11,10 @@ from paddle.hapi.callbacks import config_callbacks
 from fleetpipe import fleet
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
+from fleetpipe.capture.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.fit import saved
+from fleetpipe.fit import networks, saved
 from fleetpipe.fit.callbacks import checkpoint, on_ranks
 from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.fit.criterion import Metric
@@ -23,7 +24,6 @@ from fleetpipe.fit.position import Position
 from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import Source, source_of
 from fleetpipe.job import life
-from fleetpipe.job.job import Job, current_job
 
 _configured: Callable[..., Any] = config_callbacks
 
@@ -40,24 +40,38 @@ class Model(paddle.Model):
         mode: ``"train"``, ``"eval"`` or ``"test"``.
     """
 
-    def __init__(self, network: Layer, inputs: Nest = None, labels: Nest = None) -> None:
-        """Takes a network; call after ``fleet.init``.
+    def __init__(
+        self,
+        network: Layer,
+        inputs: Nest = None,
+        labels: Nest = None,
+        split_spec: SplitSpec = AUTO,
+        num_chunks: int = 1,
+    ) -> None:
+        """Takes a network; call after ``fleet.init``, on every rank alike.
 
         Args:
-            network: A ``PipelineLayer``, or the list of layers of one.
-            inputs: An ``InputSpec`` for each column of the data that is an input; None for one.
+            network: A ``PipelineLayer``, the list of layers of one, or any ``nn.Layer``, which is
+                cut as by ``fleetpipe.pipeline``.
+            inputs: An ``InputSpec`` for each column of the data that is an input, or a Tensor as in
+                the first batch; None for one, where the network is no plain ``nn.Layer``.
             labels: Accepted for Paddle's sake: what follows the inputs is a label.
+            split_spec: Where an ``nn.Layer`` is cut.
+            num_chunks: Into how many chunks for each rank.
 
         Raises:
             StateError: ``fleet.init`` was not called.
-            ConfigError: The network is no pipeline.
+            ConfigError: The network is no pipeline, or needs inputs to become one.
+            CaptureError: An ``nn.Layer`` cannot be cut.
         """
         # Not Paddle's own constructor: in a job it would wrap the network for data parallelism.
-        self._job = _required_job()
-        self.mode = "train"
-        self.network: PipelineLayer = _pipeline(network, self._job)
-        self.stop_training = False
+        self._job = networks.required_job()
         self._input_specs = _listed(inputs)
+        self.mode = "train"
+        self.network: PipelineLayer = networks.pipeline_of(
+            network, self._input_specs, self._job, split_spec, num_chunks
+        )
+        self.stop_training = False
         self._metrics: list[Metric] = []
         self._criterion: Callable[..., Nest] | None = None
         self._optimizer: Optimizer = None
@@ -347,15 +361,15 @@ class Model(paddle.Model):
 
         Raises:
             CheckpointError: A file cannot be written; every rank raises.
-            ConfigError: ``training=False`` without a description of the inputs.
+            ConfigError: ``training=False`` without a description of the inputs, or on ranks that
+                share a plain model.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
         runner = self._prepared()
         if training:
             saved.save(self._job, path, runner.pipeline, runner.optimizer)
         else:
-            single = self.network.single_model
-            saved.save_for_inference(self._job, path, runner.pipeline, self._input_specs, single)
+            saved.save_for_inference(self._job, path, runner.pipeline, self._input_specs)
 
     def load(self, path: str, skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
         """Reads files of :meth:`save`, of ``paddle.Model`` or of ``paddle.save``. Collective.
@@ -449,29 +463,6 @@ class Model(paddle.Model):
             )
         self.mode = "train"
         return runner
-
-
-def _required_job() -> Job:
-    job = current_job()
-    if job is None:
-        raise StateError(
-            "a Model is made after fleet.init",
-            fix="call fleet.init(is_collective=True, strategy=strategy) first",
-        )
-    return job
-
-
-def _pipeline(network: Layer, job: Job) -> PipelineLayer:
-    if isinstance(network, PipelineLayer):
-        return network
-    if isinstance(network, (list, tuple)):
-        return PipelineLayer(list(network), num_stages=job.degrees.pp)
-    raise ConfigError(
-        "a Model trains a pipeline",
-        expected="a PipelineLayer, or the list of its layers",
-        got=type(network).__name__,
-        fix="write the model as PipelineLayer(layers=[LayerDesc(..), ..])",
-    )
 
 
 def _goes_on(resume: str | None, trained: int) -> bool:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
+from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.checkpoint import fleet_files, host
 from fleetpipe.checkpoint.objects import Objects
 from fleetpipe.checkpoint.optimizer_part import unwrapped
@@ -28,6 +28,7 @@ from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fit import _paddle
 from fleetpipe.fit.gathered import gathered, of_group
+from fleetpipe.fit.networks import counted_names, single_model_of
 from fleetpipe.job.job import Job
 
 PARAMETERS, STATE = ".pdparams", ".pdopt"
@@ -68,7 +69,9 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
     def write() -> None:
         if whole:
             files = Paths.of(path)
-            names = counted_names(pipeline.layers)
+            # Of a layer that was built before, the single model has a copy.
+            counted = counted_names(pipeline.layers)
+            names = {own: _COPIED.sub("", name) for own, name in counted.items()}
             parameters = of_group(whole, MODEL)
             for name, tensor in parameters.items():
                 tensor.name = names[name]
@@ -80,9 +83,7 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
     Ranks.of_job().together(f"saving {path}", write)
 
 
-def save_for_inference(
-    job: Job, path: str, pipeline: PipelineParallel, inputs: Nest, single: Callable[[], Layer]
-) -> None:
+def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: Nest) -> None:
     """Writes the whole model by ``paddle.jit.save``, on the first rank. Collective over the job.
 
     Args:
@@ -90,11 +91,10 @@ def save_for_inference(
         path: The files without their endings.
         pipeline: The wrapped model.
         inputs: An ``InputSpec`` for each input.
-        single: Builds a model of one process with the same parameters.
 
     Raises:
         CheckpointError: A file cannot be written; every rank raises.
-        ConfigError: The inputs are not described.
+        ConfigError: The inputs are not described, or no rank can build the whole model.
     """
     if not inputs:
         raise ConfigError(
@@ -102,15 +102,15 @@ def save_for_inference(
             got="no inputs",
             fix="Model(network, inputs=[InputSpec([None, 64], 'float32')])",
         )
+    single = single_model_of(pipeline.layers)
     whole = of_group(gathered(job, pipeline, None), MODEL)
 
     def write() -> None:
         if whole:
-            model = single()
-            names = pipeline.layers.state.names_in(model)
-            model.set_state_dict({own: whole[name] for own, name in names.items()})
-            model.eval()
-            paddle.jit.save(model, path, input_spec=inputs)
+            names = pipeline.layers.state.names_in(single)
+            single.set_state_dict({own: whole[name] for own, name in names.items()})
+            single.eval()
+            paddle.jit.save(single, path, input_spec=inputs)
 
     Ranks.of_job().together(f"saving {path}", write)
 
@@ -180,18 +180,6 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
     scheduler = _paddle.scheduler_of(base)
     if scheduler is not None and _SCHEDULE in contents:
         scheduler.set_state_dict(contents[_SCHEDULE])
-
-
-def counted_names(network: PipelineLayer) -> dict[str, str]:
-    """Returns Paddle's names of the single model's parameters and buffers, by lasting name.
-
-    They are those that a process counts in which the model is the first one that is built.
-    """
-    with paddle.utils.unique_name.guard():
-        single = network.single_model()
-    names = network.state.names_in(single)
-    # A layer that was built before keeps its parameters' names; the single model has a copy.
-    return {names[own]: _COPIED.sub("", tensor.name) for own, tensor in single.state_dict().items()}
 
 
 def _state_to_save(

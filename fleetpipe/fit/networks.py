@@ -1,0 +1,97 @@
+"""What users give a ``Model`` as its network: a pipeline, a list of layers, or any plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import fleetpipe
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.captured_pipeline import CapturedPipeline
+from fleetpipe.capture.split_spec import AUTO, SplitSpec
+from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.job.job import Job, current_job
+
+
+def required_job() -> Job:
+    """Returns the job.
+
+    Raises:
+        StateError: ``fleet.init`` was not called.
+    """
+    job = current_job()
+    if job is None:
+        raise StateError(
+            "a Model is made after fleet.init",
+            fix="call fleet.init(is_collective=True, strategy=strategy) first",
+        )
+    return job
+
+
+def pipeline_of(
+    network: Layer, inputs: Sequence[Nest], job: Job, split_spec: SplitSpec = AUTO, chunks: int = 1
+) -> PipelineLayer:
+    """Returns a network as a pipeline.
+
+    Args:
+        network: A ``PipelineLayer``, the list of layers of one, or a plain model.
+        inputs: Of a plain model: an ``InputSpec`` or a Tensor for each of its inputs.
+        job: The job.
+        split_spec: Where a plain model is cut.
+        chunks: Into how many parts for each rank.
+
+    Raises:
+        CaptureError: The plain model cannot be cut.
+        ConfigError: The network is none of these, or the inputs are not known.
+    """
+    if isinstance(network, PipelineLayer):
+        return network
+    if isinstance(network, (list, tuple)):
+        return PipelineLayer(list(network), num_stages=job.degrees.pp)
+    if not isinstance(network, paddle.nn.Layer):
+        raise ConfigError(
+            "a Model trains a pipeline",
+            expected="a PipelineLayer, the list of its layers, or any nn.Layer",
+            got=type(network).__name__,
+            fix="pass the model itself, not what runs it",
+        )
+    if not inputs:
+        raise ConfigError(
+            f"a {type(network).__name__} is cut by a run of its forward, which needs inputs",
+            fix="Model(network, inputs=[InputSpec([None, 1, 28, 28], 'float32')]), or the inputs "
+            "of a first batch in their place",
+        )
+    example = inputs[0] if len(inputs) == 1 else tuple(inputs)
+    return fleetpipe.pipeline(network, example, split_spec=split_spec, num_chunks=chunks)
+
+
+def single_model_of(network: PipelineLayer) -> Layer:
+    """Returns a model of one process like a pipeline, whose values mean nothing.
+
+    Raises:
+        ConfigError: The pipeline was made of a plain model, of which this rank holds a part alone.
+    """
+    if not isinstance(network, CapturedPipeline):
+        return network.single_model()
+    job = current_job()
+    if job is not None and not job.local:
+        raise ConfigError(
+            "a rank has a part of the plain model alone, and cannot build it again",
+            fix="model.save(path), and in a process of its own: network.set_state_dict("
+            "paddle.load(path + '.pdparams')); paddle.jit.save(network, path, input_spec=[..])",
+        )
+    return copy.deepcopy(network.plain)
+
+
+def counted_names(network: PipelineLayer) -> dict[str, str]:
+    """Returns Paddle's names of a single model's parameters and buffers, by its own names.
+
+    They are those that a process counts in which the model is the first one that is built.
+    """
+    if isinstance(network, CapturedPipeline):
+        return {name: tensor.name for name, tensor in network.plain.state_dict().items()}
+    with paddle.utils.unique_name.guard():
+        single = network.single_model()
+    return {name: tensor.name for name, tensor in single.state_dict().items()}
