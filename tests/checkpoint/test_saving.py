@@ -226,14 +226,18 @@ for _ in range(2):
     seconds = time.monotonic() - start
 numbers, last, drafts = random.Random(1), 0, 0
 for kill in range(kills):
+    begun, begin = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(begin, b"!")
         manager = fleetpipe.CheckpointManager(folder, max_to_keep=2, async_save=kill % 2 == 1)
         # The same step again, too: what replaces it must not take it away first.
         for step in range(last, last + 1000):
             fill(float(step))
             manager.save(step, model=model, optimizer=adam)
         os._exit(1)
+    os.read(begun, 1)  # a busy machine may take its time
+    os.close(begun), os.close(begin)
     time.sleep(numbers.uniform(0, 6 * seconds))
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
