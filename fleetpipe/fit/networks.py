@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-import fleetpipe
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
+from fleetpipe.capture.door import pipeline
 from fleetpipe.capture.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.errors import ConfigError, StateError
@@ -64,7 +64,7 @@ def pipeline_of(
             "of a first batch in their place",
         )
     example = inputs[0] if len(inputs) == 1 else tuple(inputs)
-    return fleetpipe.pipeline(network, example, split_spec=split_spec, num_chunks=chunks)
+    return pipeline(network, example, split_spec=split_spec, num_chunks=chunks)
 
 
 def single_model_of(network: PipelineLayer) -> Layer:
