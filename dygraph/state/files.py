@@ -92,7 +92,7 @@ def save(folder: str | Path, layers: Mapping[Place, Layer], tensor_slice: int) -
     folder.mkdir(parents=True, exist_ok=True)
     for place, layer in layers.items():
         name = f"{place.stem}-tensor_{tensor_slice:02d}-model_states.pdparams"
-        paddle.save(layer.state_dict(), str(folder / name))
+        fleet_files.save(folder / name, layer.state_dict())
 
 
 def require_folder(folder: str | Path) -> None:

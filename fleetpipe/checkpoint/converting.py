@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
 from fleetpipe.checkpoint import fleet_files, host
 from fleetpipe.checkpoint.manager import CheckpointManager
@@ -21,8 +20,6 @@ _FILE = re.compile(
     r"-tensor_(?P<slice>\d{2,})-model_states\.pdparams"
 )
 _NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
-#: The stub knows tensors only.
-_write: Any = paddle.save
 
 
 class _Loaded(NamedTuple):
@@ -42,7 +39,7 @@ def write_parameters(reader: Reader, target: Path) -> None:
     Raises:
         CheckpointError: The checkpoint cannot be read.
     """
-    _write(dict(_tensors(reader)), str(target))
+    fleet_files.save(target, dict(_tensors(reader)))
 
 
 def to_layer_files(reader: Reader, folder: Path) -> int:
@@ -68,7 +65,7 @@ def to_layer_files(reader: Reader, folder: Path) -> int:
     count = max(layers, default=-1) + 1
     for layer in range(count):
         name = f"layer_{layer:02d}-tensor_00-model_states.pdparams"
-        _write(layers.get(layer, {}), str(folder / name))
+        fleet_files.save(folder / name, layers.get(layer, {}))
     return count
 
 

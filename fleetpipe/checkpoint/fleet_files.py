@@ -1,4 +1,4 @@
-"""Reads files of saved parameters and optimizer states, whoever wrote them, and runs none of them.
+"""Files of saved parameters and optimizer states as Paddle has them: written whole, read safely.
 
 Paddle's ``.pdparams`` and ``.pdopt`` are pickles, in which ``pickled.py`` finds values alone. What
 cannot be read is a ``CheckpointError`` that says what the file seems to be.
@@ -7,7 +7,8 @@ cannot be read is a ``CheckpointError`` that says what the file seems to be.
 from __future__ import annotations
 
 import os
-from typing import BinaryIO
+from contextlib import suppress
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from fleetpipe.aliases import Nest
 from fleetpipe.checkpoint import pickled
 from fleetpipe.errors import CheckpointError
 
+#: The stub knows tensors only.
+_write: Any = paddle.save
 #: What Paddle adds to a dict of tensors: their names, and how it divided the largest of them.
 _NAMES, _DIVIDED = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
 _BEGINNINGS = (
@@ -27,6 +30,30 @@ _BEGINNINGS = (
     (b"\x93NUMPY", "a single array of numpy (.npy)"),
     (b"\x80", "a pickle; paddle.load would run what it names"),
 )
+
+
+def save(path: str | os.PathLike[str], contents: Nest, protocol: int = 4) -> None:
+    """Writes a file as ``paddle.save`` does: at any moment it is the old one, or the new one whole.
+
+    Args:
+        path: The file; its folder is there.
+        contents: A dict of tensors or arrays.
+        protocol: Of the pickle, 2 to 4.
+
+    Raises:
+        OSError: It cannot be written; the file that was there stays.
+    """
+    name = os.fspath(path)
+    # Replicas may write the same at once: each has a draft of its own.
+    draft = f"{name}.{os.getpid()}"
+    try:
+        _write(contents, draft, protocol=protocol)
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(draft, name)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(draft)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Nest]:

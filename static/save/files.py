@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Program
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.errors import CheckpointError
@@ -21,8 +19,6 @@ from fleetpipe.static.attached import pipeline_of
 from fleetpipe.static.run.pipeline import StaticPipeline
 from fleetpipe.static.save.state import assign, fitting, parameters, state_dict
 
-#: The stub knows tensors only.
-_write: Any = paddle.save
 _SUFFIXES = (".pdparams", ".pdopt", ".pdmodel", ".json")
 
 
@@ -44,10 +40,7 @@ def save(prefix: str | os.PathLike[str], program: Program = None, protocol: int 
     found = {name: found_tensor(scope, name) for name in pipeline.optimizer_variables}
     state = {name: np.array(tensor) for name, tensor in found.items() if tensor is not None}
     for suffix, content in ((".pdparams", state_dict(program)), (".pdopt", state)):
-        # Replicas write the same: none may see the half of what another writes.
-        draft = f"{base}{suffix}.{os.getpid()}"
-        _write(content, draft, protocol=protocol)
-        os.replace(draft, base + suffix)
+        fleet_files.save(base + suffix, content, protocol)
     return Path(f"{base}.pdparams")
 
 

@@ -258,3 +258,21 @@ def test_a_damaged_file_is_refused_or_has_other_numbers(path: Path, protocol: in
         else:
             assert turn % 4, "a part of a file was taken for the whole"
     assert refused >= 50
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.pdparams"
+    fleet_files.save(path, {"a": paddle.ones([2])})
+    write = fleet_files._write
+
+    def full(contents: Any, draft: str, protocol: int) -> None:
+        write(contents, draft, protocol=protocol)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fleet_files, "_write", full)
+    with pytest.raises(OSError, match="No space left"):
+        fleet_files.save(path, {"a": paddle.zeros([2])})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.pdparams"]
+    assert fleet_files.load(path)["a"].tolist() == [1.0, 1.0]
