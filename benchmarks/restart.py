@@ -53,25 +53,28 @@ def recoveries(events: list[Event], ranks: int) -> list[Event]:
     """Returns for each kill what was lost, and how many seconds later the next step began."""
     found = []
     for kill in [event for event in events if event["what"] == "killed"]:
-        trained = [e["step"] + 1 for e in events if e["what"] == "trained" and e["at"] < kill["at"]]
+        begun = {e["rank"]: e["step"] for e in events if _is_before(e, kill)}
         later = [e for e in events if e["what"] == "goes on" and e["life"] > kill["life"]]
         # A life that is killed while it starts does not go on.
         lives = [e["life"] for e in later]
         alive = next(number for number in lives if lives.count(number) == ranks)
         on = [e for e in later if e["life"] == alive][-1]
-        # The step in which the kill came is done again; it had been trained, but not kept, where
-        # the kill came after it.
-        whole = max(trained, default=0) - (kill["moment"] in ("keeping", "saving"))
         found.append(
             {
                 "moment": kill["moment"],
                 "rank": kill["rank"],
-                "lost": max(0, whole - on["step"]),
+                # The step in which the kill came is done again in any case.
+                "lost": max(0, min(begun.values(), default=0) - on["step"]),
                 "seconds": on["at"] - kill["at"],
                 "loading": on["seconds"],
             }
         )
     return found
+
+
+def _is_before(event: Event, kill: Event) -> bool:
+    """Whether a step began in the life that was killed, before it was."""
+    return event["what"] == "begun" and event["life"] == kill["life"] and event["at"] < kill["at"]
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ def prepare(model: Any, optimizer: Any, run: Any, folder: Path, kill: Kill) -> N
         optimizer.wrapped.step = stepped
     elif kill.moment in ("keeping", "saving"):
         done = run.done
-        due = -(-(run.step + 1) // SAVE_INTERVAL) * SAVE_INTERVAL - 1
+        due = -(-(run.step + FIRST) // SAVE_INTERVAL) * SAVE_INTERVAL - 1
         moment = due if kill.moment == "saving" else last
 
         def finished() -> None:
@@ -146,12 +146,12 @@ def main() -> None:
     if mine is not None:
         prepare(model, optimizer, run, folder, mine)
     for step in run.steps(int(steps)):
+        note(folder, what="begun", step=step)
         numbers = np.random.default_rng(step)
         rows = MICRO_BATCHES * ROWS
         inputs = numbers.standard_normal((rows, 16)).astype("float32")
         labels = numbers.integers(0, 4, (rows, 1))
         model.train_batch([paddle.to_tensor(inputs), paddle.to_tensor(labels)], optimizer, rate)
-        note(folder, what="trained", step=step)
         if kill is not None and kill.moment == "shutdown" and step == int(steps) - 1:
             break
     told = b"".join(tensor.numpy().tobytes() for tensor in layers.state_dict().values())

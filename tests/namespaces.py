@@ -163,6 +163,34 @@ def launched(addresses: Sequence[str]) -> Callable[[int], Mapping[str, str]]:
     }
 
 
+@contextmanager
+def supervised(
+    hosts: Sequence[Host], *words: str, folder: Path, env: Mapping[str, str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Starts ``fleetpipe launch`` with one process on each host, led by the first.
+
+    Args:
+        hosts: The hosts; their files are ``NAME.log`` and the folder ``NAME``.
+        words: The command's other arguments.
+        folder: Where they run.
+        env: Additions to the environment.
+    """
+    mark = uuid.uuid4().hex
+    meets = ["--nproc_per_node", "1", "--master", f"{hosts[0].address}:29500"]
+    processes = []
+    try:
+        for host in hosts:
+            command = [sys.executable, "-m", "fleetpipe", "launch", *meets]
+            inside = host.command(*command, "--log_dir", str(folder / host.name), *words)
+            environment = launching._environment(mark, env)
+            processes.append(_popen(inside, environment, folder, folder / f"{host.name}.log"))
+        yield processes
+    finally:
+        launching._kill(mark)
+        for process in processes:
+            process.wait()
+
+
 def launch(
     hosts: Sequence[Host],
     script: Path,

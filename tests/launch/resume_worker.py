@@ -1,7 +1,8 @@
 """Trains with ``fleetpipe.resume``: ``resume_worker.py STEPS [HAPPENS ..]``; see test_resume.py.
 
 What happens is ``LIFE.RANK.STEP=SIGNAL``: in that step the rank sends itself the signal, or, where
-it is ``supervisor``, has whoever started the job asked to stop.
+it is ``supervisor``, has whoever started the job asked to stop. Each step takes at least
+``RESUME_WORKER_PAUSE`` seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import paddle
@@ -53,6 +55,7 @@ def main() -> None:
     manager = fleetpipe.CheckpointManager(folder, save_interval=3)
     run = fleetpipe.resume(model, optimizer, lr_scheduler=rate, manager=manager)
     for step in run.steps(int(steps)):
+        time.sleep(float(os.environ.get("RESUME_WORKER_PAUSE", "0")))
         for what in happens:
             where, _, number = what.partition("=")
             if where == f"{life.number()}.{RANK}.{step}" and number == "supervisor":

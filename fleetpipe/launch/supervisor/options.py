@@ -18,6 +18,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="processes on this host (default: one for each device)",
     )
     add(
+        "--nnodes",
+        type=_nodes,
+        default=(1, 1),
+        metavar="N|MIN:MAX",
+        help="how many hosts take part, or between how many (default: 1)",
+    )
+    add(
+        "--master",
+        type=_address,
+        metavar="HOST:PORT",
+        help="where the hosts meet: an address of the first one, as all others reach it",
+    )
+    add(
+        "--host",
+        metavar="ADDRESS",
+        help="of this host, as the others reach it (default: that of the way to the master)",
+    )
+    add(
+        *_spelled("elastic_timeout"),
+        type=kinds.seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for hosts (default: %(default)s)",
+    )
+    add(
         *_spelled("max_restart"),
         type=kinds.count,
         default=3,
@@ -60,6 +85,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of the script"
     )
     rest.required = False  # or a missing SCRIPT is reported with these
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    """Reads a number of hosts, or the least and the most."""
+    least, colon, most = text.partition(":")
+    if not least.isdecimal() or not (most.isdecimal() if colon else True):
+        raise argparse.ArgumentTypeError(f"invalid: {text!r}; give 2, or 1:4")
+    found = int(least), int(most if colon else least)
+    if not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"invalid: {text!r}; give at least 1, no fewer at most")
+    return found
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Reads HOST:PORT."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"invalid address: {text!r}; give HOST:PORT")
+    return host, int(port)
 
 
 def _spelled(name: str) -> tuple[str, str]:

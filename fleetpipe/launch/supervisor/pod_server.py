@@ -2,7 +2,8 @@
 
 Run by its path, with the number of a socket to the supervisor, which asks for one life after
 another: an object of JSON on a line with arguments and environment, answered by one with the code.
-Where the supervisor is gone, the life that runs is ended, and then this process.
+Another line ends the life that runs. Where the supervisor is gone, that is ended too, and then this
+process.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from fleetpipe.launch.supervisor import pods  # noqa: E402
 
 def serve(supervisor: socket.socket) -> None:
     """Runs lives until the supervisor is gone."""
-    with supervisor.makefile("rw", encoding="utf-8") as lines:
-        for line in lines:
-            code = _live(pods.Order(**json.loads(line)), supervisor)
-            lines.write(json.dumps({"code": code}) + "\n")
-            lines.flush()
+    said = b""
+    while more := supervisor.recv(1 << 16):
+        *lines, said = (said + more).split(b"\n")
+        orders = [line for line in lines if line + b"\n" != pods.STOP]
+        for line in orders:
+            # A life that is to end before it began is not begun.
+            stopped = lines[-1] + b"\n" == pods.STOP
+            code = 1 if stopped else _live(pods.Order(**json.loads(line)), supervisor)
+            supervisor.sendall(json.dumps({"code": code}).encode() + b"\n")
 
 
 def _live(order: pods.Order, supervisor: socket.socket) -> int:

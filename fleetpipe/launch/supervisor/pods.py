@@ -17,6 +17,8 @@ from fleetpipe.errors import StateError
 from fleetpipe.job import life
 
 _SERVER = Path(__file__).with_name("pod_server.py")
+#: Asks for the end of a life.
+STOP = b"stop\n"
 #: Seconds in which the process ends once nobody asks it for anything.
 _LAST_SECONDS = 10.0
 
@@ -62,6 +64,10 @@ class Pods:
     def start(self, order: Order) -> None:
         """Begins a life."""
         self._socket.sendall(json.dumps(asdict(order)).encode() + b"\n")
+
+    def stop(self) -> None:
+        """Ends the launcher of the life that runs."""
+        self._socket.sendall(STOP)
 
     def code(self) -> int:
         """Returns the code of the launcher whose life has ended; waits until it has.

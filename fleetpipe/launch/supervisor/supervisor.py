@@ -1,22 +1,27 @@
-"""Starts the ranks of a job, and starts all of them again where one fails."""
+"""Starts the ranks of a job, and starts all of them again where one fails.
+
+One supervisor on each host. That of the host with the address of ``--master`` leads: it decides
+which hosts take part in a life, and whether there is another one. The others follow.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
-import selectors
-import signal
-import sys
-import time
-from pathlib import Path
+import errno
+import socket
+from contextlib import ExitStack
 
-from fleetpipe.job import life
+from fleetpipe.errors import ConfigError, TransportError
 from fleetpipe.launch import quiet
-from fleetpipe.launch.script import LAUNCHED, in_a_shell
-from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions, signal_ranks
+from fleetpipe.launch.supervisor.follower import Follower
+from fleetpipe.launch.supervisor.leader import Leader
+from fleetpipe.launch.supervisor.local import Local
+from fleetpipe.launch.supervisor.pods import Pods
 from fleetpipe.launch.supervisor.room import room
-from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, caught
-from fleetpipe.launch.supervisor.verdict import POISONED, Verdict, judge
+from fleetpipe.launch.supervisor.signals import caught
+from fleetpipe.transport.joining.hosts import route_to
+
+_MOST_WAITING = 64
 
 
 def run(options: argparse.Namespace) -> int:
@@ -26,119 +31,57 @@ def run(options: argparse.Namespace) -> int:
         0 where every rank did its work; 75 (``life.PREEMPTED``) where the job was asked to stop,
         saved and ended; 65 (``POISONED``) where one step failed twice in a row; 128 + n where
         signal n stopped it and nothing was saved; else the code of the rank that failed first in
-        the last life.
+        the last life. The same on every host.
+
+    Raises:
+        ConfigError: Several hosts, and no address where they meet.
+        TransportError: The address of ``--master`` cannot be used, or its supervisor is not there.
     """
-    with room() as folder, caught() as signals:
+    if options.master is None and options.nnodes[1] > 1:
+        raise ConfigError(
+            "several hosts meet at an address",
+            got="--nnodes without --master",
+            fix="give --master HOST:PORT, an address of the first host, the same on all of them",
+        )
+    with ExitStack() as ends:
+        folder = ends.enter_context(room())
+        signals = ends.enter_context(caught())
+        address, listener = "", None
+        if options.master is not None:
+            listener = _listen(*options.master)
+            address = options.host or (route_to(options.master[0]) if listener is None else "")
+            address = address or options.master[0]
+        if listener is not None:
+            ends.enter_context(listener)
         pods = Pods(quiet.environment(options.log_level))
-        try:
-            return _Supervisor(options, folder, signals, pods).run()
-        finally:
-            pods.close()
+        ends.callback(pods.close)
+        local = Local(options, folder, pods, address)
+        if options.master is None or listener is not None:
+            return Leader(options, local, signals, listener).run()
+        return Follower(options, local, signals, address).run()
 
 
-class _Supervisor:
-    """One job, from its first life to its last."""
+def _listen(host: str, port: int) -> socket.socket | None:
+    """Listens as the leader; None where another host, or another supervisor of this one, does.
 
-    def __init__(
-        self, options: argparse.Namespace, folder: Path, signals: Signals, pods: Pods
-    ) -> None:
-        self._options = options
-        self._folder = folder
-        self._signals = signals
-        self._pods = pods
-        self._stopped_by: int | None = None
-        self._kept = folder / "kept"
-        self._kept.mkdir()
-
-    def run(self) -> int:
-        """Runs one life after another; returns the exit code of the job."""
-        last = None
-        for number in range(1, self._options.max_restart + 2):
-            verdict = self._live(number)
-            if verdict.saved is not None:
-                _say(f"asked to stop, the job saved {verdict.saved} steps and ended")
-                return life.PREEMPTED
-            if verdict.code == 0:
-                return 0
-            _say(_account(number, verdict))
-            if self._stopped_by is not None:
-                return in_a_shell(-self._stopped_by)
-            if last is not None and verdict.repeats(last):
-                _say(_poison(verdict))
-                return POISONED if verdict.step is not None else verdict.code
-            last = verdict
-            if number <= self._options.max_restart:
-                _say(f"life {number + 1} begins: restart {number} of {self._options.max_restart}")
-        _say(f"all {self._options.max_restart} restarts are used: the job has failed")
-        return verdict.code
-
-    def _live(self, number: int) -> Verdict:
-        """Runs one life to its end, and ends what is left of it."""
-        home = self._folder / f"life-{number}"
-        home.mkdir()
-        self._pods.start(self._order(number, home))
-        try:
-            self._attend(home)
-            return judge(home, self._pods.code())
-        finally:
-            end_sessions(home)
-
-    def _order(self, number: int, home: Path) -> Order:
-        options = self._options
-        arguments = ["--log_dir", options.log_dir, "--log_level", options.log_level]
-        if options.nproc_per_node is not None:
-            arguments += ["--nproc_per_node", str(options.nproc_per_node)]
-        arguments += [str(LAUNCHED), "run", "--log-level", options.log_level]
-        arguments += [str(options.script), *options.arguments]
-        environment = {life.FOLDER: str(home), life.NUMBER: str(number)}
-        if options.checkpoint_dir is not None:
-            environment["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(options.checkpoint_dir)
-        if options.keep_state:
-            environment["FLEETPIPE_KEPT_STATE"] = str(self._kept)
-        return Order(arguments, environment)
-
-    def _attend(self, home: Path) -> None:
-        """Waits for the end of a life; what asks the supervisor to stop goes to its ranks."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._pods, selectors.EVENT_READ)
-            selector.register(self._signals, selectors.EVENT_READ)
-            deadline: float | None = None
-            while True:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                ready = {key.fileobj for key, _ in selector.select(left)}
-                if self._pods in ready:
-                    return
-                for number in self._signals.take():
-                    self._stopped_by = self._stopped_by or number
-                    if number in BREAK_SIGNALS:
-                        deadline = time.monotonic()
-                    elif deadline is None:
-                        deadline = time.monotonic() + self._options.grace
-                        signal_ranks(home, signal.SIGTERM)
-                if deadline is not None and time.monotonic() >= deadline:
-                    deadline = None
-                    signal_ranks(home, signal.SIGKILL)
-
-
-def _account(number: int, verdict: Verdict) -> str:
-    """Says how a life ended that did not do its work."""
-    when = "" if verdict.step is None else f" in step {verdict.step}"
-    lines = [f"life {number} ended{when}: {verdict.culprit}"]
-    return "\n".join([*lines, *(f"    | {line}" for line in verdict.details.splitlines())])
-
-
-def _poison(verdict: Verdict) -> str:
-    what = "the job failed twice in a row with the same error, and before any step that it told of"
-    if verdict.step is not None:
-        what = f"step {verdict.step} failed twice in a row"
-    return (
-        f"{what}: it is not started again\n"
-        "  what to do: look at the data of this step and at the error above; a job that is started "
-        "anew goes on from its checkpoint"
-    )
-
-
-def _say(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(f"fleetpipe: {text}\n")
-    sys.stderr.flush()
+    Raises:
+        TransportError: The address is none.
+    """
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
+            0
+        ]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(_MOST_WAITING)
+        listener.setblocking(False)
+        return listener
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None
+        raise TransportError(
+            f"--master {host}:{port} cannot be used",
+            got=error.strerror or str(error),
+            fix="give the address of the first host, as all others reach it, and a free port",
+        ) from error

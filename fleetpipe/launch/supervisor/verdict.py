@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fleetpipe.job import life
@@ -28,6 +29,7 @@ class Verdict:
         culprit: Who failed first, and how; empty where nobody did.
         details: What its last words were, or where all ranks were.
         raised: Whether it raised an error, as it would again.
+        own: Whether that rank was one of the host that judges.
     """
 
     code: int
@@ -36,6 +38,7 @@ class Verdict:
     culprit: str = ""
     details: str = ""
     raised: bool = False
+    own: bool = True
 
     def repeats(self, other: Verdict) -> bool:
         """Whether this failure is the one of ``other`` once more.
@@ -47,6 +50,20 @@ class Verdict:
             both = self.raised and other.raised
             return self.step is other.step and both and self.culprit == other.culprit
         return self.step == other.step
+
+
+def joint(verdicts: Sequence[Verdict]) -> Verdict:
+    """Returns what the verdicts of all hosts of a life come to.
+
+    Each host tells of the rank that failed first, as far as it knows; that on which it ran knows.
+    """
+    failed = [verdict for verdict in verdicts if verdict.code]
+    saved = [verdict.saved for verdict in verdicts if verdict.saved is not None]
+    if not failed or saved:
+        return Verdict(0, max(saved, default=None))
+    steps = [verdict.step for verdict in failed if verdict.step is not None]
+    first = ([verdict for verdict in failed if verdict.own] or failed)[0]
+    return replace(first, step=max(steps, default=None))
 
 
 def judge(home: Path, code: int) -> Verdict:
@@ -61,16 +78,17 @@ def judge(home: Path, code: int) -> Verdict:
         return Verdict(code, saved)
     steps = life.steps_begun(home)
     rank, failed, told = _first(home)
-    step = None if rank is None else steps.get(rank)
+    step = None if rank is None else steps.get(rank, max(steps.values(), default=None))
     if rank is None:
-        return Verdict(code, culprit=f"Paddle's launcher ended with {code}")
+        return Verdict(code, culprit=f"Paddle's launcher ended with {code}", own=False)
+    own = rank in dict(life.started(home)) or rank in dict(life.ended(home))
     who, code = f"rank {rank}", in_a_shell(failed) or code
     if told is None:
-        return Verdict(code, None, step, f"{who} {_in_words(failed)} without a word")
+        return Verdict(code, None, step, f"{who} {_in_words(failed)} without a word", own=own)
     signalled = f" ({_in_words(failed)})" if failed < 0 else ""
     words = f"{who} {told.what}{signalled}: {told.text}"
     details = "\n".join(told.details.rstrip().splitlines()[-_MOST_LINES:])
-    return Verdict(code, None, step, words, details, told.what == "raised")
+    return Verdict(code, None, step, words, details, told.what == "raised", own)
 
 
 def _first(home: Path) -> tuple[int | None, int, Failure | None]:

@@ -154,7 +154,7 @@ class _Dialled(NamedTuple):
     address: str
 
 
-class _Attempt:
+class Attempt:
     """A connection that is not yet known to lead to a peer."""
 
     def __init__(
@@ -222,7 +222,7 @@ class _Mesh:
         self._refused_one = False
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
-        self._attempts: list[_Attempt] = []
+        self._attempts: list[Attempt] = []
         self._again: list[tuple[float, _Dialled]] = []
         self._streams = [Joined({}, {}) for _ in range(streams)]
         for listener in listeners:
@@ -249,7 +249,7 @@ class _Mesh:
             for attempt in [a for a in self._strangers() if a.expires < now]:
                 self._drop(attempt)
             for key, _ in self._selector.select(_RETRY_SECONDS):
-                if not isinstance(key.data, _Attempt):
+                if not isinstance(key.data, Attempt):
                     self._accept(key.data)
                 elif key.data in self._attempts:  # else it went for somebody who came this turn
                     self._advance(key.data)
@@ -271,7 +271,7 @@ class _Mesh:
         others = set(range(self._meeting.ranks)) - {self._meeting.rank}
         return {p for p in others if any(p not in s.sockets for s in self._streams)}
 
-    def _strangers(self) -> list[_Attempt]:
+    def _strangers(self) -> list[Attempt]:
         return [attempt for attempt in self._attempts if attempt.dialled is None]
 
     def _dial_again(self, now: float) -> None:
@@ -287,7 +287,7 @@ class _Mesh:
             exchange = connects(
                 self._secret, meeting.rank, dialled.peer, meeting.ranks, dialled.stream, self._life
             )
-            self._follow(_Attempt(sock, exchange, dialled), selectors.EVENT_WRITE)
+            self._follow(Attempt(sock, exchange, dialled), selectors.EVENT_WRITE)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -304,13 +304,13 @@ class _Mesh:
             self._drop(strangers[0])
         meeting, streams = self._meeting, len(self._streams)
         exchange = accepts(self._secret, meeting.rank, meeting.ranks, streams, self._life)
-        self._follow(_Attempt(sock, exchange), selectors.EVENT_READ)
+        self._follow(Attempt(sock, exchange), selectors.EVENT_READ)
 
-    def _follow(self, attempt: _Attempt, event: int) -> None:
+    def _follow(self, attempt: Attempt, event: int) -> None:
         self._attempts.append(attempt)
         self._selector.register(attempt.sock, event, attempt)
 
-    def _advance(self, attempt: _Attempt) -> None:
+    def _advance(self, attempt: Attempt) -> None:
         try:
             known = attempt.advance()
         except (OSError, Stranger) as error:
@@ -335,7 +335,7 @@ class _Mesh:
             self._refused_one = True
             sys.stderr.write(f"fleetpipe: rank {self._meeting.rank} refused {stale}\n")
 
-    def _drop(self, attempt: _Attempt) -> None:
+    def _drop(self, attempt: Attempt) -> None:
         """Forgets a connection that leads to no peer; a peer that was dialled is tried again."""
         self._selector.unregister(attempt.sock)
         self._attempts.remove(attempt)

@@ -6,6 +6,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from fleetpipe.cli import main
 from tests.launch.supervisor.commands import launched
 from tests.launching import Finished
@@ -66,9 +68,18 @@ def test_a_step_that_fails_twice_in_a_row_is_not_tried_again(
     ]
 
 
-def test_wrong_numbers_are_refused_before_anything_starts(tmp_path: Path, capsys: object) -> None:
+def test_wrong_numbers_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     for option in ("--nproc_per_node=0", "--max_restart=-1", "--grace=soon", "--grace=-1"):
         assert main(["launch", option, str(script)]) == 2
+    for nodes in ("0", "2:1", "2:", "many"):
+        assert main(["launch", f"--nnodes={nodes}", str(script)]) == 2
+    for address in ("here", "10.0.0.1:", "10.0.0.1:70000", ":80"):
+        assert main(["launch", f"--master={address}", str(script)]) == 2
     assert main(["launch", str(tmp_path / "missing.py")]) == 2
+    capsys.readouterr()
+    assert main(["launch", "--nnodes=2", str(script)]) == 2
+    assert "give --master HOST:PORT" in capsys.readouterr().err

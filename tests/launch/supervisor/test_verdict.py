@@ -8,7 +8,7 @@ import pytest
 
 from fleetpipe.job import life
 from fleetpipe.job.failure import Failure
-from fleetpipe.launch.supervisor.verdict import Verdict, judge
+from fleetpipe.launch.supervisor.verdict import Verdict, joint, judge
 
 
 class Home:
@@ -83,6 +83,18 @@ def test_a_life_that_was_asked_to_end_has_saved(home: Home) -> None:
     home.rank(0, step=9, saved=9, code=0)
     home.ended((0, 0))
     assert judge(home.path, 0) == Verdict(0, saved=9)
+
+
+def test_of_several_hosts_the_one_on_which_the_culprit_ran_knows() -> None:
+    told = Verdict(1, step=4, culprit="rank 3 died: it ended without a goodbye", own=False)
+    killed = Verdict(137, step=4, culprit="rank 3 died (was ended by SIGKILL): ..")
+    other = Verdict(1, step=5, culprit="rank 1 raised: x")
+    assert joint([told, killed]) == killed
+    assert joint([Verdict(0), told]) == told
+    # The one that ended first; and the latest step that was begun.
+    assert joint([killed, other]) == Verdict(137, step=5, culprit=killed.culprit)
+    assert joint([Verdict(0), Verdict(0)]) == Verdict(0)
+    assert joint([Verdict(0, saved=7), Verdict(0, saved=7)]) == Verdict(0, saved=7)
 
 
 def test_the_same_step_repeats_whoever_failed_and_the_start_only_with_the_same_error() -> None:

@@ -298,9 +298,9 @@ def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy, free = threading.Event(), threading.Event()
-    accepted: list[mesh._Attempt] = []
+    accepted: list[mesh.Attempt] = []
 
-    class Attempt(mesh._Attempt):
+    class Attempt(mesh.Attempt):
         def __init__(self, *options: Any) -> None:
             super().__init__(*options)
             accepted.append(self)
@@ -311,7 +311,7 @@ def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
                 free.wait(LIMIT)
             return super().advance()
 
-    monkeypatch.setattr(mesh, "_Attempt", Attempt)
+    monkeypatch.setattr(mesh, "Attempt", Attempt)
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
     strangers = [knock(address_of(store)) for _ in range(mesh.MOST_STRANGERS)]

@@ -1,0 +1,274 @@
+"""The supervisor that decides which hosts take part in a life, and whether there is another."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import selectors
+import socket
+import time
+from typing import Union
+
+from fleetpipe.job import life
+from fleetpipe.launch.script import in_a_shell
+from fleetpipe.launch.supervisor import link as links
+from fleetpipe.launch.supervisor import saying
+from fleetpipe.launch.supervisor.link import Link, Message
+from fleetpipe.launch.supervisor.local import Local, Place
+from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals
+from fleetpipe.launch.supervisor.verdict import POISONED, Verdict, joint
+from fleetpipe.transport.joining.handshake import Stranger, accepts
+from fleetpipe.transport.joining.mesh import Attempt
+
+#: Seconds that ranks on other hosts may take to end by themselves after one has failed.
+END_SECONDS = 8.0
+#: Seconds in which further hosts may come once there are enough.
+SETTLE_SECONDS = 5.0
+_TURN_SECONDS = 1.0
+
+Watched = Union[Local, Signals, socket.socket, Attempt, Link]
+
+
+class Leader:
+    """One job, from its first life to its last, on this host and on those that follow it."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        local: Local,
+        signals: Signals,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """Leads.
+
+        Args:
+            options: Of the command.
+            local: This host's ranks.
+            signals: What asks the job to stop.
+            listener: Where other hosts come to; None where there are none.
+        """
+        self._options = options
+        self._local = local
+        self._signals = signals
+        self._listener = listener
+        self._host = options.master[0] if listener is not None else ""
+        self._selector = selectors.DefaultSelector()
+        #: Supervisors that follow, with the addresses of those that have said where they are.
+        self._links: dict[Link, str] = {}
+        self._taking_part: list[Link] = []
+        self._running: set[Link] = set()
+        self._verdicts: list[Verdict] = []
+        self._number = 0
+        self._restarts = 0
+        self._stopped_by: int | None = None
+        self._grows = False
+        self._deadline: float | None = None
+        for each in (local, signals, listener):
+            if each is not None:
+                self._selector.register(each, selectors.EVENT_READ, each)
+
+    def run(self) -> int:
+        """Runs one life after another; returns the exit code of the job."""
+        code = 1
+        try:
+            code = self._run()
+        finally:
+            for each in self._links:
+                each.tell("over", code=code)
+                each.close()
+            self._selector.close()
+        return code
+
+    @property
+    def _hosts(self) -> list[Link]:
+        """The other hosts that are here."""
+        return [each for each, address in self._links.items() if address]
+
+    def _run(self) -> int:
+        last = None
+        while self._gather():
+            verdict = self._live()
+            if verdict.saved is not None and self._grows:
+                saying.say(f"{verdict.saved} steps are saved, and a host has come")
+                continue
+            code = self._settled(verdict, last)
+            if code is not None:
+                return code
+            last = verdict
+            self._restarts += 1
+            of = f"restart {self._restarts} of {self._options.max_restart}"
+            saying.say(f"life {self._number + 1} begins: {of}")
+        if self._stopped_by is None:
+            saying.say(f"fewer than {self._options.nnodes[0]} hosts are here: the job has failed")
+            return 1
+        return in_a_shell(-self._stopped_by)
+
+    def _settled(self, verdict: Verdict, last: Verdict | None) -> int | None:
+        """Returns the exit code of a job that is not to be started again; else None."""
+        if verdict.saved is not None:
+            saying.say(f"asked to stop, the job saved {verdict.saved} steps and ended")
+            return life.PREEMPTED
+        if verdict.code == 0:
+            return 0
+        saying.say(saying.account(self._number, verdict))
+        if self._stopped_by is not None:
+            return in_a_shell(-self._stopped_by)
+        if last is not None and verdict.repeats(last):
+            saying.say(saying.poison(verdict))
+            return POISONED if verdict.step is not None else verdict.code
+        if self._restarts == self._options.max_restart:
+            saying.say(f"all {self._restarts} restarts are used: the job has failed")
+            return verdict.code
+        return None
+
+    def _gather(self) -> bool:
+        """Waits until there are hosts for a life; returns whether there are enough of them."""
+        least: int = self._options.nnodes[0]
+        most: int = self._options.nnodes[1]
+        begun = changed = time.monotonic()
+        there = 0
+        while self._stopped_by is None:
+            if there != len(self._hosts) + 1:
+                there, changed = len(self._hosts) + 1, time.monotonic()
+            now = time.monotonic()
+            same = there == len(self._taking_part) + 1 and self._number > 0
+            if there >= most or (there >= least and (same or now - changed > SETTLE_SECONDS)):
+                return True
+            if now - begun > self._options.elastic_timeout:
+                return there >= least
+            self._turn()
+        return False
+
+    def _live(self) -> Verdict:
+        """Runs one life to its end on all hosts."""
+        self._number += 1
+        self._verdicts, self._deadline, self._grows = [], None, False
+        self._taking_part = self._hosts[: self._options.nnodes[1] - 1]
+        nodes = len(self._taking_part) + 1
+        master = f"{self._host}:{_free_port(self._host)}" if nodes > 1 else ""
+        for node, each in enumerate(self._taking_part, 1):
+            each.tell("begin", life=self._number, nodes=nodes, node=node, master=master)
+        self._running = set(self._taking_part)
+        self._local.start(Place(self._number, nodes, 0, master))
+        while self._local.running or self._running:
+            self._turn()
+            self._kill_if_late()
+        return joint(self._verdicts)
+
+    def _turn(self) -> None:
+        """Waits for what comes next, and does what it asks for."""
+        left = _TURN_SECONDS
+        if self._deadline is not None:
+            left = max(0.0, min(left, self._deadline - time.monotonic()))
+        for key, _ in self._selector.select(left):
+            self._handle(key.data)
+        now = time.monotonic()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Attempt) and key.data.expires < now:
+                self._drop(key.data)
+        for each in list(self._links):
+            each.say_alive()
+            if each.lost:
+                self._lose(each)
+        self._grow()
+
+    def _handle(self, what: Watched) -> None:
+        if isinstance(what, Local):
+            self._ended(self._local.end())
+        elif isinstance(what, Signals):
+            for number in what.take():
+                self._asked(number)
+        elif isinstance(what, socket.socket):
+            self._accept(what)
+        elif isinstance(what, Attempt):
+            self._greet(what)
+        else:
+            for message in what.hear():
+                self._heard(what, message)
+
+    def _heard(self, who: Link, message: Message) -> None:
+        if message["kind"] == "here":
+            self._links[who] = message["address"]
+        elif message["kind"] == "asked":
+            self._asked(message["number"])
+        elif message["kind"] == "ended" and message["life"] == self._number:
+            self._running.discard(who)
+            self._ended(Verdict(**json.loads(message["verdict"])))
+
+    def _ended(self, verdict: Verdict) -> None:
+        """Takes note of how the life ended on a host; where it failed, it ends on the others."""
+        self._verdicts.append(verdict)
+        if verdict.code:
+            soon = time.monotonic() + END_SECONDS
+            self._deadline = soon if self._deadline is None else min(soon, self._deadline)
+
+    def _asked(self, number: int) -> None:
+        """Has the ranks of all hosts save and end, or just end."""
+        self._stopped_by = self._stopped_by or number
+        if number in BREAK_SIGNALS:
+            self._deadline = time.monotonic()
+        elif self._deadline is None:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._deadline = time.monotonic() + self._options.grace
+        self._local.stop()
+        for each in self._running:
+            each.tell("stop")
+
+    def _kill_if_late(self) -> None:
+        if self._deadline is None or time.monotonic() < self._deadline:
+            return
+        self._deadline = None
+        self._local.kill()
+        for each in self._running:
+            each.tell("kill")
+
+    def _grow(self) -> None:
+        """Ends a life that has fewer hosts than it might have, after a step that is saved."""
+        most = min(self._options.nnodes[1] - 1, len(self._hosts))
+        grows = len(self._taking_part) < most and self._deadline is None
+        # Before its first step a rank does not save when it is asked to stop.
+        if grows and self._local.in_a_step:
+            self._grows = True
+            self._stop()
+
+    def _lose(self, who: Link) -> None:
+        """Does without a host that is gone, or cannot be reached."""
+        address = self._links.pop(who)
+        self._selector.unregister(who)
+        who.close()
+        if who in self._running:
+            self._running.discard(who)
+            gone = f"host {address} is gone: its supervisor ended, or cannot be reached"
+            self._ended(Verdict(1, culprit=gone))
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = listener.accept()
+            sock.setblocking(False)
+            attempt = Attempt(sock, accepts(links.secret(), links.LEADER, links.SIDES))
+            self._selector.register(sock, selectors.EVENT_READ, attempt)
+
+    def _greet(self, attempt: Attempt) -> None:
+        try:
+            known = attempt.advance()
+        except (OSError, Stranger):
+            self._drop(attempt)
+            return
+        if known is not None:
+            self._selector.unregister(attempt.sock)
+            link = Link(attempt.sock, known)
+            self._selector.register(link, selectors.EVENT_READ, link)
+            self._links[link] = ""
+
+    def _drop(self, attempt: Attempt) -> None:
+        self._selector.unregister(attempt.sock)
+        attempt.sock.close()
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

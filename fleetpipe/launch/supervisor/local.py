@@ -1,0 +1,116 @@
+"""This host's part of a life: its ranks, their folder, and how they ended."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from fleetpipe.job import life
+from fleetpipe.launch.script import LAUNCHED
+from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions, signal_ranks
+from fleetpipe.launch.supervisor.verdict import Verdict, judge
+
+
+class Place(NamedTuple):
+    """A host's place in a life.
+
+    Attributes:
+        life: The number of the life.
+        nodes: Hosts that take part.
+        node: The number of this one.
+        master: Where the launchers of the life meet, on the first host; unused where it is alone.
+    """
+
+    life: int
+    nodes: int = 1
+    node: int = 0
+    master: str = ""
+
+
+class Local:
+    """The ranks of this host, one life after another."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, pods: Pods, address: str) -> None:
+        """Describes them; starts none.
+
+        Args:
+            options: Of the command.
+            folder: The supervisor's folder in memory.
+            pods: The process in which Paddle's launcher runs.
+            address: Of this host, as the other ones reach it; unused where it is alone.
+        """
+        self._options = options
+        self._folder = folder
+        self._pods = pods
+        self._address = address
+        self._kept = folder / "kept"
+        self._kept.mkdir()
+        self._home: Path | None = None
+        self._killed = False
+
+    @property
+    def running(self) -> bool:
+        """Whether a life runs."""
+        return self._home is not None
+
+    @property
+    def in_a_step(self) -> bool:
+        """Whether a life runs and some rank has begun a step of it."""
+        return self._home is not None and bool(life.steps_begun(self._home))
+
+    def fileno(self) -> int:
+        """Returns the descriptor that can be read when a life has ended."""
+        return self._pods.fileno()
+
+    def start(self, place: Place) -> None:
+        """Begins a life."""
+        self._killed = False
+        self._home = self._folder / f"life-{place.life}"
+        self._home.mkdir()
+        self._pods.start(Order(self._arguments(place), self._environment(place.life, self._home)))
+
+    def end(self) -> Verdict:
+        """Judges the life, once it has ended, and ends what is left of it."""
+        assert self._home is not None
+        home, self._home = self._home, None
+        try:
+            verdict = judge(home, self._pods.code())
+            # Who was killed from here did not fail first.
+            return replace(verdict, own=verdict.own and not self._killed)
+        finally:
+            end_sessions(home)
+
+    def stop(self) -> None:
+        """Asks the ranks to finish their step, save and end."""
+        if self._home is not None:
+            signal_ranks(self._home, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends the ranks at once, and a launcher that has not started any."""
+        if self._home is not None:
+            self._killed = True
+            signal_ranks(self._home, signal.SIGKILL)
+            self._pods.stop()
+
+    def _arguments(self, place: Place) -> list[str]:
+        options = self._options
+        words = ["--log_dir", options.log_dir, "--log_level", options.log_level]
+        if options.nproc_per_node is not None:
+            words += ["--nproc_per_node", str(options.nproc_per_node)]
+        if place.nodes > 1:
+            words += ["--nnodes", str(place.nodes), "--rank", str(place.node)]
+            words += ["--master", place.master, "--host", self._address]
+        words += [str(LAUNCHED), "run", "--log-level", options.log_level]
+        return [*words, str(options.script), *options.arguments]
+
+    def _environment(self, number: int, home: Path) -> dict[str, str]:
+        found = {life.FOLDER: str(home), life.NUMBER: str(number)}
+        if self._options.checkpoint_dir is not None:
+            found["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(self._options.checkpoint_dir)
+        if self._options.keep_state:
+            found["FLEETPIPE_KEPT_STATE"] = str(self._kept)
+        return found
