@@ -7,23 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from fleetpipe.aliases import Layer
+from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.auto import Choice
 from fleetpipe.capture.forms import Form, Forms
 from fleetpipe.capture.memory import initialize, release
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.stages import CapturedStages
 from fleetpipe.capture.state import CapturedState, part_of, stages_of
+from fleetpipe.capture.untouched import called
 from fleetpipe.capture.value import Node
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
 from fleetpipe.errors import CaptureError, UsageError
 from fleetpipe.partition import LayerInfo
 from fleetpipe.schedules import Edge
+from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import SoleGroup
+
+_FIRST = GlobalMicroBatch(0)
 
 
 class Found(NamedTuple):
@@ -163,6 +168,24 @@ class CapturedPipeline(PipelineLayer):
     def function(self, stage: int) -> Run:
         """Returns what runs the nodes of a stage in the mode that the model is in."""
         return self._stages.function(stage)
+
+    def call_plain(
+        self,
+        model: Layer,
+        inputs: Nest,
+        keys: Keys | None = None,
+        micro_batch: GlobalMicroBatch = _FIRST,
+    ) -> Nest:
+        """Calls a plain model like this one, as a reference to compare with.
+
+        Args:
+            model: A copy of the plain model, which this process has whole.
+            inputs: One micro-batch.
+            keys: What ``next_keys`` of the wrapper gave: random numbers are drawn as the pipeline
+                draws them in that batch. None draws as the model does by itself.
+            micro_batch: The global number of the micro-batch.
+        """
+        return called(model, inputs, self.forms.capturing.unopened, keys, micro_batch)
 
     def stage_layers(self, stage: int) -> dict[int, Layer]:
         """Returns the layers that are nodes of a stage, each by the number of its first call."""

@@ -7,7 +7,7 @@ glue of a sublayer's own with that sublayer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, Union
 
@@ -25,6 +25,14 @@ class SplitPoint(Enum):
 
     BEGINNING = "before"
     END = "after"
+
+
+def nearest_path(path: str, paths: Collection[str]) -> str:
+    """Returns a phrase that names the paths closest to ``path``, or all of the first level."""
+    phrase = nearest(path, paths)
+    if not phrase.startswith("known"):
+        return phrase
+    return nearest(path, {known.partition(".")[0] for known in paths})
 
 
 class AtCall(NamedTuple):
@@ -58,7 +66,7 @@ class AtCall(NamedTuple):
             paths = {scope.path for node in trace.nodes for scope in node.scopes if scope.path}
             raise ConfigError(
                 f"split_spec cuts {self}, where the model's forward does not come",
-                got=nearest(self.path, paths),
+                got=nearest_path(self.path, paths),
                 cause="there is no such sublayer, its forward is called by no other, or it is in "
                 "one that is not opened",
                 fix="name a sublayer that fleetpipe.explain(model, example) shows",

@@ -7,6 +7,7 @@ from typing import Callable, NamedTuple
 
 from fleetpipe.aliases import Nest
 from fleetpipe.capture import cuts
+from fleetpipe.capture.capturing import Capturing
 from fleetpipe.capture.cuts import Border
 from fleetpipe.capture.edges import crossing
 from fleetpipe.capture.replay import entries
@@ -16,9 +17,6 @@ from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.errors import CaptureError
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.schedules import Edge
-
-#: Runs the forward on a batch of a look, in training or in evaluation.
-Captured = Callable[[Signature, bool], Trace]
 
 
 class Form(NamedTuple):
@@ -47,22 +45,18 @@ class Form(NamedTuple):
 class Forms:
     """Makes them when they are asked for, and keeps them."""
 
-    def __init__(
-        self, captured: Captured, borders: Sequence[Border], example: Nest, interval: int = 0
-    ) -> None:
-        """Begins with the look of an example, in both modes.
+    def __init__(self, capturing: Capturing, borders: Sequence[Border], interval: int = 0) -> None:
+        """Begins with the look of the example, in both modes.
 
         Args:
-            captured: Runs the forward.
+            capturing: Runs the forward. The edges of its example are those of the pipeline.
             borders: Where it is cut.
-            example: An example of the inputs. Its edges are those of the pipeline.
             interval: Nodes of a stage that are recomputed as one; 0 for none.
         """
-        self._captured = captured
+        self.capturing = capturing
         self._borders = borders
         self._interval = interval
-        self.example_inputs = example
-        self.first = signature_of(example)
+        self.first = signature_of(capturing.example)
         self._known: dict[tuple[Signature, bool], Form] = {}
         for training in (True, False):
             self._known[self.first, training] = self._made(self.first, training)
@@ -92,7 +86,7 @@ class Forms:
         return self._known[self.first, training]
 
     def _made(self, signature: Signature, training: bool) -> Form:
-        trace = self._captured(signature, training)
+        trace = self.capturing(signature, training)
         starts = tuple(cuts.starts(trace, self._borders))
         functions = entries(trace, signature)
         infos = tuple(LayerInfo(str(getattr(f, "__name__", ""))) for f in functions)

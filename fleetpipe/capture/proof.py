@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fleetpipe import schedules
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture._paddle import intercepted
 from fleetpipe.capture.capturing import Capturing, in_mode
 from fleetpipe.capture.forms import Forms
 from fleetpipe.capture.stages import CapturedStages
 from fleetpipe.capture.tracer import state_kept
-from fleetpipe.capture.walk import NodeCall, Unopened, Walk, arguments_of
+from fleetpipe.capture.untouched import called
+from fleetpipe.capture.walk import Unopened, arguments_of
 from fleetpipe.dygraph import has_memory, random_keys, state_slots
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
@@ -136,32 +136,11 @@ def _draws(model: Layer, inputs: Nest) -> bool:
     return bool((after != untouched).item())
 
 
-class _Keyed(Walk):
-    """Enters the key of each node of a run of the untouched model."""
-
-    def __init__(self, model: Layer, unopened: Unopened, keys: random_keys.Keys) -> None:
-        super().__init__(model, unopened)
-        self._keys = keys
-        # The first entry of a list of layers takes the inputs.
-        self._entry = 1
-
-    def node(self, call: NodeCall) -> Any:
-        """Calls it under its key."""
-        self._keys.enter(self._entry)
-        self._entry += 1
-        return call.do()
-
-
 def _plain(model: Layer, unopened: Unopened, keys: random_keys.Keys | None) -> _Run:
     """Returns what runs the model itself."""
 
     def run(inputs: Nest, loss: Callable[[Nest], Tensor]) -> Nest:
-        args, named = arguments_of(inputs)
-        if keys is None:
-            output = model(*args, **named)
-        else:
-            with random_keys.keyed(keys, SoleGroup()), intercepted(_Keyed(model, unopened, keys)):
-                output = model(*args, **named)
+        output = called(model, inputs, unopened, keys, _ALONE)
         _backward(loss(output))
         return output
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Union
 
 from fleetpipe.aliases import Layer
-from fleetpipe.capture.cuts import AtCall, AtMark, Border, SplitPoint, in_order
+from fleetpipe.capture.cuts import AtCall, AtMark, Border, SplitPoint, in_order, nearest_path
 from fleetpipe.capture.value import Trace
-from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.errors import ConfigError
 from fleetpipe.partition import uniform
 
 #: ``{name: SplitPoint}``, ``{name: stage}``, names, a prefix, or None for what the model says.
@@ -63,7 +63,7 @@ def _require_names(names: Sequence[str] | Mapping[str, object], model: Layer) ->
     if unknown:
         raise ConfigError(
             f"split_spec names sublayers that {type(model).__name__} has not",
-            got="; ".join(f"{name!r}, {nearest(name, known)}" for name in unknown),
+            got="; ".join(f"{name!r}, {nearest_path(name, known)}" for name in unknown),
             fix="name sublayers as model.named_sublayers() does",
         )
 
@@ -82,7 +82,7 @@ def _evenly(prefix: str, trace: Trace, stages: int | None) -> list[Border]:
         paths = {scope.path.rpartition(".")[0] for node in trace.nodes for scope in node.scopes}
         raise ConfigError(
             f"split_spec={prefix!r}: the forward calls no sublayer below that name",
-            got=nearest(prefix, paths - {""}) if paths - {""} else "a model of one level",
+            got=nearest_path(prefix, paths - {""}) if paths - {""} else "a model of one level",
             fix='pass the name of a LayerList or Sequential, or "auto"',
         )
     if stages is None:

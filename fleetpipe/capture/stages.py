@@ -39,7 +39,7 @@ class CapturedStages:
             if stage:
                 look = value.get(LOOK, forms.first)
             else:
-                value = completed(value, forms.example_inputs)
+                value = completed(value, forms.capturing.example)
                 look = signature_of(value)
             return forms.of(look, training).runner.function(stage)(value, micro_batch)
 

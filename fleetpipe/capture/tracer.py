@@ -1,8 +1,7 @@
 """Runs a model's forward once and notes what it calls.
 
-Where code in a layer does what no node can be made of (it reads a tensor's
-numbers, say), that layer is not opened, and the forward runs again: as a whole it is called in
-Python like any other.
+Where code in a layer does what no node can be made of (it reads a tensor's numbers, say), that
+layer is not opened, and the forward runs again: as a whole it is called in Python like any other.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from fleetpipe import version
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture._paddle import Function, intercepted
@@ -27,9 +24,10 @@ from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import CaptureError
 
-_HERE = (Path(paddle.__file__).parent, Path(version.__file__).parent)
+#: Packages whose frames are not the user's; the last wraps functions of Paddle 2.6.2.
+_NOT_THE_USERS = ("paddle", "fleetpipe", "decorator")
 #: Models that Paddle brings are like a user's.
-_MODELS = _HERE[0] / "vision" / "models"
+_MODELS = "paddle.vision.models."
 
 
 class _NotTraceable(BaseException):
@@ -72,9 +70,9 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
 def user_place() -> str:
     """Returns file and line of the innermost frame that is neither Paddle's nor of this package."""
     for frame, line in traceback.walk_stack(None):
-        path = Path(frame.f_code.co_filename)
-        if _MODELS in path.parents or not any(folder in path.parents for folder in _HERE):
-            return f"{path}:{line}"
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith(_MODELS) or name.partition(".")[0] not in _NOT_THE_USERS:
+            return f"{frame.f_code.co_filename}:{line}"
     return "?"
 
 

@@ -42,13 +42,6 @@ def images(rows: int, size: int = 32, seed: int = 0) -> list[Any]:
     ]
 
 
-def called(model: Any, inputs: Any) -> Any:
-    """Calls a plain model as the inputs of a pipeline say."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-
-
 def trained(
     build: Callable[[], Any],
     data: list[Any],
@@ -56,6 +49,7 @@ def trained(
     micro_batches: int = 4,
     steps: int = 3,
     loss_fn: Any = None,
+    keyed: bool = False,
     **options: Any,
 ) -> Result:
     """Trains by SGD in the current job, of one process, and compares losses, gradients, state.
@@ -66,6 +60,7 @@ def trained(
         micro_batches: Those of the job.
         steps: How many.
         loss_fn: By default the cross entropy.
+        keyed: Whether the plain model draws random numbers under the pipeline's keys.
         options: Those of ``fleetpipe.pipeline``.
     """
     loss_fn = loss_fn or nn.CrossEntropyLoss()
@@ -80,10 +75,12 @@ def trained(
     theirs = paddle.optimizer.SGD(0.05, parameters=plain.parameters())
     plain.train()
     for step in range(steps):
+        keys = wrapped.next_keys() if keyed else None
         loss = wrapped.forward_backward_pipeline(data)
         total = None
-        for inputs, labels in parts:
-            share = loss_fn(called(plain, inputs), labels) / micro_batches
+        for number, (inputs, labels) in enumerate(parts):
+            output = pipe.call_plain(plain, inputs, keys, number)
+            share = loss_fn(output, labels) / micro_batches
             share.backward()
             total = share.detach() if total is None else total + share.detach()
         differing += _different(f"step {step}", {"loss": loss}, {"loss": total})

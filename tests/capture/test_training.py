@@ -65,6 +65,12 @@ def test_recompute_gives_the_bits_of_the_plain_model() -> None:
     assert done.differing == []
 
 
+def test_dropouts_have_the_bits_of_the_plain_model_under_the_same_keys() -> None:
+    with job(2):
+        done = trained(Residual, batch(8), split_spec=["blocks.4"], keyed=True, verify=False)
+    assert done.differing == []
+
+
 def _after(split_spec: list[str], **options: Any) -> tuple[bytes, dict[str, bytes]]:
     """Trains two steps with dropout and returns the last loss and the state."""
     with job(len(split_spec) + 1):
