@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo docs check test test-fast test-262 test-libraries test-libraries-short types lint clean distclean
+.PHONY: help demo docs check test test-fast test-262 test-libraries test-libraries-short test-models types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # A crashed worker ends the run: xdist would wait for ever for the last tests of the one in its place.
@@ -22,7 +22,8 @@ help:
 	@echo 'make check     ruff, mypy and the tests that start no processes, on paddlepaddle 3.3'
 	@echo 'make test      ruff, mypy and all tests, on paddlepaddle 3.3'
 	@echo 'make test-262  all tests, on paddlepaddle 2.6.2'
-	@echo 'make test-libraries  PaddleNLP and PaddleFormers on fleetpipe, beside their single-device models'
+	@echo 'make test-libraries  PaddleNLP and PaddleFormers on fleetpipe, beside themselves'
+	@echo 'make test-models  every model of paddle.vision as a pipeline, beside itself: a table'
 	@echo 'make docs      the documentation as a site, in build/site'
 	@echo 'make lint      ruff alone;  make types: mypy alone;  make test-fast: the tests of make check'
 	@echo 'make clean     remove what was built;  make distclean: the environments too'
@@ -111,6 +112,10 @@ test-libraries-short: $(SHORT:%=.venv-%/.installed)
 	.venv-libraries/bin/python -m pytest -m libraries tests/libraries/test_models.py; \
 	.venv-libraries-formers-1.2.0/bin/python -m pytest -m libraries \
 	    tests/libraries/test_formers_models.py
+
+# Every model of paddle.vision, for as long as that takes.
+test-models: .venv/.installed
+	.venv/bin/python -m tests.capture.vision
 
 clean:
 	rm -rf build demo dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
