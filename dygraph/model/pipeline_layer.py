@@ -323,10 +323,13 @@ class PipelineLayer(paddle.nn.Layer):
 
     def stage_table(self) -> str:
         """Returns a table of all stages: rank, layers, parameters. Any rank alone can print it."""
-        counted = Partition(
+        return self.counted_partition().table(self.placement.rank_of)
+
+    def counted_partition(self) -> Partition:
+        """Returns the cut with the number of trainable parameters of each layer."""
+        return Partition(
             self.partition.boundaries, self.partition.method, tuple(self._layer_infos())
         )
-        return counted.table(self.placement.rank_of)
 
     def own_state(self) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by their names in the whole model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from fleetpipe._paddle import paddle
@@ -44,3 +45,18 @@ def set_state(callback: Any, state: Mapping[str, Any]) -> None:
 def _names_of(callback: Any) -> tuple[str, ...]:
     """Returns the attributes in which one of Paddle's callbacks keeps what it knows."""
     return next((names for kind, names in _KEPT.items() if isinstance(callback, kind)), ())
+
+
+def checked_amp(
+    configs: str | dict[str, Any] | None, optimizer: Optimizer
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Returns level, lists and scaling, as ``paddle.Model`` checks and takes them apart.
+
+    Raises:
+        ValueError: They are of no form that it knows.
+        AssertionError: The optimizer's clip does not go with them.
+    """
+    adapter = SimpleNamespace()
+    check: Any = paddle.Model._prepare_amp
+    check(SimpleNamespace(_adapter=adapter, _optimizer=optimizer), configs)
+    return adapter._amp_level, adapter._amp_custom_lists, adapter._amp_configs

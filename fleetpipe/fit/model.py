@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from paddle.hapi.callbacks import config_callbacks
@@ -21,9 +22,13 @@ from fleetpipe.fit.criterion import Metric
 from fleetpipe.fit.epoch import Callbacks, Logs, Pass, names_of
 from fleetpipe.fit.feeding import Rows, rows_of
 from fleetpipe.fit.position import Position
+from fleetpipe.fit.precision import precision_of
 from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import Source, source_of
 from fleetpipe.job import life
+
+if TYPE_CHECKING:
+    from paddle.hapi.model_summary import ModelSummary
 
 _configured: Callable[..., Any] = config_callbacks
 
@@ -90,7 +95,7 @@ class Model(paddle.Model):
             optimizer: Any Paddle optimizer over ``parameters()``; needed for training.
             loss: ``loss(*outputs, *labels)``, a layer or a function; needed for training.
             metrics: Objects of ``paddle.metric``, or any with their methods.
-            amp_configs: As Paddle's.
+            amp_configs: As Paddle's: a level, or a dict of options. On a CPU nothing comes of it.
 
         Raises:
             ConfigError: One of these does not fit a pipeline.
@@ -99,9 +104,10 @@ class Model(paddle.Model):
         self._metrics, self._criterion = _listed(metrics), loss
         # Callbacks see the user's own optimizer, whose learning rate they change.
         self._optimizer = optimizer
+        precision = precision_of(amp_configs, self.network, optimizer)
         wrapped = None if optimizer is None else fleet.distributed_optimizer(optimizer)
         pipeline = self._runner.pipeline if self._runner else fleet.distributed_model(self.network)
-        self._runner = Runner(pipeline, self._job, loss, self._metrics, wrapped)
+        self._runner = Runner(pipeline, self._job, loss, self._metrics, wrapped, precision)
 
     @property
     def pipeline(self) -> PipelineParallel:
@@ -250,6 +256,7 @@ class Model(paddle.Model):
             SystemExit: The job was asked to stop, and has saved; see ``fleetpipe.resume``.
         """
         go_on = _goes_on(resume, self._trainer().trained)
+        self._require_steady(accumulate_grad_batches)
         train_size, eval_size = _sizes(batch_size)
         source = self._source(
             train_data, train_size, shuffle=shuffle, drop_last=drop_last, workers=num_workers
@@ -395,6 +402,34 @@ class Model(paddle.Model):
         """Returns the parameters of this process's stages, for the optimizer."""
         return list(self.network.parameters(*args, **kwargs))
 
+    def summary(
+        self, input_size: Nest = None, dtype: Nest = None, batch: Nest = None
+    ) -> ModelSummary:
+        """Prints the stages on the first rank: layers, parameters, and with a batch the memory.
+
+        Collective with a batch, else any rank alone may call it.
+
+        Args:
+            input_size: Accepted for Paddle's sake: shapes come of a batch.
+            dtype: Likewise.
+            batch: ``(inputs, labels)`` of a batch, to measure how many bytes a forward of one
+                micro-batch leaves allocated in each stage. It is run three times; parameters,
+                random states and metrics stay as they are.
+
+        Returns:
+            ``total_params`` (with buffers) and ``trainable_params`` of the whole model.
+        """
+        lines = self.network.stage_table().splitlines()
+        if batch is not None:
+            sizes = self._prepared().measured_bytes(self._rows(*batch))
+            column = ["bytes of activations", *(f"{size:,.0f}" for size in (*sizes, sum(sizes)))]
+            lines[1:] = [f"{line}  {cell:>20}" for line, cell in zip(lines[1:], column)]
+        if self.is_rank("first"):
+            on_ranks.say("\n".join(lines))
+        total = sum(math.prod(slot.shape) for slot in self.network.state.slots())
+        trainable = sum(layer.parameters for layer in self.network.counted_partition().layers)
+        return {"total_params": total, "trainable_params": trainable}
+
     def _evaluate(self, source: Source, called: Callbacks, most: int | None) -> Logs:
         self.mode = "eval"
         steps = source.steps if most is None else min(most, source.steps or most)
@@ -403,6 +438,16 @@ class Model(paddle.Model):
         logs = runs.evaluate(source, self._criterion is not None)
         called.on_end("eval", logs)
         return logs
+
+    def _require_steady(self, accumulate: int) -> None:
+        """Makes sure that nothing counts the actions of a step, where steps are to be longer."""
+        if accumulate != 1 and self.pipeline.trace is not None:
+            raise ConfigError(
+                "a trace counts the actions of steps that are all of one length",
+                got=f"accumulate_grad_batches={accumulate}",
+                fix="raise accumulate_steps in strategy.pipeline_configs, and batch_size with it; "
+                'or leave "trace" out of fleetpipe_configs',
+            )
 
     def _source(self, data: Nest, batch_size: int, **options: Any) -> Source:
         return source_of(data, batch_size, len(self._input_specs) or 1, self._job, **options)

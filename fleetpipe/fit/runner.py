@@ -11,6 +11,7 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.fit.criterion import Criterion, Metric
 from fleetpipe.fit.feeding import Rows, in_micro_batches, joined, whole
+from fleetpipe.fit.precision import Precision
 from fleetpipe.job.job import Job
 
 
@@ -27,6 +28,7 @@ class Runner:
         loss: Callable[..., Nest] | None,
         metrics: Sequence[Metric],
         optimizer: PipelineOptimizer | None,
+        precision: Precision,
     ) -> None:
         """Puts the loss and the metrics into the model.
 
@@ -36,11 +38,13 @@ class Runner:
             loss: ``loss(*outputs, *labels)``; None where nothing is trained.
             metrics: They see the outputs of every batch that has labels.
             optimizer: None where nothing is trained.
+            precision: In which it computes.
         """
         self.pipeline = pipeline
         self._job = job
         self.optimizer = optimizer
         self._metrics = metrics
+        self._precision = precision
         self._criterion = Criterion(loss, metrics, lambda: pipeline.micro_batch_id)
         pipeline.layers.take_loss(self._criterion)
         self._steps = pipeline.accumulate_steps
@@ -60,10 +64,14 @@ class Runner:
         # A sum over the micro-batches, where it is asked for, is that many times their mean.
         summed = self.pipeline.weights[0] == 1
         weights = [w * (len(one.rows) if summed else 1) for one in cuts for w in one.weights]
-        with self._micro_batches(len(cut.rows)):
+        with self._micro_batches(len(cut.rows)), self._precision.computing():
             self._criterion.begin(cut.rows)
             shares = self.pipeline.train_batch(
-                cut.data, self.optimizer, weights=weights, return_micro_batch_loss=True
+                cut.data,
+                self.optimizer,
+                scaler=self._precision.scaler,
+                weights=weights,
+                return_micro_batch_loss=True,
             )
         self._count()
         self.shares = shares.tolist()
@@ -83,7 +91,8 @@ class Runner:
         inputs, labels = whole(rows.inputs, kept), whole(rows.labels, kept)
         if labels is None:
             labels = [None] * len(starts)
-        loss = self.pipeline.eval_batch([inputs, labels], compute_loss=True)
+        with self._precision.computing():
+            loss = self.pipeline.eval_batch([inputs, labels], compute_loss=True)
         self._count()
         if rows.everywhere == rows.rows * self.pipeline.replicas.ranks:
             return float(loss)
@@ -95,11 +104,21 @@ class Runner:
     def predict(self, rows: Rows) -> list[np.ndarray]:
         """Returns the outputs for the rows that count in all replicas, in their order."""
         kept = max(rows.real, 1)
-        output = self.pipeline.predict_batch(whole(rows.inputs, kept), broadcast=False)
+        with self._precision.computing():
+            output = self.pipeline.predict_batch(whole(rows.inputs, kept), broadcast=False)
         columns = output if isinstance(output, (list, tuple)) else [output]
         own = None if output is None else [column[: rows.real] for column in columns]
         everyone = self.pipeline.from_last_stage(own)
         return [np.concatenate([part.numpy() for part in parts]) for parts in zip(*everyone)]
+
+    def measured_bytes(self, rows: Rows) -> list[float]:
+        """Returns what a forward of one micro-batch leaves allocated in each stage."""
+        cut = in_micro_batches(rows, self._steps)
+        self._criterion.begin([0] * len(cut.rows))
+        with self._micro_batches(len(cut.rows)):
+            found = self.pipeline.profile(cut.data)["bytes"]
+        assert isinstance(found, list)
+        return found
 
     def any_rank(self, wish: bool) -> bool:
         """Returns whether any rank of the job has this wish."""

@@ -40,7 +40,7 @@ class Source:
         """Number of batches of a pass; None where the loader does not know."""
         try:
             return len(self.loader)  # type: ignore[arg-type]
-        except TypeError:
+        except (TypeError, ValueError):  # the latter by Paddle's, of an IterableDataset
             return None
 
     def batches(self, taken: int = 0) -> Iterator[Rows]:

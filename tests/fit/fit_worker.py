@@ -6,7 +6,8 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import paddle
 from paddle import nn
@@ -19,6 +20,21 @@ from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
 
+class LogWriter:
+    """Stands for that of visualdl, which is not installed."""
+
+    rows: ClassVar[list[Any]] = []
+
+    def __init__(self, logdir: str) -> None:
+        assert logdir == "visual"
+
+    def add_scalar(self, tag: str, step: int, value: float) -> None:
+        self.rows.append([tag, step, value])
+
+    def close(self) -> None:
+        self.rows.append("closed")
+
+
 def main(folder: Path, dp: int, pp: int) -> None:
     # A batch of all replicas has the rows of one without any.
     jobs.begin(pp, STEPS // dp, rows=ROWS, dp=dp)
@@ -26,8 +42,12 @@ def main(folder: Path, dp: int, pp: int) -> None:
     optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
     model.prepare(optimizer, nn.CrossEntropyLoss(), paddle.metric.Accuracy(topk=(1, 2)))
     told = Losses()
+    sys.modules["visualdl"] = ModuleType("visualdl")
+    setattr(sys.modules["visualdl"], "LogWriter", LogWriter)  # noqa: B010
     callbacks = [
         told,
+        paddle.callbacks.VisualDL("visual"),
+        paddle.callbacks.LRScheduler(),
         paddle.callbacks.EarlyStopping("acc_top1", mode="max", patience=1, save_best_model=False),
         paddle.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, verbose=0, min_delta=9),
     ]
@@ -45,6 +65,10 @@ def main(folder: Path, dp: int, pp: int) -> None:
         "result": result,
         "outputs": outputs.tolist(),
     }
+    if RANK == 0:
+        (folder / "visual.json").write_text(json.dumps(LogWriter.rows, default=float))
+    else:
+        assert not LogWriter.rows
     (folder / f"rank{RANK}.json").write_text(json.dumps(report, default=float))
     fleet.shutdown()
 

@@ -38,6 +38,13 @@ def test_every_rank_sees_what_one_process_sees(launch: Launch, tmp_path: Path) -
     assert alone["rate"] == 0.1 * 0.5**2
     assert len(alone["outputs"]) == 45
     assert reports(launch, tmp_path, 2, 1) == [alone] * 2
+    alone_visual, visual = (
+        json.loads((tmp_path / name / "visual.json").read_text()) for name in ("None-1", "2-1")
+    )
+    assert visual == alone_visual
+    assert [row for row in visual if row[0] == "train/loss"] == [
+        ["train/loss", step, logs["loss"][0]] for step, logs in enumerate(alone["train"], 1)
+    ]
     files = saved(tmp_path / "None-1")
     assert str(files) == str(saved(tmp_path / "2-1"))
     first, *others = reports(launch, tmp_path, 4, 2)

@@ -1,0 +1,73 @@
+"""Mixed precision, as ``paddle.Model.prepare`` takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fleetpipe import fleet
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Optimizer, Scaler
+from fleetpipe.errors import ConfigError
+from fleetpipe.fit import _paddle
+from fleetpipe.job.say_once import tell_once
+
+#: Its stubs take literals alone.
+_amp: Any = paddle.amp
+_device: Callable[[], str] = paddle.device.get_device
+
+
+class Precision(NamedTuple):
+    """In which precision a model computes.
+
+    Attributes:
+        level: ``"O0"`` for full precision, ``"O1"`` or ``"O2"``.
+        lists: The options of ``auto_cast``.
+        scaler: Scales the losses; None in full precision.
+    """
+
+    level: str = "O0"
+    lists: Mapping[str, Any] = MappingProxyType({})
+    scaler: Scaler = None
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Within it, operations compute in this precision."""
+        if self.level == "O0":
+            return nullcontext()
+        cast: AbstractContextManager[None] = _amp.auto_cast(level=self.level, **self.lists)
+        return cast
+
+
+def precision_of(
+    configs: str | dict[str, Any] | None, network: Layer, optimizer: Optimizer
+) -> Precision:
+    """Returns what ``amp_configs`` means; with ``"O2"`` the parameters become such.
+
+    Args:
+        configs: A level, or a dict with ``level`` and the options of ``auto_cast`` and
+            ``GradScaler``; None for full precision.
+        network: The model.
+        optimizer: The user's optimizer.
+
+    Raises:
+        ConfigError: Paddle does not take it.
+    """
+    try:
+        level, lists, scaling = _paddle.checked_amp(configs, optimizer)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"amp_configs: {error}",
+            got=repr(configs),
+            fix="prepare(.., amp_configs='O1'), or a dict with 'level' and options of "
+            "paddle.amp.auto_cast and paddle.amp.GradScaler",
+        ) from error
+    if level == "O0":
+        return Precision()
+    if _device() == "cpu":
+        tell_once("amp_configs: on a CPU auto_cast changes nothing; all is computed as it is")
+        return Precision()
+    if level == "O2":
+        _amp.decorate(models=network, optimizers=optimizer, level=level)
+    return Precision(level, lists, fleet.distributed_scaler(_amp.GradScaler(**scaling)))
