@@ -42,6 +42,7 @@ PAGES = [
 
 #: Whatever these export and is not Paddle's has an entry in the reference.
 PUBLIC = (
+    "fleetpipe.callbacks",
     "fleetpipe.compat.colossalai",
     "fleetpipe.compat.mindspore",
     "fleetpipe.dygraph",

@@ -37,6 +37,6 @@ def _refuse_pipelines(network: Layer) -> None:
             got=type(network).__name__,
             cause="fit, evaluate and predict call the network itself, which on several ranks is "
             "one stage of the model",
-            fix="model = fleet.distributed_model(pipeline_layer), then model.train_batch(data, "
-            "optimizer), model.eval_batch(data, compute_loss=True) and model.predict_batch(inputs)",
+            fix="fleetpipe.Model(network) has these methods on all ranks; or write a loop of your "
+            "own with train_batch and eval_batch of fleet.distributed_model(network)",
         )
