@@ -89,6 +89,11 @@ def forget_state(optimizer: Optimizer, parameter: Tensor) -> None:
         getattr(optimizer, created, set()).discard(parameter.name)
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has a value: an LSTM keeps a buffer that never gets one on CPU."""
+    return bool(tensor._is_initialized())
+
+
 def generator_state(state: Any) -> dict[str, Any]:
     """Returns a state of a generator as JSON: 2.6.2 pickles too little of it, and prints all."""
     device, seed, offset, *rest = str(state).split()
@@ -133,6 +138,7 @@ __all__ = [
     "generator_from",
     "generator_state",
     "groups_of",
+    "has_memory",
     "master_weight_of",
     "paddle",
     "state_of",

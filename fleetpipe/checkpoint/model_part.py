@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.parts import BUFFERS, MODEL, Held, Name, Saved
 from fleetpipe.checkpoint.regions import Cut
 from fleetpipe.checkpoint.tensors import Described
@@ -41,12 +42,18 @@ class NamedTensors:
             layer: The model, or what wraps it.
             own_slice: Which slice of tensor-parallel layers this process holds, and of how many.
         """
-        state = _inside(layer).state_dict()
+        layer = _inside(layer)
+        state = layer.state_dict()
         names: dict[int, str] = {}
         for name, tensor in state.items():
             names.setdefault(id(tensor), name)
         tensors = {name: held_of(state[name], own_slice) for name in names.values()}
-        return cls(tensors, {name: held.described.shape for name, held in tensors.items()})
+        buffers = {
+            name: Held(tensor, differs=True)
+            for name, tensor in layer.named_buffers()
+            if name not in state and _paddle.has_memory(tensor)
+        }
+        return cls(tensors, {name: held.described.shape for name, held in tensors.items()}, buffers)
 
     def order(self) -> tuple[str, ...]:
         """Returns the names of the whole model's parameters and buffers, in its order."""

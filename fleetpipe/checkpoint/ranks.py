@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar
 
-from fleetpipe.errors import CheckpointError, FleetPipeError
+from fleetpipe.errors import CheckpointError, FleetPipeError, StateError
+from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.transport import Group, SoleGroup
 
@@ -29,8 +30,18 @@ class Ranks:
 
     @classmethod
     def of_job(cls) -> Ranks:
-        """Returns the ranks of the current job; this process alone outside of one."""
+        """Returns the ranks of the current job; this process alone outside of one.
+
+        Raises:
+            StateError: There is no job yet, and other processes have been launched.
+        """
         job = current_job()
+        if job is None and meeting.world_size() > 1:
+            raise StateError(
+                "the ranks that save and restore together do not know each other yet",
+                got=f"{meeting.world_size()} processes, and no fleet.init",
+                fix="call fleet.init(is_collective=True, strategy=strategy) first",
+            )
         return cls(SoleGroup()) if job is None else cls(job.everyone(), job)
 
     @property
@@ -63,15 +74,11 @@ class Ranks:
             PeerFailed: Some rank died.
             PipelineTimeout: Some rank did not come within the limit.
         """
-        value: Result | None = None
-        failure: str | None = None
-        cause: Exception | None = None
-        try:
-            value = act()
-        except (FleetPipeError, OSError, EOFError) as error:
-            cause, failure = error, str(error)
+        if self._job is not None and self._job is not current_job():
+            return [act()]  # the job has ended: what is left to do each rank does for itself
         guard = nullcontext() if self._job is None else self._job.guarded(lambda: what)
         with guard:
+            value, failure, cause = _tried(act)
             found = self._group.all_gather((failure, value))
         self._raise_first([failure for failure, _ in found], what, cause)
         return [value for _, value in found]
@@ -90,3 +97,13 @@ class Ranks:
             cause="\n    ".join(text.splitlines()[1:]) or None,
             fix="mend what is said of that rank; no rank has changed anything",
         ) from cause
+
+
+def _tried(
+    act: Callable[[], Result],
+) -> tuple[Result | None, str | None, Exception | None]:
+    """Returns what a function returns, or the text of its error and the error."""
+    try:
+        return act(), None, None
+    except (FleetPipeError, OSError, EOFError) as error:
+        return None, str(error), error

@@ -224,3 +224,17 @@ def test_a_rate_that_was_set_by_hand_comes_back(tmp_path: Path) -> None:
     assert optimizer.get_lr() == 0.5
     manager.restore(model=made, optimizer=optimizer)
     assert optimizer.get_lr() == 0.03
+
+
+def test_buffers_that_no_state_dict_has_come_back(tmp_path: Path) -> None:
+    def layer(value: float) -> Any:
+        made = nn.LSTM(2, 3)
+        made.register_buffer("seen", paddle.full([2], value), persistable=False)
+        return made
+
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    manager.save(1, model=layer(3.0))
+    other = layer(0.0)
+    manager.restore(model=other)
+    assert other.seen.tolist() == [3.0, 3.0]
+    assert "seen" not in other.state_dict()

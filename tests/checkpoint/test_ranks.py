@@ -6,6 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.errors import StateError
 from tests.checkpoint.ranks_worker import LAYOUTS
 from tests.launching import Finished
 
@@ -36,3 +40,9 @@ def test_each_layout_reads_each(launch: Callable[..., Finished], tmp_path: Path)
             assert loss == losses[writer], pair
         else:
             assert abs(loss - losses[writer]) < 1e-5, pair
+
+
+def test_launched_processes_need_a_job_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    with pytest.raises(StateError, match="do not know each other yet"):
+        Ranks.of_job()
