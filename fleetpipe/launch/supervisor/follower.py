@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import selectors
 import socket
 import time
-from dataclasses import asdict
 
 from fleetpipe.errors import TransportError
 from fleetpipe.launch.script import in_a_shell
@@ -108,8 +106,7 @@ class Follower:
                         for number in self._signals.take():
                             link.tell("asked", number=number)
                     else:
-                        verdict = json.dumps(asdict(self._local.end()))
-                        link.tell("ended", life=self._life, verdict=verdict)
+                        link.tell("ended", life=self._life, verdict=str(self._local.end()))
                 link.say_alive()
 
     def _obey(self, message: Message) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import selectors
 import socket
 import time
@@ -19,7 +18,7 @@ from fleetpipe.launch.supervisor.local import Local, Place
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals
 from fleetpipe.launch.supervisor.verdict import POISONED, Verdict, joint
 from fleetpipe.transport.joining.handshake import Stranger, accepts
-from fleetpipe.transport.joining.mesh import Attempt
+from fleetpipe.transport.joining.mesh import MOST_STRANGERS, Attempt
 
 #: Seconds that ranks on other hosts may take to end by themselves after one has failed.
 END_SECONDS = 8.0
@@ -164,9 +163,9 @@ class Leader:
         for key, _ in self._selector.select(left):
             self._handle(key.data)
         now = time.monotonic()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, Attempt) and key.data.expires < now:
-                self._drop(key.data)
+        for stranger in self._strangers():
+            if stranger.expires < now:
+                self._drop(stranger)
         for each in list(self._links):
             each.say_alive()
             if each.lost:
@@ -184,8 +183,11 @@ class Leader:
         elif isinstance(what, Attempt):
             self._greet(what)
         else:
-            for message in what.hear():
-                self._heard(what, message)
+            try:
+                for message in what.hear():
+                    self._heard(what, message)
+            except ValueError:
+                self._lose(what)
 
     def _heard(self, who: Link, message: Message) -> None:
         if message["kind"] == "here":
@@ -194,7 +196,7 @@ class Leader:
             self._asked(message["number"])
         elif message["kind"] == "ended" and message["life"] == self._number:
             self._running.discard(who)
-            self._ended(Verdict(**json.loads(message["verdict"])))
+            self._ended(Verdict.parse(message["verdict"]))
 
     def _ended(self, verdict: Verdict) -> None:
         """Takes note of how the life ended on a host; where it failed, it ends on the others."""
@@ -245,11 +247,19 @@ class Leader:
             self._ended(Verdict(1, culprit=gone))
 
     def _accept(self, listener: socket.socket) -> None:
+        strangers = self._strangers()
+        if len(strangers) >= MOST_STRANGERS:
+            self._drop(strangers[0])
         with contextlib.suppress(OSError):
             sock, _ = listener.accept()
             sock.setblocking(False)
             attempt = Attempt(sock, accepts(links.secret(), links.LEADER, links.SIDES))
             self._selector.register(sock, selectors.EVENT_READ, attempt)
+
+    def _strangers(self) -> list[Attempt]:
+        """Returns who has come, and has not yet proved to be a supervisor of this job."""
+        watched = [key.data for key in self._selector.get_map().values()]
+        return [each for each in watched if isinstance(each, Attempt)]
 
     def _greet(self, attempt: Attempt) -> None:
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fleetpipe.job import life
@@ -40,6 +41,24 @@ class Verdict:
     raised: bool = False
     own: bool = True
 
+    def __str__(self) -> str:
+        """The text form, of which :meth:`parse` is the inverse."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Verdict:
+        """Reads what another host said.
+
+        Raises:
+            ValueError: It is no verdict.
+        """
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or fields.keys() != _FIELDS.keys():
+            raise ValueError("no verdict")
+        if not all(isinstance(fields[name], types) for name, types in _FIELDS.items()):
+            raise ValueError("a verdict with fields of other types")
+        return cls(**fields)
+
     def repeats(self, other: Verdict) -> bool:
         """Whether this failure is the one of ``other`` once more.
 
@@ -50,6 +69,17 @@ class Verdict:
             both = self.raised and other.raised
             return self.step is other.step and both and self.culprit == other.culprit
         return self.step == other.step
+
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "code": (int,),
+    "saved": (int, type(None)),
+    "step": (int, type(None)),
+    "culprit": (str,),
+    "details": (str,),
+    "raised": (bool,),
+    "own": (bool,),
+}
 
 
 def joint(verdicts: Sequence[Verdict]) -> Verdict:

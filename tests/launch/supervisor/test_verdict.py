@@ -97,6 +97,14 @@ def test_of_several_hosts_the_one_on_which_the_culprit_ran_knows() -> None:
     assert joint([Verdict(0, saved=7), Verdict(0, saved=7)]) == Verdict(0, saved=7)
 
 
+def test_a_verdict_is_told_as_text_and_anything_else_is_none() -> None:
+    told = Verdict(137, None, 4, "rank 3 died", "a\nb", True, False)
+    assert Verdict.parse(str(told)) == told
+    for text in ("", "3", "{}", str(told).replace("137", '"137"'), str(told).replace("own", "o")):
+        with pytest.raises(ValueError):  # noqa: PT011
+            Verdict.parse(text)
+
+
 def test_the_same_step_repeats_whoever_failed_and_the_start_only_with_the_same_error() -> None:
     killed = Verdict(137, step=5, culprit="rank 1 died")
     assert Verdict(1, step=5, culprit="rank 0 raised: x", raised=True).repeats(killed)
