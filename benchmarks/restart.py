@@ -44,9 +44,9 @@ def run(options: argparse.Namespace, count: int, folder: Path) -> list[Event]:
     return sorted(events, key=lambda event: event["at"])
 
 
-def bits(events: list[Event]) -> list[str]:
+def bits(events: list[Event]) -> dict[int, str]:
     """Returns the bits of each rank's final parameters."""
-    return [*{e["rank"]: e["bits"] for e in events if e["what"] == "bits"}.values()]
+    return {e["rank"]: e["bits"] for e in events if e["what"] == "bits"}
 
 
 def recoveries(events: list[Event], ranks: int) -> list[Event]:
