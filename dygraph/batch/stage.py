@@ -83,7 +83,7 @@ class Borders(Protocol):
         """Returns what the layers of a stage take, of the value of each edge into it."""
 
     def parted(self, stage: int, output: Nest) -> Values:
-        """Returns what leaves a stage on each edge, of what its layers return."""
+        """Returns what leaves a stage on each edge, in order, of what its layers return."""
 
 
 class Chain:
@@ -197,7 +197,7 @@ class DygraphStage:
         """Runs autograd from the outputs, or from the loss, back to what the stage received."""
         value, output, received, handed = self._kept[stage, micro_batch]
         # A value's last consumer first, as autograd would add up without stages.
-        edges = sorted(handed, reverse=True)
+        edges = list(handed)[::-1]
         arrived = None
         if stage != self._last:
             arrived = tuple(grad for edge in edges for grad in output_grads[edge])

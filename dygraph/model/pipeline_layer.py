@@ -26,7 +26,7 @@ from fleetpipe.dygraph.model import fleet_face
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.dygraph.model.stage_count import number_of_stages, topology_of
 from fleetpipe.dygraph.state.layer_files import LayerFiles
-from fleetpipe.dygraph.state.single_model import SingleModel, single_model
+from fleetpipe.dygraph.state.single_model import single_model
 from fleetpipe.dygraph.state.tied_weights import connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.errors import ConfigError
@@ -372,7 +372,7 @@ class PipelineLayer(paddle.nn.Layer):
         """
         self.state.copy_to(model)
 
-    def single_model(self) -> SingleModel:
+    def single_model(self) -> Layer:
         """Builds the whole list of layers in this process as one Layer, with fresh weights."""
         return single_model(self._layers_desc, self._tied)
 

@@ -103,8 +103,14 @@ class ModelState:
             stages.setdefault(layer.path, set()).add(self._partition.stage_of(index))
         return any(len(users) > 1 for users in stages.values())
 
-    def stage_of(self, name: str) -> int:
-        """Returns the stage that has a parameter or buffer which no layers share, by its name."""
+    def has_several_calls(self, name: str) -> bool:
+        """Whether calls of the layer that has a parameter or buffer may be on several ranks."""
+        return is_shared(name)
+
+    def stage_of(self, name: str) -> int | None:
+        """Returns the stage of a parameter or buffer; None where entries share it."""
+        if is_shared(name):
+            return None
         return self._partition.stage_of(int(name.partition(".")[0]))
 
     def slots(self) -> list[Slot]:

@@ -47,7 +47,11 @@ class CapturedState(ModelState):
         """Whether several stages use one weight: its gradient is added up stage by stage."""
         return any(len(users) > 1 for users in self._stages.values())
 
-    def stage_of(self, name: str) -> int:
+    def has_several_calls(self, name: str) -> bool:
+        """Whether calls of the layer that has a parameter or buffer may be on several ranks."""
+        return len(self._stages[name]) > 1
+
+    def stage_of(self, name: str) -> int | None:
         """Returns the first stage that uses a parameter or buffer."""
         return self._stages[name][0]
 

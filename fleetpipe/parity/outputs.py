@@ -9,7 +9,6 @@ from typing import Callable
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, tensor_parallel, tensors_of
 from fleetpipe.dygraph.backward import recompute
-from fleetpipe.dygraph.layers.tied import is_shared
 from fleetpipe.parity.differences import Difference, compare
 
 #: By layer, the tensors that its calls returned, in the order of the calls.
@@ -46,7 +45,8 @@ def recorded_here(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
 
     Not those of shared layers: each rank makes some of their calls, in an order of its own.
     """
-    return recorded(layers, {name: name for name in layers.state.own() if not is_shared(name)})
+    state = layers.state
+    return recorded(layers, {n: n for n in state.own() if not state.has_several_calls(n)})
 
 
 def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:

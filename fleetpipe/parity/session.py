@@ -23,7 +23,6 @@ from fleetpipe.dygraph import (
     weighted,
 )
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.layers.tied import is_shared
 from fleetpipe.job.job import all_ranks
 from fleetpipe.parity import edges, orders
 from fleetpipe.parity.cutting import Given
@@ -254,9 +253,9 @@ def _places(layers: PipelineLayer) -> list[str]:
     stages = layers.placement.stages
     passed = 0
     for slot in layers.state.slots():
-        if not is_shared(slot.name):
-            stage = layers.state.stage_of(slot.name)
+        stage = layers.state.stage_of(slot.name)
+        if stage is not None:
             found += map(edges.name_of, range(passed, stage))
-            passed = stage
+            passed = max(passed, stage)
         found += [slot.name.rpartition(".")[0], slot.name]
     return [*found, *map(edges.name_of, range(passed, stages - 1))]
