@@ -14,7 +14,7 @@ from fleetpipe.capture.memory import initialize, release
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.stages import CapturedStages
 from fleetpipe.capture.state import CapturedState, part_of, stages_of
-from fleetpipe.capture.untouched import called
+from fleetpipe.capture.untouched import Untouched, called
 from fleetpipe.capture.value import Node
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run
@@ -168,6 +168,11 @@ class CapturedPipeline(PipelineLayer):
     def function(self, stage: int) -> Run:
         """Returns what runs the nodes of a stage in the mode that the model is in."""
         return self._stages.function(stage)
+
+    def single_model(self) -> Untouched:
+        """Returns a copy of the plain model, which draws under keys what the pipeline draws."""
+        capturing = self.forms.capturing
+        return Untouched(self.plain, capturing.example, capturing.unopened)
 
     def call_plain(
         self,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture._paddle import intercepted
+from fleetpipe.capture.memory import lent
+from fleetpipe.capture.signature import completed
 from fleetpipe.capture.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph import random_keys
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import SoleGroup
+
+_FIRST = GlobalMicroBatch(0)
 
 
 class _Keyed(Walk):
@@ -26,6 +32,35 @@ class _Keyed(Walk):
         self._keys.enter(self._entry)
         self._entry += 1
         return call.do()
+
+
+class Untouched(paddle.nn.Layer):
+    """A copy of a plain model, called as :func:`called` does under the keys of a batch."""
+
+    def __init__(self, model: Layer, example: Nest, unopened: Unopened) -> None:
+        """Copies a model, of which this process may have a part: the rest are zeros.
+
+        Args:
+            model: The model.
+            example: An example of its inputs, whose plain values complete those of a batch.
+            unopened: Which layers are nodes as a whole.
+        """
+        super().__init__()
+        with lent(model.state_dict().values()):
+            copied = copy.deepcopy(model)
+        # Around Layer.__setattr__, which would put the model's name before all others.
+        self.__dict__.update(_model=copied, _example=example, _unopened=unopened)
+        for kind in ("_sub_layers", "_parameters", "_buffers"):
+            getattr(self, kind).update(getattr(copied, kind))
+        self._non_persistable_buffer_names_set = copied._non_persistable_buffer_names_set
+
+    def forward(self, inputs: Nest) -> Nest:
+        """Calls the model."""
+        keys = random_keys.current()
+        micro_batch = _FIRST if keys is None else keys.micro_batch
+        self._model.training = self.training
+        inputs = completed(inputs, self._example)
+        return called(self._model, inputs, self._unopened, keys, micro_batch)
 
 
 def called(

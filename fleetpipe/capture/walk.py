@@ -27,10 +27,18 @@ class Unopened:
     def __init__(self, kinds: Iterable[type] = ()) -> None:
         """Takes the classes whose layers are never opened."""
         self._kinds = dict.fromkeys(kinds, "its class is in no_split")
+        self._opened: dict[str, bool] = {}
 
     def add(self, kind: type, reason: str) -> None:
         """Has layers of another class not be opened."""
         self._kinds[kind] = reason
+        self._opened.clear()
+
+    def opens(self, path: str, layer: Layer) -> bool:
+        """Whether a layer is opened: once for all, whatever hooks a copy of it gets."""
+        if path not in self._opened:
+            self._opened[path] = self.reason(layer) is None
+        return self._opened[path]
 
     def reason(self, layer: Layer) -> str | None:
         """Returns why a layer is not opened; None for one that is."""
@@ -113,7 +121,7 @@ class Walk:
             return call(layer, *args, **named)
         scope = Scope(path, self._calls[path])
         self._calls[path] += 1
-        if layer is not self._model and self._unopened.reason(layer) is not None:
+        if layer is not self._model and not self._unopened.opens(path, layer):
 
             def called(*args: Any, **named: Any) -> Any:
                 return call(layer, *args, **named)
