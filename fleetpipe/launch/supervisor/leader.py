@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import selectors
 import socket
 import time
-from typing import Union
 
 from fleetpipe.job import life
 from fleetpipe.launch.script import in_a_shell
@@ -25,8 +25,6 @@ END_SECONDS = 8.0
 #: Seconds in which further hosts may come once there are enough.
 SETTLE_SECONDS = 5.0
 _TURN_SECONDS = 1.0
-
-Watched = Union[Local, Signals, socket.socket, Attempt, Link]
 
 
 class Leader:
@@ -50,11 +48,11 @@ class Leader:
         self._options = options
         self._local = local
         self._signals = signals
-        self._listener = listener
         self._host = options.master[0] if listener is not None else ""
         self._selector = selectors.DefaultSelector()
         #: Supervisors that follow, with the addresses of those that have said where they are.
         self._links: dict[Link, str] = {}
+        self._strangers: list[Attempt] = []
         self._taking_part: list[Link] = []
         self._running: set[Link] = set()
         self._verdicts: list[Verdict] = []
@@ -63,9 +61,11 @@ class Leader:
         self._stopped_by: int | None = None
         self._grows = False
         self._deadline: float | None = None
-        for each in (local, signals, listener):
-            if each is not None:
-                self._selector.register(each, selectors.EVENT_READ, each)
+        self._selector.register(local, selectors.EVENT_READ, self._end)
+        self._selector.register(signals, selectors.EVENT_READ, self._take_signals)
+        if listener is not None:
+            accept = functools.partial(self._accept, listener)
+            self._selector.register(listener, selectors.EVENT_READ, accept)
 
     def run(self) -> int:
         """Runs one life after another; returns the exit code of the job."""
@@ -161,33 +161,29 @@ class Leader:
         if self._deadline is not None:
             left = max(0.0, min(left, self._deadline - time.monotonic()))
         for key, _ in self._selector.select(left):
-            self._handle(key.data)
+            key.data()
         now = time.monotonic()
-        for stranger in self._strangers():
-            if stranger.expires < now:
-                self._drop(stranger)
+        for stranger in [one for one in self._strangers if one.expires < now]:
+            self._drop(stranger)
         for each in list(self._links):
             each.say_alive()
             if each.lost:
                 self._lose(each)
         self._grow()
 
-    def _handle(self, what: Watched) -> None:
-        if isinstance(what, Local):
-            self._ended(self._local.end())
-        elif isinstance(what, Signals):
-            for number in what.take():
-                self._asked(number)
-        elif isinstance(what, socket.socket):
-            self._accept(what)
-        elif isinstance(what, Attempt):
-            self._greet(what)
-        else:
-            try:
-                for message in what.hear():
-                    self._heard(what, message)
-            except ValueError:
-                self._lose(what)
+    def _end(self) -> None:
+        self._ended(self._local.end())
+
+    def _take_signals(self) -> None:
+        for number in self._signals.take():
+            self._asked(number)
+
+    def _hear(self, who: Link) -> None:
+        try:
+            for message in who.hear():
+                self._heard(who, message)
+        except ValueError:
+            self._lose(who)
 
     def _heard(self, who: Link, message: Message) -> None:
         if message["kind"] == "here":
@@ -247,19 +243,15 @@ class Leader:
             self._ended(Verdict(1, culprit=gone))
 
     def _accept(self, listener: socket.socket) -> None:
-        strangers = self._strangers()
-        if len(strangers) >= MOST_STRANGERS:
-            self._drop(strangers[0])
+        if len(self._strangers) >= MOST_STRANGERS:
+            self._drop(self._strangers[0])
         with contextlib.suppress(OSError):
             sock, _ = listener.accept()
             sock.setblocking(False)
             attempt = Attempt(sock, accepts(links.secret(), links.LEADER, links.SIDES))
-            self._selector.register(sock, selectors.EVENT_READ, attempt)
-
-    def _strangers(self) -> list[Attempt]:
-        """Returns who has come, and has not yet proved to be a supervisor of this job."""
-        watched = [key.data for key in self._selector.get_map().values()]
-        return [each for each in watched if isinstance(each, Attempt)]
+            self._strangers.append(attempt)
+            greet = functools.partial(self._greet, attempt)
+            self._selector.register(sock, selectors.EVENT_READ, greet)
 
     def _greet(self, attempt: Attempt) -> None:
         try:
@@ -268,12 +260,14 @@ class Leader:
             self._drop(attempt)
             return
         if known is not None:
+            self._strangers.remove(attempt)
             self._selector.unregister(attempt.sock)
             link = Link(attempt.sock, known)
-            self._selector.register(link, selectors.EVENT_READ, link)
+            self._selector.register(link, selectors.EVENT_READ, functools.partial(self._hear, link))
             self._links[link] = ""
 
     def _drop(self, attempt: Attempt) -> None:
+        self._strangers.remove(attempt)
         self._selector.unregister(attempt.sock)
         attempt.sock.close()
 

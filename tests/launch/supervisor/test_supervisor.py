@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fleetpipe.cli import main
+from fleetpipe.launch.supervisor.verdict import POISONED
 from tests.launch.supervisor.commands import launched
 from tests.launching import Finished
 
@@ -38,34 +38,24 @@ SCRIPT = """
     """
 
 
-def test_a_job_is_started_again_as_often_as_it_may_be(launcher: Launch, tmp_path: Path) -> None:
-    happens = ["1.1=k4", "2.0=r9", "3.0=k8"]
-    told = launched(
-        launcher, SCRIPT, "launch", "--max_restart=2", arguments=happens, folder=tmp_path
-    )
+def test_a_job_is_started_again_but_no_step_a_third_time(launcher: Launch, tmp_path: Path) -> None:
+    happens = ["1.1=k4", "2.0=r9", "3.1=k9"]
+    told = launched(launcher, SCRIPT, "launch", arguments=happens, folder=tmp_path)
     first, second, third, *rest = told.said
     assert first.startswith("fleetpipe: life 1 ended in step 4: rank 1 died (was ended by SIGKILL)")
-    assert second == "fleetpipe: life 2 begins: restart 1 of 2"
+    assert second == "fleetpipe: life 2 begins: restart 1 of 3"
     assert third == (
         "fleetpipe: life 2 ended in step 9: rank 0 raised: MemoryError: cannot allocate 9 GiB"
     )
     assert "    | MemoryError: cannot allocate 9 GiB" in rest
-    assert rest[-3] == "fleetpipe: life 3 begins: restart 2 of 2"
-    assert "life 3 ended in step 8: rank 0 died" in rest[-2]
-    assert rest[-1] == "fleetpipe: all 2 restarts are used: the job has failed"
-    assert told.code == 128 + signal.SIGKILL
-
-
-def test_a_step_that_fails_twice_in_a_row_is_not_tried_again(
-    launcher: Launch, tmp_path: Path
-) -> None:
-    told = launched(launcher, SCRIPT, "launch", arguments=["1.0=r7", "2.1=k7"], folder=tmp_path)
-    assert told.code == 65, told
-    assert told.said[-2:] == [
-        "fleetpipe: step 7 failed twice in a row: it is not started again",
+    assert rest[-4] == "fleetpipe: life 3 begins: restart 2 of 3"
+    assert "life 3 ended in step 9: rank 1 died" in rest[-3]
+    assert rest[-2:] == [
+        "fleetpipe: step 9 failed twice in a row: it is not started again",
         "  what to do: look at the data of this step and at the error above; a job that is started "
         "anew goes on from its checkpoint",
     ]
+    assert told.code == POISONED
 
 
 def test_wrong_numbers_are_refused_before_anything_starts(
