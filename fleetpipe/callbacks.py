@@ -8,6 +8,7 @@ from fleetpipe.fit.callbacks.loss_monitor import LossMonitor
 from fleetpipe.fit.callbacks.metrics_logger import MetricsLogger
 from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.fit.callbacks.throughput import ThroughputMonitor
+from fleetpipe.fit.callbacks.trace_steps import TraceSteps
 
 __all__ = [
     "LogMetricByEpoch",
@@ -16,4 +17,5 @@ __all__ = [
     "PipelineCheckpoint",
     "Progress",
     "ThroughputMonitor",
+    "TraceSteps",
 ]

@@ -14,7 +14,13 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.callbacks import LogMetricByEpoch, LossMonitor, MetricsLogger, ThroughputMonitor
+from fleetpipe.callbacks import (
+    LogMetricByEpoch,
+    LossMonitor,
+    MetricsLogger,
+    ThroughputMonitor,
+    TraceSteps,
+)
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests import jobs
@@ -120,6 +126,16 @@ def test_throughput_counts_the_samples_of_all_replicas(model: Any, capsys: Any) 
     assert figures["peak_held"] == 2  # 1F1B on two ranks
     assert "samples_per_second" in told.train[1]
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_some_steps_are_traced(model: Any, tmp_path: Path, capsys: Any) -> None:
+    fit(model, TraceSteps([2, 3], tmp_path / "trace"))
+    assert capsys.readouterr().out.startswith("trace of 2 of 2 steps in ")
+    events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
+    # Once in each of the two steps, and once as predicted.
+    assert [event["name"] for event in events].count("F1.3") == 3
+    with pytest.raises(ConfigError, match="from 1"):
+        TraceSteps([0])
 
 
 class First(paddle.callbacks.Callback):

@@ -1,0 +1,70 @@
+"""``TraceSteps``: what really ran in a few steps, beside what was predicted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.engine.trace import Trace
+from fleetpipe.errors import ConfigError
+from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.job.job import current_job
+
+
+class TraceSteps(on_ranks.Callback):
+    """Records every action and transfer of some batches; those of the first replica.
+
+    After the last of them the first rank writes ``trace.json`` for Perfetto and, with matplotlib,
+    ``predicted.png`` and ``measured.png``, and says what the bubble is.
+    """
+
+    def __init__(
+        self, steps: Collection[int] = (10, 11), folder: str | os.PathLike[str] = "trace"
+    ) -> None:
+        """Takes which batches.
+
+        Args:
+            steps: Their numbers in all epochs together, from 1; the first of a run is slower than
+                others.
+            folder: Where the first rank writes.
+
+        Raises:
+            ConfigError: There is none, or one below 1.
+        """
+        super().__init__()
+        if not steps or min(steps) < 1:
+            raise ConfigError(
+                "steps are numbers of batches, from 1",
+                got=repr(steps),
+                fix="TraceSteps(steps=[10, 11])",
+            )
+        self._steps = set(steps)
+        self._folder = Path(folder)
+        self._trace: Trace | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins to watch the engine. Collective over the pipeline."""
+        job = current_job()
+        assert job is not None  # a Model has one
+        if self._trace is None and job.replica == 0 and job.model_parallel().rank == 0:
+            schedule = self.model.pipeline.schedule
+            self._trace = Trace(self._folder, schedule, job.connect(), job.group())
+            self.model.pipeline.observe(self._trace)
+
+    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
+        """Forgets what was recorded before."""
+        if self._trace is not None:
+            self._trace.begin_step()
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Keeps what was recorded, where it is wanted. Collective over the pipeline then."""
+        number = self.model.global_step
+        if self._trace is None or number not in self._steps:
+            return
+        self._trace.end_step()
+        if number == max(self._steps):
+            summary = self._trace.write()
+            if summary is not None:
+                on_ranks.say(summary)
