@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import uuid
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -52,25 +53,41 @@ def publish(draft: Path, home: Path, step: int) -> None:
     final = folder_of(home, step)
     replaced = final.with_name(f"{final.name}.old")
     if final.exists():
-        _remove(replaced)
+        remove(replaced)
         final.rename(replaced)
     draft.rename(final)
     sync_folder(home)
-    _remove(replaced)
+    remove(replaced)
 
 
-def remove_step(path: Path) -> None:
-    """Removes a complete step; a crash on the way leaves a draft, and no half of a step."""
-    draft = path.with_name(f"{_DRAFT}{path.name}-removed")
-    path.rename(draft)
-    _remove(draft)
+def remove_step(home: Path, step: int) -> None:
+    """Removes a complete step, and what it has replaced before that.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    final = folder_of(home, step)
+    remove(final.with_name(f"{final.name}.old"))
+    remove(final)
+
+
+def remove(path: Path) -> None:
+    """Removes a folder, if it is there; a crash on the way leaves a draft, and no half of a step.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    if path.exists():
+        draft = path.with_name(f"{_DRAFT}{path.name}-{uuid.uuid4().hex[:8]}")
+        path.rename(draft)
+        shutil.rmtree(draft)
 
 
 def remove_drafts(home: Path) -> None:
     """Removes what writers that have ended left behind."""
     for path in home.iterdir():
         if path.name.startswith(_DRAFT):
-            _remove(path)
+            shutil.rmtree(path)
 
 
 def remove_draft(draft: Path) -> None:
@@ -97,8 +114,3 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)

@@ -104,9 +104,9 @@ class Retention:
             return
         steps = commit.complete_steps(self.home)
         kept = {*[*steps][-self.max_to_keep :], self.best_step()}
-        for step, path in steps.items():
+        for step in steps:
             if step not in kept:
-                commit.remove_step(path)
+                commit.remove_step(self.home, step)
 
     def _metrics_of(self, step: int, path: Path) -> Mapping[str, float]:
         """Returns a step's metrics; of one that cannot be read, none."""

@@ -197,3 +197,10 @@ def test_only_complete_steps_count(saved: Path) -> None:
         "step-7",
     ]
     assert commit.complete_steps(home) == {1: saved}
+
+
+def test_what_a_step_has_replaced_does_not_come_back(saved: Path) -> None:
+    shutil.copytree(saved, saved.with_name("step-00000001.old"))  # killed while it was removed
+    manager = fleetpipe.CheckpointManager(saved.parent, max_to_keep=1)
+    manager.save(2, **Run(2).objects)
+    assert [path.name for path in saved.parent.iterdir()] == ["step-00000002"]
