@@ -71,8 +71,8 @@ COMMANDS = (
     Command(
         "checkpoint",
         "list, check, compare and convert the checkpoints of a run",
-        "fleetpipe.checkpoint.commands:configure",
-        "fleetpipe.checkpoint.commands:run",
+        "fleetpipe.checkpoint.tools.commands:configure",
+        "fleetpipe.checkpoint.tools.commands:run",
     ),
 )
 

@@ -13,7 +13,7 @@ from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor, Topology
-from fleetpipe.checkpoint.model_part import NamedTensors
+from fleetpipe.checkpoint.contents.model_part import NamedTensors
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST, device_id
 from fleetpipe.dygraph.batch import losses

@@ -13,8 +13,8 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.checkpoint.model_part import NamedTensors, held_of, own_slice
-from fleetpipe.checkpoint.parts import Held
+from fleetpipe.checkpoint.contents.model_part import NamedTensors, held_of, own_slice
+from fleetpipe.checkpoint.contents.parts import Held
 from fleetpipe.dygraph.layers import entries as descriptions
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, is_shared
 from fleetpipe.dygraph.state.hidden_buffers import hidden_buffers

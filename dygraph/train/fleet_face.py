@@ -11,7 +11,7 @@ from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParall
 
 from fleetpipe._paddle import user_strategy
 from fleetpipe.aliases import PaddleGroup, Strategy, Tensor, Topology
-from fleetpipe.checkpoint.model_part import NamedTensors
+from fleetpipe.checkpoint.contents.model_part import NamedTensors
 from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer

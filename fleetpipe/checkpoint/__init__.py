@@ -1,7 +1,9 @@
 """Checkpoints of no layout, written and read by all ranks of a job; and the files of Fleet.
 
-Start with ``manager.py``, what users call. A model and an optimizer are :mod:`parts
-<fleetpipe.checkpoint.parts>`: tensors under lasting names, of which each rank holds some.
-``plan.py`` says which of them stands where and who writes it, ``tensors.py`` is the format of one
-file, ``manifest.py`` what makes a folder whole, and ``commit.py`` how it appears at once.
+Start with ``manager.py``, what users call. ``contents/`` has what is saved: a model and an
+optimizer are :mod:`parts <fleetpipe.checkpoint.contents.parts>`, tensors under lasting names, of
+which each rank holds some. ``files/`` has what is written: ``plan.py`` says which of them stands
+where and who writes it, ``tensors.py`` is the format of one file, ``manifest.py`` what makes a
+folder whole, and ``commit.py`` how it appears at once. ``tools/`` looks at checkpoints without a
+job.
 """

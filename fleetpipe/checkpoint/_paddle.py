@@ -11,7 +11,7 @@ from paddle.base.layer_helper import LayerHelper
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Tensor
-from fleetpipe.checkpoint import engine as engines
+from fleetpipe.checkpoint.contents import engine as engines
 
 _any_framework: Any = _framework
 _any_paddle: Any = paddle

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint import commit
-from fleetpipe.checkpoint.objects import Objects
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.training_state import SavedData
+from fleetpipe.checkpoint.files import commit
+from fleetpipe.checkpoint.files.retention import Retention
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import Restored, restore
-from fleetpipe.checkpoint.retention import Retention
 from fleetpipe.checkpoint.saving import Saver, Saving
-from fleetpipe.checkpoint.training_state import SavedData
 from fleetpipe.errors import ConfigError
 
 

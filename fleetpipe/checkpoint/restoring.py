@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleetpipe.checkpoint import host, manifest, random_state, training_state
-from fleetpipe.checkpoint.objects import Objects
-from fleetpipe.checkpoint.parts import Held, Name, Part
+from fleetpipe.checkpoint.contents import random_state, training_state
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.parts import Held, Name, Part
+from fleetpipe.checkpoint.files import host, manifest
+from fleetpipe.checkpoint.files.reader import Reader
+from fleetpipe.checkpoint.files.retention import Retention
 from fleetpipe.checkpoint.ranks import Ranks
-from fleetpipe.checkpoint.reader import Reader
-from fleetpipe.checkpoint.retention import Retention
 
 
 class Restored(NamedTuple):

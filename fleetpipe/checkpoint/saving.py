@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.checkpoint import _paddle, commit, host, training_state
-from fleetpipe.checkpoint.manifest import Manifest
-from fleetpipe.checkpoint.objects import Objects
-from fleetpipe.checkpoint.parts import Held, Name
-from fleetpipe.checkpoint.plan import Inventory, Plan, indexes, planned
+from fleetpipe.checkpoint import _paddle
+from fleetpipe.checkpoint.contents import training_state
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.parts import Held, Name
+from fleetpipe.checkpoint.files import commit, host
+from fleetpipe.checkpoint.files.manifest import Manifest
+from fleetpipe.checkpoint.files.plan import Inventory, Plan, indexes, planned
+from fleetpipe.checkpoint.files.retention import Retention
+from fleetpipe.checkpoint.files.writer import Assignment, described_files, own_parts, write
 from fleetpipe.checkpoint.ranks import Ranks
-from fleetpipe.checkpoint.retention import Retention
-from fleetpipe.checkpoint.writer import Assignment, described_files, own_parts, write
 from fleetpipe.errors import CheckpointError
 from fleetpipe.version import __version__
 

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from fleetpipe.aliases import Layer, Optimizer
-from fleetpipe.checkpoint.objects import Objects
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.files.retention import LATEST, Retention
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import restore
-from fleetpipe.checkpoint.retention import LATEST, Retention
 from fleetpipe.transport import SoleGroup
 
 

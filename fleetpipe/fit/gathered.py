@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Optimizer, Tensor
-from fleetpipe.checkpoint.objects import Objects
-from fleetpipe.checkpoint.parts import GROUPS, Held, Name
-from fleetpipe.checkpoint.plan import Inventory, planned
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.parts import GROUPS, Held, Name
+from fleetpipe.checkpoint.files.plan import Inventory, planned
+from fleetpipe.checkpoint.files.regions import Cut
+from fleetpipe.checkpoint.files.writer import own_parts
 from fleetpipe.checkpoint.ranks import Ranks
-from fleetpipe.checkpoint.regions import Cut
-from fleetpipe.checkpoint.writer import own_parts
 from fleetpipe.job.job import Job
 
 _WHAT = "gathering the model"

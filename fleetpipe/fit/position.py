@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.checkpoint.training_state import plain
+from fleetpipe.checkpoint.contents.training_state import plain
 from fleetpipe.fit import _paddle
 from fleetpipe.fit.criterion import Metric
 from fleetpipe.fit.runner import Runner

@@ -18,12 +18,13 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer, Tensor
-from fleetpipe.checkpoint import fleet_files, host
-from fleetpipe.checkpoint.objects import Objects
-from fleetpipe.checkpoint.optimizer_part import unwrapped
-from fleetpipe.checkpoint.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, Held, Name, Saved
+from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.optimizer_part import unwrapped
+from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, Held, Name, Saved
+from fleetpipe.checkpoint.files import host
+from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
-from fleetpipe.checkpoint.tensors import Described
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fit import _paddle

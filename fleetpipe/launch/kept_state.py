@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.checkpoint import host, random_state, training_state
-from fleetpipe.checkpoint.objects import Objects
-from fleetpipe.checkpoint.parts import Held, Name, Saved
+from fleetpipe.checkpoint.contents import random_state, training_state
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.parts import Held, Name, Saved
+from fleetpipe.checkpoint.files import host
+from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
-from fleetpipe.checkpoint.tensors import Described
 from fleetpipe.errors import CheckpointError
 from fleetpipe.launch.segment import Segment
 

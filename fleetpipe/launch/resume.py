@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import Any, TypedDict
 
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
-from fleetpipe.checkpoint.objects import Objects
 from fleetpipe.checkpoint.ranks import Ranks
-from fleetpipe.checkpoint.training_state import SavedData
 from fleetpipe.config import DEFAULT_TIMEOUT
 from fleetpipe.job import job, life
 from fleetpipe.job.stopping import Stopping

@@ -9,7 +9,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.checkpoint import _paddle, engine, random_state
+from fleetpipe.checkpoint import _paddle
+from fleetpipe.checkpoint.contents import engine, random_state
 
 
 @pytest.mark.parametrize("count", [0, 1, 311, 312, 313, 5000])

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import fleetpipe
-from fleetpipe.checkpoint import plan, tensors
-from fleetpipe.checkpoint.parts import Held, Name
-from fleetpipe.checkpoint.plan import Inventory, planned
-from fleetpipe.checkpoint.regions import Cut
+from fleetpipe.checkpoint.contents.parts import Held, Name
+from fleetpipe.checkpoint.files import plan, tensors
+from fleetpipe.checkpoint.files.plan import Inventory, planned
+from fleetpipe.checkpoint.files.regions import Cut
 from fleetpipe.errors import CheckpointError
 
 

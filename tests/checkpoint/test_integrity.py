@@ -15,8 +15,8 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.checkpoint import commit, manifest
-from fleetpipe.checkpoint.reader import Reader
+from fleetpipe.checkpoint.files import commit, manifest
+from fleetpipe.checkpoint.files.reader import Reader
 from fleetpipe.errors import CheckpointError
 
 FLIPS = 300

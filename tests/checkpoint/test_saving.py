@@ -15,7 +15,7 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.checkpoint import tensors
+from fleetpipe.checkpoint.files import tensors
 from fleetpipe.errors import CheckpointError, ConfigError
 from tests.launching import ROOT, Finished
 
@@ -140,7 +140,7 @@ FULL = f"""
 import errno, json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import paddle, fleetpipe
-from fleetpipe.checkpoint import tensors
+from fleetpipe.checkpoint.files import tensors
 from fleetpipe.errors import CheckpointError
 from fleetpipe import fleet
 from tests.pipelines import batch, bits, job, pipeline, sgd

@@ -12,8 +12,8 @@ import paddle
 import pytest
 
 from fleetpipe.errors import FleetPipeError
-from fleetpipe.launch import fluid, fluid_layers
-from fleetpipe.launch.fluid import NAMES, Name
+from fleetpipe.launch.older import fluid, fluid_layers
+from fleetpipe.launch.older.fluid import NAMES, Name
 from tests.launching import ROOT
 from tests.static.networks import static_mode
 

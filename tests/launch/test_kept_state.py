@@ -12,7 +12,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.checkpoint.objects import Objects
+from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
 from fleetpipe.launch.kept_state import KeptState

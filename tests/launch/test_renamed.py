@@ -11,7 +11,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from fleetpipe.launch import renamed
+from fleetpipe.launch.older import renamed
 from tests.pipelines import job
 from tests.static.networks import static_mode
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fleetpipe.aliases import Tensor
-from fleetpipe.checkpoint import fleet_files, host
+from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint.contents.model_part import NamedTensors, held_of
+from fleetpipe.checkpoint.contents.parts import MODEL, Name
+from fleetpipe.checkpoint.files import host
+from fleetpipe.checkpoint.files.reader import Reader
 from fleetpipe.checkpoint.manager import CheckpointManager
-from fleetpipe.checkpoint.model_part import NamedTensors, held_of
-from fleetpipe.checkpoint.parts import MODEL, Name
-from fleetpipe.checkpoint.reader import Reader
 from fleetpipe.errors import CheckpointError
 
 _FILE = re.compile(

@@ -13,7 +13,7 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint import random_state
+from fleetpipe.checkpoint.contents import random_state
 from fleetpipe.errors import CheckpointError
 
 FILE = "state.json"

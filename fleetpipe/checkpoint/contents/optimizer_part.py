@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.checkpoint import _paddle
-from fleetpipe.checkpoint.model_part import require_fit
-from fleetpipe.checkpoint.parts import (
+from fleetpipe.checkpoint.contents.model_part import require_fit
+from fleetpipe.checkpoint.contents.parts import (
     MASTER_WEIGHTS,
     OPTIMIZER,
     Held,

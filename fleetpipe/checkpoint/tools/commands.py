@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.arguments import new_file
-from fleetpipe.checkpoint import commit, manifest
-from fleetpipe.checkpoint.differences import differences
-from fleetpipe.checkpoint.manifest import Manifest
-from fleetpipe.checkpoint.merging import merge
-from fleetpipe.checkpoint.parts import GROUPS
-from fleetpipe.checkpoint.reader import Reader
-from fleetpipe.checkpoint.retention import LATEST, Retention
+from fleetpipe.checkpoint.contents.parts import GROUPS
+from fleetpipe.checkpoint.files import commit, manifest
+from fleetpipe.checkpoint.files.manifest import Manifest
+from fleetpipe.checkpoint.files.reader import Reader
+from fleetpipe.checkpoint.files.retention import LATEST, Retention
+from fleetpipe.checkpoint.tools.differences import differences
+from fleetpipe.checkpoint.tools.merging import merge
 from fleetpipe.errors import CheckpointError, ConfigError
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -187,7 +187,7 @@ _ALONE = ("ls", "show", "verify")
 
 def _converting() -> Any:
     """Returns the module that loads Paddle."""
-    return importlib.import_module("fleetpipe.checkpoint.converting")
+    return importlib.import_module("fleetpipe.checkpoint.tools.converting")
 
 
 def _is_step(path: Path) -> bool:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleetpipe.checkpoint.commit import MANIFEST
-from fleetpipe.checkpoint.parts import GROUPS, MODEL, Name, Saved
-from fleetpipe.checkpoint.regions import Cut, is_whole
-from fleetpipe.checkpoint.tensors import CODES, Described
+from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, Name, Saved
+from fleetpipe.checkpoint.files.commit import MANIFEST
+from fleetpipe.checkpoint.files.regions import Cut, is_whole
+from fleetpipe.checkpoint.files.tensors import CODES, Described
 from fleetpipe.errors import CheckpointError
 
 #: Of the format, not of the package. A reader refuses what is newer.

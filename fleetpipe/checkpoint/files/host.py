@@ -6,8 +6,8 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
-from fleetpipe.checkpoint.parts import Held
-from fleetpipe.checkpoint.tensors import Described
+from fleetpipe.checkpoint.contents.parts import Held
+from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.structure import TensorLeaf
 

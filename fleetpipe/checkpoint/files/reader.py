@@ -13,11 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.checkpoint import tensors
-from fleetpipe.checkpoint.manifest import Manifest, Piece, Whole
-from fleetpipe.checkpoint.parts import GROUPS, Name
-from fleetpipe.checkpoint.regions import Cut
-from fleetpipe.checkpoint.tensors import Layout, Stored
+from fleetpipe.checkpoint.contents.parts import GROUPS, Name
+from fleetpipe.checkpoint.files import tensors
+from fleetpipe.checkpoint.files.manifest import Manifest, Piece, Whole
+from fleetpipe.checkpoint.files.regions import Cut
+from fleetpipe.checkpoint.files.tensors import Layout, Stored
 from fleetpipe.errors import CheckpointError
 
 #: A value of JSON.

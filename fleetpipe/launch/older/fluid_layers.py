@@ -1,7 +1,7 @@
 """Functions of older Paddle's whose successors take other arguments, or are no part of PIR.
 
-Each takes what the scripts of :mod:`fleetpipe.launch.fluid` give it, by the names of then, and
-makes layers of today, so that it stands in a program of either IR.
+Each takes what the scripts of :mod:`~fleetpipe.launch.older.fluid` give it, by the names of then,
+and makes layers of today, so that it stands in a program of either IR.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from fleetpipe.checkpoint.regions import Cut, runs
+from fleetpipe.checkpoint.files.regions import Cut, runs
 from fleetpipe.errors import CheckpointError
 
 #: The format's code of each dtype, by Paddle's name, and the bytes of an element.

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from fleetpipe.aliases import Optimizer, Tensor
-from fleetpipe.checkpoint.regions import Cut
-from fleetpipe.checkpoint.tensors import Described
+from fleetpipe.checkpoint.files.regions import Cut
+from fleetpipe.checkpoint.files.tensors import Described
 
 #: The names of a kind of tensors' files begin with it: ``model-00001-of-00002.safetensors``.
 MODEL, BUFFERS, OPTIMIZER, MASTER_WEIGHTS = GROUPS = (

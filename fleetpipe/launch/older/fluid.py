@@ -20,8 +20,8 @@ from paddle.base import core
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import FleetPipeError
-from fleetpipe.launch import fluid_layers
-from fleetpipe.launch.renamed import name_today
+from fleetpipe.launch.older import fluid_layers
+from fleetpipe.launch.older.renamed import name_today
 from fleetpipe.static import DataLoader
 
 FLUID = "paddle.fluid"

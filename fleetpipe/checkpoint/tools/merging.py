@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fleetpipe.checkpoint import tensors
-from fleetpipe.checkpoint.parts import MODEL, Name
-from fleetpipe.checkpoint.reader import Reader
+from fleetpipe.checkpoint.contents.parts import MODEL, Name
+from fleetpipe.checkpoint.files import tensors
+from fleetpipe.checkpoint.files.reader import Reader
 
 
 def merge(reader: Reader, target: Path) -> None:

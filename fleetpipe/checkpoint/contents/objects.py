@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint.model_part import NamedTensors, own_slice
-from fleetpipe.checkpoint.optimizer_part import OptimizerState, unwrapped
-from fleetpipe.checkpoint.parts import (
+from fleetpipe.checkpoint.contents.model_part import NamedTensors, own_slice
+from fleetpipe.checkpoint.contents.optimizer_part import OptimizerState, unwrapped
+from fleetpipe.checkpoint.contents.parts import (
     BUFFERS,
     MASTER_WEIGHTS,
     MODEL,
@@ -16,7 +16,7 @@ from fleetpipe.checkpoint.parts import (
     ModelPart,
     SavedModel,
 )
-from fleetpipe.checkpoint.training_state import SavedData, TrainingState
+from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
 from fleetpipe.errors import ConfigError, nearest
 
 _NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data")

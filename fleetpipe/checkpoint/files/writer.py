@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.checkpoint import commit, tensors
-from fleetpipe.checkpoint.manifest import Entry, Manifest, Piece, Whole
-from fleetpipe.checkpoint.parts import Name
-from fleetpipe.checkpoint.plan import Plan
-from fleetpipe.checkpoint.regions import Cut
+from fleetpipe.checkpoint.contents.parts import Name
+from fleetpipe.checkpoint.files import commit, tensors
+from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Piece, Whole
+from fleetpipe.checkpoint.files.plan import Plan
+from fleetpipe.checkpoint.files.regions import Cut
 
 _CLAIM = "claimed"
 

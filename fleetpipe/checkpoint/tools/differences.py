@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fleetpipe.checkpoint.parts import Name
-from fleetpipe.checkpoint.reader import Reader
-from fleetpipe.checkpoint.tensors import CODES, Described
+from fleetpipe.checkpoint.contents.parts import Name
+from fleetpipe.checkpoint.files.reader import Reader
+from fleetpipe.checkpoint.files.tensors import CODES, Described
 
 #: Names that only one has are told up to this many.
 _MOST_SHOWN = 5

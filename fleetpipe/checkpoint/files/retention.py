@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleetpipe.checkpoint import commit, manifest
+from fleetpipe.checkpoint.files import commit, manifest
 from fleetpipe.errors import CheckpointError, ConfigError
 
 LATEST, BEST = "latest", "best"

@@ -1,0 +1,1 @@
+"""The command ``fleetpipe checkpoint``: looks at checkpoints, compares and converts them."""
