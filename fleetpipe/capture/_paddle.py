@@ -24,13 +24,13 @@ Function = Callable[..., Any]
 
 _Tensor: Any = core.eager.Tensor
 
-#: Methods in C that compute a Tensor, or write into one.
+#: Methods in C that compute a Tensor, write into one, or change its gradient.
 _METHODS = (
     *(f"__{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
     *(f"__r{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
     *(f"__{name}__" for name in ("matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge")),
     *("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous", "detach", "detach_"),
-    *("copy_", "_copy_to", "_local_value"),
+    *("copy_", "_copy_to", "_local_value", "_register_grad_hook"),
 )
 #: Methods in C that read a Tensor's numbers.
 _READS = ("numpy", "_getitem_from_offset", "data_ptr", "_copy_gradient_from")

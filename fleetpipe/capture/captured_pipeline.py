@@ -125,7 +125,8 @@ class CapturedPipeline(PipelineLayer):
         tensors = [id(state[name]) for name, stages in users.items() if own & {*stages}]
         part = part_of(self.plain, self._nodes(self._owned), tensors)
         slots = [Slot(name, tuple(tensor.shape)) for name, tensor in state.items()]
-        self.state = CapturedState(self, slots, users, self._group)
+        nodes = [node.name for node in self.forms.example(training=True).trace.nodes]
+        self.state = CapturedState(self, slots, users, nodes, self._group)
         self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())
         self._set_fleet_attributes({}, {})
         # Last, and around add_sublayer: a model may use any name, and this class has many.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.signature import Signature, numbers_like, signature_of
 from fleetpipe.capture.tracer import traced
@@ -41,7 +42,8 @@ class Capturing:
             CaptureError: It does what no node can be made of.
         """
         inputs = self.example if signature == self._look else numbers_like(signature)
-        with in_mode(self.model, training):
+        # As each will run: nothing in evaluation needs a gradient.
+        with in_mode(self.model, training), paddle.set_grad_enabled(training):
             return traced(self.model, inputs, self.unopened)
 
 

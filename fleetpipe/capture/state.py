@@ -23,6 +23,7 @@ class CapturedState(ModelState):
         part: Layer,
         slots: Sequence[Slot],
         stages: Mapping[str, Sequence[int]],
+        nodes: Sequence[str],
         group: Callable[[], Group],
     ) -> None:
         """Describes a model of which this process holds a part.
@@ -31,11 +32,13 @@ class CapturedState(ModelState):
             part: That part; its sublayers have the names that they have in the model.
             slots: The names and shapes of the whole model.
             stages: By name, the stages that use a parameter or buffer.
+            nodes: The names of all nodes, in order.
             group: Returns the ranks that hold the stages.
         """
         self._model = part
         self._slots = list(slots)
         self._stages = stages
+        self._nodes = nodes
         self._group = group
 
     def hidden_buffers(self) -> dict[str, Tensor]:
@@ -64,8 +67,8 @@ class CapturedState(ModelState):
         return {slot.name: place for place, slot in enumerate(self._slots)}
 
     def outlines(self) -> list[str]:
-        """Returns the names and shapes of the whole model as text."""
-        return [f"{slot.name}{list(slot.shape)}" for slot in self._slots]
+        """Returns the names and shapes of the whole model, and its nodes, as text."""
+        return [*(f"{slot.name}{list(slot.shape)}" for slot in self._slots), *self._nodes]
 
     def _lasting_name(self, name: str) -> str:
         return name

@@ -75,7 +75,8 @@ def distributed_model(model: Layer) -> Layer:
             fix="from fleetpipe.fleet.meta_parallel import PipelineLayer; where a library imports "
             "it, start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"
             if theirs
-            else "write the model as PipelineLayer(layers=[LayerDesc(..), ..])",
+            else "wrap fleetpipe.pipeline(model, example_inputs), which makes a pipeline of any "
+            "layer, or write the model as PipelineLayer(layers=[LayerDesc(..), ..])",
         )
     if meeting.world_size() == 1:
         return model

@@ -78,6 +78,13 @@ def constant(x: Any) -> Any:
     return x + paddle.to_tensor([1.0, 2.0, 3.0])
 
 
+def hooked(x: Any) -> Any:
+    y = x * 1.0
+    if not y.stop_gradient:
+        y.register_hook(lambda grad: grad * 3)
+    return y
+
+
 def numbers_of_shape(x: Any) -> Any:
     return x * x.shape[0] / len(x) + paddle.ones([x.shape[0], 1])
 
@@ -106,7 +113,7 @@ class Middle(nn.Layer):  # type: ignore[misc]
 
 
 PYTHONS = [branch, loop, by_numpy, by_item, by_list]
-GLUE = [no_grad, detached, by_writing, own_operation, constant, numbers_of_shape]
+GLUE = [no_grad, detached, by_writing, own_operation, constant, hooked, numbers_of_shape]
 
 
 @pytest.mark.parametrize("code", [*PYTHONS, *GLUE])
