@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from fleetpipe.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fleetpipe.capture.cuts import SplitPoint as SplitPoint
+    from fleetpipe.capture.cutting.cuts import SplitPoint as SplitPoint
     from fleetpipe.capture.door import pipeline as pipeline
     from fleetpipe.capture.explain import explain as explain
-    from fleetpipe.capture.mark import pipe_split as pipe_split
+    from fleetpipe.capture.tracing.mark import pipe_split as pipe_split
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.checkpoint.single import load_single as load_single
     from fleetpipe.fit.model import Model as Model
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _LATE = {
     "CheckpointManager": "fleetpipe.checkpoint.manager",
     "Model": "fleetpipe.fit.model",
-    "SplitPoint": "fleetpipe.capture.cuts",
+    "SplitPoint": "fleetpipe.capture.cutting.cuts",
     "explain": "fleetpipe.capture.explain",
     "load_single": "fleetpipe.checkpoint.single",
-    "pipe_split": "fleetpipe.capture.mark",
+    "pipe_split": "fleetpipe.capture.tracing.mark",
     "pipeline": "fleetpipe.capture.door",
     "resume": "fleetpipe.launch.resume",
 }

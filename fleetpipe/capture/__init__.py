@@ -1,9 +1,8 @@
 """Any ``nn.Layer`` as a pipeline: captured as nodes and edges, cut into stages, and proved.
 
-``value.py`` says what a capture is. ``tracer.py`` makes one: it runs ``forward`` once in dynamic
-graph, and notes every call of a sublayer and every operation outside of one. ``replay.py`` does the
-same calls again, a stage at a time; so the kernels, and the order in which autograd adds up, are
-those of the plain model.
+Start with ``door.py``. ``tracing/`` makes a capture: it runs ``forward`` once in dynamic graph, and
+notes every call of a sublayer and every operation outside of one; ``value.py`` there says what a
+capture is. ``cutting/`` says where the stages begin. ``running/`` does the same calls again, a
+stage at a time; so the kernels, and the order in which autograd adds up, are those of the plain
+model. ``proof.py`` compares the two.
 """
-
-from __future__ import annotations

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.capture.auto import Choice
-from fleetpipe.capture.forms import Form, Forms
-from fleetpipe.capture.memory import initialize, release
+from fleetpipe.capture.cutting.auto import Choice
 from fleetpipe.capture.proof import Proof
-from fleetpipe.capture.stages import CapturedStages
-from fleetpipe.capture.state import CapturedState, part_of, stages_of
-from fleetpipe.capture.untouched import Untouched, called
-from fleetpipe.capture.value import Node
+from fleetpipe.capture.running.forms import Form, Forms
+from fleetpipe.capture.running.memory import initialize, release
+from fleetpipe.capture.running.stages import CapturedStages
+from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
+from fleetpipe.capture.running.untouched import Untouched, called
+from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer

@@ -7,15 +7,15 @@ from typing import Any
 
 from fleetpipe._paddle import user_strategy
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.capture.auto import Choice, agreed, chosen
 from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
-from fleetpipe.capture.capturing import Capturing
-from fleetpipe.capture.costs import measured
-from fleetpipe.capture.forms import Forms
-from fleetpipe.capture.memory import initialize, without_memory
+from fleetpipe.capture.cutting.auto import Choice, agreed, chosen
+from fleetpipe.capture.cutting.costs import measured
+from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec, borders_of
 from fleetpipe.capture.proof import prove
-from fleetpipe.capture.signature import example_of, signature_of
-from fleetpipe.capture.split_spec import AUTO, SplitSpec, borders_of
+from fleetpipe.capture.running.forms import Forms
+from fleetpipe.capture.running.memory import initialize, without_memory
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.signature import example_of, signature_of
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job

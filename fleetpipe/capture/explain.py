@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.capture.auto import places
-from fleetpipe.capture.capturing import Capturing
-from fleetpipe.capture.costs import NodeCost, measured, parameter_bytes
-from fleetpipe.capture.cuts import Border
-from fleetpipe.capture.signature import example_of, signature_of
-from fleetpipe.capture.value import Trace
+from fleetpipe.capture.cutting.auto import places
+from fleetpipe.capture.cutting.costs import NodeCost, measured, parameter_bytes
+from fleetpipe.capture.cutting.cuts import Border
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.signature import example_of, signature_of
+from fleetpipe.capture.tracing.value import Trace
 
 #: Rows of an example where a specification leaves them open.
 ROWS = 2

@@ -16,12 +16,12 @@ import numpy as np
 from fleetpipe import schedules
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.capturing import Capturing, in_mode
-from fleetpipe.capture.forms import Forms
-from fleetpipe.capture.stages import CapturedStages
-from fleetpipe.capture.tracer import state_kept
-from fleetpipe.capture.untouched import called
-from fleetpipe.capture.walk import Unopened, arguments_of
+from fleetpipe.capture.running.forms import Forms
+from fleetpipe.capture.running.stages import CapturedStages
+from fleetpipe.capture.running.untouched import called
+from fleetpipe.capture.tracing.capturing import Capturing, in_mode
+from fleetpipe.capture.tracing.tracer import state_kept
+from fleetpipe.capture.tracing.walk import Unopened, arguments_of
 from fleetpipe.dygraph import has_memory, random_keys, state_slots
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses

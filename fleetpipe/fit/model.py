@@ -12,7 +12,7 @@ from paddle.hapi.callbacks import config_callbacks
 from fleetpipe import fleet
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
-from fleetpipe.capture.split_spec import AUTO, SplitSpec
+from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fit import networks, saved

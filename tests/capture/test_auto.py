@@ -9,11 +9,11 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.capture.auto import Choice, chosen, places
-from fleetpipe.capture.capturing import Capturing
-from fleetpipe.capture.costs import NodeCost, measured
-from fleetpipe.capture.cuts import AtCall
-from fleetpipe.capture.signature import signature_of
+from fleetpipe.capture.cutting.auto import Choice, chosen, places
+from fleetpipe.capture.cutting.costs import NodeCost, measured
+from fleetpipe.capture.cutting.cuts import AtCall
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.errors import ConfigError, PartitionError
 from tests.capture.beside import images, trained
 from tests.capture.models import UNet

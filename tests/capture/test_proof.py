@@ -10,8 +10,8 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.capture import _paddle
 from fleetpipe.capture.proof import Proof
+from fleetpipe.capture.tracing import _paddle
 from fleetpipe.errors import CaptureError
 from tests.capture.beside import images
 from tests.capture.models import GPT, Encoded, UNet, tokens

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
-from fleetpipe.capture.forms import Form
-from fleetpipe.capture.value import Node
+from fleetpipe.capture.running.forms import Form
+from fleetpipe.capture.tracing.value import Node
 from fleetpipe.job.job import Job
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.forms import events_of, write_trace

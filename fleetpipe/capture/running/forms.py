@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Callable, NamedTuple
 
 from fleetpipe.aliases import Nest
-from fleetpipe.capture import cuts
-from fleetpipe.capture.capturing import Capturing
-from fleetpipe.capture.cuts import Border
-from fleetpipe.capture.edges import crossing
-from fleetpipe.capture.replay import entries
-from fleetpipe.capture.signature import Signature, signature_of
-from fleetpipe.capture.value import Node, Trace
+from fleetpipe.capture.cutting import cuts
+from fleetpipe.capture.cutting.cuts import Border
+from fleetpipe.capture.cutting.edges import crossing
+from fleetpipe.capture.running.replay import entries
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.signature import Signature, signature_of
+from fleetpipe.capture.tracing.value import Node, Trace
 from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.errors import CaptureError
 from fleetpipe.partition import LayerInfo, Partition

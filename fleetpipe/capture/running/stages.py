@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Nest
-from fleetpipe.capture.forms import Forms
-from fleetpipe.capture.replay import LOOK
-from fleetpipe.capture.signature import Signature, completed, signature_of
+from fleetpipe.capture.running.forms import Forms
+from fleetpipe.capture.running.replay import LOOK
+from fleetpipe.capture.tracing.signature import Signature, completed, signature_of
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.engine.stage import Values
 from fleetpipe.schedules import Edge

@@ -14,11 +14,11 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture._paddle import Function, intercepted
-from fleetpipe.capture.mark import noting
-from fleetpipe.capture.memory import lent
-from fleetpipe.capture.value import Like, Node, Owned, Ref, Trace, ValueId, like
-from fleetpipe.capture.walk import NodeCall, Unopened, Walk, arguments_of
+from fleetpipe.capture.running.memory import lent
+from fleetpipe.capture.tracing._paddle import Function, intercepted
+from fleetpipe.capture.tracing.mark import noting
+from fleetpipe.capture.tracing.value import Like, Node, Owned, Ref, Trace, ValueId, like
+from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph import has_memory, state_slots
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.dygraph.random_keys import random_states_kept

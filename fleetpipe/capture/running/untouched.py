@@ -7,10 +7,10 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.capture._paddle import intercepted
-from fleetpipe.capture.memory import lent
-from fleetpipe.capture.signature import completed
-from fleetpipe.capture.walk import NodeCall, Unopened, Walk, arguments_of
+from fleetpipe.capture.running.memory import lent
+from fleetpipe.capture.tracing._paddle import intercepted
+from fleetpipe.capture.tracing.signature import completed
+from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph import random_keys
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import SoleGroup

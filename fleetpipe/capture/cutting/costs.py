@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.capturing import Capturing, in_mode
-from fleetpipe.capture.memory import lent
-from fleetpipe.capture.replay import entries
-from fleetpipe.capture.signature import signature_of
-from fleetpipe.capture.tracer import state_kept
-from fleetpipe.capture.value import Node, Trace
+from fleetpipe.capture.running.memory import lent
+from fleetpipe.capture.running.replay import entries
+from fleetpipe.capture.tracing.capturing import Capturing, in_mode
+from fleetpipe.capture.tracing.signature import signature_of
+from fleetpipe.capture.tracing.tracer import state_kept
+from fleetpipe.capture.tracing.value import Node, Trace
 from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped

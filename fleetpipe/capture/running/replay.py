@@ -12,8 +12,8 @@ from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
-from fleetpipe.capture.signature import Signature
-from fleetpipe.capture.value import Node, Owned, Ref, Trace, ValueId
+from fleetpipe.capture.tracing.signature import Signature
+from fleetpipe.capture.tracing.value import Node, Owned, Ref, Trace, ValueId
 from fleetpipe.dygraph.nest import tensors_of
 
 #: The values that are still needed, by name.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.capture.value import Node
+from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.transport import Group

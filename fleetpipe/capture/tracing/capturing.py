@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.capture.signature import Signature, numbers_like, signature_of
-from fleetpipe.capture.tracer import traced
-from fleetpipe.capture.value import Trace
-from fleetpipe.capture.walk import Unopened
+from fleetpipe.capture.tracing.signature import Signature, numbers_like, signature_of
+from fleetpipe.capture.tracing.tracer import traced
+from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.capture.tracing.walk import Unopened
 
 
 class Capturing:

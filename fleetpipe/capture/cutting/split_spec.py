@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Union
 
 from fleetpipe.aliases import Layer
-from fleetpipe.capture.cuts import AtCall, AtMark, Border, SplitPoint, in_order, nearest_path
-from fleetpipe.capture.value import Trace
+from fleetpipe.capture.cutting.cuts import (
+    AtCall,
+    AtMark,
+    Border,
+    SplitPoint,
+    in_order,
+    nearest_path,
+)
+from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import uniform
 

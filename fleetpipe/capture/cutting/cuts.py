@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, Union
 
-from fleetpipe.capture.value import Trace
+from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.errors import CaptureError, ConfigError, nearest
 
 

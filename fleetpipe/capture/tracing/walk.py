@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.capture._paddle import Function
-from fleetpipe.capture.value import Scope
+from fleetpipe.capture.tracing._paddle import Function
+from fleetpipe.capture.tracing.value import Scope
 
 #: Layers of Paddle's that call others, and are opened nevertheless.
 _OPENED = (
@@ -84,7 +84,7 @@ class NodeCall(NamedTuple):
 
 
 class Walk:
-    """A listener that finds the nodes in what it hears; see ``fleetpipe.capture._paddle``."""
+    """Finds the nodes in what it hears: a listener of :mod:`fleetpipe.capture.tracing._paddle`."""
 
     def __init__(self, model: Layer, unopened: Unopened) -> None:
         """Begins before a run.
@@ -109,13 +109,13 @@ class Walk:
         """Called with what an opened layer returns."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.capture._paddle.Listener`."""
+        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
         if self._inside:
             return function(*args, **named)
         return self._alone(NodeCall(function, function, args, named, tuple(self._scopes)))
 
     def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
-        """See :class:`fleetpipe.capture._paddle.Listener`."""
+        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
         path = self._paths.get(id(layer))
         if self._inside or path is None:
             return call(layer, *args, **named)
@@ -136,7 +136,7 @@ class Walk:
         return output
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.capture._paddle.Listener`."""
+        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
         return function(*args, **named)
 
     def _alone(self, call: NodeCall) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from fleetpipe.capture.replay import name_of
-from fleetpipe.capture.value import Trace, ValueId
+from fleetpipe.capture.running.replay import name_of
+from fleetpipe.capture.tracing.value import Trace, ValueId
 from fleetpipe.schedules import Edge
 
 

@@ -13,9 +13,9 @@ from functools import cache
 from typing import NamedTuple
 
 from fleetpipe.aliases import Nest
-from fleetpipe.capture.costs import NodeCost, received
-from fleetpipe.capture.cuts import AtCall, Border, SplitPoint
-from fleetpipe.capture.value import Trace
+from fleetpipe.capture.cutting.costs import NodeCost, received
+from fleetpipe.capture.cutting.cuts import AtCall, Border, SplitPoint
+from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.partition import fastest

@@ -1,0 +1,1 @@
+"""The nodes of a capture run again, a stage at a time, on the tensors that are here."""
