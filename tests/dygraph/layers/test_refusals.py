@@ -239,7 +239,7 @@ def test_paddles_model_refuses_a_pipeline_and_takes_all_else() -> None:
     with job(2):
         layers = PipelineLayer(mlp_layers(), num_stages=2, loss_fn=nn.CrossEntropyLoss())
         for network in (layers, fleet.distributed_model(layers)):
-            with pytest.raises(UsageError, match=r"train_batch(.|\n)*predict_batch"):
+            with pytest.raises(UsageError, match=r"fleetpipe\.Model\(network\)"):
                 paddle.Model(network)
     paddle.Model(nn.Linear(2, 2))
     paddle.Model(PipelineLayer(mlp_layers(), num_stages=1))
