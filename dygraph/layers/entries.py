@@ -128,7 +128,7 @@ def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -
         raise ConfigError(
             f"layer {index} ({class_name(entry)}) cannot be built from its description",
             where=f"layer {index} of the list",
-            got=f"arguments {entry.inputs}, {entry.kwargs}"
+            got=_arguments(entry)
             + (f", and the weights {sorted(lent)} of the first of its key" if lent else ""),
             cause=f"TypeError: {error}",
             fix="have its constructor take the weights that LocalSharedLayerDesc hands on, or use "
@@ -136,6 +136,16 @@ def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -
             if lent
             else "give LayerDesc what the layer's constructor takes",
         ) from error
+
+
+def _arguments(entry: Entry) -> str:
+    """Tells what a description hands to the constructor."""
+    specification = getattr(entry, "layer_spec", None)
+    if specification is None:
+        return f"arguments {entry.inputs}, {entry.kwargs}"
+    # It hands on no arguments by position: Paddle drops those of its LayerDesc.
+    handed = {**specification.extra_kwargs, **entry.kwargs}
+    return f"arguments {handed} of a LayerSpec"
 
 
 def _built(entry: Entry, lent: Mapping[str, Tensor]) -> Any:

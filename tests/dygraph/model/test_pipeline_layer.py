@@ -259,6 +259,17 @@ def test_a_layer_spec_describes_a_layer() -> None:
     assert layer.weight.shape == [6, 3]
 
 
+@pytest.mark.skipif(not NEWER, reason="2.6.2 has no LayerSpec")
+def test_a_layer_spec_that_does_not_fit_is_named_with_its_arguments() -> None:
+    spec = meta_parallel.LayerSpec(nn.Linear, {"in_features": 8, "wide": 4})
+    with job(1), pytest.raises(ConfigError) as refused:
+        pipeline([LayerDesc(spec, out_features=4)])
+    assert "layer 0 (Linear) cannot be built from its description" in str(refused.value)
+    handed = "{'in_features': 8, 'wide': 4, 'out_features': 4} of a LayerSpec"
+    assert f"got: arguments {handed}" in str(refused.value)
+    assert "unexpected keyword argument 'wide'" in str(refused.value)
+
+
 def test_building_leaves_the_random_streams_as_they_were() -> None:
     tracker = meta_parallel.get_rng_state_tracker()
     tracker.reset()
