@@ -72,3 +72,20 @@ def test_the_trainer_resumes_with_the_same_bits(tmp_path: Path, model: str) -> N
     ends = [bytes_of(tmp_path / output / last) for output in ("straight", "resumed")]
     assert any("opt" in name for name in ends[0])
     assert ends[0] == ends[1]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", [*MODELS][:1])
+def test_adapters_are_trained_as_without_a_pipeline(tmp_path: Path, model: str) -> None:
+    worker = HERE / "formers_single_worker.py"
+    run(worker, None, folder=tmp_path, args=[str(tmp_path), model], timeout=250)
+    # 1.2.0 evaluates a LoRAModel on one device with a name of the package paddlefleet.
+    lora = ["--adapters", "1", "--do_eval", "0", "--evaluation_strategy", "no"]
+    alone = train(tmp_path, model, "alone", 1, *lora)
+    straight = train(tmp_path, model, "straight", 2, *lora)
+    saved = str(tmp_path / "straight" / f"checkpoint-{SAVED}")
+    resumed = train(tmp_path, model, "resumed", 2, *lora, "--resume_from_checkpoint", saved)
+
+    assert len(straight["losses"]) == STEPS
+    assert straight["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+    assert resumed["losses"] == straight["losses"][SAVED:]
