@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph.layers.entries import shared_attributes
-from fleetpipe.dygraph.layers.tied import HOLDER, SharedLayer
+from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, sharing_group
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.job.job import Job
@@ -47,18 +47,17 @@ def shared_comm(
     Args:
         entries: The whole list of layers.
         shared: The shared layers of the list, by each of their numbers.
-        layers: Those of this process, by key.
+        layers: Those of this process, by their paths in the model.
         weights: The weights that this rank shares with others.
         job: The job of the model.
     """
     found = {}
-    for key, layer in layers.items():
-        names = f"{HOLDER}.{key}."
-        holders = [weight.holders for weight in weights if weight.name.startswith(names)]
+    for path, layer in layers.items():
+        holders = [weight.holders for weight in weights if weight.name.startswith(f"{path}.")]
         if job is not None and holders:
             members = sorted({rank for ranks in holders for rank in ranks})
-            first = min(index for index, one in shared.items() if one.path == f"{HOLDER}.{key}")
-            found[key] = {
+            first = min(index for index, one in shared.items() if one.path == path)
+            found[shared[first].key] = {
                 "ranks": [job.hcg.get_rank_from_stage(rank) for rank in members],
                 "group": sharing_group(job, members),
                 "weight_attr": list(shared_attributes(entries[first])),
