@@ -22,6 +22,16 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def end(pids: list[int], limit: float = 5.0) -> bool:
+    """Tells whether processes end in a while: a killed one may be on its way."""
+    deadline = time.monotonic() + limit
+    while any(is_running(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def test_each_rank_has_its_log_its_arguments_and_its_environment(launcher: Launch) -> None:
     pytest.importorskip("paddle")
     job = launcher(
@@ -77,7 +87,7 @@ def test_a_hang_shows_every_ranks_stack_and_leaves_no_process(launcher: Launch) 
         assert "in also_waits" in log
     pids = [int(word) for line in text.splitlines() if "pid " in line for word in line.split()[1:]]
     assert len(pids) == 4
-    assert not any(is_running(pid) for pid in pids)
+    assert end(pids)
 
 
 def test_a_stopped_process_is_killed_too(launcher: Launch) -> None:
