@@ -117,9 +117,8 @@ class Saver:
         Raises:
             CheckpointError: Some rank cannot; every rank raises.
         """
-        model = objects.model_part()
+        model = objects.required_model()
         optimizer = objects.optimizer_part(model)
-        assert model is not None  # save has no default for it
         held = {**model.held(), **({} if optimizer is None else optimizer.held())}
 
         def facts() -> dict[str, Json]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Optimizer, Tensor
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import GROUPS, Held, Name
+from fleetpipe.checkpoint.contents.parts import Held, Name
 from fleetpipe.checkpoint.files.plan import Inventory, planned
 from fleetpipe.checkpoint.files.regions import Cut
 from fleetpipe.checkpoint.files.writer import own_parts
@@ -33,9 +33,8 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[Name, Tensor]
         PipelineTimeout: Some rank did not come within the limit.
     """
     objects = Objects(model, optimizer)
-    part = objects.model_part()
+    part = objects.required_model()
     states = objects.optimizer_part(part)
-    assert part is not None  # a model is given
     held = {**part.held(), **({} if states is None else states.held())}
     ranks = Ranks.of_job()
     texts = ranks.together(_WHAT, lambda: Inventory.of(held).to_json())
@@ -59,9 +58,8 @@ def of_group(whole: Mapping[Name, Tensor], group: str) -> dict[str, Tensor]:
 
     Args:
         whole: What :func:`gathered` returned.
-        group: One of ``GROUPS``.
+        group: One of ``GROUPS`` of :mod:`fleetpipe.checkpoint.contents.parts`.
     """
-    assert group in GROUPS
     return {name.name: tensor for name, tensor in whole.items() if name.group == group}
 
 

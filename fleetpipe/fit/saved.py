@@ -20,7 +20,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.optimizer_part import unwrapped
+from fleetpipe.checkpoint.contents.optimizer_part import OptimizerState, unwrapped
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, Held, Name, Saved
 from fleetpipe.checkpoint.files import host
 from fleetpipe.checkpoint.files.tensors import Described
@@ -162,9 +162,7 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
     if not files.state.exists():
         return
     contents = fleet_files.arrays(files.state)
-    objects = Objects(pipeline, optimizer)
-    part = objects.optimizer_part(objects.model_part())
-    assert part is not None  # an optimizer is given
+    part = OptimizerState(optimizer, Objects(pipeline).required_model())
     base = unwrapped(optimizer)
     names = _names_in_file(files.parameters, pipeline.layers)
     values = _by_lasting_name(contents, names, _paddle.prefix(base))

@@ -264,3 +264,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_step(launch: Callable[..., Finished
     words = done.logs[0].split("kills within a save:")[1].split()
     assert int(words[0]) > 5
     assert int(words[-2]) > 0
+
+
+def test_a_save_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none was given(.|\n)*pass model="):
+        fleetpipe.CheckpointManager(tmp_path).save(1, model=None)
+    assert not list(tmp_path.iterdir())

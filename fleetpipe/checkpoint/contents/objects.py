@@ -76,6 +76,21 @@ class Objects:
             return model.checkpoint_part()
         return NamedTensors.of_layer(model, own_slice())
 
+    def required_model(self) -> ModelPart:
+        """Returns what :meth:`model_part` does.
+
+        Raises:
+            ConfigError: There is no model.
+        """
+        part = self.model_part()
+        if part is None:
+            raise ConfigError(
+                "a checkpoint is one of a model, and none was given",
+                got="model=None",
+                fix="pass model=, what fleet.distributed_model returned or any Layer",
+            )
+        return part
+
     def optimizer_part(self, model: ModelPart | None) -> OptimizerState | None:
         """Returns the optimizer by the names of the model's parameters.
 

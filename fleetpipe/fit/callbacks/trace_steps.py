@@ -10,7 +10,7 @@ from typing import Any
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.callbacks import on_ranks
-from fleetpipe.job.job import current_job
+from fleetpipe.fit.networks import required_job
 
 
 class TraceSteps(on_ranks.Callback):
@@ -46,8 +46,7 @@ class TraceSteps(on_ranks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins to watch the engine. Collective over the pipeline."""
-        job = current_job()
-        assert job is not None  # a Model has one
+        job = required_job()
         if self._trace is None and job.replica == 0 and job.model_parallel().rank == 0:
             schedule = self.model.pipeline.schedule
             self._trace = Trace(self._folder, schedule, job.connect(), job.group())

@@ -75,8 +75,9 @@ class Local:
 
     def end(self) -> Verdict:
         """Judges the life, once it has ended, and ends what is left of it."""
-        assert self._home is not None
         home, self._home = self._home, None
+        if home is None:
+            raise RuntimeError("no life has begun since the last one was judged")
         try:
             verdict = judge(home, self._pods.code())
             # Who was killed from here did not fail first.
