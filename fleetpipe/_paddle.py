@@ -6,6 +6,8 @@ Importing this module is also the one check that Paddle is there at all.
 from __future__ import annotations
 
 import functools
+import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -67,7 +69,21 @@ _paddle_collective: Any = _collective
 def open_store(host: str, port: int, serve: bool, timeout: float) -> PaddleStore:
     """Opens a TCPStore: serves it, or connects to the one that is served there already."""
     # With a world of 1 its constructor does not wait for anybody: it could not be interrupted.
-    return core.TCPStore(host, port, serve, 1, int(timeout) + 1)
+    store = core.TCPStore(host, port, serve, 1, int(timeout) + 1)
+    if serve:
+        _show_clients_that_leave(host, port, timeout)
+    return store
+
+
+def _show_clients_that_leave(host: str, port: int, timeout: float) -> None:
+    """Has the server see a client close its connection, and one reset it.
+
+    The first of each has its thread ask glog whether to log that, under a lock which is gone while
+    the process exits: the last rank to leave would abort the one that serves, after all its work.
+    """
+    for linger in (struct.pack("ii", 0, 0), struct.pack("ii", 1, 0)):
+        with socket.create_connection((host, port), timeout) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
 def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore]) -> None:

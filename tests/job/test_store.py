@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -44,6 +46,39 @@ def test_paddles_server_and_its_own_client_understand_it() -> None:
         ours.add("count", 1)
     assert time.monotonic() - began < 2  # Paddle's client takes 45 ms each
     ours.close()
+
+
+#: Ends with 2, but stays for as many seconds after Paddle's libraries were taken down.
+SERVES_TO_THE_END = """
+import ctypes, sys
+libc = ctypes.CDLL(None)
+libc.on_exit(libc.sleep, None)
+from fleetpipe import _paddle
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_paddle.open_store("127.0.0.1", {port}, True, 5)))
+print("serving", flush=True)
+sys.stdin.readline()
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("linger", [b"", struct.pack("ii", 1, 0)], ids=["close", "reset"])
+def test_a_client_that_leaves_during_the_servers_exit_does_not_abort_it(linger: bytes) -> None:
+    port = free_port()
+    script = SERVES_TO_THE_END.format(port=port)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        assert "serving" in server.stdout.readline()
+        client = socket.create_connection(("127.0.0.1", port), timeout=5)
+        server.stdin.close()
+        # Seconds from here to where Paddle's libraries are taken down; two more it stays.
+        time.sleep(1)
+        if linger:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        client.close()
+        assert server.wait(timeout=30) == 2
 
 
 def test_one_that_does_not_answer_is_not_waited_for_longer_than_the_limit(
