@@ -16,7 +16,7 @@ from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError, StateError
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import agreement, job, meeting, process_exit, slurm, start
+from fleetpipe.job import agreement, job, meeting, slurm, start
 from fleetpipe.job.degrees import (
     PIPELINE_AXES,
     Degrees,
@@ -25,6 +25,7 @@ from fleetpipe.job.degrees import (
 )
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.say_once import tell_once
+from fleetpipe.job.watching import process_exit
 from fleetpipe.static._paddle import dynamic_mode
 
 _numbers = itertools.count()

@@ -20,7 +20,7 @@ from typing import Any
 
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.degrees import Degrees
-from fleetpipe.job.watch import Watch
+from fleetpipe.job.watching.watch import Watch
 from fleetpipe.transport import (
     DirectGroup,
     GlooGroup,

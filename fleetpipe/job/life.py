@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.failure import Failure
+from fleetpipe.job.watching.failure import Failure
 
 #: Names the folder of this life on this host.
 FOLDER = "FLEETPIPE_LIFE"

@@ -13,12 +13,13 @@ from dataclasses import asdict
 from typing import Any
 
 from fleetpipe._paddle import paddle, paddle_fleet
-from fleetpipe.job import gloo, life, meeting, paddle_groups
+from fleetpipe.job import life, meeting
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.degrees import Degrees
+from fleetpipe.job.groups import gloo, paddle_groups
 from fleetpipe.job.job import Job
 from fleetpipe.job.store import JobStore
-from fleetpipe.job.watch import Watch
+from fleetpipe.job.watching.watch import Watch
 from fleetpipe.transport import SocketTransport
 from fleetpipe.transport.joining.mesh import join
 

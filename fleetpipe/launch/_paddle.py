@@ -20,7 +20,7 @@ from paddle.distributed.launch.job import pod as _pod
 from paddle.distributed.launch.main import launch as _launch
 
 from fleetpipe.job import life
-from fleetpipe.job.watch import EXIT_CODE
+from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch.script import in_a_shell
 
 #: Seconds between two looks at the processes.

@@ -11,9 +11,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from fleetpipe.cli import main  # noqa: E402
 from fleetpipe.errors import PeerFailed  # noqa: E402
-from fleetpipe.job import life, process_exit  # noqa: E402
-from fleetpipe.job.failure import Failure  # noqa: E402
-from fleetpipe.job.watch import EXIT_CODE  # noqa: E402
+from fleetpipe.job import life  # noqa: E402
+from fleetpipe.job.watching import process_exit  # noqa: E402
+from fleetpipe.job.watching.failure import Failure  # noqa: E402
+from fleetpipe.job.watching.watch import EXIT_CODE  # noqa: E402
 
 code = main(sys.argv[1:])
 error = process_exit.error()

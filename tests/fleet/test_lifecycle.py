@@ -15,9 +15,10 @@ from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, PartitionError, PeerFailed, StateError
 from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-from fleetpipe.job import gloo, process_exit
 from fleetpipe.job.degrees import Degrees
+from fleetpipe.job.groups import gloo
 from fleetpipe.job.job import current_job
+from fleetpipe.job.watching import process_exit
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
 collective: Any = _collective

@@ -9,9 +9,9 @@ import pytest
 from fleetpipe.errors import PeerFailed
 from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.job import Job
-from fleetpipe.job.watch import Watch
+from fleetpipe.job.watching.watch import Watch
 from tests.job.test_meeting import MemoryStore
-from tests.job.test_watch import sockets_of, soon, vanish
+from tests.job.watching.test_watch import sockets_of, soon, vanish
 
 
 def bereft() -> tuple[Job, Watch, list[str]]:

@@ -32,7 +32,8 @@ from fleetpipe.dygraph.tensor_parallel import (
     split_axis,
     whole_value,
 )
-from fleetpipe.job import gloo, meeting
+from fleetpipe.job import meeting
+from fleetpipe.job.groups import gloo
 from fleetpipe.transport import DirectGroup
 
 SECONDS = 60.0

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fleetpipe.errors import TransportError
-from fleetpipe.job import news
+from fleetpipe.job.watching import news
 from fleetpipe.transport.joining import handshake
 from fleetpipe.transport.joining.handshake import Known
 from fleetpipe.transport.wire.parsing import parse

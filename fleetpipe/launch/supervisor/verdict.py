@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fleetpipe.job import life
-from fleetpipe.job.failure import Failure
-from fleetpipe.job.watch import EXIT_CODE
+from fleetpipe.job.watching.failure import Failure
+from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch.script import in_a_shell
 
 #: Status of a job of which one step failed twice in a row: EX_DATAERR.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.job import life
-from fleetpipe.job.failure import Failure
+from fleetpipe.job.watching.failure import Failure
 from fleetpipe.launch.supervisor.verdict import Verdict, joint, judge
 
 

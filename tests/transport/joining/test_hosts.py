@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from fleetpipe.errors import TransportError
-from fleetpipe.job import gloo
+from fleetpipe.job.groups import gloo
 from fleetpipe.transport.joining import hosts
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from fleetpipe.job.watch import EXIT_CODE
+from fleetpipe.job.watching.watch import EXIT_CODE
 
 _exit: SystemExit | None = None
 

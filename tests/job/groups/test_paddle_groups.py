@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from fleetpipe.errors import ConfigError, PeerFailed
-from fleetpipe.job import gloo, paddle_groups
+from fleetpipe.job.groups import gloo, paddle_groups
 from tests.job.test_meeting import MemoryStore
 
 

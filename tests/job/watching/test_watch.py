@@ -13,10 +13,10 @@ from itertools import combinations
 import pytest
 
 from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout, TransportError
-from fleetpipe.job import peer as peers
-from fleetpipe.job import watch as module
-from fleetpipe.job.failure import Failure
-from fleetpipe.job.watch import Watch
+from fleetpipe.job.watching import peer as peers
+from fleetpipe.job.watching import watch as module
+from fleetpipe.job.watching.failure import Failure
+from fleetpipe.job.watching.watch import Watch
 from fleetpipe.transport.wire.seal import Seal, Seals
 
 Begin = Callable[[int], "list[Watch]"]

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from fleetpipe.job import news
-from fleetpipe.job.failure import Failure
+from fleetpipe.job.watching import news
+from fleetpipe.job.watching.failure import Failure
 from fleetpipe.transport.wire.seal import Seals
 
 #: A rank that was not heard for so long is called silent, and gets no lines, which would fill its

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from fleetpipe.job.failure import KINDS
+from fleetpipe.job.watching.failure import KINDS
 from fleetpipe.transport.wire.parsing import parse
 from fleetpipe.transport.wire.seal import SEAL_BYTES, Seal
 

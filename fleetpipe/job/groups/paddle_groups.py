@@ -15,9 +15,10 @@ from typing import Any
 
 from fleetpipe import _paddle
 from fleetpipe.errors import FleetPipeError, PeerFailed
-from fleetpipe.job import gloo, meeting
+from fleetpipe.job import meeting
+from fleetpipe.job.groups import gloo
 from fleetpipe.job.store import JobStore
-from fleetpipe.job.watch import Watch
+from fleetpipe.job.watching.watch import Watch
 
 #: The groups of these members, in the order in which one job made them.
 _kept: dict[tuple[int, ...], list[Any]] = {}

@@ -24,8 +24,8 @@ from typing import Any, Callable, NamedTuple
 
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.job import life
-from fleetpipe.job.failure import Failure
-from fleetpipe.job.peer import Peer
+from fleetpipe.job.watching.failure import Failure
+from fleetpipe.job.watching.peer import Peer
 from fleetpipe.transport.limit import STOPPED_SECONDS
 from fleetpipe.transport.sockets import forks
 from fleetpipe.transport.wire.seal import Seals
