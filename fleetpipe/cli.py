@@ -88,7 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        arguments = _parser(words).parse_args(words)
+        parser = _parser(words)
+        if not words:
+            parser.print_help(sys.stderr)
+            return 2
+        arguments = parser.parse_args(words)
         # Paddle is loaded with the command that needs it, and is to find itself quiet.
         with quiet(getattr(arguments, "log_level", DEFAULT_LEVEL)):
             run: Callable[[argparse.Namespace], int] = _imported(arguments.run)

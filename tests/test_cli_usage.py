@@ -25,6 +25,15 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"fleetpipe {fleetpipe.__version__}\n"
 
 
+def test_no_word_at_all_is_answered_with_every_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert [command.name for command in COMMANDS if command.name not in output.err] == []
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_every_argument_has_a_help_text(command: cli.Command) -> None:
     parser = argparse.ArgumentParser()
