@@ -20,7 +20,7 @@ from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.config import DEFAULT_TIMEOUT
 from fleetpipe.job import job, life
 from fleetpipe.job.stopping import Stopping
-from fleetpipe.launch.kept_state import KeptState
+from fleetpipe.launch.keeping.kept_state import KeptState
 
 #: Names the folder of checkpoints where the script does not.
 FOLDER = "FLEETPIPE_CHECKPOINT_DIR"

@@ -1,6 +1,6 @@
 """Keeps the state after every step in memory that outlives this process, and goes back to it.
 
-It is what a checkpoint holds of one rank, in a :class:`~fleetpipe.launch.segment.Segment` that the
+It is what a checkpoint holds of one rank, in a :class:`~fleetpipe.launch.keeping.segment.Segment` that the
 supervisor owns: the bytes of each tensor, copied once from where they lie, and the rest as text.
 """
 
@@ -19,7 +19,7 @@ from fleetpipe.checkpoint.files import host
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
-from fleetpipe.launch.segment import Segment
+from fleetpipe.launch.keeping.segment import Segment
 
 #: Names the folder in memory; whoever starts a job again gives it.
 FOLDER = "FLEETPIPE_KEPT_STATE"

@@ -15,7 +15,7 @@ from paddle import nn
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
-from fleetpipe.launch.kept_state import KeptState
+from fleetpipe.launch.keeping.kept_state import KeptState
 from fleetpipe.transport import SoleGroup
 
 
