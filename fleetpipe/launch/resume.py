@@ -166,15 +166,18 @@ def _go_on(state: State, manager: CheckpointManager, kept: KeptState | None) -> 
     """Goes back to the newest step that is kept or saved, and returns its number. Collective."""
     saved = [step for steps in job.all_ranks().all_gather(manager.steps()) for step in steps]
     newest = None if kept is None else kept.newest()
-    if kept is not None and newest is not None and newest >= max(saved, default=0):
+    if kept is not None and newest is not None and newest.step >= max(saved, default=0):
         kept.restore(newest)
-        _tell(f"goes on after {newest} steps, as they were kept in memory")
-        return newest
-    if not saved:
-        return 0
-    # Where one rank sees a checkpoint all restore, and one that does not says so.
-    step = manager.restore("latest", **state).step
-    _tell(f"goes on after {step} steps")
+        step, where = newest.step, ", as they were kept in memory"
+    elif saved:
+        # Where one rank sees a checkpoint all restore, and one that does not says so.
+        step, where = manager.restore("latest", **state).step, ""
+    else:
+        step, where = 0, ""
+    if kept is not None:
+        kept.forget_after(step)
+    if step:
+        _tell(f"goes on after {step} steps{where}")
     return step
 
 

@@ -2,7 +2,7 @@
 
 What happens is ``LIFE.RANK.STEP=SIGNAL``: in that step the rank sends itself the signal, or, where
 it is ``supervisor``, has whoever started the job asked to stop. Each step takes at least
-``RESUME_WORKER_PAUSE`` seconds.
+``RESUME_WORKER_PAUSE`` seconds, and every ``RESUME_WORKER_SAVES``-th is saved.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def main() -> None:
     adam = paddle.optimizer.Adam(rate, parameters=model.parameters())
     optimizer = fleet.distributed_optimizer(adam)
     folder = os.environ.get("FLEETPIPE_CHECKPOINT_DIR", "own")
-    manager = fleetpipe.CheckpointManager(folder, save_interval=3)
+    interval = int(os.environ.get("RESUME_WORKER_SAVES", "3"))
+    manager = fleetpipe.CheckpointManager(folder, save_interval=interval)
     run = fleetpipe.resume(model, optimizer, lr_scheduler=rate, manager=manager)
     for step in run.steps(int(steps)):
         time.sleep(float(os.environ.get("RESUME_WORKER_PAUSE", "0")))

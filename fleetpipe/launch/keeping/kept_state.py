@@ -1,11 +1,13 @@
 """Keeps the state after every step in memory that outlives this process, and goes back to it.
 
-It is what a checkpoint holds of one rank, in a :class:`~fleetpipe.launch.keeping.segment.Segment` that the
-supervisor owns: the bytes of each tensor, copied once from where they lie, and the rest as text.
+It is what a checkpoint holds of one rank, in a :class:`~fleetpipe.launch.keeping.segment.Segment`
+that the supervisor owns: the bytes of each tensor, copied once from where they lie, and the rest as
+text.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -19,7 +21,9 @@ from fleetpipe.checkpoint.files import host
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
+from fleetpipe.launch.keeping.pins import SLOTS, SLOTS_WITH_NEIGHBOUR, Pins
 from fleetpipe.launch.keeping.segment import Segment
+from fleetpipe.launch.keeping.slots import Slots, Stamp
 
 #: Names the folder in memory; whoever starts a job again gives it.
 FOLDER = "FLEETPIPE_KEPT_STATE"
@@ -32,7 +36,7 @@ _TEXT_TIMES = 2
 
 
 class KeptState:
-    """This rank's state after its last two steps."""
+    """This rank's state after its last steps."""
 
     def __init__(self, folder: Path, objects: Objects, ranks: Ranks) -> None:
         """Takes what an earlier life has left in the folder.
@@ -45,6 +49,8 @@ class KeptState:
         self._folder = folder
         self._objects = objects
         self._ranks = ranks
+        self._pins = Pins.of(folder)
+        self._slots = SLOTS if self._pins is None else SLOTS_WITH_NEIGHBOUR
         self._segments = dict(self._left())
         self._index: Index = {}
         self._tensors: list[tuple[Name, int]] = []
@@ -66,38 +72,46 @@ class KeptState:
         segment = self._segment(text)
         # The first of each pair keeps the bytes of the second alive.
         memories = [host.bytes_of(one) for one in held]
-        segment.write(step, [memory for _, memory in memories], text)
-        if len(segment.steps()) > 1:
+        stamp = Stamp(0 if self._pins is None else self._pins.life, step)
+        segment.write(stamp, [memory for _, memory in memories], text, self._pinned)
+        if len(segment.stamps()) > 1:
             self._forget_others(segment)
 
-    def newest(self) -> int | None:
-        """Returns the newest step that is kept whole on all ranks; None: there is none. Collective.
+    def newest(self) -> Stamp | None:
+        """Returns the newest state that is kept whole on all ranks, or None. Collective.
 
         Raises:
             PeerFailed: A rank died.
         """
-        own = [step for _, segment in self._segments.values() for step in segment.steps()]
-        first, *others = self._ranks.together("looking for kept states", lambda: own)
-        common = set(first).intersection(*others)
-        return max(common) if common else None
+        own = [[*stamp] for _, segment in self._segments.values() for stamp in segment.stamps()]
+        everyone = self._ranks.together("looking for kept states", lambda: own)
+        first, *others = [{Stamp(*stamp) for stamp in stamps} for stamps in everyone]
+        return max(
+            first.intersection(*others), key=lambda stamp: (stamp.step, stamp.life), default=None
+        )
 
-    def restore(self, step: int) -> None:
-        """Gives the objects the state after ``step`` steps, which :meth:`newest` returned.
+    def forget_after(self, step: int) -> None:
+        """Forgets what is behind the step that the run goes on after. Each rank by itself."""
+        for _, segment in self._segments.values():
+            segment.forget_after(step)
+
+    def restore(self, stamp: Stamp) -> None:
+        """Gives the objects a state that :meth:`newest` returned.
 
         Collective.
 
         Raises:
             CheckpointError: It is the state of something else on some rank.
         """
-        self._ranks.together(f"going back to step {step}", lambda: self._restore(step))
+        self._ranks.together(f"going back to step {stamp.step}", lambda: self._restore(stamp))
 
-    def _restore(self, step: int) -> None:
+    def _restore(self, stamp: Stamp) -> None:
         index, segment = next(
             (index, segment)
             for index, segment in self._segments.values()
-            if step in segment.steps()
+            if stamp in segment.stamps()
         )
-        blocks, text = segment.read(step)
+        blocks, text = segment.read(stamp)
         described = {
             Name(group, name): Described(dtype, tuple(shape))
             for group, name, dtype, shape, _ in index["blocks"]
@@ -117,8 +131,6 @@ class KeptState:
         state = training_state.from_text(text.decode())
         self._objects.training_state().put_back(state)
         random_state.put_back(state["random"])
-        for _, each in self._segments.values():
-            each.forget_after(step)
 
     def _held(self) -> list[Held]:
         """Returns the tensors that make the state now; describes them where they are others."""
@@ -145,28 +157,36 @@ class KeptState:
     def _segment(self, text: bytes) -> Segment:
         """Returns where a state of the form of now goes, with a text as long as this one."""
         for index, segment in self._segments.values():
-            if index == self._index and segment.takes(text):
+            fits = segment.takes(text) and segment.slots >= self._slots
+            if index == self._index and fits:
                 return segment
         # The steps that are kept in another form stay until this one has two.
         number = 1 + max((int(file.suffix[1:]) for file in self._segments), default=0)
         file = self._folder / f"rank-{self._ranks.rank}.{number}"
         sizes = [size for *_, size in self._index["blocks"]]
-        segment = Segment.create(file, self._index, sizes, _TEXT_TIMES * len(text))
+        text_bytes = _TEXT_TIMES * len(text)
+        segment = Segment.create(file, self._index, sizes, text_bytes, self._slots)
         self._segments[file] = (self._index, segment)
         return segment
 
     def _forget_others(self, kept: Segment) -> None:
         """Removes what is kept in other forms: all ranks have these steps in their newest one."""
-        for file in [file for file, (_, one) in self._segments.items() if one is not kept]:
-            del self._segments[file]
-            file.unlink()
+        for file, (_, segment) in list(self._segments.items()):
+            if segment is not kept and not set(segment.stamps()).intersection(self._pinned):
+                del self._segments[file]
+                file.unlink()
+
+    @property
+    def _pinned(self) -> list[Stamp]:
+        return [] if self._pins is None else self._pins.states
 
     def _left(self) -> Iterator[tuple[Path, tuple[Index, Segment]]]:
         """Yields what an earlier life of this rank has left, under the same layout."""
         for file in self._folder.glob(f"rank-{self._ranks.rank}.*"):
-            index = Segment.index_of(file)
+            slots = Slots(file)
+            index = json.loads(slots.form.about)
             if index["layout"] == self._layout:
-                yield file, (index, Segment(file, [size for *_, size in index["blocks"]]))
+                yield file, (index, Segment(slots, [size for *_, size in index["blocks"]]))
 
 
 def _row(name: Name, held: Held) -> list[Any]:

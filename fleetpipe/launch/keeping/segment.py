@@ -1,164 +1,109 @@
-"""Two slots for the state of one rank, in a file in memory that outlives its process.
+"""The state of one rank after its last steps, in a file in memory that outlives its process.
 
-A slot is written whole or counts as empty: its step is taken out before the first byte changes and
-put in after the last one. While one is written, the other holds the step before.
-
-    magic, bytes of the index, bytes of a slot's text, bytes of a slot    each 8 bytes
-    index                                                                 JSON
-    two slots: steps + 1 (0: empty), bytes of its text; the text; blocks  at multiples of 64
+While one slot is written, others hold the steps before.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import mmap
-import os
-import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fleetpipe.errors import CheckpointError
+from fleetpipe.launch.keeping.slots import Form, Slots, Stamp, aligned
 
 #: A value of JSON.
 Json = Any
 
-_MAGIC = b"FLTPKEPT"
-_HEAD = struct.Struct("<8sQQQ")
-_SLOT = struct.Struct("<QQ")
-_SLOTS = 2
-_ALIGNED = 64
-
 
 class Segment:
-    """The state of one rank after its last two steps."""
+    """The tensors of one rank as blocks of bytes, and a text beside them, once for each slot."""
 
-    def __init__(self, file: Path, sizes: Sequence[int]) -> None:
-        """Opens a file that :meth:`create` made.
+    def __init__(self, slots: Slots, sizes: Sequence[int]) -> None:
+        """Takes slots that :meth:`create` made.
 
         Args:
-            file: The file.
+            slots: The slots.
             sizes: Bytes of each block.
         """
-        with file.open("r+b") as opened:
-            self._memory = mmap.mmap(opened.fileno(), 0)
-        _, index_bytes, text_bytes, slot_bytes = _HEAD.unpack_from(self._memory)
-        self._text_bytes: int = text_bytes
-        self._slot_bytes: int = slot_bytes
-        self._first: int = _aligned(_HEAD.size + index_bytes)
-        bytes_ = np.frombuffer(self._memory, np.uint8)
+        self._slots = slots
+        text_bytes = slots.form.text_bytes
         self._blocks = [
-            _blocks_of(bytes_, self._text_at(slot) + self._text_bytes, sizes)
-            for slot in range(_SLOTS)
+            _blocks_of(np.frombuffer(slots.contents(slot), np.uint8), text_bytes, sizes)
+            for slot in range(slots.form.slots)
         ]
 
     @classmethod
-    def create(cls, file: Path, index: Json, sizes: Sequence[int], text_bytes: int) -> Segment:
-        """Makes a file with two empty slots.
+    def create(
+        cls, file: Path, index: Json, sizes: Sequence[int], text_bytes: int, slots: int
+    ) -> Segment:
+        """Makes a file with empty slots.
 
         Args:
             file: The file.
             index: What the blocks are, in words of the caller's.
             sizes: Bytes of each block.
             text_bytes: Most bytes of the text beside them.
+            slots: How many states it takes.
 
         Raises:
             CheckpointError: The host has not so much memory for files in memory.
         """
-        text = json.dumps(index).encode()
-        text_bytes = _aligned(text_bytes)
-        slot_bytes = _aligned(_SLOT.size) + text_bytes + sum(map(_aligned, sizes))
-        total = _aligned(_HEAD.size + len(text)) + _SLOTS * slot_bytes
-        draft = file.with_name(f".{file.name}")
-        with draft.open("w+b") as opened:
-            _reserve(opened.fileno(), total, file)
-            opened.write(_HEAD.pack(_MAGIC, len(text), text_bytes, slot_bytes) + text)
-        draft.rename(file)
-        return cls(file, sizes)
+        form = Form(json.dumps(index).encode(), text_bytes, sum(map(aligned, sizes)), slots)
+        return cls(Slots.create(file, form), sizes)
 
-    @staticmethod
-    def index_of(file: Path) -> Json:
-        """Returns the index of a file that :meth:`create` made."""
-        with file.open("rb") as opened:
-            _, index_bytes, _, _ = _HEAD.unpack(opened.read(_HEAD.size))
-            return json.loads(opened.read(index_bytes))
+    @property
+    def slots(self) -> int:
+        """How many states it takes."""
+        return self._slots.form.slots
 
-    def steps(self) -> list[int]:
-        """Returns the steps that are there whole, ascending."""
-        return sorted(count - 1 for count in map(self._count, range(_SLOTS)) if count)
+    def stamps(self) -> list[Stamp]:
+        """Returns the states that are there whole, the first step first."""
+        return self._slots.stamps()
 
     def takes(self, text: bytes) -> bool:
         """Whether a text is not too long for a slot."""
-        return len(text) <= self._text_bytes
+        return len(text) <= self._slots.form.text_bytes
 
-    def write(self, step: int, blocks: Sequence[memoryview], text: bytes) -> None:
-        """Puts a step into the slot with the older one.
+    def write(
+        self,
+        stamp: Stamp,
+        blocks: Sequence[memoryview],
+        text: bytes,
+        pinned: Collection[Stamp] = (),
+    ) -> None:
+        """Puts a state into the slot with the oldest one.
 
         Args:
-            step: Its number.
+            stamp: Which one it is.
             blocks: Bytes, as many as each block has.
             text: What goes beside them.
+            pinned: What has to stay.
         """
-        slot = min(range(_SLOTS), key=self._count)
-        _SLOT.pack_into(self._memory, self._slot_at(slot), 0, len(text))
+        slot = self._slots.begin(pinned)
         for place, block in zip(self._blocks[slot], blocks):
             place[:] = np.frombuffer(block, np.uint8)
-        begin = self._text_at(slot)
-        self._memory[begin : begin + len(text)] = text
-        _SLOT.pack_into(self._memory, self._slot_at(slot), step + 1, len(text))
+        self._slots.contents(slot)[: len(text)] = text
+        self._slots.end(slot, stamp, len(text))
 
     def forget_after(self, step: int) -> None:
         """Empties slots with later steps: they will be done again."""
-        for slot in range(_SLOTS):
-            if self._count(slot) > step + 1:
-                _SLOT.pack_into(self._memory, self._slot_at(slot), 0, 0)
+        self._slots.forget_after(step)
 
-    def read(self, step: int) -> tuple[list[memoryview], bytes]:
-        """Returns the blocks and the text of a step that is there; not copies."""
-        slot = next(slot for slot in range(_SLOTS) if self._count(slot) == step + 1)
-        _, length = _SLOT.unpack_from(self._memory, self._slot_at(slot))
-        begin = self._text_at(slot)
+    def read(self, stamp: Stamp) -> tuple[list[memoryview], bytes]:
+        """Returns the blocks and the text of a state that is there; not copies."""
+        slot = self._slots.slot_of(stamp)
+        if slot is None:
+            raise KeyError(stamp)
         blocks = [block.data for block in self._blocks[slot]]
-        return blocks, bytes(self._memory[begin : begin + length])
-
-    def _count(self, slot: int) -> int:
-        count: int = _SLOT.unpack_from(self._memory, self._slot_at(slot))[0]
-        return count
-
-    def _slot_at(self, slot: int) -> int:
-        return self._first + slot * self._slot_bytes
-
-    def _text_at(self, slot: int) -> int:
-        return self._slot_at(slot) + _aligned(_SLOT.size)
+        return blocks, bytes(self._slots.text_of(slot))
 
 
 def _blocks_of(memory: np.ndarray, begin: int, sizes: Sequence[int]) -> list[np.ndarray]:
     blocks = []
     for size in sizes:
         blocks.append(memory[begin : begin + size])
-        begin += _aligned(size)
+        begin += aligned(size)
     return blocks
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _reserve(descriptor: int, size: int, file: Path) -> None:
-    """Takes the memory now: a write beyond what is left of it would end the process."""
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        free = os.statvfs(file.parent)
-        raise CheckpointError(
-            f"the state of this rank does not fit into {file.parent}",
-            expected=f"{size} bytes for the last two steps",
-            got=f"{free.f_bavail * free.f_frsize} bytes",
-            cause="a container has 64 MiB there unless it is given more (docker --shm-size)",
-            fix="give the host more shared memory, or launch without --keep_state",
-        ) from None

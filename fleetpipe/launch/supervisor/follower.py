@@ -9,6 +9,7 @@ import socket
 import time
 
 from fleetpipe.errors import TransportError
+from fleetpipe.launch.keeping.copies import TO_COPIES, Copies
 from fleetpipe.launch.script import in_a_shell
 from fleetpipe.launch.supervisor import link as links
 from fleetpipe.launch.supervisor.link import Link, Message
@@ -27,7 +28,12 @@ class Follower:
     """One host's part in a job that another one leads."""
 
     def __init__(
-        self, options: argparse.Namespace, local: Local, signals: Signals, address: str
+        self,
+        options: argparse.Namespace,
+        local: Local,
+        signals: Signals,
+        address: str,
+        copies: Copies | None = None,
     ) -> None:
         """Follows.
 
@@ -36,11 +42,13 @@ class Follower:
             local: This host's ranks.
             signals: What asks the job to stop.
             address: Of this host.
+            copies: This host's part in the copies of states; None where there are none.
         """
         self._options = options
         self._local = local
         self._signals = signals
         self._address = address
+        self._copies = copies
         self._life = 0
         self._code: int | None = None
         self._stopped_by: int | None = None
@@ -78,7 +86,9 @@ class Follower:
                 return None
             try:
                 link = _dialled(self._options.master)
-                link.tell("here", address=self._address)
+                port = 0 if self._copies is None else self._copies.port
+                claim = self._local.claim
+                link.tell("here", address=self._address, port=port, **claim._asdict())
                 return link
             except (OSError, Stranger) as error:
                 found = str(error)
@@ -95,8 +105,9 @@ class Follower:
     def _follow(self, link: Link) -> None:
         """Does what the leader says until the job is over, or the leader is lost."""
         with selectors.DefaultSelector() as selector:
-            for each in (link, self._local, self._signals):
-                selector.register(each, selectors.EVENT_READ, each)
+            for each in (link, self._local, self._signals, self._copies):
+                if each is not None:
+                    selector.register(each, selectors.EVENT_READ, each)
             while not link.lost and self._code is None:
                 for key, _ in selector.select(_TURN_SECONDS):
                     if key.data is link:
@@ -105,6 +116,9 @@ class Follower:
                     elif key.data is self._signals:
                         for number in self._signals.take():
                             link.tell("asked", number=number)
+                    elif self._copies is not None and key.data is self._copies:
+                        for news in self._copies.news():
+                            link.tell(**news)
                     else:
                         link.tell("ended", life=self._life, verdict=str(self._local.end()))
                 link.say_alive()
@@ -121,6 +135,8 @@ class Follower:
             self._local.kill()
         elif kind == "over":
             self._code = message["code"]
+        elif self._copies is not None and kind in TO_COPIES:
+            self._copies.obey(message)
 
     def _end_life(self) -> None:
         if self._local.running:

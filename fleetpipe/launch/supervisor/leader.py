@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import secrets
 import selectors
 import socket
 import time
+from typing import Any, NamedTuple
 
 from fleetpipe.job import life
+from fleetpipe.launch.keeping.copies import Copies
+from fleetpipe.launch.keeping.places import Claim, given_back, placed
+from fleetpipe.launch.keeping.rounds import Rounds
+from fleetpipe.launch.keeping.slots import Stamp
 from fleetpipe.launch.script import in_a_shell
 from fleetpipe.launch.supervisor import link as links
 from fleetpipe.launch.supervisor import saying
@@ -25,6 +31,21 @@ END_SECONDS = 8.0
 #: Seconds in which further hosts may come once there are enough.
 SETTLE_SECONDS = 5.0
 _TURN_SECONDS = 1.0
+_MARK_BITS = 48
+
+
+class Host(NamedTuple):
+    """A host that follows, as its supervisor says.
+
+    Attributes:
+        address: Of it.
+        port: Where it takes copies of states; 0: it does not.
+        claim: Where it was in the last life in which it took part.
+    """
+
+    address: str
+    port: int
+    claim: Claim
 
 
 class Leader:
@@ -36,6 +57,7 @@ class Leader:
         local: Local,
         signals: Signals,
         listener: socket.socket | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """Leads.
 
@@ -44,14 +66,19 @@ class Leader:
             local: This host's ranks.
             signals: What asks the job to stop.
             listener: Where other hosts come to; None where there are none.
+            copies: This host's part in the copies of states; None where there are none.
         """
         self._options = options
         self._local = local
         self._signals = signals
         self._host = options.master[0] if listener is not None else ""
         self._selector = selectors.DefaultSelector()
-        #: Supervisors that follow, with the addresses of those that have said where they are.
-        self._links: dict[Link, str] = {}
+        self._copies = copies
+        self._rounds: Rounds | None = None
+        #: The places of hosts that are giving back what they have of others.
+        self._giving: set[int] = set()
+        #: Supervisors that follow, and what those have said of themselves that have.
+        self._links: dict[Link, Host | None] = {}
         self._strangers: list[Attempt] = []
         self._taking_part: list[Link] = []
         self._running: set[Link] = set()
@@ -63,6 +90,8 @@ class Leader:
         self._deadline: float | None = None
         self._selector.register(local, selectors.EVENT_READ, self._end)
         self._selector.register(signals, selectors.EVENT_READ, self._take_signals)
+        if copies is not None:
+            self._selector.register(copies, selectors.EVENT_READ, self._take_news)
         if listener is not None:
             accept = functools.partial(self._accept, listener)
             self._selector.register(listener, selectors.EVENT_READ, accept)
@@ -80,13 +109,15 @@ class Leader:
         return code
 
     @property
-    def _hosts(self) -> list[Link]:
+    def _hosts(self) -> dict[Link, Host]:
         """The other hosts that are here."""
-        return [each for each, address in self._links.items() if address]
+        return {each: host for each, host in self._links.items() if host is not None}
 
     def _run(self) -> int:
         last = None
         while self._gather():
+            if not self._prepare():
+                continue
             verdict = self._live()
             if verdict.saved is not None and self._grows:
                 saying.say(f"{verdict.saved} steps are saved, and a host has come")
@@ -139,20 +170,61 @@ class Leader:
             self._turn()
         return False
 
+    def _prepare(self) -> bool:
+        """Gives each host its place, and one that has lost its memory what its neighbour has of it.
+
+        Returns:
+            Whether all of them are still there.
+        """
+        hosts = self._hosts
+        links, claims = [*hosts], [host.claim for host in hosts.values()]
+        nodes = min(len(links) + 1, self._options.nnodes[1])
+        self._taking_part = [links[host] for host in placed(claims, nodes)]
+        self._number = 1 + max(self._number, *(claim.life for claim in [Claim(), *claims]))
+        own = self._local.claim
+        ring = [own, *(hosts[each].claim for each in self._taking_part)] if self._ring() else []
+        for holder, node in given_back(ring):
+            self._command(node, "expect", life=self._number, nodes=nodes, node=node)
+            self._command(holder, "give", life=self._number, to=self._ring()[node])
+            self._giving.add(holder)
+        while self._giving and self._stopped_by is None:
+            self._turn()
+        self._giving.clear()
+        return self._stopped_by is None and all(each in self._links for each in self._taking_part)
+
+    def _ring(self) -> list[str]:
+        """Where the hosts of a life take copies, by place; empty where not all of them do."""
+        others = [self._links[each] for each in self._taking_part]
+        if self._copies is None or not others or not all(host and host.port for host in others):
+            return []
+        return [self._copies.where, *(f"{host.address}:{host.port}" for host in others if host)]
+
+    def _command(self, whom: int, kind: str, **fields: Any) -> None:
+        """Has a host do something with copies."""
+        if whom:
+            self._taking_part[whom - 1].tell(kind, **fields)
+        elif self._copies is not None:
+            self._copies.obey({"kind": kind, **fields})
+
     def _live(self) -> Verdict:
         """Runs one life to its end on all hosts."""
-        self._number += 1
         self._verdicts, self._deadline, self._grows = [], None, False
-        self._taking_part = self._hosts[: self._options.nnodes[1] - 1]
-        nodes = len(self._taking_part) + 1
-        master = f"{self._host}:{_free_port(self._host)}" if nodes > 1 else ""
+        nodes, ring = len(self._taking_part) + 1, self._ring()
+        place = Place(self._number, nodes)
+        if nodes > 1:
+            place = place._replace(master=f"{self._host}:{_free_port(self._host)}")
+        if ring:
+            place = place._replace(mark=secrets.randbits(_MARK_BITS), neighbour=ring[1])
+            self._rounds = Rounds(place.mark, nodes, self._options.neighbour_every)
         for node, each in enumerate(self._taking_part, 1):
-            each.tell("begin", life=self._number, nodes=nodes, node=node, master=master)
+            neighbour = ring[(node + 1) % nodes] if ring else ""
+            each.tell("begin", **place._replace(node=node, neighbour=neighbour)._asdict())
         self._running = set(self._taking_part)
-        self._local.start(Place(self._number, nodes, 0, master))
+        self._local.start(place)
         while self._local.running or self._running:
             self._turn()
             self._kill_if_late()
+        self._rounds = None
         return joint(self._verdicts)
 
     def _turn(self) -> None:
@@ -170,6 +242,7 @@ class Leader:
             if each.lost:
                 self._lose(each)
         self._grow()
+        self._copy()
 
     def _end(self) -> None:
         self._ended(self._local.end())
@@ -187,12 +260,26 @@ class Leader:
 
     def _heard(self, who: Link, message: Message) -> None:
         if message["kind"] == "here":
-            self._links[who] = message["address"]
+            claim = Claim(**{name: message[name] for name in Claim._fields})
+            self._links[who] = Host(message["address"], message["port"], claim)
         elif message["kind"] == "asked":
             self._asked(message["number"])
         elif message["kind"] == "ended" and message["life"] == self._number:
             self._running.discard(who)
             self._ended(Verdict.parse(message["verdict"]))
+        elif who in self._taking_part:
+            self._told(self._taking_part.index(who) + 1, message)
+
+    def _take_news(self) -> None:
+        for message in self._copies.news() if self._copies is not None else ():
+            self._told(0, message)
+
+    def _told(self, node: int, message: Message) -> None:
+        """Takes note of what a host has done with copies."""
+        if message["kind"] == "gave":
+            self._giving.discard(node)
+        elif message["kind"] == "mirrored" and message["life"] == self._number and self._rounds:
+            self._rounds.told(node, message["step"], message["outcome"])
 
     def _ended(self, verdict: Verdict) -> None:
         """Takes note of how the life ended on a host; where it failed, it ends on the others."""
@@ -228,17 +315,31 @@ class Leader:
         most = min(self._options.nnodes[1] - 1, len(self._hosts))
         grows = len(self._taking_part) < most and self._deadline is None
         # Before its first step a rank does not save when it is asked to stop.
-        if grows and self._local.in_a_step:
+        if grows and self._local.step is not None:
             self._grows = True
             self._stop()
 
+    def _copy(self) -> None:
+        """Begins a round of copies to the neighbours, where none is on."""
+        step = self._local.step
+        if self._rounds is None or step is None or self._deadline is not None:
+            return
+        state, safe = self._rounds.due(step), self._rounds.safe or Stamp(0, 0)
+        if state is not None:
+            told = {"step": state.step, "safe_life": safe.life, "safe_step": safe.step}
+            for node in range(len(self._taking_part) + 1):
+                self._command(node, "mirror", life=self._number, **told)
+
     def _lose(self, who: Link) -> None:
         """Does without a host that is gone, or cannot be reached."""
-        address = self._links.pop(who)
+        host = self._links.pop(who)
         self._selector.unregister(who)
         who.close()
+        if who in self._taking_part:
+            self._giving.discard(self._taking_part.index(who) + 1)
         if who in self._running:
             self._running.discard(who)
+            address = "" if host is None else host.address
             gone = f"host {address} is gone: its supervisor ended, or cannot be reached"
             self._ended(Verdict(1, culprit=gone))
 
@@ -264,7 +365,7 @@ class Leader:
             self._selector.unregister(attempt.sock)
             link = Link(attempt.sock, known)
             self._selector.register(link, selectors.EVENT_READ, functools.partial(self._hear, link))
-            self._links[link] = ""
+            self._links[link] = None
 
     def _drop(self, attempt: Attempt) -> None:
         self._strangers.remove(attempt)

@@ -31,8 +31,20 @@ Message = dict[str, Any]
 #: The fields of each kind of message, and their types.
 _FIELDS: dict[str, dict[str, type]] = {
     "alive": {},
-    "here": {"address": str},
-    "begin": {"life": int, "nodes": int, "node": int, "master": str},
+    "here": {"address": str, "port": int, "life": int, "nodes": int, "node": int},
+    "begin": {
+        "life": int,
+        "nodes": int,
+        "node": int,
+        "master": str,
+        "mark": int,
+        "neighbour": str,
+    },
+    "expect": {"life": int, "nodes": int, "node": int},
+    "give": {"life": int, "to": str},
+    "gave": {"life": int},
+    "mirror": {"life": int, "step": int, "safe_life": int, "safe_step": int},
+    "mirrored": {"life": int, "step": int, "outcome": str},
     "ended": {"life": int, "verdict": str},
     "asked": {"number": int},
     "stop": {},

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fleetpipe.job import life
+from fleetpipe.launch.keeping.copies import Copies
+from fleetpipe.launch.keeping.places import Claim
 from fleetpipe.launch.script import LAUNCHED
 from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions, signal_ranks
 from fleetpipe.launch.supervisor.verdict import Verdict, judge
@@ -23,18 +25,29 @@ class Place(NamedTuple):
         nodes: Hosts that take part.
         node: The number of this one.
         master: Where the launchers of the life meet, on the first host; unused where it is alone.
+        mark: A number that no other life has, where states are copied to neighbours.
+        neighbour: Where this host's states are copied to; "" where they are not.
     """
 
     life: int
     nodes: int = 1
     node: int = 0
     master: str = ""
+    mark: int = 0
+    neighbour: str = ""
 
 
 class Local:
     """The ranks of this host, one life after another."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, pods: Pods, address: str) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        folder: Path,
+        pods: Pods,
+        address: str,
+        copies: Copies | None = None,
+    ) -> None:
         """Describes them; starts none.
 
         Args:
@@ -42,11 +55,15 @@ class Local:
             folder: The supervisor's folder in memory.
             pods: The process in which Paddle's launcher runs.
             address: Of this host, as the other ones reach it; unused where it is alone.
+            copies: This host's part in the copies of states; None where there are none.
         """
         self._options = options
         self._folder = folder
         self._pods = pods
         self._address = address
+        self._copies = copies
+        #: The place that this host has, or had last.
+        self.claim = Claim()
         self._kept = folder / "kept"
         self._kept.mkdir()
         self._home: Path | None = None
@@ -58,9 +75,10 @@ class Local:
         return self._home is not None
 
     @property
-    def in_a_step(self) -> bool:
-        """Whether a life runs and some rank has begun a step of it."""
-        return self._home is not None and bool(life.steps_begun(self._home))
+    def step(self) -> int | None:
+        """The step that some rank is in; None where no life runs, or none has begun a step."""
+        begun = {} if self._home is None else life.steps_begun(self._home)
+        return max(begun.values(), default=None)
 
     def fileno(self) -> int:
         """Returns the descriptor that can be read when a life has ended."""
@@ -71,6 +89,9 @@ class Local:
         self._killed = False
         self._home = self._folder / f"life-{place.life}"
         self._home.mkdir()
+        self.claim = Claim(place.life, place.nodes, place.node)
+        if self._copies is not None:
+            self._copies.begin(self.claim, place.mark, place.neighbour, self._home)
         self._pods.start(Order(self._arguments(place), self._environment(place.life, self._home)))
 
     def end(self) -> Verdict:
@@ -78,6 +99,8 @@ class Local:
         home, self._home = self._home, None
         if home is None:
             raise RuntimeError("no life has begun since the last one was judged")
+        if self._copies is not None:
+            self._copies.end()
         try:
             verdict = judge(home, self._pods.code())
             # Who was killed from here did not fail first.

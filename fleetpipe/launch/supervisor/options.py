@@ -61,6 +61,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="keep the state after every step in this host's memory: no step is lost",
     )
     add(
+        *_spelled("neighbour_every"),
+        type=kinds.positive,
+        metavar="K",
+        help="with --keep_state on several hosts: keep the state after every K-th step in another "
+        "host's memory as well: the loss of a host costs few steps",
+    )
+    add(
         "--grace",
         type=kinds.seconds,
         default=60.0,

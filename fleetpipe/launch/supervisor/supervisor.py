@@ -13,11 +13,13 @@ from contextlib import ExitStack
 
 from fleetpipe.errors import ConfigError, TransportError
 from fleetpipe.launch import quiet
+from fleetpipe.launch.keeping.copies import Copies
 from fleetpipe.launch.supervisor.follower import Follower
 from fleetpipe.launch.supervisor.leader import Leader
 from fleetpipe.launch.supervisor.local import Local
 from fleetpipe.launch.supervisor.pods import Pods
 from fleetpipe.launch.supervisor.room import room
+from fleetpipe.launch.supervisor.saying import say
 from fleetpipe.launch.supervisor.signals import caught
 from fleetpipe.transport.joining.hosts import route_to
 
@@ -34,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
         the last life. The same on every host.
 
     Raises:
-        ConfigError: Several hosts, and no address where they meet.
+        ConfigError: Several hosts, and no address where they meet; or options that contradict
+            each other.
         TransportError: The address of ``--master`` cannot be used, or its supervisor is not there.
     """
     if options.master is None and options.nnodes[1] > 1:
@@ -42,6 +45,13 @@ def run(options: argparse.Namespace) -> int:
             "several hosts meet at an address",
             got="--nnodes without --master",
             fix="give --master HOST:PORT, an address of the first host, the same on all of them",
+        )
+    if options.neighbour_every is not None and not (options.keep_state and options.master):
+        raise ConfigError(
+            "there is no state, or no other host, for --neighbour_every",
+            got="--neighbour_every without "
+            + ("--master" if options.keep_state else "--keep_state"),
+            fix="give --keep_state, and --nnodes and --master of several hosts; or leave it out",
         )
     with ExitStack() as ends:
         folder = ends.enter_context(room())
@@ -53,12 +63,16 @@ def run(options: argparse.Namespace) -> int:
             address = address or options.master[0]
         if listener is not None:
             ends.enter_context(listener)
+        copies = None
+        if options.neighbour_every is not None:
+            copies = Copies(folder, address, say)
+            ends.callback(copies.close)
         pods = Pods(quiet.environment(options.log_level))
         ends.callback(pods.close)
-        local = Local(options, folder, pods, address)
+        local = Local(options, folder, pods, address, copies)
         if options.master is None or listener is not None:
-            return Leader(options, local, signals, listener).run()
-        return Follower(options, local, signals, address).run()
+            return Leader(options, local, signals, listener, copies).run()
+        return Follower(options, local, signals, address, copies).run()
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

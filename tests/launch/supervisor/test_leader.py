@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fleetpipe.job.life import PREEMPTED
+from fleetpipe.launch.keeping.places import Claim
 from fleetpipe.launch.supervisor.leader import Leader
 from fleetpipe.launch.supervisor.local import Place
 from fleetpipe.launch.supervisor.signals import caught
@@ -20,7 +21,8 @@ from fleetpipe.launch.supervisor.verdict import POISONED, Verdict
 class Lives:
     """Stands for this host's ranks: each life ends at once, in its turn, as was said before."""
 
-    in_a_step = False
+    step = None
+    claim = Claim()
 
     def __init__(self, *verdicts: Verdict) -> None:
         self.running = False

@@ -36,10 +36,10 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def test_messages_come_in_their_order(pair: Pair) -> None:
     leader, follower, _ = pair
-    leader.tell("begin", life=3, nodes=2, node=1, master="10.0.0.1:29501")
+    leader.tell("expect", life=3, nodes=2, node=1)
     leader.tell("stop")
     assert [*follower.hear()] == [
-        {"kind": "begin", "life": 3, "nodes": 2, "node": 1, "master": "10.0.0.1:29501"},
+        {"kind": "expect", "life": 3, "nodes": 2, "node": 1},
         {"kind": "stop"},
     ]
     assert [*follower.hear()] == []

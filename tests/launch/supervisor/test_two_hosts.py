@@ -1,13 +1,15 @@
-"""A host that is cut off and comes back: the job goes on with one host, and then with both."""
+"""A host that is cut off, or killed with its memory, and comes back: the job goes on."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from fleetpipe.launch.keeping.slots import Slots
 from tests import namespaces
 from tests.launching import ROOT, Finished, JobHung
 from tests.namespaces import Host
@@ -28,16 +30,45 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
         yield pair
 
 
-def wait_for(words: str, file: Path, seconds: float = 90.0) -> str:
-    """Waits until a file has some words, and returns what it has."""
+def wait_for(words: str, file: Path, times: int = 1) -> str:
+    """Waits until a file has some words so often, and returns what it has."""
+    wait_until(lambda: read(file).count(words) >= times, lambda: f"no {words!r} in\n{read(file)}")
+    return read(file)
+
+
+def read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def wait_until(it_is: Callable[[], bool], else_: Callable[[], str], seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
-    while True:
-        text = file.read_text() if file.exists() else ""
-        if words in text:
-            return text
+    while not it_is():
         if time.monotonic() > deadline:
-            raise JobHung(f"{words!r} did not come\n{text}")
+            raise JobHung(else_())
         time.sleep(0.1)
+
+
+def steps(log: str) -> list[str]:
+    return [line for line in log.splitlines() if line.startswith("step ")]
+
+
+def require_bits(logs: list[Path], alone: str) -> None:
+    """What was done twice, because it was lost with a host, has the bits of ``alone`` both times."""
+    done = steps(alone)
+    for log in map(read, logs):
+        assert set(done).issuperset(steps(log))
+        assert done[-1] in log
+        assert alone.splitlines()[-1] in log
+
+
+def copied(rank: int) -> int:
+    """Returns the last step of a rank of which another host has a copy whole; 0: there is none."""
+    files = Path("/dev/shm").glob(f"fleetpipe-launch-*/held/rank-{rank}.*")
+    return max((stamp.step for file in files for stamp in Slots(file).stamps()), default=0)
+
+
+def wait_for_copies(step: int, log: Path) -> None:
+    wait_until(lambda: min(map(copied, (0, 1))) >= step, lambda: f"no copies\n{read(log)}")
 
 
 def test_a_job_goes_on_without_a_host_and_with_it_again(
@@ -49,7 +80,7 @@ def test_a_job_goes_on_without_a_host_and_with_it_again(
     told = [tmp_path / f"{host.name}.log" for host in hosts]
     words = ["--nnodes", "1:2", "--checkpoint_dir", "shared", str(WORKER), str(STEPS)]
     env = {"RESUME_WORKER_PAUSE": "0.3"}
-    with namespaces.supervised(hosts, *words, folder=tmp_path, env=env) as processes:
+    with namespaces.supervised(hosts, *words, folder=tmp_path, env=env) as job:
         wait_for("\nstep 4 ", logs[1])
         namespaces.cut(second)
         wait_for(f"host {second.address} is gone", told[0])
@@ -57,12 +88,29 @@ def test_a_job_goes_on_without_a_host_and_with_it_again(
         wait_for("the leading host is lost", told[1])
         namespaces.mend(second)
         said = wait_for("a host has come", told[0])
-        assert [process.wait(90) for process in processes] == [0, 0], said
-    done = [line for line in alone.splitlines() if line.startswith("step ")]
-    for log in (file.read_text() for file in logs):
-        # What was done twice, because it was not saved when the host was lost, has the same bits.
-        assert set(done).issuperset(line for line in log.splitlines() if line.startswith("step "))
-        assert done[-1] in log
-        assert alone.splitlines()[-1] in log
+        assert [process.wait(90) for process in job.processes] == [0, 0], said
+    require_bits(logs, alone)
     assert "life 2 begins: restart 1 of 3" in told[0].read_text()
     assert "life 3 of the job goes on after" in logs[0].read_text()
+
+
+def test_a_host_that_is_lost_with_its_memory_costs_the_steps_since_the_last_copy(
+    hosts: tuple[Host, Host], launch: Launch, tmp_path: Path
+) -> None:
+    alone = launch(WORKER, None, args=[str(STEPS)]).logs[0]
+    logs = [tmp_path / host.name / "workerlog.0" for host in hosts]
+    words = ["--nnodes", "2", "--keep_state", "--neighbour_every", "3"]
+    words += ["--checkpoint_dir", "shared", str(WORKER), str(STEPS)]
+    env = {"RESUME_WORKER_PAUSE": "0.2", "RESUME_WORKER_SAVES": "1000"}
+    gone_on = re.compile(r"goes on after (\d+) steps, as they were kept in memory")
+    with namespaces.supervised(hosts, *words, folder=tmp_path, env=env) as job:
+        # One that follows, then the one that leads.
+        for times, host in enumerate((hosts[1], hosts[0]), 1):
+            wait_for_copies(10 * times, logs[0])
+            safe = min(map(copied, (0, 1)))
+            namespaces.kill(host)
+            job.start(host)
+            log = wait_for(", as they were kept in memory", logs[0], times)
+            assert int(gone_on.findall(log)[-1]) >= safe
+        assert [process.wait(90) for process in job.processes[2:]] == [0, 0]
+    require_bits(logs, alone)

@@ -1,0 +1,188 @@
+"""A file in memory with a few slots, each of which holds one state or none, whole or not at all.
+
+A slot is written whole or counts as empty: its step is taken out before the first byte changes and
+put in after the last one. What the bytes of a slot are, its user knows.
+
+    magic; bytes of what follows, of a slot's text, of a slot; number of slots    each 8 bytes
+    what the slots hold                                                           the user's words
+    the slots: steps + 1 (0: empty), life, bytes of the text; text; values        at multiples of 64
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from fleetpipe.errors import CheckpointError
+
+_MAGIC = b"FLTPKEPT"
+_HEAD = struct.Struct("<8sQQQQ")
+_SLOT = struct.Struct("<QQQ")
+_ALIGNED = 64
+
+
+class Stamp(NamedTuple):
+    """Which state it is.
+
+    Attributes:
+        life: The mark of the life in which it was made, which no other life has.
+        step: Steps that were done.
+    """
+
+    life: int
+    step: int
+
+
+class Form(NamedTuple):
+    """What a file is made of.
+
+    Attributes:
+        about: What the slots hold, in words of the user's.
+        text_bytes: Room for a text in each slot.
+        value_bytes: Bytes of a slot behind the text.
+        slots: How many there are.
+    """
+
+    about: bytes
+    text_bytes: int
+    value_bytes: int
+    slots: int
+
+
+class Slots:
+    """The slots of a file."""
+
+    def __init__(self, file: Path) -> None:
+        """Opens a file that :meth:`create` made.
+
+        Args:
+            file: The file.
+        """
+        with file.open("r+b") as opened:
+            self._memory = memoryview(mmap.mmap(opened.fileno(), 0))
+        _, about_bytes, text_bytes, slot_bytes, slots = _HEAD.unpack_from(self._memory)
+        about = bytes(self._memory[_HEAD.size : _HEAD.size + about_bytes])
+        value_bytes = slot_bytes - aligned(_SLOT.size) - text_bytes
+        self.form = Form(about, text_bytes, value_bytes, slots)
+        self._slot_bytes: int = slot_bytes
+        self._first = aligned(_HEAD.size + about_bytes)
+
+    @classmethod
+    def create(cls, file: Path, form: Form) -> Slots:
+        """Makes a file of empty slots, in the place of one of the same name.
+
+        Args:
+            file: The file.
+            form: What it is made of; room for texts is rounded up.
+
+        Raises:
+            CheckpointError: The host has not so much memory for files in memory.
+        """
+        about, text_bytes, value_bytes, slots = form
+        slot_bytes = aligned(_SLOT.size) + aligned(text_bytes) + aligned(value_bytes)
+        total = aligned(_HEAD.size + len(about)) + slots * slot_bytes
+        draft = file.with_name(f".{file.name}")
+        try:
+            with draft.open("w+b") as opened:
+                _reserve(opened.fileno(), total, file, slots)
+                head = _HEAD.pack(_MAGIC, len(about), aligned(text_bytes), slot_bytes, slots)
+                opened.write(head + about)
+        except BaseException:
+            draft.unlink()
+            raise
+        draft.rename(file)
+        return cls(file)
+
+    def stamps(self) -> list[Stamp]:
+        """Returns what is there whole, the first step first."""
+        return sorted(filter(None, map(self._stamp, range(self.form.slots))), key=_by_step)
+
+    def begin(self, pinned: Collection[Stamp] = ()) -> int:
+        """Empties the slot with the oldest state, which is to be written; returns its number.
+
+        Args:
+            pinned: What has to stay; fewer than there are slots.
+        """
+        free = (slot for slot in range(self.form.slots) if self._stamp(slot) not in pinned)
+        slot = min(free, key=self._count)
+        self._empty(slot)
+        return slot
+
+    def end(self, slot: int, stamp: Stamp, text: int) -> None:
+        """Says that a slot has been written.
+
+        Args:
+            slot: Its number.
+            stamp: What it holds now.
+            text: Bytes of its text.
+        """
+        _SLOT.pack_into(self._memory, self._at(slot), 0, stamp.life, text)
+        _SLOT.pack_into(self._memory, self._at(slot), stamp.step + 1, stamp.life, text)
+
+    def slot_of(self, stamp: Stamp) -> int | None:
+        """Returns the number of the slot that holds a state; None where none does."""
+        slots = range(self.form.slots)
+        return next((slot for slot in slots if self._stamp(slot) == stamp), None)
+
+    def text_of(self, slot: int) -> memoryview:
+        """Returns the text in a slot; no copy."""
+        _, _, length = _SLOT.unpack_from(self._memory, self._at(slot))
+        return self.contents(slot)[:length]
+
+    def contents(self, slot: int) -> memoryview:
+        """Returns the memory of a slot: room for the text, and the values behind it."""
+        begin = self._at(slot) + aligned(_SLOT.size)
+        return self._memory[begin : self._at(slot) + self._slot_bytes]
+
+    def forget_after(self, step: int) -> None:
+        """Empties slots with later steps: they will be done again."""
+        for slot in range(self.form.slots):
+            stamp = self._stamp(slot)
+            if stamp is not None and stamp.step > step:
+                self._empty(slot)
+
+    def _stamp(self, slot: int) -> Stamp | None:
+        count, life, _ = _SLOT.unpack_from(self._memory, self._at(slot))
+        return Stamp(life, count - 1) if count else None
+
+    def _count(self, slot: int) -> int:
+        count: int = _SLOT.unpack_from(self._memory, self._at(slot))[0]
+        return count
+
+    def _empty(self, slot: int) -> None:
+        _SLOT.pack_into(self._memory, self._at(slot), 0, 0, 0)
+
+    def _at(self, slot: int) -> int:
+        return self._first + slot * self._slot_bytes
+
+
+def aligned(size: int) -> int:
+    """Returns the multiple of 64 that a number of bytes takes."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _by_step(stamp: Stamp) -> tuple[int, int]:
+    return stamp.step, stamp.life
+
+
+def _reserve(descriptor: int, size: int, file: Path, slots: int) -> None:
+    """Takes the memory now: a write beyond what is left of it would end the process."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        free = os.statvfs(file.parent)
+        raise CheckpointError(
+            f"the state of a rank does not fit into {file.parent}",
+            expected=f"{size} bytes for {slots} steps",
+            got=f"{free.f_bavail * free.f_frsize} bytes",
+            cause="a container has 64 MiB there unless it is given more (docker --shm-size)",
+            fix="give the host more shared memory, or launch without --neighbour_every or "
+            "--keep_state",
+        ) from None
