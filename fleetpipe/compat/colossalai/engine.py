@@ -10,7 +10,7 @@ from fleetpipe import fleet
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer, Scheduler, Tensor
 from fleetpipe.compat.colossalai.context import gpc
-from fleetpipe.compat.colossalai.logger import get_dist_logger
+from fleetpipe.compat.colossalai.logging import get_dist_logger
 from fleetpipe.compat.colossalai.shapes import ShapedSends
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.outputs import joined

@@ -12,7 +12,7 @@ from fleetpipe import fleet
 from fleetpipe._paddle import paddle
 from fleetpipe.compat.colossalai.configuration import Config, Given
 from fleetpipe.compat.colossalai.context import gpc
-from fleetpipe.compat.colossalai.logger import get_dist_logger
+from fleetpipe.compat.colossalai.logging import get_dist_logger
 from fleetpipe.errors import ConfigError
 
 #: ColossalAI's own.

@@ -8,7 +8,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.compat.colossalai.calls import OUTPUT, Call
+from fleetpipe.compat.colossalai.pipeline.calls import OUTPUT, Call
 from fleetpipe.errors import BoundaryError
 
 

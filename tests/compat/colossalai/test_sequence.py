@@ -8,7 +8,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.compat.colossalai.sequence import read
+from fleetpipe.compat.colossalai.pipeline.sequence import read
 from fleetpipe.errors import ConfigError
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from fleetpipe._paddle import paddle_fleet
 from fleetpipe.aliases import Layer
-from fleetpipe.compat.colossalai.calls import Call, Called
-from fleetpipe.compat.colossalai.sequence import Step
+from fleetpipe.compat.colossalai.pipeline.calls import Call, Called
+from fleetpipe.compat.colossalai.pipeline.sequence import Step
 from fleetpipe.errors import ConfigError
 
 _descriptions: Any = paddle_fleet.meta_parallel

@@ -11,10 +11,10 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer
-from fleetpipe.compat.colossalai import cuts, sequence
-from fleetpipe.compat.colossalai.cuts import Parts, Policy
-from fleetpipe.compat.colossalai.model import PipelinableModel
-from fleetpipe.compat.colossalai.sequence import ExecutionSequence
+from fleetpipe.compat.colossalai.pipeline import cuts, sequence
+from fleetpipe.compat.colossalai.pipeline.cuts import Parts, Policy
+from fleetpipe.compat.colossalai.pipeline.model import PipelinableModel
+from fleetpipe.compat.colossalai.pipeline.sequence import ExecutionSequence
 from fleetpipe.dygraph.layers.entries import count_parameters
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError, StateError

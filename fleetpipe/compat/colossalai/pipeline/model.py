@@ -7,8 +7,8 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.compat.colossalai.lazy_layers import described
-from fleetpipe.compat.colossalai.sequence import Step
+from fleetpipe.compat.colossalai.pipeline.lazy_layers import described
+from fleetpipe.compat.colossalai.pipeline.sequence import Step
 from fleetpipe.dygraph import PipelineLayer
 
 

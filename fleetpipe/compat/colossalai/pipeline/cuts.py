@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Union
 
-from fleetpipe.compat.colossalai.sequence import SPLIT_NODE
+from fleetpipe.compat.colossalai.pipeline.sequence import SPLIT_NODE
 from fleetpipe.errors import PartitionError, UsageError, nearest
 from fleetpipe.partition import balanced, uniform
 

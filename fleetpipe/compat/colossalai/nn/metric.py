@@ -1,0 +1,20 @@
+"""``Accuracy``: how many outputs are right, as ``AccuracyHook`` asks for it."""
+
+from __future__ import annotations
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Tensor
+
+
+class Accuracy(paddle.nn.Layer):
+    """Counts the rows whose largest output is that of the label."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns their number, a Tensor [].
+
+        Args:
+            logits: [rows, classes].
+            targets: Numbers of classes, [rows] or [rows, 1].
+        """
+        found = logits.argmax(axis=-1)
+        return (found == targets.reshape(found.shape).astype(found.dtype)).astype("int64").sum()

@@ -1,0 +1,1 @@
+"""``colossalai.pipeline``: a model that is made without memory, put in order, cut and filled."""
