@@ -1,10 +1,10 @@
 """ColossalAI's pipeline tutorial: a ResNet on CIFAR-10, two stages, four micro-batches.
 
-    python examples/colossalai_resnet.py --layers 18 --width 16 --steps 4 --report report.json
+    python examples/colossalai_resnet.py --layers 18 --width 8
     python -m paddle.distributed.launch --nproc_per_node 4 examples/colossalai_resnet.py --dp 2
 
-The program is the tutorial's, with other imports, Paddle's layers and a loop in the place of its
-Trainer. With ``--report`` the untouched network is trained beside it, on the same micro-batches.
+The program is the tutorial's, with other imports and Paddle's layers. With ``--report`` the
+untouched network is trained beside it, on the same micro-batches, in the place of its Trainer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from typing import Any
 
 import paddle
 import support
-from images import cifar10, digits
+from images import digits, held_out
 from paddle import nn
 from resnet import DEPTHS, ResNet
 
 from fleetpipe import parity
 from fleetpipe.compat import colossalai
-from fleetpipe.compat.colossalai import ParallelMode, PipelinableContext, gpc, lr_scheduler
+from fleetpipe.compat.colossalai import build_cifar
+from fleetpipe.compat.colossalai import nn as col_nn
+from fleetpipe.compat.colossalai.context import ParallelMode
+from fleetpipe.compat.colossalai.core import global_context as gpc
+from fleetpipe.compat.colossalai.logging import disable_existing_loggers, get_dist_logger
+from fleetpipe.compat.colossalai.pipeline.pipelinable import PipelinableContext
+from fleetpipe.compat.colossalai.trainer import Trainer, hooks
+from fleetpipe.compat.colossalai.utils import MultiTimer, get_dataloader
 
 EXEC_SEQ = [
     *("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool"),
@@ -33,7 +40,8 @@ EXEC_SEQ = [
 
 def options() -> Any:
     world = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-    parser = support.options("ColossalAI's pipeline tutorial.", steps=20)
+    parser = support.options("ColossalAI's pipeline tutorial.", steps=None)
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the data")
     parser.add_argument("--pp", type=int, default=2, help="pipeline ranks")
     parser.add_argument("--dp", type=int, help="replicas; default: as many as there are processes")
     parser.add_argument("--batch-size", type=int, default=64, help="rows of a replica's batch")
@@ -50,17 +58,30 @@ def options() -> Any:
     return args
 
 
+def loaders(args: Any) -> tuple[Any, Any, str]:
+    """Returns data to train on, other data to evaluate on, and their name."""
+    if args.data:
+        return *build_cifar(args.batch_size, args.data, padding=4, crop=32, resize=32), "CIFAR-10"
+    images, labels, name = digits(4, 3)
+    train, test = held_out(images, labels)
+    return (
+        get_dataloader(train, shuffle=True, batch_size=args.batch_size),
+        get_dataloader(test, drop_last=False, batch_size=args.batch_size),
+        name,
+    )
+
+
 def main() -> int:
     args = options()
-    found, labels, data_name = cifar10(args.data) if args.data else digits(4, 3)
-    print(f"data: {data_name}, {len(found)} images")
     config = {
         "NUM_MICRO_BATCHES": args.micro_batches,
         "NUM_CHUNKS": args.chunks,
         "SCHEDULE": args.schedule,
         "parallel": {"pipeline": args.pp},
     }
+    disable_existing_loggers()
     colossalai.launch_from_torch(config=config)
+    logger = get_dist_logger()
     pipelinable = PipelinableContext()
 
     # build model
@@ -74,52 +95,59 @@ def main() -> int:
     # build criterion, optimizer, dataloader, lr_scheduler
     criterion = nn.CrossEntropyLoss()
     optimizer = paddle.optimizer.Adam(1e-3, parameters=model.parameters())
-    dataset = paddle.io.TensorDataset([paddle.to_tensor(found), paddle.to_tensor(labels)])
-    loader = colossalai.get_dataloader(dataset, batch_size=args.batch_size)
-    epochs = -(-args.steps // len(loader))
-    scheduler = lr_scheduler.LinearWarmupLR(optimizer, epochs + 1, warmup_steps=1)
-    engine, loader, _, scheduler = colossalai.initialize(
-        model, optimizer, criterion, loader, None, scheduler
+    train_dataloader, test_dataloader, name = loaders(args)
+    print(f"data: {name}, {len(train_dataloader)} batches of {args.batch_size}", flush=True)
+    lr_scheduler = col_nn.lr_scheduler.LinearWarmupLR(optimizer, args.epochs, warmup_steps=1)
+    engine, train_dataloader, test_dataloader, lr_scheduler = colossalai.initialize(
+        model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
     )
-    session = None
     if args.report:
-        # The engine learns the rows of a micro-batch from its first batch, too late to compare.
-        engine.model.micro_batch_size = args.batch_size // args.micro_batches
-        session = compared(engine, ResNet(args.layers, args.width))
+        passed = compare(engine, train_dataloader, args, name)
+        gpc.destroy()
+        return 0 if passed else 1
 
-    engine.train()
-    step = 0
-    for epoch in range(epochs):
-        for batch in loader:
-            if step == args.steps:
-                break
-            loss = session.step(batch)[1] if session else train(engine, batch)
-            if gpc.is_last_rank(ParallelMode.PIPELINE):
-                print(f"[Epoch {epoch}, batch {step}] loss: {float(loss):.5f}", flush=True)
-            step += 1
-        scheduler.step()
-
-    passed = session is None or report(session, engine, args, data_name)
+    timer = MultiTimer()
+    trainer = Trainer(engine=engine, timer=timer, logger=logger)
+    hook_list = [
+        hooks.LossHook(),
+        hooks.AccuracyHook(col_nn.metric.Accuracy()),
+        hooks.LogMetricByEpochHook(logger),
+        hooks.LRSchedulerHook(lr_scheduler, by_epoch=True),
+    ]
+    trainer.fit(
+        train_dataloader=train_dataloader,
+        epochs=args.epochs,
+        max_steps=args.steps,
+        test_dataloader=test_dataloader,
+        test_interval=1,
+        hooks=hook_list,
+        display_progress=True,
+    )
     gpc.destroy()
-    return 0 if passed else 1
+    return 0
 
 
-def train(engine: Any, batch: Any) -> Any:
-    """Trains on one batch, as a program with an engine does; returns its loss."""
-    engine.zero_grad()
-    _, _, loss = engine.execute_schedule(iter([batch]))
-    engine.step()
-    return loss
-
-
-def compared(engine: Any, plain: nn.Layer) -> parity.Session:
-    """Begins to train the untouched network beside the engine's."""
+def compare(engine: Any, loader: Any, args: Any, name: str) -> bool:
+    """Trains the untouched network beside the engine's, without a Trainer; returns the verdict."""
+    # The engine learns the rows of a micro-batch from its first batch, too late to compare.
+    engine.model.micro_batch_size = args.batch_size // args.micro_batches
 
     def train_batch(batch: Any, optimizer: Any, *_: Any) -> Any:
         engine.optimizer = optimizer  # which compares the gradients before it steps
-        return train(engine, batch)
+        engine.zero_grad()
+        _, _, loss = engine.execute_schedule(iter([batch]))
+        engine.step()
+        return loss
 
-    return parity.begin(engine.model, engine.optimizer, plain, train_batch=train_batch)
+    plain = ResNet(args.layers, args.width)
+    session = parity.begin(engine.model, engine.optimizer, plain, train_batch=train_batch)
+    for step, batch in enumerate(loader):
+        if step == args.steps:
+            break
+        loss = session.step(batch)[1]
+        if gpc.is_last_rank(ParallelMode.PIPELINE):
+            print(f"[Epoch 0, batch {step}] loss: {float(loss):.5f}", flush=True)
+    return report(session, engine, args, name)
 
 
 def report(session: parity.Session, engine: Any, args: Any, data_name: str) -> bool:

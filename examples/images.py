@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
@@ -30,3 +31,14 @@ def cifar10(file: Path) -> tuple[np.ndarray, np.ndarray, str]:
     images = np.stack([np.asarray(image).transpose(2, 0, 1) for image, _ in dataset])
     labels = np.array([[int(label)] for _, label in dataset], "int64")
     return images.astype("float32") / 255, labels, "CIFAR-10"
+
+
+def held_out(images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
+    """Returns images and labels to train on, and a sixth of them to evaluate on."""
+    order = np.random.RandomState(0).permutation(len(images))
+    count = len(images) // 6
+    train, test = (
+        paddle.io.TensorDataset([paddle.to_tensor(images[part]), paddle.to_tensor(labels[part])])
+        for part in (order[count:], order[:count])
+    )
+    return train, test

@@ -17,10 +17,9 @@ import zlib  # noqa: F401  # first: paddlepaddle 2.6.2 brings one that Python ca
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import paddle
 import resnet
-from images import cifar10, digits
+from images import cifar10, digits, held_out
 from paddle.static import InputSpec
 
 import fleetpipe
@@ -46,19 +45,6 @@ def options() -> argparse.Namespace:
     world = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     args.pp = args.pp or (world if world > 1 else 2)
     return args
-
-
-def datasets(file: Path | None) -> tuple[Any, Any, str]:
-    """Returns data to train on, other data to evaluate on, and their name."""
-    images, labels, name = cifar10(file) if file else digits(4, 3)
-    order = np.random.RandomState(0).permutation(len(images))
-    held_out = len(images) // 6
-    parts = [order[held_out:], order[:held_out]]
-    train, test = (
-        paddle.io.TensorDataset([paddle.to_tensor(images[p]), paddle.to_tensor(labels[p])])
-        for p in parts
-    )
-    return train, test, name
 
 
 class Told(paddle.callbacks.Callback):
@@ -87,7 +73,8 @@ def main() -> int:
     }
     fleet.init(is_collective=True, strategy=strategy)
     paddle.seed(0)
-    train, test, name = datasets(args.data)
+    images, labels, name = cifar10(args.data) if args.data else digits(4, 3)
+    train, test = held_out(images, labels)
     network = resnet.ResNet(args.layers, args.width)
     model = fleetpipe.Model(network, [InputSpec([None, 3, 32, 32], "float32", "image")])
     first = model.network.global_rank == 0

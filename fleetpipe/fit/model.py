@@ -13,7 +13,7 @@ from fleetpipe import fleet
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
-from fleetpipe.dygraph import PipelineLayer, PipelineParallel
+from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fit import networks, saved
 from fleetpipe.fit.callbacks import checkpoint, on_ranks
@@ -56,8 +56,8 @@ class Model(paddle.Model):
         """Takes a network; call after ``fleet.init``, on every rank alike.
 
         Args:
-            network: A ``PipelineLayer``, the list of layers of one, or any ``nn.Layer``, which is
-                cut as by ``fleetpipe.pipeline``.
+            network: A ``PipelineLayer``, one that was wrapped, the list of layers of one, or any
+                ``nn.Layer``, which is cut as by ``fleetpipe.pipeline``.
             inputs: An ``InputSpec`` for each column of the data that is an input, or a Tensor as in
                 the first batch; None for one, where the network is no plain ``nn.Layer``.
             labels: Accepted for Paddle's sake: what follows the inputs is a label.
@@ -76,6 +76,7 @@ class Model(paddle.Model):
         self.network: PipelineLayer = networks.pipeline_of(
             network, self._input_specs, self._job, split_spec, num_chunks
         )
+        self._wrapped = network if isinstance(network, PipelineParallel) else None
         self.stop_training = False
         self._metrics: list[Metric] = []
         self._criterion: Callable[..., Nest] | None = None
@@ -92,7 +93,8 @@ class Model(paddle.Model):
         """Says what to train with. Collective over the job.
 
         Args:
-            optimizer: Any Paddle optimizer over ``parameters()``; needed for training.
+            optimizer: Any Paddle optimizer over ``parameters()``, wrapped or not; needed for
+                training.
             loss: ``loss(*outputs, *labels)``, a layer or a function; needed for training.
             metrics: Objects of ``paddle.metric``, or any with their methods.
             amp_configs: As Paddle's: a level, or a dict of options. On a CPU nothing comes of it.
@@ -103,11 +105,14 @@ class Model(paddle.Model):
         """
         self._metrics, self._criterion = _listed(metrics), loss
         # Callbacks see the user's own optimizer, whose learning rate they change.
-        self._optimizer = optimizer
-        precision = precision_of(amp_configs, self.network, optimizer)
-        wrapped = None if optimizer is None else fleet.distributed_optimizer(optimizer)
-        pipeline = self._runner.pipeline if self._runner else fleet.distributed_model(self.network)
-        self._runner = Runner(pipeline, self._job, loss, self._metrics, wrapped, precision)
+        is_wrapped = isinstance(optimizer, PipelineOptimizer)
+        self._optimizer = optimizer.wrapped if is_wrapped else optimizer
+        precision = precision_of(amp_configs, self.network, self._optimizer)
+        if optimizer is not None and not is_wrapped:
+            optimizer = fleet.distributed_optimizer(optimizer)
+        if self._wrapped is None:
+            self._wrapped = fleet.distributed_model(self.network)
+        self._runner = Runner(self._wrapped, self._job, loss, self._metrics, optimizer, precision)
 
     @property
     def pipeline(self) -> PipelineParallel:

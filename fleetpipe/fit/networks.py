@@ -10,7 +10,7 @@ from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.capture.door import pipeline
-from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job.job import Job, current_job
 
@@ -36,7 +36,7 @@ def pipeline_of(
     """Returns a network as a pipeline.
 
     Args:
-        network: A ``PipelineLayer``, the list of layers of one, or a plain model.
+        network: A ``PipelineLayer``, wrapped or not, the list of layers of one, or a plain model.
         inputs: Of a plain model: an ``InputSpec`` or a Tensor for each of its inputs.
         job: The job.
         split_spec: Where a plain model is cut.
@@ -46,6 +46,8 @@ def pipeline_of(
         CaptureError: The plain model cannot be cut.
         ConfigError: The network is none of these, or the inputs are not known.
     """
+    if isinstance(network, PipelineParallel):
+        return network.layers
     if isinstance(network, PipelineLayer):
         return network
     if isinstance(network, (list, tuple)):

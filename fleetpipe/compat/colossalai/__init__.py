@@ -18,7 +18,9 @@ from fleetpipe.compat.colossalai.logging import disable_existing_loggers, get_di
 from fleetpipe.compat.colossalai.nn import lr_scheduler
 from fleetpipe.compat.colossalai.pipeline.model import PipelinableModel
 from fleetpipe.compat.colossalai.pipeline.pipelinable import PipelinableContext
+from fleetpipe.compat.colossalai.trainer import Trainer, hooks
 from fleetpipe.compat.colossalai.utils import MultiTimer, get_dataloader
+from fleetpipe.compat.colossalai.utils.cifar10 import build_cifar
 
 __all__ = [
     "Engine",
@@ -27,11 +29,14 @@ __all__ = [
     "ParallelMode",
     "PipelinableContext",
     "PipelinableModel",
+    "Trainer",
+    "build_cifar",
     "disable_existing_loggers",
     "get_dataloader",
     "get_default_parser",
     "get_dist_logger",
     "gpc",
+    "hooks",
     "initialize",
     "launch_from_torch",
     "lr_scheduler",

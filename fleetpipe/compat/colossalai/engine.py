@@ -133,6 +133,12 @@ class Engine:
         self.training = False
         self.model.eval()
 
+    def take_back(self) -> None:
+        """Has the model compute the engine's loss, after it had another; batches train again."""
+        self.model.layers.take_loss(self._loss)
+        self.zero_grad()
+        self.train()
+
     def zero_grad(self) -> None:
         """Clears the gradients, before each batch that trains."""
         self.optimizer.clear_grad()

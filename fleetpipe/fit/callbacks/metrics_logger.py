@@ -6,6 +6,7 @@ import csv
 import json
 import time
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,7 +47,7 @@ class MetricsLogger(on_ranks.Callback):
             formats: Of ``"jsonl"``, ``"csv"`` and ``"tensorboard"``, which needs tensorboardX.
 
         Raises:
-            ConfigError: A format is none of these.
+            ConfigError: A format is none of these, or what it needs is not installed.
         """
         super().__init__()
         self._folder = Path(folder)
@@ -55,6 +56,12 @@ class MetricsLogger(on_ranks.Callback):
         for name in self._formats:
             if name not in _SINKS:
                 raise ConfigError(f"there is no format {name!r}", fix=nearest(name, _SINKS))
+        if "tensorboard" in self._formats and find_spec("tensorboardX") is None:
+            # On every rank, before the others wait for the first one, which alone writes.
+            raise ConfigError(
+                "the format 'tensorboard' needs tensorboardX",
+                fix="pip install tensorboardX, or leave that format out",
+            )
         self._sinks: list[Sink] = []
         self._epoch = 0
 
@@ -140,13 +147,8 @@ class _TensorBoard:
     """Event files of TensorBoard; what lies beyond ``step`` in earlier files is hidden by them."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        try:
-            from tensorboardX import SummaryWriter  # type: ignore[import-not-found, unused-ignore]
-        except ImportError as error:
-            raise ConfigError(
-                "the format 'tensorboard' needs tensorboardX",
-                fix="pip install tensorboardX, or leave that format out",
-            ) from error
+        from tensorboardX import SummaryWriter  # type: ignore[import-not-found, unused-ignore]
+
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, row: dict[str, Any]) -> None:

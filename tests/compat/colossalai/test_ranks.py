@@ -1,4 +1,5 @@
-"""A program of ColossalAI's on two real ranks: the bits of one process, half of the model each."""
+"""A program of ColossalAI's on two real ranks: the bits of one process, half of the model
+each."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ sys.path.insert(0, {str(ROOT)!r})
 import paddle
 from paddle import nn
 from fleetpipe.compat.colossalai import ParallelMode, gpc
+from fleetpipe.compat.colossalai.nn.metric import Accuracy
+from fleetpipe.compat.colossalai.trainer import Trainer, hooks
+from tests.compat.colossalai.test_trainer import Lines
 from tests.compat.colossalai.programs import batch, engine_of, launched, partitioned, recorded
 from tests.compat.colossalai.test_pipelinable import Tied
 from tests.pipelines import bits
@@ -35,6 +39,13 @@ def trained(model, data, criterion=None):
 def words(step):
     return paddle.to_tensor([[step % 5, 1], [2, 3], [0, 4], [1, 1]]), paddle.ones([4, 2, 5])
 
+def lines_of(engine):
+    logger = Lines()
+    own = [hooks.LossHook(), hooks.AccuracyHook(Accuracy()), hooks.LogMetricByEpochHook(logger)]
+    data = [batch(step) for step in range(3)]
+    Trainer(engine).fit(data, 2, test_dataloader=data, hooks=own)
+    return logger.lines
+
 with launched():
     paddle.seed(gpc.get_global_rank())  # which must not matter
     model = partitioned(recorded())
@@ -42,7 +53,9 @@ with launched():
     state = bits(model.state_dict())
     tied = partitioned(recorded(Tied, ["embed", "twice", "act", "twice", "head"], "uniform"))
     tied_losses, _ = trained(tied, words, nn.MSELoss())
+    lines = lines_of(engine_of(partitioned(recorded())))
     found = {{
+        "lines": lines,
         "place": [gpc.get_local_rank(mode) for mode in ParallelMode],
         "ends": [gpc.is_pipeline_first_stage(), gpc.is_pipeline_last_stage()],
         "losses": losses + tied_losses,
@@ -66,6 +79,8 @@ def test_two_ranks_have_the_bits_of_one_process(launch: Callable[..., Finished])
     assert (first["place"], last["place"]) == ([0, 0, 0, 0], [1, 0, 1, 0])
     assert (first["ends"], last["ends"]) == ([True, False], [False, True])
     assert whole["ends"] == [True, True]
+    assert len(whole["lines"]) == 4
+    assert (first["lines"], last["lines"]) == ([], whole["lines"])
     assert first["losses"] == last["losses"] == whole["losses"]
     assert first["evaluated"] == [None, None, whole["evaluated"][2]]
     assert last["evaluated"] == whole["evaluated"]
