@@ -14,8 +14,8 @@ from fleetpipe.schedules.action import Action, Fused
 #: One figure for every stage, or one for each stage in order.
 PerStage = Union[float, tuple[float, ...]]
 
-_PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "bytes")
-_SCALAR = ("comm", "overlapped", "input_grad_frees")
+_PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "bytes", "comm")
+_SCALAR = ("overlapped", "input_grad_frees")
 
 #: Largest figure: sums of such stay finite.
 _MOST = 1e100
@@ -30,7 +30,8 @@ class Costs:
         input_grad: Time of I; likewise.
         weight_grad: Time of W; likewise.
         backward: Time of B; None means I + W.
-        comm: Latency of a value on an edge between different ranks. It keeps no rank busy.
+        comm: Latency of a value on an edge between different ranks, and of its gradient back; one
+            figure, or one for each stage that values leave. It keeps no rank busy.
         overlapped: Time of a fused pair of one F and one B; None means their sum, as it is for
             every other fused unit.
         input_grad_frees: Share, 0..1, of a forward's activations that I releases. W releases the
@@ -45,7 +46,7 @@ class Costs:
     input_grad: PerStage = 1
     weight_grad: PerStage = 1
     backward: PerStage | None = None
-    comm: float = 0
+    comm: PerStage = 0
     overlapped: float | None = None
     input_grad_frees: float = 0
     bytes: PerStage | None = None
@@ -72,7 +73,8 @@ class Costs:
     def from_json(cls, text: str) -> Costs:
         """Reads ``{"forward": [1, 1.5], "input_grad": [1, 1.5], "comm": 0.1}`` and the like.
 
-        The keys are the fields of this class. Each may be left out; a per-stage one holds a list
+        The keys are the fields of this class, and ``profile``, which does not count: a file of
+        ``model.profile`` is one of costs too. Each may be left out; a per-stage one holds a list
         or one number for all stages.
 
         Raises:
@@ -97,6 +99,8 @@ class Costs:
                 got=type(fields).__name__,
                 fix='write an object such as {"forward": 1, "backward": 2}',
             )
+        # What a profile has besides, for each layer.
+        fields = {key: value for key, value in fields.items() if key != "profile"}
         for key in fields:
             if key not in _PER_STAGE + _SCALAR:
                 raise ConfigError(
@@ -128,6 +132,10 @@ class Costs:
         }
         value = values[kind]
         return 0 if value is None else _at(value, stage)
+
+    def comm_of(self, stage: int) -> float:
+        """Returns the latency of what leaves ``stage``, and of the gradient that comes back."""
+        return _at(self.comm, stage)
 
     def of_fused(self, unit: Fused) -> float:
         """Returns the time of a fused unit."""

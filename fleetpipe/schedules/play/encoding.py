@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleetpipe.schedules.action import Action, Fused, parts
+from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies
 from fleetpipe.schedules.explain.completeness import raise_incomplete
 from fleetpipe.schedules.placement import Placement
@@ -60,14 +61,17 @@ def slot_column(kind: str, stage: int, stages: int) -> int:
     return column("I" if kind == "B" else kind, stage, stages)
 
 
-def waits_of(placement: Placement, dependencies: Dependencies, comm: float) -> Waits:
+def waits_of(placement: Placement, dependencies: Dependencies, costs: Costs) -> Waits:
     """Returns for each column the distances to what it waits for, with their latencies."""
     stages = placement.stages
     return [
         [
             (
                 slot_column(other_kind, other, stages) - column(kind, stage, stages),
-                comm if placement.rank_of(other) != placement.rank_of(stage) else 0,
+                # A value and its gradient take the same edge, which the earlier stage names.
+                costs.comm_of(min(stage, other))
+                if placement.rank_of(other) != placement.rank_of(stage)
+                else 0,
             )
             for other_kind, other in dependencies.of(kind, stage)
         ]

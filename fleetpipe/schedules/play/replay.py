@@ -58,7 +58,7 @@ class _Player:
         )
         self.shifts = encoding.shifts
         self.finished: list[float] = [-1] * (encoding.width * schedule.micro_batches)
-        self.waits = waits_of(schedule.placement, dependencies, costs.comm)
+        self.waits = waits_of(schedule.placement, dependencies, costs)
         self.fused_waits = _fused_waits(encoding, self.waits)
         self.durations = [costs.of(kind, stage) for kind in COLUMNS for stage in range(stages)]
         self.fused_durations = [costs.of_fused(unit) for _, unit in encoding.fused]

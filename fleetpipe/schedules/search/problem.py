@@ -67,7 +67,7 @@ class Problem:
         """
         stages = self.placement.stages
         rule = Dependencies(chain(stages), stages)
-        waits = waits_of(self.placement, rule, self.costs.comm)[: 2 * stages]
+        waits = waits_of(self.placement, rule, self.costs)[: 2 * stages]
         return [needs[-1] if needs else (0, 0) for needs in waits]
 
     @cached_property
@@ -97,13 +97,13 @@ class Problem:
         least = max(self.work)
         if self.placement.chunks > 1:
             return least
-        ranks, comm = self.placement.ranks, self.costs.comm
+        ranks = self.placement.ranks
         forwards, input_grads = self.durations[:ranks], self.durations[ranks : 2 * ranks]
         way: float = 0
-        for forward, input_grad in zip(forwards, input_grads):
+        for rank, (forward, input_grad) in enumerate(zip(forwards, input_grads)):
             around = way + self.micro_batches * (forward + input_grad) + self.durations[2 * ranks]
             least = max(least, around)
-            way += forward + input_grad + 2 * comm
+            way += forward + input_grad + 2 * self.costs.comm_of(rank)
         return least
 
     def check_cap(self) -> None:

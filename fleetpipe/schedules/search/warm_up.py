@@ -61,13 +61,13 @@ def _timed(problem: Problem, most: list[int], slack: float, late: bool) -> WarmU
         slack: Time to fill beyond that, in times of a forward.
         late: Let the last forward make the first I late, rather than leave a gap before it.
     """
-    stages, comm = problem.placement.stages, problem.costs.comm
+    stages, comm_of = problem.placement.stages, problem.costs.comm_of
     forwards, input_grads = problem.durations[:stages], problem.durations[stages : 2 * stages]
-    begins = [sum(forwards[:stage]) + stage * comm for stage in range(stages)]
+    begins = [sum(forwards[:stage]) + sum(map(comm_of, range(stage))) for stage in range(stages)]
     warm_up = [1]
     ended = begins[-1] + forwards[-1] + input_grads[-1]
     for stage in reversed(range(stages - 1)):
-        arrival = ended + comm
+        arrival = ended + comm_of(stage)
         room = (arrival - begins[stage]) / forwards[stage] if forwards[stage] else warm_up[0]
         # A hair of rounding must not cost a forward, nor add one.
         first = int(room + slack + (1 - 1e-6 if late else 1e-6))

@@ -53,6 +53,19 @@ def test_only_a_forward_and_a_whole_backward_overlap() -> None:
     assert schedule.simulate(Costs(overlapped=1)).events[1][1][1:] == (2, 4)
 
 
+def test_a_slow_link_delays_what_crosses_it_both_ways() -> None:
+    schedule = build("1F1B", ranks=3, micro_batches=1)
+    events = schedule.simulate(Costs(comm=(0.5, 4, 0))).events
+    assert [row[0][1] for row in events] == [0, 1.5, 6.5]
+    assert [row[-1][1] for row in events] == [16, 13.5, 7.5]
+
+
+def test_a_search_knows_of_a_slow_link() -> None:
+    costs = Costs(comm=(0.0, 3.0, 0.0, 0.0))
+    found = build("auto", ranks=4, micro_batches=12, costs=costs).simulate(costs)
+    assert found.span < build("1F1B", ranks=4, micro_batches=12).simulate(costs).span
+
+
 def test_input_gradients_may_release_a_part() -> None:
     schedule = schedule_of(Placement("loop", 1), 3, "F0.0 I0.0 F0.1 I0.1 F0.2 W0.0 W0.1 B0.2")
     peaks = [
@@ -122,7 +135,7 @@ def test_costs_are_read_from_json() -> None:
         ('{"forward": "1"}', "forward='1'"),
         ('{"comm": null}', "comm=None"),
         ('{"comm": NaN}', "comm=nan"),
-        ('{"comm": [1]}', "comm="),
+        ('{"comm": [1, -1]}', "comm=-1"),
         ('{"forward": true}', "forward=True"),
         ('{"input_grad_frees": 1.5}', "share"),
     ],
