@@ -14,6 +14,7 @@ from paddle.base import framework as _framework
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
     hybrid_parallel_optimizer as _hybrid,
 )
+from paddle.distributed.fleet.utils import mix_precision_utils as _mixed_precision
 from paddle.jit.dy2static.program_translator import StaticFunction
 from paddle.nn import clip as _stock_clip
 
@@ -23,6 +24,7 @@ from fleetpipe.errors import StateError
 
 _clips: ModuleType = _stock_clip
 _optimizers: ModuleType = _hybrid
+_mixed: ModuleType = _mixed_precision
 HybridParallelOptimizer = _optimizers.HybridParallelOptimizer
 
 #: Whether Fleet's ``PipelineLayer._loss_fn`` is a list (3.x) or what the user passed (2.6.2).
@@ -114,6 +116,22 @@ def clips_of_a_step(optimizer: Optimizer) -> list[Clip]:
 def clip_of_minimize(optimizer: Optimizer) -> Clip:
     """Returns the clip that ``minimize`` calls: it takes no notice of groups."""
     return base_optimizer(optimizer)._grad_clip
+
+
+def has_known_state(optimizer: Optimizer) -> bool:
+    """Whether a step changes parameters and :func:`state_of` alone: those of Paddle's own do."""
+    base = base_optimizer(optimizer)
+    wrapped = optimizer is base or type(optimizer) is _mixed.MixPrecisionOptimizer
+    return wrapped and type(base).__module__.startswith("paddle.optimizer.")
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns what an optimizer has made for its steps: accumulators and master weights."""
+    base = base_optimizer(optimizer)
+    tensors = list(base._master_weights.values())
+    for accumulators in base._accumulators.values():
+        tensors += accumulators.values()
+    return tensors
 
 
 def in_data_parallel_mode(hcg: Topology) -> bool:

@@ -24,6 +24,7 @@ FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     "groups": None,
     "loss_reduction": "mean",
     "memory_cap": None,
+    "post_validation": False,
     "rng": "keyed",
     "timeout": None,
     "trace": None,
@@ -42,6 +43,8 @@ class PipelineConfig:
         loss_reduction: ``"mean"`` or ``"sum"`` over the micro-batches of a batch.
         memory_cap: Most forwards whose activations a rank may hold, in chunk units; bytes where
             ``costs`` has the bytes of each stage; None: no cap.
+        post_validation: Dynamic graph: whether a rank may step before the norm of all gradients is
+            known; it takes back what was clipped.
         rng: What random operations of layers draw from: ``"keyed"``, a stream of each layer and
             micro-batch, or ``"fleet"``, Paddle's generator as it is.
         timeout: Seconds that any wait for another rank may last.
@@ -58,6 +61,7 @@ class PipelineConfig:
     schedule: str = "1F1B"
     loss_reduction: str = "mean"
     memory_cap: int | None = None
+    post_validation: bool = False
     rng: str = "keyed"
     timeout: float = DEFAULT_TIMEOUT
     trace: str | None = None
@@ -85,6 +89,7 @@ class PipelineConfig:
             schedule=_schedule(stock.get("schedule_mode", "1F1B"), strategy),
             loss_reduction=_choice("loss_reduction", options["loss_reduction"], ("mean", "sum")),
             memory_cap=_memory_cap(options["memory_cap"]),
+            post_validation=_switch("post_validation", options["post_validation"]),
             rng=_choice("rng", options["rng"], ("keyed", "fleet")),
             timeout=_timeout(options["timeout"]),
             fetch=_choice("fetch", options["fetch"], ("mean", "last", "all")),

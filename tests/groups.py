@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +13,13 @@ import paddle
 class ThreadGroup:
     """One member of a group, whose other members are other threads."""
 
-    def __init__(self, rank: int, shared: tuple[list[Any], threading.Barrier]) -> None:
+    def __init__(
+        self, rank: int, shared: tuple[list[Any], threading.Barrier, list[list[Any]]]
+    ) -> None:
         self.rank = rank
-        self._values, self._barrier = shared
+        self._values, self._barrier, self._given = shared
         self.ranks = len(self._values)
+        self._begun = 0
 
     def all_gather(self, value: Any) -> list[Any]:
         self._values[self.rank] = value
@@ -23,6 +27,11 @@ class ThreadGroup:
         values = list(self._values)
         self._barrier.wait()
         return values
+
+    def begin_all_gather(self, value: Any) -> ThreadGathering:
+        self._given[self.rank].append(value)
+        self._begun += 1
+        return ThreadGathering(self._given, self._begun)
 
     def broadcast(self, value: Any, source: int) -> Any:
         return self.all_gather(value)[source]
@@ -37,9 +46,27 @@ class ThreadGroup:
             tensor.set_value(self.broadcast(tensor.clone(), source))
 
 
+class ThreadGathering:
+    """What the threads have given so far in one of their gatherings."""
+
+    def __init__(self, given: list[list[Any]], number: int) -> None:
+        self._given, self._number = given, number
+
+    def arrived(self) -> bool:
+        return all(len(values) >= self._number for values in self._given)
+
+    def values(self) -> list[Any]:
+        deadline = time.monotonic() + 30
+        while not self.arrived():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return [values[self._number - 1] for values in self._given]
+
+
 def members(ranks: int) -> list[ThreadGroup]:
     """Makes a group; each member is for one thread."""
-    shared = ([None] * ranks, threading.Barrier(ranks, timeout=30))
+    given: list[list[Any]] = [[] for _ in range(ranks)]
+    shared = ([None] * ranks, threading.Barrier(ranks, timeout=30), given)
     return [ThreadGroup(rank, shared) for rank in range(ranks)]
 
 

@@ -64,6 +64,7 @@ class Losses:
         weights: Sequence[Fraction],
         chosen: int = 0,
         delayed: bool = False,
+        complete: Callable[[], None] | None = None,
     ) -> None:
         """Begins with no micro-batch.
 
@@ -73,11 +74,13 @@ class Losses:
             chosen: The function whose loss backward starts from.
             delayed: Whether backward starts from the loss as it is; the gradients are then to be
                 weighted afterwards, all at once (``delay_scale_loss``).
+            complete: Called once all micro-batches are taken.
         """
         self._functions = functions
         self._weights = weights
         self._chosen = chosen
         self._delayed = delayed
+        self._complete = complete
         self._shares: list[dict[int, Tensor]] = [{} for _ in functions]
 
     def take(self, index: int, output: Nest, label: Nest) -> Tensor:
@@ -94,6 +97,8 @@ class Losses:
             self._shares[number][index] = share.detach()
             if number == self._chosen:
                 start = share
+        if self._complete is not None and len(self._shares[0]) == len(self._weights):
+            self._complete()
         return start
 
     def totals(self) -> list[Tensor]:

@@ -5,20 +5,23 @@ of a sharded optimizer. The squared norm of every gradient goes to all ranks, wh
 the order and with the arithmetic of the single model. So the norm and the factor are the same on
 all ranks, and without tensor parallelism and replicas they have the single model's bits. Fleet adds
 sums of stages, divides by the norm + 1e-6, and counts tied weights on every stage.
+
+A clip can be told not to wait for the other stages: see ``post_validation.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Optional
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph._paddle import clip_places, squared_norm
 from fleetpipe.dygraph.optimizer.clip_sliced import Pairs, SlicedNormClip
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.job import Job, current_job
+from fleetpipe.job.job import current_job
 from fleetpipe.transport import Group
+from fleetpipe.transport.group import Gathering
 
 _HALVES = ("float16", "bfloat16")
 #: The order of what another rank counts: a copy of a tied weight.
@@ -41,6 +44,41 @@ class _Square(NamedTuple):
     value: Tensor
 
 
+#: ``assume(waits)`` says whether a call goes on as if nothing were clipped; ``waits()`` tells
+#: whether it would otherwise have to wait, with no sign that something is clipped.
+Assume = Optional[Callable[[Callable[[], bool]], bool]]
+
+
+class _Round:
+    """One call of a clip in a step: what this rank has counted, and all ranks of the pipeline.
+
+    Attributes:
+        assumed: Whether the call did not wait, and changed no gradient.
+    """
+
+    def __init__(self, own: list[_Square], gathering: Gathering | None) -> None:
+        """Keeps the squares of this rank; ``gathering`` is None where they are all there are."""
+        self.own = own
+        self.assumed = False
+        self._gathering = gathering
+        self._norm: Tensor | None = None
+
+    def arrived(self) -> bool:
+        """Whether all squares are here; never blocks."""
+        return self._gathering is None or self._gathering.arrived()
+
+    def norm(self) -> Tensor | None:
+        """Returns the norm; None where no rank has gradients to clip. Waits for all ranks."""
+        if self._norm is None:
+            squares = self.own
+            if self._gathering is not None:
+                parts = self._gathering.values()
+                squares = [square for part in parts for square in _unpacked(*part)]
+            if squares:
+                self._norm = _norm(sorted(squares, key=lambda square: square.order))
+        return self._norm
+
+
 class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     """Takes the place of the ``ClipGradByGlobalNorm`` of an optimizer; collective when called.
 
@@ -48,6 +86,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         orders: The place of each parameter in the single model, or :data:`COPY`, by ``id``.
         sharded: Whether each sharding rank is given the gradients of its own share alone.
         norms: The norms before clipping since the last :meth:`begin`, one for each call.
+        assume: Whether a call may go on before the norm is known; None: it never does.
     """
 
     def __init__(self, clip: Clip) -> None:
@@ -56,10 +95,39 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         self.orders: dict[int, int] = {}
         self.sharded = False
         self.norms: list[Tensor] = []
+        self.assume: Assume = None
+        self._rounds: list[_Round] = []
+        self._calls = 0
+
+    @property
+    def clipped(self) -> bool:
+        """Whether a gradient of the last step was changed by it."""
+        return any(not bool(self._factor(norm) == 1) for norm in self.norms)
 
     def begin(self) -> None:
         """Forgets the norms of the step before."""
-        self.norms = []
+        self.norms, self._rounds, self._calls = [], [], 0
+
+    def right(self) -> bool:
+        """Whether no call of the step that did not wait should have clipped. Waits for all ranks.
+
+        Raises:
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        norms = [round_.norm() for round_ in self._rounds if round_.assumed]
+        return all(norm is None or bool(self._factor(norm) == 1) for norm in norms)
+
+    def accept(self) -> None:
+        """Notes the norms of a step that was right."""
+        pairs = [(round_, norm) for round_ in self._rounds if (norm := round_.norm()) is not None]
+        self.norms = [norm for _, norm in pairs]
+        for round_, norm in pairs:
+            if round_.assumed:
+                self._tell(norm)
+
+    def again(self) -> None:
+        """Has the calls of the step come again, now that their norms are known."""
+        self.norms, self._calls = [], 0
 
     @paddle.no_grad()
     def __call__(self, params_grads: Pairs) -> Pairs:
@@ -71,17 +139,44 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
-        squares = self._of_all_ranks([*self._own_squares(params_grads)])
-        if not squares:
+        known = self._calls < len(self._rounds)
+        if not known:
+            self._rounds.append(self._begun([*self._own_squares(params_grads)]))
+        round_ = self._rounds[self._calls]
+        self._calls += 1
+        if not known and self.assume is not None:
+            round_.assumed = self.assume(lambda: self._waits(round_))
+            if round_.assumed:
+                return [pair for pair in params_grads if pair[1] is not None]
+        norm = round_.norm()
+        if norm is None:
             return params_grads
-        norm = _norm(sorted(squares, key=lambda square: square.order))
         self.norms.append(norm)
-        self._global_norm(paddle.zeros_like(norm), norm * norm)
-        most = paddle.full([], self.clip_norm, norm.dtype)
-        if self.auto_skip_clip and not norm > most:
+        if not known or round_.assumed:  # another that comes again has told it
+            self._tell(norm)
+        if self.auto_skip_clip and not norm > self._most(norm):
             return [pair for pair in params_grads if pair[1] is not None]
-        factor = most / norm.maximum(most)
+        factor = self._factor(norm)
         return [(p, _times(p, g, factor)) for p, g in params_grads if g is not None]
+
+    def _waits(self, round_: _Round) -> bool:
+        """Whether a call has to wait for other ranks, and nothing speaks for clipping so far."""
+        if round_.own:
+            own = _norm(sorted(round_.own, key=lambda square: square.order))
+            if not bool(self._factor(own) == 1):
+                return False
+        return not round_.arrived()
+
+    def _factor(self, norm: Tensor) -> Tensor:
+        """Returns what gradients are multiplied by; 1 where they are not clipped."""
+        most = self._most(norm)
+        return most / norm.maximum(most)
+
+    def _most(self, norm: Tensor) -> Tensor:
+        return paddle.full([], self.clip_norm, norm.dtype)
+
+    def _tell(self, norm: Tensor) -> None:
+        self._global_norm(paddle.zeros_like(norm), norm * norm)
 
     def _global_norm(self, distributed: Tensor, whole: Tensor) -> None:
         """Is told the squared norm that has been found. Fleet's name for what adds it up.
@@ -112,23 +207,22 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
                 sliced = bool(getattr(parameter, "is_distributed", False))
                 yield _Square(order, str(value.dtype).rpartition(".")[2], sliced, value)
 
-    def _of_all_ranks(self, squares: list[_Square]) -> list[_Square]:
-        """Adds the squares that other ranks have. Collective."""
+    def _begun(self, squares: list[_Square]) -> _Round:
+        """Gives the squares to the ranks that have others. Collective.
+
+        Waits for those that share the stage, which are as far, and for no other stage.
+        """
         job = current_job()
         if job is None or job.local:
-            return squares
+            return _Round(squares, None)
         if job.degrees.mp > 1:
             squares = _with_slices(squares, job.model_parallel())
-        for group in self._other_parts(job):
-            parts = group.all_gather(_packed(squares))
-            squares = [square for part in parts for square in _unpacked(*part)]
-        return squares
-
-    def _other_parts(self, job: Job) -> Iterator[Group]:
         if self.sharded and job.degrees.sharding > 1:
-            yield job.sharding()
-        if job.degrees.pp > 1:
-            yield job.group()
+            parts = job.sharding().all_gather(_packed(squares))
+            squares = [square for part in parts for square in _unpacked(*part)]
+        if job.degrees.pp == 1:
+            return _Round(squares, None)
+        return _Round(squares, job.group().begin_all_gather(_packed(squares)))
 
 
 def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:

@@ -8,6 +8,7 @@ What Fleet's ``HybridParallelOptimizer`` does: the global norm is that of all ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from fleetpipe._paddle import paddle
@@ -22,6 +23,7 @@ from fleetpipe.dygraph._paddle import (
 from fleetpipe.dygraph.optimizer.clip_global import COPY, replace_clips, total_norm
 from fleetpipe.dygraph.optimizer.clip_sliced import Pairs
 from fleetpipe.dygraph.optimizer.fleets_type import FleetsType
+from fleetpipe.dygraph.optimizer.post_validation import PostValidation
 from fleetpipe.dygraph.optimizer.replicas import reduce_gradients
 from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.errors import ConfigError
@@ -55,6 +57,7 @@ class PipelineOptimizer(FleetsType):
         self._inner_opt = optimizer
         self._layers: Layer = None
         self._shards: Shards | None = None
+        self._later: PostValidation | None = None
         job = current_job()
         self._hcg = None if job is None else job.hcg
         if job is not None and job.degrees.sharding > 1:
@@ -84,11 +87,21 @@ class PipelineOptimizer(FleetsType):
         return total_norm(self._clips)
 
     @property
+    def steps_ahead(self) -> int:
+        """How many steps of this rank did not wait for the norm: see ``post_validation``."""
+        return 0 if self._later is None else self._later.ahead
+
+    @property
+    def steps_taken_back(self) -> int:
+        """How many of :attr:`steps_ahead` were clipped after all, put back and done again."""
+        return 0 if self._later is None else self._later.taken_back
+
+    @property
     def _param2rank(self) -> dict[str, int]:
         """Which sharding rank keeps the state of each parameter, by its name, for a trainer."""
         return {} if self._shards is None else self._shards.ranks_by_name()
 
-    def bind(self, layers: Layer) -> None:
+    def bind(self, layers: Layer, post_validation: bool = False) -> None:
         """Makes sure that this optimizer trains ``layers``, and the same one on all ranks.
 
         Collective over the job the first time it is called with these layers; what can be seen on
@@ -96,13 +109,19 @@ class PipelineOptimizer(FleetsType):
 
         Args:
             layers: The ``PipelineLayer`` of the batch that comes.
+            post_validation: Whether a step may go on before the norm of all ranks is known.
 
         Raises:
             ConfigError: The optimizer was built on other parameters, or another rank has an
                 optimizer of another type, with other groups or another clip.
         """
-        if self._layers is layers:
-            return
+        if self._layers is not layers:
+            self._examine(layers)
+        if post_validation and self._clips and self._later is None:
+            self._later = PostValidation(self._inner_opt, self._clips)
+
+    def _examine(self, layers: Layer) -> None:
+        """Compares this optimizer with the layers and with those of other ranks. Collective."""
         _require_parameters_of(layers, optimized_parameters(self._inner_opt))
         self._replace_clips()  # a group may have been added, or a clip put in since
         job = current_job()
@@ -110,8 +129,8 @@ class PipelineOptimizer(FleetsType):
             with job.guarded(lambda: "comparing the optimizers"):
                 job.require_agreement(self._facts())
         for clip in self._clips:
-            clip.orders = _orders(layers)
-        self._layers = layers
+            clip.orders, clip.assume = _orders(layers), None
+        self._layers, self._later = layers, None
 
     def step(self) -> None:
         """Updates this process's parameters. Collective in a job of several ranks.
@@ -119,7 +138,10 @@ class PipelineOptimizer(FleetsType):
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
-        self._run(self._inner_opt.step, lambda: clips_of_a_step(self._inner_opt))
+        step, later = self._inner_opt.step, self._later
+        if later is not None:
+            step = partial(later.step, step)
+        self._run(step, lambda: clips_of_a_step(self._inner_opt))
 
     def _step(self, parameters_list: Sequence[Tensor]) -> None:
         """Does what :meth:`step` does, for a trainer that lists what it trains.

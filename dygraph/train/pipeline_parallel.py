@@ -333,7 +333,7 @@ class PipelineParallel(PipelineFace):
                 got=type(optimizer).__name__,
                 fix="optimizer = fleet.distributed_optimizer(optimizer)",
             )
-        optimizer.bind(self._runtime.layers)
+        optimizer.bind(self._runtime.layers, self._runtime.config.post_validation)
 
 
 def _require_methods(argument: str, value: Any, kind: str, methods: tuple[str, ...]) -> None:

@@ -59,7 +59,10 @@ class TrainingBatch:
         delayed = runtime.switches.delay_scale_loss
         if weights is not None:
             _require_weights(weights, len(runtime.weights), delayed)
-        self._losses = Losses(functions, weights or runtime.weights, loss_fn_idx, delayed)
+        # Replicas add their losses up, which none of them is to wait for between actions.
+        early = self._share_losses if runtime.job.replicas().ranks == 1 else None
+        self._losses = Losses(functions, weights or runtime.weights, loss_fn_idx, delayed, early)
+        self._shared = False
         self._batch = Batch(batches, self._losses, None if scaler is None else scaler.scale)
         self._runtime = runtime
         self._scaler = scaler
@@ -91,9 +94,18 @@ class TrainingBatch:
         if runtime.timers is not None:
             runtime.timers.log(runtime.timers.timers)
 
+    def _share_losses(self) -> None:
+        """Gives the losses to all ranks. Collective over the pipeline; its last stage waits not.
+
+        That stage gives them as soon as it has them: a rank that is done with its actions before
+        the last one is need not wait for that.
+        """
+        if not self._shared:
+            self.loss = self._runtime.share_losses(self._losses, self._by_micro_batch)
+            self._shared = True
+
     def _reduce(self) -> None:
-        # The loss goes out before the step, so that nobody waits for the last stage's update.
-        self.loss = self._runtime.share_losses(self._losses, self._by_micro_batch)
+        self._share_losses()
         self._runtime.reduce_gradients()
 
     def _step(self) -> None:

@@ -42,9 +42,9 @@ class ComparingOptimizer(PipelineOptimizer):
         self._number = step
         self._before = before
 
-    def bind(self, layers: PipelineLayer) -> None:
+    def bind(self, layers: PipelineLayer, post_validation: bool = False) -> None:
         """See :meth:`PipelineOptimizer.bind`."""
-        self._pipelines.bind(layers)
+        self._pipelines.bind(layers, post_validation)
 
     def step(self) -> None:
         """Compares the gradients and steps both optimizers. Collective as both are."""

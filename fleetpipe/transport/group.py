@@ -11,6 +11,16 @@ from fleetpipe.transport.base import Transport, Value
 from fleetpipe.transport.wire.message import MessageKey
 
 
+class Gathering(Protocol):
+    """An ``all_gather`` on its way: this member has given its value."""
+
+    def arrived(self) -> bool:
+        """Whether the values of all members are here; never blocks."""
+
+    def values(self) -> list[Value]:
+        """Waits for the values of all members, and returns them by member."""
+
+
 class Group(Protocol):
     """The members of a collective operation; each of its methods is called by all of them.
 
@@ -28,11 +38,32 @@ class Group(Protocol):
     def all_gather(self, value: Value) -> list[Value]:
         """Returns the values of all members, by member, on every member. Collective."""
 
+    def begin_all_gather(self, value: Value) -> Gathering:
+        """Gives ``value`` to all members without waiting for theirs. Collective.
+
+        Those that a member has begun end in the order in which they began.
+        """
+
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum of all members'. Collective."""
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
         """Gives each tensor the value that it has on the member named beside it. Collective."""
+
+
+class _Gathered:
+    """What one process that stands for all has gathered: its own value."""
+
+    def __init__(self, value: Value) -> None:
+        self._value = value
+
+    def arrived(self) -> bool:
+        """Says that all is here."""
+        return True
+
+    def values(self) -> list[Value]:
+        """Returns the value as that of the one member."""
+        return [self._value]
 
 
 class SoleGroup:
@@ -48,6 +79,10 @@ class SoleGroup:
     def all_gather(self, value: Value) -> list[Value]:
         """Returns ``value`` as that of the one member."""
         return [value]
+
+    def begin_all_gather(self, value: Value) -> Gathering:
+        """Has ``value`` as that of the one member."""
+        return _Gathered(value)
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Leaves the tensors as they are."""
@@ -77,6 +112,7 @@ class DirectGroup:
         self._timeout = timeout
         self._broadcast = MessageKey("C", 0, 0, f"{name} broadcast", 0)
         self._gather = MessageKey("C", 0, 0, f"{name} gather", 0)
+        self._begun: list[_DirectGathering] = []
 
     def broadcast(self, value: Value, source: int) -> Value:
         """Returns the value of member ``source`` on every member. Collective.
@@ -96,9 +132,15 @@ class DirectGroup:
         Raises:
             PipelineTimeout: Some value did not come within the limit.
         """
+        return self.begin_all_gather(value).values()
+
+    def begin_all_gather(self, value: Value) -> Gathering:
+        """Gives ``value`` to all members without waiting for theirs. Collective."""
         for peer in self._others():
             self.transport.send(peer, self._gather, value)
-        return [value if r == self.rank else self._received(r) for r in range(self.ranks)]
+        gathering = _DirectGathering(self, value)
+        self._begun.append(gathering)
+        return gathering
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum of all members', added in their order. Collective.
@@ -125,11 +167,61 @@ class DirectGroup:
             if source != self.rank:
                 tensor.set_value(value)
 
+    def advance(self, wanted: _DirectGathering, wait: bool) -> None:
+        """Takes what has arrived for the gatherings up to ``wanted``, the first that began first.
+
+        Args:
+            wanted: One of those that are not complete.
+            wait: Whether to wait until it is.
+        """
+        while self._begun and not wanted.complete:
+            first = self._begun[0]
+            for peer in self._others():
+                if peer in first.found:
+                    continue
+                arrived, value = self.transport.try_receive(peer, self._gather)
+                if arrived or wait:
+                    first.found[peer] = value if arrived else self._received(peer)
+            if not first.complete:
+                return
+            self._begun.pop(0)
+
     def _received(self, peer: int) -> Value:
         return self.transport.receive(peer, self._gather, self._timeout)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank != self.rank]
+
+
+class _DirectGathering:
+    """An ``all_gather`` of a :class:`DirectGroup` on its way.
+
+    Attributes:
+        found: The values that are here, by member.
+    """
+
+    def __init__(self, group: DirectGroup, value: Value) -> None:
+        self._group = group
+        self.found: dict[int, Value] = {group.rank: value}
+
+    @property
+    def complete(self) -> bool:
+        """Whether the values of all members were taken."""
+        return len(self.found) == self._group.ranks
+
+    def arrived(self) -> bool:
+        """Whether the values of all members are here; never blocks."""
+        self._group.advance(self, wait=False)
+        return self.complete
+
+    def values(self) -> list[Value]:
+        """Waits for the values of all members, and returns them by member.
+
+        Raises:
+            PipelineTimeout: Some value did not come within the limit.
+        """
+        self._group.advance(self, wait=True)
+        return [self.found[member] for member in range(self._group.ranks)]
 
 
 class GlooGroup(DirectGroup):
