@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from fleetpipe.errors import CheckpointError, TransportError
-from fleetpipe.job import news
+from fleetpipe.job.watching import news
 from fleetpipe.launch.keeping.slots import Form, Slots, Stamp
 from fleetpipe.transport.joining import handshake
 from fleetpipe.transport.joining.handshake import Exchange, Known, Stranger, accepts, connects
