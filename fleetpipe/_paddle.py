@@ -28,10 +28,21 @@ except ModuleNotFoundError as error:
     ) from error
 
 from paddle.base import core
+from paddle.base.dygraph.base import guard
 from paddle.distributed import collective as _collective
 from paddle.distributed import fleet as _fleet
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.base import topology as _topology
+
+
+@contextmanager
+def dynamic_mode() -> Iterator[None]:
+    """Runs its body in dynamic graph mode: no tensor of it can be made or shared otherwise."""
+    if paddle.in_dynamic_mode():
+        yield
+    else:
+        with guard():
+            yield
 
 
 class LocalTopology(_topology.HybridCommunicateGroup):
@@ -161,6 +172,7 @@ def forget_topology() -> None:
 __all__ = [
     "LocalTopology",
     "beginning",
+    "dynamic_mode",
     "forget_topology",
     "install_topology",
     "open_store",

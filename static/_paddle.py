@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from paddle.base import core as _core
 from paddle.base import framework as _framework
-from paddle.base.dygraph.base import guard
 from paddle.static import io as _static_io
 
 from fleetpipe._paddle import paddle
@@ -44,16 +42,6 @@ _IMPORTLIB = "<frozen "
 def is_pir(program: Program) -> bool:
     """Whether a program is of Paddle's newer IR."""
     return not isinstance(program, framework.Program)
-
-
-@contextmanager
-def dynamic_mode() -> Iterator[None]:
-    """Runs its body in dynamic graph mode: no tensor of it can be made or shared otherwise."""
-    if paddle.in_dynamic_mode():
-        yield
-    else:
-        with guard():
-            yield
 
 
 def dtype_name(value: Variable) -> str:
@@ -153,6 +141,36 @@ def swap_switch_device(
 def learning_rate(optimizer: Optimizer) -> Any:
     """Returns the optimizer's learning rate: a number or a scheduler."""
     return optimizer._learning_rate
+
+
+def state_of(
+    optimizer: Optimizer, parameter: str, named: Callable[[Variable], str]
+) -> tuple[dict[str, str], str | None]:
+    """Returns what an optimizer that was applied keeps of a parameter.
+
+    Args:
+        optimizer: It.
+        parameter: The name of the parameter.
+        named: Returns the name of a variable of the program.
+
+    Returns:
+        The variable of each kind, as ``moment1``, and that of the float32 copy, or None.
+    """
+    master = optimizer._master_weights.get(parameter)
+    names = [parameter] if master is None else [parameter, named(master)]
+    prefix = "" if optimizer._name is None else f"{optimizer._name}_"
+    found = {
+        kind.removeprefix(prefix): named(of[name])
+        for kind, of in optimizer._accumulators.items()
+        for name in names
+        if name in of
+    }
+    return found, None if master is None else named(master)
+
+
+def rate_of(optimizer: Optimizer, program: Program) -> Variable:
+    """Returns the variable of the learning rate in a program that an optimizer was applied to."""
+    return optimizer._learning_rate_map[program]
 
 
 def gradient_clip(optimizer: Optimizer) -> Any:

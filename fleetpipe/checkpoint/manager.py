@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
+from fleetpipe.aliases import Layer, Optimizer, Program, Scaler, Scheduler
 from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.parts import Names
 from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.files import commit
 from fleetpipe.checkpoint.files.retention import Retention
@@ -33,6 +34,7 @@ class CheckpointManager:
         max_to_keep: int | None = None,
         async_save: bool = False,
         best: tuple[str, str] | None = None,
+        names: Names = None,
     ) -> None:
         """Describes how a run is saved; touches nothing.
 
@@ -44,6 +46,10 @@ class CheckpointManager:
                 memory; a thread writes it.
             best: A metric of ``metrics=`` and ``"min"`` or ``"max"``, as ``("loss", "min")``: the
                 best step is kept beside the newest, and is ``restore("best")``.
+            names: For a model that is a static program: the name in the checkpoint of each of its
+                parameters and statistics, as ``{"linear_0.w_0": "0.weight"}``; what is left out
+                keeps its own. ``"order"``: they are found in the order in which the program and
+                the model that was saved declare them, every shape is compared.
 
         Raises:
             ConfigError: A value that cannot be meant.
@@ -54,6 +60,7 @@ class CheckpointManager:
                 fix="save_interval=1 saves at every step that save is called with",
             )
         self._home = Path(folder)
+        self._names = names
         self._interval = save_interval
         self._retention = Retention(self._home, max_to_keep, best)
         self._saver = Saver(self._home, self._retention, async_save)
@@ -62,7 +69,7 @@ class CheckpointManager:
         self,
         step: int,
         *,
-        model: Layer,
+        model: Layer | Program,
         optimizer: Optimizer = None,
         lr_scheduler: Scheduler = None,
         scaler: Scaler = None,
@@ -78,7 +85,9 @@ class CheckpointManager:
 
         Args:
             step: Its number, 0 or more. One that is there already is replaced.
-            model: What ``fleet.distributed_model`` returned, a ``PipelineLayer``, or any Layer.
+            model: What ``fleet.distributed_model`` returned, a ``PipelineLayer``, any Layer, or a
+                static program that ``fleet.distributed_optimizer(..).minimize`` made a pipeline
+                of, whose startup program has run.
             optimizer: What ``fleet.distributed_optimizer`` returned, or any optimizer of Paddle's.
             lr_scheduler: An ``LRScheduler``; that of the optimizer is saved without being named.
             scaler: A ``GradScaler``.
@@ -102,14 +111,14 @@ class CheckpointManager:
         if not due:
             return None
         self._retention.require(metrics)
-        objects = Objects(model, optimizer, lr_scheduler, scaler, data)
+        objects = Objects(model, optimizer, lr_scheduler, scaler, data, names=self._names)
         return self._saver.save(Ranks.of_job(), step, objects, metrics or {}, extra or {})
 
     def restore(
         self,
         step: int | str = "latest",
         *,
-        model: Layer = None,
+        model: Layer | Program = None,
         optimizer: Optimizer = None,
         lr_scheduler: Scheduler = None,
         scaler: Scaler = None,
@@ -140,7 +149,7 @@ class CheckpointManager:
             PipelineTimeout: Some rank did not come within the limit.
         """
         self._saver.settle(wait=True)
-        objects = Objects(model, optimizer, lr_scheduler, scaler, data)
+        objects = Objects(model, optimizer, lr_scheduler, scaler, data, names=self._names)
         return restore(Ranks.of_job(), self._retention, step, objects.only(only))
 
     def steps(self) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar
 
-from fleetpipe.errors import CheckpointError, FleetPipeError, StateError
+from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.transport import Group, SoleGroup
@@ -71,6 +71,7 @@ class Ranks:
 
         Raises:
             CheckpointError: Some rank could not; every rank raises the same.
+            ConfigError: No rank could, each for what its script says.
             PeerFailed: Some rank died.
             PipelineTimeout: Some rank did not come within the limit.
         """
@@ -90,6 +91,8 @@ class Ranks:
         rank, text = next(iter(told.items()))
         if isinstance(cause, CheckpointError) and len(failures) == 1:
             raise cause
+        if isinstance(cause, ConfigError) and len(told) == len(failures):
+            raise cause  # of what the script says, on every rank alike
         others = [other for other in told if other != rank]
         also = f" (and ranks {others})" if others else ""
         raise CheckpointError(

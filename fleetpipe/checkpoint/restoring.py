@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fleetpipe._paddle import dynamic_mode
 from fleetpipe.checkpoint.contents import random_state, training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name, Part
+from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host, manifest
 from fleetpipe.checkpoint.files.reader import Reader
 from fleetpipe.checkpoint.files.retention import Retention
@@ -29,6 +31,7 @@ class Restored(NamedTuple):
     metrics: Mapping[str, float]
 
 
+@dynamic_mode()
 def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Objects) -> Restored:
     """Restores a step into some objects. Collective over ``ranks``.
 
@@ -59,11 +62,11 @@ class _Attempt:
 
     reader: Reader
     state: dict[str, Any]
+    _training: TrainingState
 
     def __init__(self, folder: Path, objects: Objects) -> None:
         self._folder = folder
         self._objects = objects
-        self._training = objects.training_state()
         self._parts: list[Part] = []
         self._wanted: dict[Name, Held] = {}
 
@@ -72,8 +75,9 @@ class _Attempt:
         self.reader = Reader(self._folder, manifest.read(self._folder))
         self.state = self.reader.text(training_state.FILE)
         self.reader.check_texts()
-        self._training.require(self.state)
         model = self._objects.model_part()
+        self._training = self._objects.training_state(model)
+        self._training.require(self.state)
         optimizer = self._objects.optimizer_part(model)
         if model is not None and self._objects.model is not None:
             self._parts.append(model)
@@ -102,4 +106,4 @@ class _Attempt:
             part.settle()
         self._training.put_back(self.state)
         if self._objects.random:
-            random_state.put_back(random_state.of_place(self.state["random"], place))
+            self._training.put_back_random_of(place, self.state["random"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fleetpipe._paddle import dynamic_mode
 from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
@@ -104,6 +105,7 @@ class Saver:
         self._writing: tuple[Ranks, _Writing] | None = None
         self._cleaned = False
 
+    @dynamic_mode()
     def save(
         self,
         ranks: Ranks,
@@ -122,7 +124,7 @@ class Saver:
         held = {**model.held(), **({} if optimizer is None else optimizer.held())}
 
         def facts() -> dict[str, Json]:
-            state = objects.training_state().taken()
+            state = objects.training_state(model).taken()
             state["extra"] = training_state.plain(extra, "extra")
             inventory = Inventory.of(held).to_json()
             return {
@@ -165,6 +167,7 @@ class Saver:
         self._begin(ranks, task, held)
         return Saving(self, step)
 
+    @dynamic_mode()
     def settle(self, wait: bool) -> None:
         """Ends the save that is being written, if there is one. Collective over its ranks.
 

@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 from fleetpipe import _paddle, static
-from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe._paddle import dynamic_mode, paddle, paddle_fleet
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError, StateError
@@ -26,7 +26,6 @@ from fleetpipe.job.degrees import (
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.say_once import tell_once
 from fleetpipe.job.watching import process_exit
-from fleetpipe.static._paddle import dynamic_mode
 
 _numbers = itertools.count()
 #: The role maker, is_collective and log level of ``init`` in static mode; None outside of it.

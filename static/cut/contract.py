@@ -85,20 +85,34 @@ class StageProgram(Protocol):
         """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
 
 
+class Kept(NamedTuple):
+    """The variables that the optimizer keeps of a parameter.
+
+    Attributes:
+        kinds: By kind, as ``moment1``.
+        master: That of its float32 copy; None where there is none.
+    """
+
+    kinds: Mapping[str, str]
+    master: str | None
+
+
 class Update(NamedTuple):
     """The optimizer step of a process.
 
     Attributes:
         step: Native program: updates the parameters from the accumulators, which it sets to 0.
         startup: Native program: makes the optimizer's own variables.
-        rate_name: The variable of the learning rate where a scheduler decides it, else None.
+        rate_name: The variable of the learning rate.
         variables: Names of the optimizer's own variables.
+        kept: Those of them that belong to a parameter, by its name.
     """
 
     step: Program
     startup: Program
-    rate_name: str | None
+    rate_name: str
     variables: tuple[str, ...]
+    kept: Mapping[str, Kept]
 
 
 class Reader(Protocol):
@@ -107,6 +121,8 @@ class Reader(Protocol):
     Attributes:
         graph: The program, described.
         data: What each ``paddle.static.data`` of it declares.
+        declared: The shape of each parameter and statistic by name, in the order in which they
+            were made.
         unclipped: The parameters of which ``need_clip`` is False.
     """
 
@@ -115,6 +131,9 @@ class Reader(Protocol):
 
     @property
     def data(self) -> Mapping[str, Declared]: ...  # noqa: D102
+
+    @property
+    def declared(self) -> Mapping[str, Sequence[int]]: ...  # noqa: D102
 
     @property
     def unclipped(self) -> frozenset[str]: ...  # noqa: D102

@@ -19,6 +19,7 @@ from fleetpipe.static.cut import checkpoints
 from fleetpipe.static.cut.split import Split, ranks_for, split
 from fleetpipe.static.ir import readers
 from fleetpipe.static.run.pipeline import StaticPipeline
+from fleetpipe.static.save import checkpoint
 
 #: Begins the job, or returns the running one if it has these degrees.
 Begin = Callable[[Degrees, PipelineConfig], Job]
@@ -125,6 +126,7 @@ class StaticOptimizer:
             reader, cut, schedule, job, self._config, self.wrapped, (number, weight)
         )
         attach(program, startup, pipeline)
+        checkpoint.offer(program, pipeline)
         return [], []
 
     def _degrees(self, cut: Split) -> tuple[Degrees, int]:

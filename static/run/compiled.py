@@ -146,10 +146,11 @@ class Compiled:
         update = self._recipe.update
         if update is None or self._run_step is None:
             return
-        if update.rate_name is not None:
-            rate = np.array(learning_rate(self._recipe.optimizer)(), "float32")
-            tensor = tensor_of(self.scope, update.rate_name)
-            tensor.set(rate.reshape(tensor.shape()), self.place)
+        # Also one that is no scheduler: set_lr may have changed it.
+        rate = learning_rate(self._recipe.optimizer)
+        tensor = tensor_of(self.scope, update.rate_name)
+        numbers = np.full_like(np.array(tensor), rate if isinstance(rate, float) else rate())
+        tensor.set(numbers, self.place)
         self._run_step([], False)
 
     def _zero(self, parameter: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import dynamic_mode, paddle
 from fleetpipe.aliases import Optimizer, Place, Program, Scope, Tensor, Variable
 from fleetpipe.config import PipelineConfig
 from fleetpipe.engine.trace import Trace
@@ -16,13 +17,8 @@ from fleetpipe.errors import StateError
 from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.schedules import Schedule
-from fleetpipe.static._paddle import (
-    EOFException,
-    dynamic,
-    dynamic_mode,
-    found_tensor,
-)
-from fleetpipe.static.cut.contract import Reader
+from fleetpipe.static._paddle import EOFException, dynamic, found_tensor
+from fleetpipe.static.cut.contract import Kept, Reader
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Item
 from fleetpipe.static.run import reductions
@@ -68,6 +64,7 @@ class StaticPipeline:
             self._recipe = self._make(optimizer, loss)
         self._compiled: Compiled | None = None
         self._streams: Streams | None = None
+        self._streams_to_begin: Mapping[int, Any] = {}
 
     @property
     def job(self) -> Job:
@@ -95,6 +92,29 @@ class StaticPipeline:
         return self._recipe.parameters
 
     @property
+    def declared(self) -> Mapping[str, Sequence[int]]:
+        """The shape of each parameter and statistic of all stages by name, as they were made."""
+        names = self.split.persistable
+        return {name: shape for name, shape in self._reader.declared.items() if name in names}
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer."""
+        return self._recipe.optimizer
+
+    @property
+    def kept(self) -> Mapping[str, Kept]:
+        """What the optimizer keeps of each parameter that this process trains."""
+        update = self._recipe.update
+        return {} if update is None else update.kept
+
+    @property
+    def rate_name(self) -> str | None:
+        """The variable of the learning rate; None where this process trains nothing."""
+        update = self._recipe.update
+        return None if update is None else update.rate_name
+
+    @property
     def optimizer_variables(self) -> tuple[str, ...]:
         """Names of the variables that the optimizer keeps for this process's parameters."""
         update = self._recipe.update
@@ -118,7 +138,7 @@ class StaticPipeline:
             startup: The user's startup program.
             scope: Where the variables go.
         """
-        self._require_current()
+        self.require_current()
         local = self._job.local
         run(startup if local else self._reader.startup(startup, self.persistable))
         if self._recipe.update is not None:
@@ -129,6 +149,23 @@ class StaticPipeline:
                 [(dynamic(tensor), 0) for tensor in found if tensor is not None]
             )
         self._compiled = self._streams = None
+        self._streams_to_begin = {}
+
+    @property
+    def leads_random(self) -> bool:
+        """Whether this process has the first stage that draws, from its default generator."""
+        return bool({*self._drawing()[:1]}.intersection(self._own))
+
+    @property
+    def streams(self) -> Mapping[int, Any]:
+        """The state of the generator of each later stage here that draws; none before a batch."""
+        return self._streams_to_begin if self._streams is None else self._streams.states
+
+    def begin_streams(self, states: Mapping[int, Any]) -> None:
+        """Goes on from states of :attr:`streams`; other stages begin anew from the seed of now."""
+        self._streams_to_begin = states
+        if self._streams is not None:
+            self._streams.begin(states)
 
     def run(
         self,
@@ -160,7 +197,7 @@ class StaticPipeline:
             PeerFailed: Another rank left.
             PipelineTimeout: A message did not come within the limit.
         """
-        self._require_current()
+        self.require_current()
         config = self._config
         if isinstance(feed, Iterator):
             feed = self._draw(feed)
@@ -183,6 +220,18 @@ class StaticPipeline:
             if return_numpy:
                 return results
             return [None if one is None else paddle.to_tensor(one) for one in results]
+
+    def require_current(self) -> None:
+        """Makes sure that the job of the pipeline is the current one.
+
+        Raises:
+            StateError: It has ended.
+        """
+        if current_job() is not self._job:
+            raise StateError(
+                "the job that this pipeline belongs to has ended",
+                fix="build and minimize the program again after fleet.init",
+            )
 
     def _draw(self, items: Iterator[Item | Sequence[Item]]) -> Item:
         """Takes a mini-batch from an iterator; all ranks do, or none. Collective over the job."""
@@ -207,6 +256,7 @@ class StaticPipeline:
             raise StateError("a pipeline runs in static mode", fix="paddle.enable_static()")
         if self._streams is None:
             self._streams = Streams(self._drawing(), self._own, place)
+            self._streams.begin(self._streams_to_begin)
         pieces = self._recipe.cut(fetches)
         with dynamic_mode():
             self._compiled = Compiled(self._recipe, pieces, self._streams, fetches, scope, place)
@@ -286,10 +336,3 @@ class StaticPipeline:
 
     def _where(self) -> str:
         return "compiling" if self._compiled is None else self._compiled.engine.where()
-
-    def _require_current(self) -> None:
-        if current_job() is not self._job:
-            raise StateError(
-                "the job that this pipeline belongs to has ended",
-                fix="build and minimize the program again after fleet.init",
-            )

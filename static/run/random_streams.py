@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,13 +29,26 @@ class Streams:
             place: The device.
         """
         self._generator = random_state(place)
+        self._stages = sorted(set(sorted(drawing)[1:]).intersection(own))
         self._states: dict[int, Any] = {}
+        self.begin({})
+
+    @property
+    def states(self) -> Mapping[int, Any]:
+        """The state of the generator of each stage that has a stream of its own."""
+        return self._states
+
+    def begin(self, states: Mapping[int, Any]) -> None:
+        """Begins the streams anew.
+
+        Args:
+            states: Those of :attr:`states` to go on from.
+        """
         now = self._generator.get_state()
         seed = self._generator.initial_seed()
-        for stage in sorted(drawing)[1:]:
-            if stage in own:
-                self._generator.manual_seed((seed + stage * _STRIDE) % (1 << 63))
-                self._states[stage] = self._generator.get_state()
+        for stage in self._stages:
+            self._generator.manual_seed((seed + stage * _STRIDE) % (1 << 63))
+            self._states[stage] = states.get(stage, self._generator.get_state())
         self._generator.set_state(now)
 
     @contextmanager

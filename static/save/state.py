@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import dynamic_mode, paddle
 from fleetpipe.aliases import Program, Scope, ScopeTensor, Tensor
 from fleetpipe.errors import CheckpointError
-from fleetpipe.static._paddle import dynamic_mode, found_tensor, overwrite
+from fleetpipe.static._paddle import found_tensor, overwrite
 from fleetpipe.static.attached import pipeline_of
 
 _STATE = "the state"
@@ -31,7 +31,7 @@ def state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.nda
     """
     pipeline = pipeline_of(program)
     scope = paddle.static.global_scope() if scope is None else scope
-    return {name: np.array(_tensor(scope, name)) for name in pipeline.persistable}
+    return {name: np.array(tensor_in(scope, name)) for name in pipeline.persistable}
 
 
 def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.ndarray]:
@@ -107,7 +107,7 @@ def fitting(
             got=f"{len(state)} names, such as {', '.join(map(repr, list(state)[:3])) or 'none'}",
             fix=fix,
         )
-    return [_fitting(name, state[name], _tensor(scope, name), source) for name in names]
+    return [_fitting(name, state[name], tensor_in(scope, name), source) for name in names]
 
 
 def _fitting(
@@ -131,7 +131,12 @@ def assign(pairs: Iterable[tuple[ScopeTensor, np.ndarray]]) -> None:
         overwrite(tensor, value)
 
 
-def _tensor(scope: Scope, name: str) -> ScopeTensor:
+def tensor_in(scope: Scope, name: str) -> ScopeTensor:
+    """Returns the tensor of a variable.
+
+    Raises:
+        CheckpointError: It has no value yet.
+    """
     tensor = found_tensor(scope, name)
     if tensor is None:
         raise CheckpointError(

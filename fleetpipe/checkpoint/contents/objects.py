@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents.model_part import NamedTensors, own_slice
 from fleetpipe.checkpoint.contents.optimizer_part import OptimizerState, unwrapped
@@ -14,7 +15,11 @@ from fleetpipe.checkpoint.contents.parts import (
     MODEL,
     OPTIMIZER,
     ModelPart,
+    Names,
+    OptimizerPart,
+    ProgramPart,
     SavedModel,
+    SavedProgram,
 )
 from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
 from fleetpipe.errors import ConfigError, nearest
@@ -36,6 +41,7 @@ class Objects:
         random: Whether the random states belong to it.
         names_from: The model that names the optimizer's parameters, if it is not restored itself.
         rate: Whether the optimizer's own learning rate belongs to it.
+        names: The lasting names of the variables of a model that is a static program.
     """
 
     model: Layer = None
@@ -46,6 +52,7 @@ class Objects:
     random: bool = True
     names_from: Layer = None
     rate: bool = True
+    names: Names = None
 
     def only(self, names: Sequence[str] | None) -> Objects:
         """Returns the objects that are named; all for None.
@@ -72,8 +79,25 @@ class Objects:
         model = self.names_from if self.model is None else self.model
         if model is None:
             return None
+        if isinstance(model, SavedProgram):
+            return model.checkpoint_part_of_program(self.names)
+        if self.names is not None:
+            raise ConfigError(
+                "names= is for static programs: a model of dynamic graph has names of its own",
+                got=f"a {type(model).__name__}",
+                fix="leave names= out",
+            )
         if isinstance(model, SavedModel):
             return model.checkpoint_part()
+        if not isinstance(model, paddle.nn.Layer):
+            raise ConfigError(
+                "a checkpoint is one of a model",
+                expected="what fleet.distributed_model returned, any Layer, or a static program "
+                "that fleet.distributed_optimizer(optimizer, strategy).minimize(loss) made a "
+                "pipeline of",
+                got=f"a {type(model).__name__}",
+                fix="pass model=paddle.static.default_main_program() after minimize",
+            )
         return NamedTensors.of_layer(model, own_slice())
 
     def required_model(self) -> ModelPart:
@@ -91,7 +115,7 @@ class Objects:
             )
         return part
 
-    def optimizer_part(self, model: ModelPart | None) -> OptimizerState | None:
+    def optimizer_part(self, model: ModelPart | None) -> OptimizerPart | None:
         """Returns the optimizer by the names of the model's parameters.
 
         Raises:
@@ -104,6 +128,8 @@ class Objects:
                 "an optimizer's state goes by the names of the model's parameters",
                 fix='pass model= as well; only=("optimizer",) leaves the model as it is',
             )
+        if isinstance(model, ProgramPart):
+            return model.optimizer(self.optimizer)
         return OptimizerState(self.optimizer, model)
 
     def groups(self) -> tuple[str, ...]:
@@ -112,8 +138,9 @@ class Objects:
         of_optimizer = () if self.optimizer is None else (OPTIMIZER, MASTER_WEIGHTS)
         return (*of_model, *of_optimizer)
 
-    def training_state(self) -> TrainingState:
-        """Returns the rest."""
+    def training_state(self, model: ModelPart | None) -> TrainingState:
+        """Returns the rest; ``model`` is what :meth:`model_part` returned."""
         optimizer = None if self.optimizer is None else unwrapped(self.optimizer)
         rate_of = optimizer if self.rate else None
-        return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of)
+        program = model if isinstance(model, ProgramPart) else None
+        return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of, program)

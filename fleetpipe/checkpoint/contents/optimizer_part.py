@@ -27,8 +27,7 @@ _FIRST = "_0"
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer of Paddle's that does the arithmetic."""
-    inner = optimizer.wrapped if isinstance(optimizer, SavedOptimizer) else optimizer
-    return _paddle.base_optimizer(inner)
+    return _paddle.base_optimizer(getattr(optimizer, "wrapped", optimizer))
 
 
 def _everything(parameter: Tensor) -> bool:
@@ -71,16 +70,9 @@ class OptimizerState:
         Raises:
             CheckpointError: The state is of another optimizer.
         """
-        if saved.optimizer is None or saved.optimizer != self.kind:
-            raise CheckpointError(
-                "the checkpoint has no state of this optimizer",
-                expected=self.kind,
-                got=saved.optimizer or "no optimizer",
-                fix="build the optimizer that was saved, or restore the model alone: "
-                'only=("model",)',
-            )
+        require_kind(self.kind, saved)
         names = self._model.saved_names(saved)
-        there = _by_parameter(saved)
+        there = by_parameter(saved)
         found: dict[Name, Held] = {}
         for group, parameter, path, of in self._parameters():
             if names[path] not in there:
@@ -90,7 +82,7 @@ class OptimizerState:
                 self._created.append(parameter)
                 _paddle.create_state(self._optimizer, group, [parameter])
             state = dict(self._state(parameter, names[path], of))
-            _require_kinds(names[path], set(state), there[names[path]])
+            require_kinds(names[path], set(state), there[names[path]])
             found.update(state)
         for name, held in found.items():
             require_fit(name, held, saved.tensors[name])
@@ -118,16 +110,29 @@ class OptimizerState:
         for kind, tensor in _paddle.state_of(self._optimizer, parameter).items():
             # Powers of beta are one number, whatever a slice of the parameter has.
             sliced = list(tensor.shape) == list(parameter.shape) and "pow" not in kind
-            yield (
-                Name(OPTIMIZER, f"{path}/{kind}{_FIRST}"),
-                Held(tensor, of.cut if sliced else None),
-            )
+            yield state_name(path, kind), Held(tensor, of.cut if sliced else None)
         master = _paddle.master_weight_of(self._optimizer, parameter)
         if master is not None:
             yield Name(MASTER_WEIGHTS, path), Held(master, of.cut)
 
 
-def _by_parameter(saved: Saved) -> dict[str, set[Name]]:
+def require_kind(kind: str, saved: Saved) -> None:
+    """Raises a ``CheckpointError`` where the saved state is of another type of optimizer."""
+    if saved.optimizer is None or saved.optimizer != kind:
+        raise CheckpointError(
+            "the checkpoint has no state of this optimizer",
+            expected=kind,
+            got=saved.optimizer or "no optimizer",
+            fix='build the optimizer that was saved, or restore the model alone: only=("model",)',
+        )
+
+
+def state_name(path: str, kind: str) -> Name:
+    """Returns the name of the state of a kind that belongs to the parameter ``path``."""
+    return Name(OPTIMIZER, f"{path}/{kind}{_FIRST}")
+
+
+def by_parameter(saved: Saved) -> dict[str, set[Name]]:
     """Returns the names of the saved state by the name of the parameter that it belongs to."""
     found: dict[str, set[Name]] = {}
     for name in saved.tensors:
@@ -138,7 +143,7 @@ def _by_parameter(saved: Saved) -> dict[str, set[Name]]:
     return found
 
 
-def _require_kinds(path: str, own: set[Name], saved: set[Name]) -> None:
+def require_kinds(path: str, own: set[Name], saved: set[Name]) -> None:
     """Raises a ``CheckpointError`` where the saved state of a parameter has other kinds."""
     if own != saved:
         raise CheckpointError(

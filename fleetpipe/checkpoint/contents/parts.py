@@ -7,7 +7,7 @@ protocols here, what they hold of which whole tensor, and under which lasting na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Union, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.checkpoint.files.regions import Cut
 from fleetpipe.checkpoint.files.tensors import Described
 
+#: The lasting names of a program's variables, or how they are found; None: they are their own.
+Names = Union[Mapping[str, str], str, None]
 #: The names of a kind of tensors' files begin with it: ``model-00001-of-00002.safetensors``.
 MODEL, BUFFERS, OPTIMIZER, MASTER_WEIGHTS = GROUPS = (
     *("model", "buffers", "optimizer", "master_weights"),
@@ -89,6 +91,29 @@ class Part(Protocol):
         """Undoes a :meth:`wanted`: nothing has been filled."""
 
 
+class OptimizerPart(Part, Protocol):
+    """The state of an optimizer, as one rank holds it."""
+
+    @property
+    def kind(self) -> str:
+        """The type of the optimizer."""
+
+
+class Streams(NamedTuple):
+    """The random streams of the stages of a static program that one process has.
+
+    Attributes:
+        stages: Stages of the whole program.
+        leads: Whether the default generator of this process is the stream of the first stage that
+            draws random numbers.
+        others: The state of the generator of each later one of this process.
+    """
+
+    stages: int
+    leads: bool
+    others: Mapping[int, Any]
+
+
 class ModelPart(Part, Protocol):
     """A model, as one rank holds it."""
 
@@ -107,11 +132,48 @@ class ModelPart(Part, Protocol):
 
 
 @runtime_checkable
+class ProgramPart(ModelPart, Protocol):
+    """A static program, as one rank holds it."""
+
+    def optimizer(self, optimizer: Optimizer) -> OptimizerPart:
+        """Returns the state of the optimizer that the program was minimized by.
+
+        Raises:
+            ConfigError: It is another one.
+        """
+
+    def streams(self) -> Streams:
+        """Returns the random streams of this rank's stages."""
+
+    def set_streams(self, others: Mapping[int, Any]) -> None:
+        """Makes ``others`` of :meth:`streams` the streams again; a stage without one begins anew.
+
+        The default generator has its state already.
+        """
+
+
+@runtime_checkable
 class SavedModel(Protocol):
     """A model that knows its lasting names by itself."""
 
     def checkpoint_part(self) -> ModelPart:
         """Returns what this process holds of it."""
+
+
+@runtime_checkable
+class SavedProgram(Protocol):
+    """A static program that is run as a pipeline."""
+
+    def checkpoint_part_of_program(self, names: Names) -> ProgramPart:
+        """Returns what this process holds of it.
+
+        Args:
+            names: The lasting names of its variables; see :class:`fleetpipe.CheckpointManager`.
+
+        Raises:
+            ConfigError: ``names`` does not fit the program.
+            CheckpointError: The startup program has not run.
+        """
 
 
 @runtime_checkable

@@ -16,19 +16,21 @@ import numpy as np
 
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.checkpoint import _paddle
+from fleetpipe.checkpoint.contents.parts import Streams
 
 #: A value of JSON.
 Json = Any
 #: A rank's number and the number of ranks along each axis that splits them.
 Place = Sequence[tuple[int, int]]
+_REPLICA = 1
 
 
-def taken() -> Json:
-    """Returns the states of now."""
+def taken(streams: Streams | None = None) -> Json:
+    """Returns the states of now, and ``streams``, those of the stages of a static program."""
     numpy_state: Any = np.random.get_state()
     name, keys, *rest = numpy_state
     version, numbers, next_gauss = random.getstate()
-    return {
+    found = {
         "paddle": [_paddle.generator_state(state) for state in paddle.get_rng_state()],
         "streams": {
             name: [_paddle.generator_state(state) for state in states]
@@ -37,6 +39,10 @@ def taken() -> Json:
         "numpy": [name, keys.tolist(), *rest],
         "python": [version, list(numbers), next_gauss],
     }
+    if streams is not None:
+        others = {str(s): _paddle.generator_state(state) for s, state in streams.others.items()}
+        found["program"] = {**streams._asdict(), "others": others}
+    return found
 
 
 def put_back(states: Json) -> None:
@@ -51,6 +57,19 @@ def put_back(states: Json) -> None:
     np.random.set_state((name, np.array(keys, dtype="uint32"), *rest))
     version, numbers, next_gauss = states["python"]
     random.setstate((version, tuple(numbers), next_gauss))
+
+
+def streams_in(states: Json, own: Streams) -> dict[int, Any]:
+    """Returns the streams of a static program's stages in some states.
+
+    Args:
+        states: Those of a rank.
+        own: The streams of now. Those of a program of other stages do not fit.
+    """
+    saved = states.get("program")
+    if saved is None or saved["stages"] != own.stages:
+        return {}
+    return {int(s): _paddle.generator_from(state) for s, state in saved["others"].items()}
 
 
 def _tracker() -> Any:
@@ -68,10 +87,30 @@ def merged(states: Sequence[Json], places: Sequence[Place]) -> Json:
     }
 
 
-def of_place(saved: Json, place: Place) -> Json:
-    """Returns the states in a value of :func:`merged` for a rank with some place."""
+def of_place(saved: Json, place: Place, leads: bool = True) -> Json:
+    """Returns the states in a value of :func:`merged` for a rank with some place.
+
+    Args:
+        saved: The value.
+        place: The place.
+        leads: Whether Paddle's generator is to go on as the stream of the first stage that draws,
+            where a static program was saved: on the rank that has it, and in dynamic graph.
+    """
     places = [[tuple(axis) for axis in one] for one in saved["places"]]
     # What is named first weighs most; of equals the first rank's.
     likeness = [[own == other for own, other in zip(place, one)] for one in places]
     rank = likeness.index(max(likeness))
-    return saved["states"][saved["of_rank"][rank]]
+    replica = places[rank][_REPLICA]
+    theirs = [
+        saved["states"][index]
+        for index, other in zip(saved["of_rank"], places)
+        if other[_REPLICA] == replica and "program" in saved["states"][index]
+    ]
+    states = dict(saved["states"][saved["of_rank"][rank]])
+    for other in theirs:
+        if leads and other["program"]["leads"]:
+            states["paddle"] = other["paddle"]
+    if theirs:
+        others = {s: state for one in theirs for s, state in one["program"]["others"].items()}
+        states["program"] = {**theirs[0]["program"], "others": others}
+    return states

@@ -14,6 +14,7 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents import random_state
+from fleetpipe.checkpoint.contents.parts import ProgramPart
 from fleetpipe.errors import CheckpointError
 
 FILE = "state.json"
@@ -68,6 +69,7 @@ class TrainingState:
         scaler: Scaler = None,
         data: SavedData | None = None,
         optimizer: Optimizer = None,
+        program: ProgramPart | None = None,
     ) -> None:
         """Takes the objects.
 
@@ -76,6 +78,7 @@ class TrainingState:
             scaler: A ``GradScaler``.
             data: Where the run is in its data.
             optimizer: Has a learning rate that may have been set by hand.
+            program: The model, where it is a static program with random streams of its own.
         """
         self._scheduler = lr_scheduler
         rate = getattr(optimizer, "_learning_rate", None)
@@ -84,6 +87,7 @@ class TrainingState:
         self._optimizer = optimizer if isinstance(rate, float) else None
         self._scaler = scaler
         self._data = data
+        self._program = program
 
     def taken(self) -> dict[str, Json]:
         """Returns all states, those of objects that are there.
@@ -91,7 +95,8 @@ class TrainingState:
         Raises:
             CheckpointError: One is not of plain values.
         """
-        found: dict[str, Json] = {"random": random_state.taken()}
+        streams = None if self._program is None else self._program.streams()
+        found: dict[str, Json] = {"random": random_state.taken(streams)}
         if self._scheduler is not None:
             found["lr_scheduler"] = plain(self._scheduler.state_dict(), "the LR scheduler's state")
         if self._optimizer is not None:
@@ -134,6 +139,17 @@ class TrainingState:
             self._optimizer.set_lr(state["learning_rate"])
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
+
+    def put_back_random(self, states: Json) -> None:
+        """Makes the random states those of one rank."""
+        random_state.put_back(states)
+        if self._program is not None:
+            self._program.set_streams(random_state.streams_in(states, self._program.streams()))
+
+    def put_back_random_of(self, place: random_state.Place, saved: Json) -> None:
+        """Makes the random states those of a rank with some place, of all that were saved."""
+        leads = self._program is None or self._program.streams().leads
+        self.put_back_random(random_state.of_place(saved, place, leads))
 
 
 def _require_keys(what: str, own: Mapping[str, Any], saved: Mapping[str, Json]) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.checkpoint.contents import random_state, training_state
+from fleetpipe._paddle import dynamic_mode
+from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name, Saved
 from fleetpipe.checkpoint.files import host
@@ -61,6 +62,7 @@ class KeptState:
         folder = os.environ.get(FOLDER)
         return None if folder is None else cls(Path(folder), objects, ranks)
 
+    @dynamic_mode()
     def keep(self, step: int) -> None:
         """Keeps the state after ``step`` steps. Each rank by itself.
 
@@ -68,7 +70,8 @@ class KeptState:
             CheckpointError: The host has not so much memory.
         """
         held = self._held()
-        text = training_state.to_text(self._objects.training_state().taken()).encode()
+        state = self._objects.training_state(self._objects.model_part()).taken()
+        text = training_state.to_text(state).encode()
         segment = self._segment(text)
         # The first of each pair keeps the bytes of the second alive.
         memories = [host.bytes_of(one) for one in held]
@@ -77,6 +80,7 @@ class KeptState:
         if len(segment.stamps()) > 1:
             self._forget_others(segment)
 
+    @dynamic_mode()
     def newest(self) -> Stamp | None:
         """Returns the newest state that is kept whole on all ranks, or None. Collective.
 
@@ -95,6 +99,7 @@ class KeptState:
         for _, segment in self._segments.values():
             segment.forget_after(step)
 
+    @dynamic_mode()
     def restore(self, stamp: Stamp) -> None:
         """Gives the objects a state that :meth:`newest` returned.
 
@@ -129,8 +134,9 @@ class KeptState:
         for part in parts:
             part.settle()
         state = training_state.from_text(text.decode())
-        self._objects.training_state().put_back(state)
-        random_state.put_back(state["random"])
+        training = self._objects.training_state(model)
+        training.put_back(state)
+        training.put_back_random(state["random"])
 
     def _held(self) -> list[Held]:
         """Returns the tensors that make the state now; describes them where they are others."""

@@ -8,8 +8,8 @@ from typing import Any
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Op, Optimizer, Program, Variable
 from fleetpipe.errors import ConfigError
-from fleetpipe.static._paddle import core, gradient_clip, is_pir, static
-from fleetpipe.static.cut.contract import CLIP_FACTOR, PREFIX, Update, accumulator_name
+from fleetpipe.static._paddle import core, gradient_clip, is_pir, rate_of, state_of, static
+from fleetpipe.static.cut.contract import CLIP_FACTOR, PREFIX, Kept, Update, accumulator_name
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation
 from fleetpipe.static.ir.pir.operations import (
@@ -76,6 +76,8 @@ class PirReader:
         self.graph = self._read(ops)
         parameters = {name_of(op): op.result(0) for op in _parameters(program)}
         self.unclipped = frozenset(n for n, p in parameters.items() if not p.need_clip)
+        # Each is put in front of those that were made before it.
+        self.declared = {name: tuple(parameters[name].shape) for name in reversed(parameters)}
         self.data = {name_of(op): _declared(op.result(0)) for op in ops if op.name() == DATA}
 
     def number(self, target: Variable | str) -> int | None:
@@ -150,9 +152,11 @@ class PirReader:
             for sum_ in sums:
                 _operations.full_(sum_, sum_.shape, 0.0, sum_.dtype, core.Place())
         fed = [CLIP_FACTOR, *map(accumulator_name, parameters)]
-        kept = [name_of(op) for op in step.global_block().ops if op.name() in (DATA, PARAMETER)]
-        variables = sorted(set(kept) - {*parameters, *fed})
-        return Update(step, startup, getattr(step, "lr_name", None), tuple(variables))
+        sources = [name_of(op) for op in step.global_block().ops if op.name() in (DATA, PARAMETER)]
+        variables = sorted({*sources} - {*parameters, *fed})
+        kept = {name: Kept(*state_of(optimizer, name, _variable)) for name in parameters}
+        rate = _variable(rate_of(optimizer, step))
+        return Update(step, startup, rate, tuple(variables), kept)
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:
         """Returns the initialisation of the named variables, drawing what the whole draws."""
@@ -204,6 +208,11 @@ def _factor() -> Variable:
     value.persistable = True
     to_end(value.get_defining_op().get_parent_block())
     return value
+
+
+def _variable(value: Variable) -> str:
+    """Returns the name of the variable of the scope that a value is."""
+    return name_of(value.get_defining_op())
 
 
 def _declared(value: Variable) -> Declared:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Block, Op, Optimizer, Program, Variable
-from fleetpipe.static._paddle import dtype_name, learning_rate, static
-from fleetpipe.static.cut.contract import CLIP_FACTOR, Update, accumulator_name
+from fleetpipe.static._paddle import dtype_name, rate_of, state_of, static
+from fleetpipe.static.cut.contract import CLIP_FACTOR, Kept, Update, accumulator_name
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Declared, Graph, Operation
 from fleetpipe.static.ir.program.loader import belongs_to_loader
@@ -66,6 +65,8 @@ class ProgramReader:
             frozenset(n for n, name in names.items() if self._is_differentiable(name)),
             written,
         )
+        lasting = {name for name in self._names if self._is_persistable(name)}
+        self.declared = {n: tuple(v.shape) for n, v in self._block.vars.items() if n in lasting}
         parameters = (self._block.var(n) for n in sources if self._is_persistable(n))
         self.unclipped = frozenset(p.name for p in parameters if not getattr(p, "need_clip", True))
         self.data = {
@@ -110,10 +111,10 @@ class ProgramReader:
                     outputs={"Out": [total]},
                     attrs={"shape": list(total.shape), "dtype": total.dtype, "value": 0.0},
                 )
-        rate = learning_rate(optimizer)
-        scheduled = isinstance(rate, paddle.optimizer.lr.LRScheduler)
         made = {name for op in startup.global_block().ops for name in op.output_arg_names}
-        return Update(step, startup, rate._var_name if scheduled else None, tuple(sorted(made)))
+        kept = {name: Kept(*state_of(optimizer, name, _variable)) for name in parameters}
+        rate = _variable(rate_of(optimizer, step))
+        return Update(step, startup, rate, tuple(sorted(made)), kept)
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:
         """Returns the initialisation of the named variables, drawing what the whole draws."""
@@ -150,6 +151,11 @@ class ProgramReader:
             return False
         found = self._block.var(name)
         return is_tensor(found) and not found.stop_gradient and "float" in dtype_name(found)
+
+
+def _variable(found: Variable) -> str:
+    """Returns the name of the variable of the scope that a variable of a program is."""
+    return str(found.name)
 
 
 def _sources(program: Program) -> list[str]:
