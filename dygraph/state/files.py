@@ -88,11 +88,10 @@ def save(folder: str | Path, layers: Mapping[Place, Layer], tensor_slice: int) -
         layers: The layers to write.
         tensor_slice: This rank's place among the tensor-parallel ranks.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for place, layer in layers.items():
-        name = f"{place.stem}-tensor_{tensor_slice:02d}-model_states.pdparams"
-        fleet_files.save(folder / name, layer.state_dict())
+    ending = f"-tensor_{tensor_slice:02d}-model_states.pdparams"
+    fleet_files.save_all(
+        folder, {place.stem + ending: layer.state_dict() for place, layer in layers.items()}
+    )
 
 
 def require_folder(folder: str | Path) -> None:

@@ -7,7 +7,8 @@ cannot be read is a ``CheckpointError`` that says what the file seems to be.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.checkpoint import pickled
+from fleetpipe.checkpoint.files.replacing import replacing
 from fleetpipe.errors import CheckpointError
 
 #: The stub knows tensors only.
@@ -36,24 +38,31 @@ def save(path: str | os.PathLike[str], contents: Nest, protocol: int = 4) -> Non
     """Writes a file as ``paddle.save`` does: at any moment it is the old one, or the new one whole.
 
     Args:
-        path: The file; its folder is there.
+        path: The file.
         contents: A dict of tensors or arrays.
         protocol: Of the pickle, 2 to 4.
 
     Raises:
         OSError: It cannot be written; the file that was there stays.
     """
-    name = os.fspath(path)
-    # Replicas may write the same at once: each has a draft of its own.
-    draft = f"{name}.{os.getpid()}"
-    try:
-        _write(contents, draft, protocol=protocol)
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(draft, name)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(draft)
+    target = Path(path)
+    save_all(target.parent, {target.name: contents}, protocol)
+
+
+def save_all(folder: str | os.PathLike[str], files: Mapping[str, Nest], protocol: int = 4) -> None:
+    """Does what :func:`save` does for several files of a folder, which is made where it is not.
+
+    Args:
+        folder: The folder.
+        files: The contents of each file by its name.
+        protocol: As for :func:`save`.
+
+    Raises:
+        OSError: One cannot be written; all files that were there stay.
+    """
+    with replacing(Path(folder)) as draft:
+        for name, contents in files.items():
+            _write(contents, str(draft / name), protocol=protocol)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Nest]:

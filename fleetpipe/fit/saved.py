@@ -23,6 +23,7 @@ from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.optimizer_part import OptimizerState, unwrapped
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, Held, Name, Saved
 from fleetpipe.checkpoint.files import host
+from fleetpipe.checkpoint.files.replacing import replacing
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
@@ -77,9 +78,12 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
             for name, tensor in parameters.items():
                 tensor.name = names[name]
             order = [slot.name for slot in pipeline.layers.state.slots()]
-            _write({name: parameters[name] for name in order}, files.parameters)
+            contents: dict[str, Nest] = {
+                files.parameters.name: {name: parameters[name] for name in order}
+            }
             if state := _state_to_save(whole, names, optimizer):
-                _write(state, files.state)
+                contents[files.state.name] = dict(state)
+            fleet_files.save_all(files.parameters.parent, contents)
 
     Ranks.of_job().together(f"saving {path}", write)
 
@@ -111,7 +115,9 @@ def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: 
             names = pipeline.layers.state.names_in(single)
             single.set_state_dict({own: whole[name] for own, name in names.items()})
             single.eval()
-            paddle.jit.save(single, path, input_spec=inputs)
+            target = Path(path)
+            with replacing(target.parent) as draft:
+                paddle.jit.save(single, str(draft / target.name), input_spec=inputs)
 
     Ranks.of_job().together(f"saving {path}", write)
 
@@ -247,14 +253,3 @@ def _fill(held: Held, value: np.ndarray) -> None:
     if held.cut is not None:
         value = np.take(value, range(held.cut.start, held.cut.stop), held.cut.axis)
     host.assign(held, paddle.to_tensor(value))
-
-
-def _write(contents: Mapping[str, Nest], path: Path) -> None:
-    """Writes a file, which appears whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        paddle.save(dict(contents), str(draft))
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -32,9 +32,11 @@ def save(
     if pipeline is None:
         original(program, model_path, protocol, **configs)
         return
-    if pipeline.local:
-        original(program, os.fspath(model_path), protocol, **configs)
-    files.save(model_path, program, protocol)
+
+    def describe(path: str) -> None:
+        original(program, path, protocol, **configs)
+
+    files.save(model_path, program, protocol, describe if pipeline.local else None)
 
 
 def load(

@@ -7,12 +7,14 @@ its own.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from fleetpipe.aliases import Program
 from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint.files.replacing import replacing
 from fleetpipe.errors import CheckpointError
 from fleetpipe.static._paddle import found_tensor, static
 from fleetpipe.static.attached import pipeline_of
@@ -22,26 +24,36 @@ from fleetpipe.static.save.state import assign, fitting, parameters, state_dict
 _SUFFIXES = (".pdparams", ".pdopt", ".pdmodel", ".json")
 
 
-def save(prefix: str | os.PathLike[str], program: Program = None, protocol: int = 4) -> Path:
+def save(
+    prefix: str | os.PathLike[str],
+    program: Program = None,
+    protocol: int = 4,
+    describe: Callable[[str], object] | None = None,
+) -> Path:
     """Saves what this process's stages have, the optimizer's state included.
 
     Args:
         prefix: Beginning of the files' paths; each of several ranks adds its number.
         program: The program of the pipeline; None for the default main program.
         protocol: As for ``paddle.save``.
+        describe: Writes files of the network to a path without an ending; those of the parameters
+            and the optimizer take the place of its own. All files appear together.
 
     Returns:
         The file of the parameters, ``<prefix>.rank<r>.pdparams``, or ``<prefix>.pdparams`` of one
         process that plays all ranks; the optimizer's state is beside it, in ``.pdopt``.
     """
     pipeline, scope = pipeline_of(program), static.global_scope()
-    base = _base(os.fspath(prefix), pipeline)
-    os.makedirs(os.path.dirname(base) or ".", exist_ok=True)
+    base = Path(_base(os.fspath(prefix), pipeline))
     found = {name: found_tensor(scope, name) for name in pipeline.optimizer_variables}
     state = {name: np.array(tensor) for name, tensor in found.items() if tensor is not None}
-    for suffix, content in ((".pdparams", state_dict(program)), (".pdopt", state)):
-        fleet_files.save(base + suffix, content, protocol)
-    return Path(f"{base}.pdparams")
+    parameters_file, state_file = f"{base.name}.pdparams", f"{base.name}.pdopt"
+    files = {parameters_file: state_dict(program), state_file: state}
+    with replacing(base.parent) as draft:
+        if describe is not None:
+            describe(str(draft / base.name))
+        fleet_files.save_all(draft, files, protocol)
+    return base.parent / parameters_file
 
 
 def load(prefix: str | os.PathLike[str], program: Program = None) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Program, Variable
+from fleetpipe.checkpoint.files.replacing import replacing
 from fleetpipe.static._paddle import static
 from fleetpipe.static.attached import pipeline_of
 from fleetpipe.static.save.state import full_state_dict
@@ -40,5 +42,7 @@ def save_inference_model(
     for name, value in state.items():
         scope.var(name).get_tensor().set(value, paddle.CPUPlace())
     stock = inspect.unwrap(static.save_inference_model)
-    with static.scope_guard(scope):
-        stock(os.fspath(prefix), list(feed_vars), list(fetch_vars), executor, program=program)
+    target = Path(prefix)
+    with static.scope_guard(scope), replacing(target.parent) as draft:
+        network = (list(feed_vars), list(fetch_vars), executor)
+        stock(str(draft / target.name), *network, program=program)

@@ -62,11 +62,9 @@ def to_layer_files(reader: Reader, folder: Path) -> int:
                 fix="restore the checkpoint in a job, then layers.save_state_dict(folder)",
             )
         layers.setdefault(int(match["layer"]), {})[match["name"]] = tensor
-    folder.mkdir(parents=True, exist_ok=True)
     count = max(layers, default=-1) + 1
-    for layer in range(count):
-        name = f"layer_{layer:02d}-tensor_00-model_states.pdparams"
-        fleet_files.save(folder / name, layers.get(layer, {}))
+    names = [f"layer_{layer:02d}-tensor_00-model_states.pdparams" for layer in range(count)]
+    fleet_files.save_all(folder, {name: layers.get(layer, {}) for layer, name in enumerate(names)})
     return count
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from fleetpipe.checkpoint.contents.parts import MODEL, Name
 from fleetpipe.checkpoint.files import tensors
 from fleetpipe.checkpoint.files.reader import Reader
+from fleetpipe.checkpoint.files.replacing import replacing
 
 
 def merge(reader: Reader, target: Path) -> None:
@@ -23,15 +23,13 @@ def merge(reader: Reader, target: Path) -> None:
     """
     order = reader.manifest.order
     layout = tensors.laid_out({n: reader.manifest.tensors[Name(MODEL, n)].tensor for n in order})
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with draft.open("wb", buffering=0) as file, reader.opened() as read:
-            tensors.write_at(file.fileno(), 0, layout.header)
-            for name, stored in layout.tensors.items():
-                memory = memoryview(bytearray(stored.tensor.nbytes))
-                read(Name(MODEL, name), None, memory)
-                tensors.write(file.fileno(), stored, None, memory)
-            os.fsync(file.fileno())
-        draft.rename(target)
-    finally:
-        draft.unlink(missing_ok=True)
+    with (
+        replacing(target.parent) as draft,
+        (draft / target.name).open("wb", buffering=0) as file,
+        reader.opened() as read,
+    ):
+        tensors.write_at(file.fileno(), 0, layout.header)
+        for name, stored in layout.tensors.items():
+            memory = memoryview(bytearray(stored.tensor.nbytes))
+            read(Name(MODEL, name), None, memory)
+            tensors.write(file.fileno(), stored, None, memory)
