@@ -151,6 +151,10 @@ class Copies:
             safe = Stamp(message["safe_life"], message["safe_step"])
             wanted = Stamp(pins.life, message["step"])
             pins.set(safe if safe.step else None, wanted)
+            # What is there already, and is not the last, may be on its way out.
+            if any(step > wanted.step for step in self._newest(wanted.life)):
+                self._tell("mirrored", life=number, step=wanted.step, outcome=MISSED)
+                return
             task = threading.Thread(target=self._mirror, args=(number, wanted, ended))
         task.daemon = True
         task.start()
@@ -210,30 +214,29 @@ class Copies:
         Raises:
             Ended: The life has.
         """
-        first = True
         while not ended.is_set():
-            ranks = [rank for rank, _ in life.started(self._home)]
-            found = {rank: self._states(rank, wanted.life) for rank in ranks}
-            newest = [max((stamp.step for stamp in states), default=0) for states in found.values()]
-            has = [wanted in states for states in found.values()]
-            # What is there already may be on its way out: it was not pinned in time.
-            if any(step > wanted.step and (first or not it) for step, it in zip(newest, has)):
+            found = self._states(wanted.life)
+            if found and all(wanted in states for states in found):
+                return [states[wanted] for states in found]
+            over = [max(states, default=wanted) > wanted for states in found]
+            if any(late and wanted not in states for late, states in zip(over, found)):
                 return []
-            if ranks and all(has):
-                return [states[wanted] for states in found.values()]
-            first = False
             time.sleep(_LOOK_SECONDS)
         raise Ended
 
-    def _states(self, rank: int, mark: int) -> dict[Stamp, Path]:
-        """Returns what a rank has kept in this life, with the file that has it."""
-        found = {}
-        for file in self._kept.glob(f"rank-{rank}.*"):
-            try:
-                stamps = Slots(file).stamps()
-            except FileNotFoundError:
-                continue  # the rank has just removed it
-            found.update({stamp: file for stamp in stamps if stamp.life == mark})
+    def _newest(self, mark: int) -> list[int]:
+        """Returns the last step that each rank of this host has kept in this life; 0: none."""
+        return [max((stamp.step for stamp in states), default=0) for states in self._states(mark)]
+
+    def _states(self, mark: int) -> list[dict[Stamp, Path]]:
+        """Returns what each rank of this host has kept in this life, and which file has it."""
+        found = []
+        for rank, _ in life.started(self._home):
+            files = {}
+            for file in self._kept.glob(f"rank-{rank}.*"):
+                with contextlib.suppress(FileNotFoundError):  # the rank has just removed it
+                    files.update(dict.fromkeys(Slots(file).stamps(), file))
+            found.append({stamp: file for stamp, file in files.items() if stamp.life == mark})
         return found
 
     @contextmanager

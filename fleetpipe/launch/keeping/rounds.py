@@ -29,6 +29,7 @@ class Rounds:
         self._nodes = nodes
         self._every = every
         self._step: int | None = None
+        self._last = 0
         self._whole: set[int] = set()
         self._ahead = 1
         #: The last state that was safe; None: none was in this life.
@@ -43,8 +44,9 @@ class Rounds:
         if self._step is not None:
             return None
         self._whole = set()
-        after = done if self.safe is None else max(done, self.safe.step)
-        self._step = -(-(after + self._ahead) // self._every) * self._every
+        # A state may be kept, and copied, before its step is known as done.
+        after = max(done, self._last)
+        self._step = self._last = -(-(after + self._ahead) // self._every) * self._every
         return Stamp(self._life, self._step)
 
     def told(self, node: int, step: int, outcome: str) -> None:

@@ -53,7 +53,7 @@ def steps(log: str) -> list[str]:
 
 
 def require_bits(logs: list[Path], alone: str) -> None:
-    """What was lost with a host and done again has the bits of ``alone`` both times."""
+    """Whether what was done twice, as it was lost with a host, has the bits of ``alone`` always."""
     done = steps(alone)
     for log in map(read, logs):
         assert set(done).issuperset(steps(log))
