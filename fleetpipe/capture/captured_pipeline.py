@@ -22,6 +22,7 @@ from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
+from fleetpipe.dygraph.tensor_parallel import whole_shape
 from fleetpipe.errors import CaptureError, UsageError
 from fleetpipe.partition import LayerInfo
 from fleetpipe.schedules import Edge
@@ -124,7 +125,7 @@ class CapturedPipeline(PipelineLayer):
         # What no node uses is in stage 0.
         tensors = [id(state[name]) for name, stages in users.items() if own & {*stages}]
         part = part_of(self.plain, self._nodes(self._owned), tensors)
-        slots = [Slot(name, tuple(tensor.shape)) for name, tensor in state.items()]
+        slots = [Slot(name, whole_shape(tensor)) for name, tensor in state.items()]
         nodes = [node.name for node in self.forms.example(training=True).trace.nodes]
         self.state = CapturedState(self, slots, users, nodes, self._group)
         self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())

@@ -7,17 +7,17 @@ from typing import Any
 
 from fleetpipe._paddle import user_strategy
 from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.asked import classes_of, plain_model, stages_asked
 from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
-from fleetpipe.capture.cutting.auto import Choice, agreed, chosen
-from fleetpipe.capture.cutting.costs import measured
-from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec, borders_of
+from fleetpipe.capture.cutting.cut import cut_of
+from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.capture.proof import prove
+from fleetpipe.capture.repeated import require_same_calls
 from fleetpipe.capture.running.forms import Forms
 from fleetpipe.capture.running.memory import initialize, without_memory
 from fleetpipe.capture.tracing.capturing import Capturing
-from fleetpipe.capture.tracing.signature import example_of, signature_of
+from fleetpipe.capture.tracing.signature import ROWS, example_of
 from fleetpipe.config import PipelineConfig
-from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
 
@@ -29,7 +29,7 @@ def pipeline(
     split_spec: SplitSpec = AUTO,
     num_stages: int | None = None,
     num_chunks: int = 1,
-    no_split: Sequence[type] = (),
+    no_split: Sequence[type | str] = (),
     verify: bool = True,
     *,
     recompute_interval: int = 0,
@@ -56,12 +56,13 @@ def pipeline(
             of that one, shared evenly. ``{"layer1": 0, "layer2": 1}``: the stage of each; the
             others go with what runs before them. None: ``sublayer.pipeline_stage = k``, or calls
             of :func:`fleetpipe.pipe_split`.
-        num_stages: Ranks of the pipeline, without a job; in a job its ``pp_degree`` counts.
+        num_stages: Ranks of the pipeline; in a job it is its ``pp_degree``, and may be left out.
         num_chunks: Chunks on each rank; 1 leaves it to the schedule.
-        no_split: Classes of layers that are never cut within.
-        verify: Whether to run the untouched model and the stages on one batch, in this process,
-            and to compare outputs, gradients and buffers in bits; ``proof`` of what is returned
-            says what was found. Under ``LazyGuard`` only where one process has all stages.
+        no_split: Classes of layers, or their names, that are never cut within.
+        verify: Whether to run the forward on other numbers, of which it must call the same, and
+            the untouched model and the stages on one batch, in this process, to compare outputs,
+            gradients and buffers in bits; ``proof`` of what is returned says what was found.
+            Under ``LazyGuard`` the latter only where one process has all stages.
         recompute_interval: Nodes of a stage whose activations are dropped together after forward,
             and computed again in backward; 0 keeps all.
         memory_limit: With "auto", the bytes that a stage may have.
@@ -73,37 +74,30 @@ def pipeline(
     Raises:
         CaptureError: The forward does what no node can be made of, the stages do not do what the
             model does, or two stages would keep the same running statistics.
-        ConfigError: ``split_spec`` names what is not there, or another number of stages.
+        ConfigError: An argument names what is not there, or another number of stages.
         PartitionError: "auto" finds no cut.
+        UsageError: ``model`` is no built layer, or a pipeline already.
     """
     job = current_job()
-    ranks = num_stages if job is None else job.degrees.pp
-    rows = 2 if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
-    example = example_of(example_inputs, rows)
-    capturing = Capturing(model, example, no_split)
-    stages = None if ranks is None else ranks * num_chunks
-    choice = None
-    if isinstance(split_spec, str) and split_spec == AUTO:
-        choice = _chosen(capturing, stages, memory_limit)
-        borders = list(choice.borders)
-    else:
-        trace = capturing(signature_of(example), True)
-        borders = borders_of(split_spec, model, trace, stages)
-    if stages is None:
-        stages = len(borders) + 1
-    if len(borders) + 1 != stages:
-        raise ConfigError(
-            f"split_spec cuts the model into {len(borders) + 1} stages",
-            expected=f"{stages}: ranks of the pipeline times chunks",
-            got=", ".join(map(str, borders)) or "no cut",
-            fix="give one cut less than there are stages",
-        )
-    forms = Forms(capturing, borders, recompute_interval)
-    proof = prove(capturing, forms, stages) if verify and _whole(model) else None
+    asked = stages_asked(num_stages, num_chunks, job)
+    rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
+    no_classes = classes_of(plain_model(model), no_split)
+    capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
+    if verify:
+        require_same_calls(capturing)
+    cut = cut_of(capturing, split_spec, asked.total, memory_limit)
+    ranks = asked.ranks_of(cut.stages, str(cut))
+    forms = Forms(capturing, cut.borders, recompute_interval)
+    _tell_what_is_left_out(forms)
+    proof = prove(capturing, forms, cut.stages) if verify and _whole(model) else None
     chunks = None if num_chunks == 1 else num_chunks
-    return CapturedPipeline(
-        model, forms, stages // num_chunks, chunks, loss_fn, Found(choice, proof)
-    )
+    return CapturedPipeline(model, forms, ranks, chunks, loss_fn, Found(cut.choice, proof))
+
+
+def _tell_what_is_left_out(forms: Forms) -> None:
+    """Tells of what the model's own code does beside operations: no stage does it again."""
+    for text in forms.example(training=True).trace.left_out:
+        tell_once(f"the captured stages leave out what the forward does: {text}")
 
 
 def _whole(model: Layer) -> bool:
@@ -118,16 +112,3 @@ def _whole(model: Layer) -> bool:
         return False
     initialize(model, lazy)
     return True
-
-
-def _chosen(capturing: Capturing, stages: int | None, memory_limit: float | None) -> Choice:
-    """Returns the cut that is best by what the nodes cost. Collective over the job."""
-    if stages is None:
-        raise ConfigError(
-            'split_spec="auto" needs the number of stages',
-            fix="call fleet.init with a pp_degree first, or pass num_stages",
-        )
-    look = signature_of(capturing.example)
-    training, evaluation = capturing(look, True), capturing(look, False)
-    costs = agreed(current_job(), lambda: measured(capturing, training))
-    return chosen(training, evaluation, costs, stages, memory_limit)

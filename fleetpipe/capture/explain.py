@@ -6,15 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.asked import classes_of, plain_model
 from fleetpipe.capture.cutting.auto import places
 from fleetpipe.capture.cutting.costs import NodeCost, measured, parameter_bytes
 from fleetpipe.capture.cutting.cuts import Border
+from fleetpipe.capture.repeated import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
-from fleetpipe.capture.tracing.signature import example_of, signature_of
+from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
 from fleetpipe.capture.tracing.value import Trace
-
-#: Rows of an example where a specification leaves them open.
-ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -84,20 +83,24 @@ class Explanation:
 
 
 def explain(
-    model: Layer, example_inputs: Nest, no_split: Sequence[type] = (), measure: bool = False
+    model: Layer, example_inputs: Nest, no_split: Sequence[type | str] = (), measure: bool = False
 ) -> Explanation:
     """Captures a model and tells what was found; print what it returns.
 
     Args:
         model: Any layer, which stays as it is.
         example_inputs: As for :func:`fleetpipe.pipeline`.
-        no_split: Classes of layers that are nodes as a whole.
+        no_split: Classes of layers, or their names, that are nodes as a whole.
         measure: Whether to measure how long each node takes.
 
     Raises:
         CaptureError: The model cannot be captured.
+        ConfigError: ``no_split`` names a class that no sublayer has.
+        UsageError: ``model`` is no built layer, or a pipeline already.
     """
-    capturing = Capturing(model, example_of(example_inputs, ROWS), no_split)
+    kinds = classes_of(plain_model(model), no_split)
+    capturing = Capturing(model, example_of(example_inputs, ROWS), kinds)
+    require_same_calls(capturing)
     look = signature_of(capturing.example)
     training, evaluation = capturing(look, True), capturing(look, False)
     named, refused = places(training, evaluation)

@@ -6,8 +6,7 @@ none, shows. Where the model draws random numbers, both draw them under the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -16,11 +15,15 @@ import numpy as np
 from fleetpipe import schedules
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture.cutting.costs import state_of
+from fleetpipe.capture.difference import first_difference, gap
+from fleetpipe.capture.repeated import moved
 from fleetpipe.capture.running.forms import Forms
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.untouched import called
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.tracer import state_kept
+from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.tracing.walk import Unopened, arguments_of
 from fleetpipe.dygraph import has_memory, random_keys, state_slots
 from fleetpipe.dygraph.backward.split import SplitBackward
@@ -99,7 +102,7 @@ def prove(capturing: Capturing, forms: Forms, stages: int) -> Proof:
     Raises:
         CaptureError: They differ; it names the first layer that does.
     """
-    model, inputs = capturing.model, mapped(_moved, capturing.example)
+    model, inputs = capturing.model, mapped(moved, capturing.example)
     with random_keys.random_states_kept():
         keys = random_keys.Keys(1) if _draws(model, inputs) else None
         found = []
@@ -111,21 +114,21 @@ def prove(capturing: Capturing, forms: Forms, stages: int) -> Proof:
                 ours = _seen(model, inputs, captured, training)
                 culprit = _first_difference(ours, theirs)
                 if culprit is not None:
-                    layer = _first_layer(model, inputs, plain, captured)
-                    raise _refuted(culprit, layer, forms)
+                    form = forms.example(training)
+                    node = first_difference(capturing, form, _copied(inputs), keys)
+                    raise _refuted(culprit, node)
             found.append((ours, theirs))
     return _proof(found, _summed(forms), keys is not None)
 
 
-def _moved(tensor: Tensor) -> Tensor:
-    """Returns other numbers of the same kind: rows and columns in another order."""
-    moved = tensor.detach().roll(1) if tensor.ndim else tensor.detach()
-    return moved * 0.75 if moved.is_floating_point() else moved
+def _copied(inputs: Nest) -> Nest:
+    """Returns inputs into which a forward may write."""
+    return mapped(lambda tensor: tensor.clone(), inputs)
 
 
 def _draws(model: Layer, inputs: Nest) -> bool:
     """Whether a model draws random numbers in training."""
-    args, named = arguments_of(inputs)
+    args, named = arguments_of(_copied(inputs))
     paddle.seed(1)
     untouched = paddle.rand([1])
     paddle.seed(1)
@@ -185,7 +188,7 @@ def _seen(model: Layer, inputs: Nest, run: _Run, training: bool) -> _Seen:
     parameters = dict(model.named_parameters())
     drop_gradients(parameters.values())
     with state_kept(model), paddle.set_grad_enabled(training):
-        output = run(inputs, _projected)
+        output = run(_copied(inputs), _projected)
         outputs = {f"output {i}": t.detach() for i, t in enumerate(tensors_of(output))}
         buffers = {
             f"{path}.{name}" if path else name: holder[name].clone()
@@ -221,70 +224,18 @@ def _first_difference(ours: _Seen, theirs: _Seen) -> str | None:
     """Names the first quantity that is off by more than the order of a sum."""
     for kind, one, other in zip(_Seen._fields, ours, theirs):
         for name in {**other, **one}:
-            gap = _gap(one.get(name), other.get(name))
-            if gap > (_ROUNDING if kind == "gradients" else 0.0):
+            off = gap(one.get(name), other.get(name))
+            if off > (_ROUNDING if kind == "gradients" else 0.0):
                 return name if kind == "outputs" else f"{kind.removesuffix('s')} of {name}"
     return None
 
 
-def _gap(one: Tensor | None, other: Tensor | None) -> float:
-    """Returns the largest difference over the largest value; 0 where the bits are the same."""
-    if one is None or other is None or list(one.shape) != list(other.shape):
-        return float("inf")
-    if one.dtype != other.dtype:
-        return float("inf")
-    if one.dtype == paddle.bfloat16:
-        # NumPy has none.
-        one, other = one.astype("float32"), other.astype("float32")
-    ours, theirs = one.numpy(), other.numpy()
-    if ours.tobytes() == theirs.tobytes():
-        return 0.0
-    gaps = np.abs(ours.astype("float64") - theirs.astype("float64"))
-    largest = float(np.abs(theirs.astype("float64")).max())
-    relative = float(gaps.max()) / largest if largest else float("inf")
-    return relative if relative == relative else float("inf")
-
-
-def _first_layer(model: Layer, inputs: Nest, plain: _Run, captured: _Run) -> str | None:
-    """Names the first node of the captured run whose output the untouched model has not."""
-    outputs = []
-    for run in (plain, captured):
-        with state_kept(model), _recorded(model) as calls, paddle.no_grad():
-            run(inputs, lambda output: paddle.zeros([]))
-        outputs.append(calls)
-    theirs, ours = outputs
-    for call, tensors in ours.items():
-        others = theirs.get(call)
-        if others is None or any(_gap(*pair) for pair in zip(tensors, others)):
-            return call
-    return None
-
-
-@contextmanager
-def _recorded(model: Layer) -> Iterator[dict[str, list[Tensor]]]:
-    """Within it what the layers without sublayers return is kept, by path and number of call."""
-    calls: dict[str, list[Tensor]] = {}
-    removers = []
-    for path, layer in model.named_sublayers():
-        if layer._sub_layers:
-            continue
-
-        def note(_: Layer, __: Nest, output: Nest, path: str = path) -> None:
-            count = sum(name.split(", ")[0] == path for name in calls)
-            calls[f"{path}, call {count + 1}"] = [t.clone() for t in tensors_of(output)]
-
-        removers.append(layer.register_forward_post_hook(note))
-    try:
-        yield calls
-    finally:
-        for remover in removers:
-            remover.remove()
-
-
-def _refuted(what: str, layer: str | None, forms: Forms) -> CaptureError:
+def _refuted(what: str, node: Node | None) -> CaptureError:
     return CaptureError(
         f"the captured stages do not do what the model does: the {what} differs",
-        where=f"first in {layer}" if layer else "in no layer's output: in glue, or in backward",
+        where="in no node's output: between stages, in backward, or in a buffer"
+        if node is None
+        else f"first in {node.name}, {node.place}",
         expected="the bits of the untouched model, on a batch that looks like the example",
         cause="the forward does something that is no operation of Paddle's on tensors: it keeps "
         "something from call to call, or computes outside of Paddle",
@@ -294,27 +245,37 @@ def _refuted(what: str, layer: str | None, forms: Forms) -> CaptureError:
 
 def _proof(found: list[tuple[_Seen, _Seen]], summed: tuple[str, ...], keyed: bool) -> Proof:
     ours, theirs = found[0]
-    gaps = {name: _gap(grad, theirs.gradients[name]) for name, grad in ours.gradients.items()}
+    gaps = {name: gap(grad, theirs.gradients[name]) for name, grad in ours.gradients.items()}
     return Proof(
         sum(len(seen.outputs) for seen, _ in found),
         len(gaps),
         len(ours.buffers),
-        {name: gap for name, gap in gaps.items() if gap},
+        {name: off for name, off in gaps.items() if off},
         summed,
         keyed,
     )
 
 
 def _summed(forms: Forms) -> tuple[str, ...]:
-    """Names what has three uses or more, in several stages: parts of its gradient are summed."""
+    """Names the values and parameters whose gradients are sums in another order than the model's.
+
+    Each stage adds up its own uses first. Of a value two uses make one sum, whichever comes first;
+    that of a parameter goes on from micro-batch to micro-batch.
+    """
     form = forms.example(training=True)
-    uses: dict[str, list[int]] = {}
+    names = {id(p): name for name, p in forms.capturing.model.named_parameters()}
+    weights: dict[str, set[int]] = {}
+    values: dict[str, list[int]] = {}
     for stage in range(len(form.starts) + 1):
         for node in form.nodes(stage):
-            for owned in node.owned:
-                uses.setdefault(owned.path, []).append(stage)
+            for tensor in state_of(node):
+                if not tensor.stop_gradient and id(tensor) in names:
+                    weights.setdefault(names[id(tensor)], set()).add(stage)
             for value in node.uses:
                 maker = form.trace.maker(value)
                 if maker is not None and form.trace.likes[value].dtype.startswith(("f", "b")):
-                    uses.setdefault(form.trace.nodes[maker].name, []).append(stage)
-    return tuple(name for name, at in uses.items() if len(at) > 2 and len({*at}) > 1)
+                    values.setdefault(form.trace.nodes[maker].name, []).append(stage)
+    return (
+        *(name for name, stages in weights.items() if len(stages) > 1),
+        *(name for name, at in values.items() if len(at) > 2 and len({*at}) > 1),
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,8 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.capture.proof import Proof
-from fleetpipe.capture.tracing import _paddle
+from fleetpipe.capture.tracing import _paddle, capturing
+from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.errors import CaptureError
 from tests.capture.beside import images
 from tests.capture.models import GPT, Encoded, UNet, tokens
@@ -64,35 +67,57 @@ def test_dropout_is_compared_under_the_same_keys() -> None:
     assert max(found.rounded.values(), default=0) < 1e-6
 
 
-class Counts(nn.Layer):  # type: ignore[misc]
-    """Keeps a number of Python's from call to call."""
+class Sum(nn.Layer):  # type: ignore[misc]
+    """A sum and a product between two layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.calls = nn.Linear(3, 3), nn.Linear(3, 3), 0
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Any) -> Any:
-        self.calls += 1
-        return self.second(self.first(x) * float(self.calls))
+        return self.second(self.first(x) * (x + 1))
 
 
-def test_what_a_forward_keeps_is_found_and_the_layer_named() -> None:
-    with pytest.raises(CaptureError, match=r"output 0 differs(.|\n)*first in second, call 1"):
-        proof(Counts(), paddle.ones([2, 3]), ["second"])
+X = paddle.arange(6.0).reshape([2, 3])
+LINE = Sum.forward.__code__.co_firstlineno + 1
 
 
-def test_a_wrong_capture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_capture_takes_for_a_constant_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its hook the sum is no node, and the capture takes its result for a constant."""
     methods = tuple(name for name in _paddle._METHODS if name != "__add__")
     monkeypatch.setattr(_paddle, "_METHODS", methods)
+    with pytest.raises(CaptureError, match=rf"test_proof.py:{LINE}(.|\n)*mul with a constant"):
+        proof(Sum(), X, ["second"])
 
-    class Sum(nn.Layer):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
 
-        def forward(self, x: Any) -> Any:
-            return self.second(self.first(x) * (x + 1))
+def altered(trace: Trace) -> Trace:
+    """Adds another number."""
+    nodes = [
+        replace(node, args=(node.args[0], 2)) if node.name == "add" else node
+        for node in trace.nodes
+    ]
+    return replace(trace, nodes=tuple(nodes))
 
-    with pytest.raises(CaptureError, match="first in second, call 1"):
-        proof(Sum(), paddle.arange(6.0).reshape([2, 3]), ["second"])
+
+def removed(trace: Trace) -> Trace:
+    """Has the product take what was added to, and not the sum."""
+    (add,) = (node for node in trace.nodes if node.name == "add")
+    nodes = [
+        replace(node, args=(node.args[0], add.args[0])) if node.name == "mul" else node
+        for node in trace.nodes
+        if node is not add
+    ]
+    return replace(trace, nodes=tuple(nodes))
+
+
+@pytest.mark.parametrize(("change", "node"), [(altered, "add"), (removed, "mul")])
+def test_a_wrong_capture_is_found_and_its_first_node_named(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Trace], Trace], node: str
+) -> None:
+    traced = capturing.traced
+    monkeypatch.setattr(capturing, "traced", lambda *given: change(traced(*given)))
+    with pytest.raises(CaptureError) as caught:
+        proof(Sum(), X, ["second"])
+    text = str(caught.value)
+    assert "the captured stages do not do what the model does: the output 0 differs" in text
+    assert f"where: first in {node}, {__file__}:{LINE}\n" in text

@@ -175,4 +175,6 @@ def agreed(job: Job | None, measure: Callable[[], list[NodeCost]]) -> list[NodeC
         if pipeline.rank == replicas.rank == 0:
             costs = [tuple(map(float, cost)) for cost in measure()]
         costs = replicas.broadcast(pipeline.broadcast(costs, 0), 0)
+        # The ranks that hold slices have measured together, each by its own clock.
+        costs = job.model_parallel().broadcast(costs, 0)
     return [NodeCost(there, back, int(held), int(size)) for there, back, held, size in costs]

@@ -74,7 +74,7 @@ def _pass(
     values: Nest = functions[0](capturing.example)
     for function, node in zip(functions[1:-1], trace.nodes):
         values = mapped(leaf_like, values)
-        tensors = _state_of(node)
+        tensors = state_of(node)
         with lent(tensors):
             # The first makes room for gradients, which stays from micro-batch to micro-batch.
             _run(function, values)
@@ -101,7 +101,7 @@ def _run(function: Function, values: Nest) -> tuple[Nest, float, float, float]:
     return output, forward, time.perf_counter() - begin, held
 
 
-def _state_of(node: Node) -> list[Tensor]:
+def state_of(node: Node) -> list[Tensor]:
     """Returns the parameters and buffers that a node has or takes."""
     layer: Layer = node.function
     tensors = list(layer.state_dict().values()) if node.is_layer else []
@@ -113,7 +113,7 @@ def parameter_bytes(trace: Trace) -> list[int]:
     seen: set[int] = set()
     sizes = []
     for node in trace.nodes:
-        new = {id(tensor): tensor for tensor in _state_of(node) if id(tensor) not in seen}
+        new = {id(tensor): tensor for tensor in state_of(node) if id(tensor) not in seen}
         seen.update(new)
         sizes.append(sum(4 * math.prod(tensor.shape) for tensor in new.values()))
     return sizes

@@ -89,7 +89,7 @@ def _evenly(prefix: str, trace: Trace, stages: int | None) -> list[Border]:
         paths = {scope.path.rpartition(".")[0] for node in trace.nodes for scope in node.scopes}
         raise ConfigError(
             f"split_spec={prefix!r}: the forward calls no sublayer below that name",
-            got=nearest_path(prefix, paths - {""}) if paths - {""} else "a model of one level",
+            got=nearest_path(prefix, {AUTO, *paths} - {""}),
             fix='pass the name of a LayerList or Sequential, or "auto"',
         )
     if stages is None:

@@ -18,10 +18,11 @@ from fleetpipe.transport import SoleGroup
 _FIRST = GlobalMicroBatch(0)
 
 
-class _Keyed(Walk):
-    """Enters the key of each node."""
+class Keyed(Walk):
+    """Enters the key of each node, if there are keys."""
 
-    def __init__(self, model: Layer, unopened: Unopened, keys: random_keys.Keys) -> None:
+    def __init__(self, model: Layer, unopened: Unopened, keys: random_keys.Keys | None) -> None:
+        """Begins before a run of the model; see :class:`Walk`."""
         super().__init__(model, unopened)
         self._keys = keys
         # The first entry of a list of layers takes the inputs.
@@ -29,7 +30,8 @@ class _Keyed(Walk):
 
     def node(self, call: NodeCall) -> Any:
         """Calls it under its key."""
-        self._keys.enter(self._entry)
+        if self._keys is not None:
+            self._keys.enter(self._entry)
         self._entry += 1
         return call.do()
 
@@ -83,5 +85,5 @@ def called(
     if keys is None:
         return model(*args, **named)
     keys.micro_batch = micro_batch
-    with random_keys.keyed(keys, SoleGroup()), intercepted(_Keyed(model, unopened, keys)):
+    with random_keys.keyed(keys, SoleGroup()), intercepted(Keyed(model, unopened, keys)):
         return model(*args, **named)

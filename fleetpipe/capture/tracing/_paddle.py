@@ -7,6 +7,7 @@ methods of the Tensor that are written in C.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +31,12 @@ _METHODS = (
     *(f"__r{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
     *(f"__{name}__" for name in ("matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge")),
     *("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous", "detach", "detach_"),
-    *("copy_", "_copy_to", "_local_value", "_register_grad_hook"),
+    *("copy_", "_copy_to", "_local_value", "_register_grad_hook", "_new_shared_tensor"),
 )
 #: Methods in C that read a Tensor's numbers.
 _READS = ("numpy", "_getitem_from_offset", "data_ptr", "_copy_gradient_from")
+#: What computes gradients.
+_BACKWARDS = ("run_backward", "run_partial_grad")
 
 
 class Listener(Protocol):
@@ -48,10 +51,19 @@ class Listener(Protocol):
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Called for what makes numbers of Python's of a Tensor."""
 
+    def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Called for what computes gradients."""
+
+    def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
+        """Called for Paddle's ``recompute(function, *args)``, which ``call()`` does."""
+
+    def assigned(self, name: str, value: Any) -> None:
+        """Called before an attribute of a layer is set."""
+
 
 @contextmanager
 def intercepted(listener: Listener) -> Iterator[None]:
-    """Within it every operation, every call of a layer and every read goes to ``listener``."""
+    """Within it every operation, every call of a layer, and so on, goes to ``listener``."""
     replaced: list[tuple[Any, str, Any]] = []
 
     def put(holder: Any, name: str, value: Any) -> None:
@@ -67,7 +79,11 @@ def intercepted(listener: Listener) -> Iterator[None]:
                     put(_Tensor, name, _method(heard, vars(_Tensor)[name]))
         gradient_flag = vars(_Tensor)["stop_gradient"]
         put(_Tensor, "stop_gradient", _flag(listener, gradient_flag))
+        for name in _BACKWARDS:
+            function = vars(core.eager)[name]
+            put(core.eager, name, functools.partial(_called, listener.backward, function))
         put(paddle.nn.Layer, "__call__", _layer_call(listener, paddle.nn.Layer.__call__))
+        put(paddle.nn.Layer, "__setattr__", _setting(listener, paddle.nn.Layer.__setattr__))
         put(core.eager.PyLayer, "apply", _apply(listener, vars(core.eager.PyLayer)["apply"]))
         yield
     finally:
@@ -104,9 +120,27 @@ def _flag(listener: Listener, flag: Any) -> property:
     return property(flag.__get__, put)
 
 
+def _setting(listener: Listener, put: Function) -> Function:
+    def __setattr__(layer: Layer, name: str, value: Any) -> None:
+        listener.assigned(name, value)
+        put(layer, name, value)
+
+    return __setattr__
+
+
 def _apply(listener: Listener, apply: Any) -> Any:
-    def applied(kind: type, *args: Any, **named: Any) -> Any:
-        return listener.operation(apply.__get__(None, kind), args, named)
+    def applied(kind: Any, *args: Any, **named: Any) -> Any:
+        call = apply.__get__(None, kind)
+        if kind.__name__ == "RecomputeFunction" and kind.__module__.startswith("paddle."):
+            # ctx, the function, options in a number of their own in each version, *args.
+            options = [
+                name
+                for name, parameter in inspect.signature(kind.forward).parameters.items()
+                if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            ]
+            given = args[len(options) - 1 :]
+            return listener.recompute(lambda: call(*args, **named), args[0], given)
+        return listener.operation(call, args, named)
 
     return classmethod(applied)
 

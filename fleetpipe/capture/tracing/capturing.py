@@ -7,10 +7,13 @@ from contextlib import contextmanager
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.tracing.place import raised_at
 from fleetpipe.capture.tracing.signature import Signature, numbers_like, signature_of
 from fleetpipe.capture.tracing.tracer import traced
 from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.capture.tracing.walk import Unopened
+from fleetpipe.dygraph.nest import mapped, outline
+from fleetpipe.errors import CaptureError, FleetPipeError, reason
 
 
 class Capturing:
@@ -41,10 +44,34 @@ class Capturing:
         Raises:
             CaptureError: It does what no node can be made of.
         """
-        inputs = self.example if signature == self._look else numbers_like(signature)
-        # As each will run: nothing in evaluation needs a gradient.
-        with in_mode(self.model, training), paddle.set_grad_enabled(training):
-            return traced(self.model, inputs, self.unopened)
+        return self.with_numbers(
+            self.example if signature == self._look else numbers_like(signature), training
+        )
+
+    def with_numbers(self, inputs: Nest, training: bool) -> Trace:
+        """Returns what the forward calls for these inputs, which stay as they are.
+
+        Raises:
+            CaptureError: It does what no node can be made of, or fails.
+        """
+        model = self.model
+        # A forward may write into what it is given.
+        given = mapped(lambda tensor: tensor.detach().clone(), inputs)
+        try:
+            # As each will run: nothing in evaluation needs a gradient.
+            with in_mode(model, training), paddle.set_grad_enabled(training):
+                return traced(model, given, self.unopened)
+        except FleetPipeError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"the forward of {type(model).__name__} fails: {reason(error)}",
+                where=raised_at(error.__traceback__),
+                got=f"inputs: {outline(inputs)}",
+                cause="example_inputs are not what it takes, or it is made for one size of batch",
+                fix="call the plain model with such inputs first: example_inputs is one argument, "
+                "a tuple of arguments, or a dict by name",
+            ) from error
 
 
 @contextmanager

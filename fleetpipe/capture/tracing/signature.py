@@ -19,7 +19,11 @@ from fleetpipe.errors import CaptureError
 #: A signature.
 Signature = str
 
-_PLAIN = (type(None), bool, int, float, str)
+#: Rows of an example where a specification leaves them open, and no job says.
+ROWS = 2
+
+#: The classes of plain values.
+PLAIN = (type(None), bool, int, float, str)
 
 
 def signature_of(value: Nest) -> Signature:
@@ -43,7 +47,7 @@ def _described(value: Nest) -> Any:
         return {type(value).__name__: [_described(item) for item in value]}
     if isinstance(value, dict):
         return {"dict": {key: _described(item) for key, item in value.items()}}
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return {"plain": value}
     raise CaptureError(
         "the inputs of a captured model are tensors and plain values",
@@ -79,7 +83,7 @@ def completed(inputs: Nest, example: Nest) -> Nest:
         given = [*inputs, *[None] * (len(example) - len(inputs))]
         more = given[len(example) :]
         return rebuilt(inputs, [*map(completed, given, example), *more])
-    return example if inputs is None and isinstance(example, _PLAIN) else inputs
+    return example if inputs is None and isinstance(example, PLAIN) else inputs
 
 
 def example_of(inputs: Nest, rows: int) -> Nest:

@@ -6,36 +6,70 @@ layer is not opened, and the forward runs again: as a whole it is called in Pyth
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.tracing._paddle import Function, intercepted
 from fleetpipe.capture.tracing.mark import noting
+from fleetpipe.capture.tracing.place import forward_place, is_users, user_place
+from fleetpipe.capture.tracing.signature import PLAIN
 from fleetpipe.capture.tracing.value import Like, Node, Owned, Ref, Trace, ValueId, like
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph import has_memory, state_slots
-from fleetpipe.dygraph.nest import tensors_of
+from fleetpipe.dygraph.nest import leaves, tensors_of
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import CaptureError
 
-#: Packages whose frames are not the user's; the last wraps functions of Paddle 2.6.2.
-_NOT_THE_USERS = ("paddle", "fleetpipe", "decorator")
-#: Models that Paddle brings are like a user's.
-_MODELS = "paddle.vision.models."
+_IN_A_SUBLAYER = "put that code into a sublayer: what is within one may do anything"
+
+
+class _Obstacle(NamedTuple):
+    """What no node can be made of.
+
+    Attributes:
+        what: What a forward does.
+        cause: Why that is no node.
+        fix: What to do where it is in the model's own forward.
+    """
+
+    what: str
+    cause: str
+    fix: str = _IN_A_SUBLAYER
+
+
+_READS = _Obstacle(
+    "reads the numbers in a tensor", "which nodes run would depend on the numbers in a batch"
+)
+_BACKWARD = _Obstacle(
+    "computes gradients", "a stage's backward is its own: a node is no place for another"
+)
+_UNKNOWN = _Obstacle(
+    "uses a tensor that came from no operation of Paddle's",
+    "it is a parameter of a layer that is no sublayer, or something else than Paddle made it",
+    f"make layers and parameters in __init__; or {_IN_A_SUBLAYER}",
+)
+
+
+def _kept(name: str) -> _Obstacle:
+    return _Obstacle(
+        f"keeps a tensor as {name!r}",
+        "a stage repeats operations, and sets no attributes",
+        f"return it, or write into a buffer by paddle.assign; or {_IN_A_SUBLAYER}",
+    )
 
 
 class _NotTraceable(BaseException):
     """Code that no node can be made of; no error, so that no user's ``except`` catches it."""
 
-    def __init__(self, layer: Layer, what: str, place: str) -> None:
-        super().__init__(what)
-        self.layer, self.what, self.place = layer, what, place
+    def __init__(self, layer: Layer, obstacle: _Obstacle, place: str) -> None:
+        super().__init__(obstacle.what)
+        self.layer, self.obstacle, self.place = layer, obstacle, place
 
 
 def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
@@ -59,21 +93,13 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
         except _NotTraceable as failure:
             if failure.layer is model:
                 raise CaptureError(
-                    f"the forward of {type(model).__name__} {failure.what}",
+                    f"the forward of {type(model).__name__} {failure.obstacle.what}",
                     where=failure.place,
-                    cause="which nodes run would depend on the numbers in a batch",
-                    fix="put that code into a sublayer: what is within one may do anything",
+                    cause=failure.obstacle.cause,
+                    fix=failure.obstacle.fix,
                 ) from None
-            unopened.add(type(failure.layer), f"its forward {failure.what}, {failure.place}")
-
-
-def user_place() -> str:
-    """Returns file and line of the innermost frame that is neither Paddle's nor of this package."""
-    for frame, line in traceback.walk_stack(None):
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith(_MODELS) or name.partition(".")[0] not in _NOT_THE_USERS:
-            return f"{frame.f_code.co_filename}:{line}"
-    return "?"
+            reason = f"its forward {failure.obstacle.what}, {failure.place}"
+            unopened.add(type(failure.layer), reason)
 
 
 class _Tracer(Walk):
@@ -88,6 +114,10 @@ class _Tracer(Walk):
         self._tensors: list[Tensor] = []
         self._likes: list[Like] = []
         self._marks: list[int] = []
+        #: What is no operation and no read, each once.
+        self._left_out: dict[str, None] = {}
+        #: How much is in the lists and dicts of each opened layer.
+        self._sizes: list[dict[str, int]] = []
 
     def run(self, inputs: Nest) -> Trace:
         """Runs the forward."""
@@ -97,12 +127,14 @@ class _Tracer(Walk):
         noted = self._noted(inputs)
         with intercepted(self), noting(self.mark):
             output = self._model(*args, **named)
+        _require_tensors(self._model, output)
         return Trace(
             tuple(self._nodes),
             noted,
             self._noted(output),
             tuple(self._likes),
             tuple(self._marks),
+            left_out=tuple(self._left_out),
         )
 
     def mark(self) -> None:
@@ -121,15 +153,46 @@ class _Tracer(Walk):
             )
         self._marks.append(len(self._nodes))
 
+    def entered(self, layer: Layer) -> None:
+        """Looks at what the layer keeps."""
+        self._sizes.append(_sizes(layer))
+
     def left(self, output: Nest) -> None:
         """Makes sure that what an opened layer returns came from nodes."""
         self._noted(output)
+        layer, before = self._opened[-1], self._sizes.pop()
+        for name, size in _sizes(layer).items():
+            if size != before.get(name, size):
+                self._left_out.setdefault(f"it changes {name!r}, {forward_place(layer)}")
+
+    def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
+        """Calls the function, and notes that it is not recomputed."""
+        if not self._inside:
+            self._left_out.setdefault(
+                f"it recomputes, {user_place()}; pass recompute_interval to fleetpipe.pipeline"
+            )
+        return super().recompute(call, function, args)
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Refuses to make numbers of a value."""
         if not self._inside and id(args[0]) in self._values:
-            raise self._failure("reads the numbers in a tensor")
+            raise self._failure(_READS)
         return super().read(function, args, named)
+
+    def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Refuses to compute gradients."""
+        if not self._inside:
+            raise self._failure(_BACKWARD)
+        return super().backward(function, args, named)
+
+    def assigned(self, name: str, value: Any) -> None:
+        """Refuses that a tensor is kept, and notes what else is."""
+        # 0 is this function, 1 what stands for Layer.__setattr__, 2 what sets the attribute.
+        if self._inside or not is_users(sys._getframe(2)):
+            return
+        if isinstance(value, paddle.Tensor):
+            raise self._failure(_kept(name))
+        self._left_out.setdefault(f"it sets {name!r}, {user_place()}")
 
     def node(self, call: NodeCall) -> Any:
         """Notes what a call takes and makes."""
@@ -193,11 +256,41 @@ class _Tracer(Walk):
         if owned is not None:
             return owned
         if not tensor.stop_gradient:
-            raise self._failure("uses a tensor that came from no operation of Paddle's")
+            raise self._failure(_UNKNOWN)
         return tensor
 
-    def _failure(self, what: str) -> _NotTraceable:
-        return _NotTraceable(self._opened[-1], what, user_place())
+    def _failure(self, obstacle: _Obstacle) -> _NotTraceable:
+        return _NotTraceable(self._opened[-1], obstacle, user_place())
+
+
+def _sizes(layer: Layer) -> dict[str, int]:
+    """Returns how much is in the lists, dicts and sets that a layer has as attributes."""
+    return {
+        name: len(value)
+        for name, value in vars(layer).items()
+        if isinstance(value, (list, dict, set)) and name not in ("_parameters", "_buffers")
+    }
+
+
+def _require_tensors(model: Layer, output: Nest) -> None:
+    """Refuses what a model returns where no stage could give it back.
+
+    Raises:
+        CaptureError: It has no tensor, or something that is neither a tensor nor a plain value.
+    """
+    strange = [
+        type(leaf).__qualname__
+        for _, leaf in leaves(output)
+        if not isinstance(leaf, (paddle.Tensor, *PLAIN))
+    ]
+    if strange or not any(True for _ in tensors_of(output)):
+        raise CaptureError(
+            f"the forward of {type(model).__name__} returns what is no tensor",
+            where=forward_place(model),
+            expected="tensors, in tuples, lists and dicts, plain values among them",
+            got=", ".join(dict.fromkeys(strange)) or repr(output),
+            fix="return the tensors themselves; what is made of them, the loss function may make",
+        )
 
 
 def _state_of(function: Function, given: list[Tensor]) -> list[Tensor]:

@@ -158,6 +158,7 @@ class Trace:
         likes: What is known of each value.
         marks: The node before which each call of ``pipe_split`` came.
         changed: The ids of the buffers into which it wrote.
+        left_out: What it did beside these, which no stage does again, with file and line.
     """
 
     nodes: tuple[Node, ...]
@@ -166,6 +167,7 @@ class Trace:
     likes: tuple[Like, ...]
     marks: tuple[int, ...] = ()
     changed: frozenset[int] = frozenset()
+    left_out: tuple[str, ...] = ()
     _made: dict[ValueId, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property

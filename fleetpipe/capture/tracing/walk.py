@@ -105,6 +105,9 @@ class Walk:
         """Does the call of a node; nothing is heard meanwhile."""
         return call.do()
 
+    def entered(self, layer: Layer) -> None:
+        """Called before an opened layer's forward."""
+
     def left(self, output: Nest) -> None:
         """Called with what an opened layer returns."""
 
@@ -112,6 +115,9 @@ class Walk:
         """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
         if self._inside:
             return function(*args, **named)
+        if function.__name__ == "_new_shared_tensor":
+            # Made by recompute, which is left out; a gradient would not find its way through it.
+            return args[0]
         return self._alone(NodeCall(function, function, args, named, tuple(self._scopes)))
 
     def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
@@ -129,6 +135,7 @@ class Walk:
             return self._alone(NodeCall(layer, called, args, named, (*self._scopes, scope)))
         self._scopes.append(scope)
         self._opened.append(layer)
+        self.entered(layer)
         output = call(layer, *args, **named)
         self.left(output)
         self._scopes.pop()
@@ -138,6 +145,17 @@ class Walk:
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
         return function(*args, **named)
+
+    def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
+        return function(*args, **named)
+
+    def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
+        """Calls the function: what a stage recomputes is said to the pipeline."""
+        return call() if self._inside else function(*args)
+
+    def assigned(self, name: str, value: Any) -> None:
+        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
 
     def _alone(self, call: NodeCall) -> Any:
         self._inside = True

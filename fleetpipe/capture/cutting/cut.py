@@ -1,0 +1,64 @@
+"""The cut of a captured model: where its stages begin, as the user said it or as costs choose."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fleetpipe.capture.cutting.auto import Choice, agreed, chosen
+from fleetpipe.capture.cutting.costs import measured
+from fleetpipe.capture.cutting.cuts import Border
+from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec, borders_of
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.signature import signature_of
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import current_job
+
+
+class Cut(NamedTuple):
+    """Where a model is cut.
+
+    Attributes:
+        borders: The places at which a stage begins, in order.
+        choice: What was compared, where the costs chose; None where the user said it.
+    """
+
+    borders: tuple[Border, ...]
+    choice: Choice | None = None
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.borders) + 1
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.borders))
+
+
+def cut_of(
+    capturing: Capturing, spec: SplitSpec, stages: int | None, memory_limit: float | None = None
+) -> Cut:
+    """Returns the cut that a user's ``split_spec`` means. Collective over the job for "auto".
+
+    Args:
+        capturing: The model.
+        spec: See :func:`fleetpipe.pipeline`.
+        stages: The number of stages, if it is known.
+        memory_limit: With "auto", the bytes that a stage may have.
+
+    Raises:
+        ConfigError: It names what is not there, or needs the number of stages.
+        PartitionError: "auto" finds no cut.
+    """
+    look = signature_of(capturing.example)
+    training = capturing(look, True)
+    if not isinstance(spec, str) or spec != AUTO:
+        return Cut(tuple(borders_of(spec, capturing.model, training, stages)))
+    if stages is None:
+        raise ConfigError(
+            'split_spec="auto" needs the number of stages',
+            fix="call fleet.init with a pp_degree first, or pass num_stages",
+        )
+    evaluation = capturing(look, False)
+    costs = agreed(current_job(), lambda: measured(capturing, training))
+    choice = chosen(training, evaluation, costs, stages, memory_limit)
+    return Cut(choice.borders, choice)

@@ -1,0 +1,105 @@
+"""How far tensors are apart, and the first node whose call gives others than the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture.running.forms import Form
+from fleetpipe.capture.running.replay import name_of
+from fleetpipe.capture.running.untouched import Keyed
+from fleetpipe.capture.tracing._paddle import intercepted
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.tracer import state_kept
+from fleetpipe.capture.tracing.value import Node
+from fleetpipe.capture.tracing.walk import NodeCall, Unopened, arguments_of
+from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.nest import mapped, tensors_of
+from fleetpipe.transport import SoleGroup
+
+
+def gap(one: Tensor | None, other: Tensor | None) -> float:
+    """Returns the largest difference over the largest value of ``other``.
+
+    It is 0 where the bits are the same, and infinite where shapes or dtypes are others.
+    """
+    if one is None or other is None or list(one.shape) != list(other.shape):
+        return float("inf")
+    if one.dtype != other.dtype:
+        return float("inf")
+    if one.dtype == paddle.bfloat16:
+        # NumPy has none.
+        one, other = one.astype("float32"), other.astype("float32")
+    ours, theirs = one.numpy(), other.numpy()
+    if ours.tobytes() == theirs.tobytes():
+        return 0.0
+    gaps = np.abs(ours.astype("float64") - theirs.astype("float64"))
+    largest = float(np.abs(theirs.astype("float64")).max())
+    relative = float(gaps.max()) / largest if largest else float("inf")
+    return relative if relative == relative else float("inf")
+
+
+class _Recorded(Keyed):
+    """Keeps what each node of the untouched model returns."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.outputs: list[list[Tensor]] = []
+
+    def node(self, call: NodeCall) -> Any:
+        """Calls it under its key, if there are keys."""
+        output = super().node(call)
+        self.outputs.append([tensor.clone() for tensor in tensors_of(output)])
+        return output
+
+
+def first_difference(
+    capturing: Capturing, form: Form, inputs: Nest, keys: random_keys.Keys | None
+) -> Node | None:
+    """Returns the first node whose captured call does not return what the untouched model's does.
+
+    Both run forward, in the mode that the model is in.
+
+    Args:
+        capturing: The model.
+        form: Its captured run.
+        inputs: One micro-batch.
+        keys: The seeds of both; None where nothing is drawn.
+    """
+    model, unopened = capturing.model, capturing.unopened
+    with paddle.no_grad(), random_keys.keyed(keys, SoleGroup()):
+        with state_kept(model):
+            theirs = _of_model(model, unopened, inputs, keys)
+        with state_kept(model):
+            return _first(form, inputs, keys, theirs)
+
+
+def _of_model(
+    model: Layer, unopened: Unopened, inputs: Nest, keys: random_keys.Keys | None
+) -> list[list[Tensor]]:
+    """Runs the untouched model and returns what each node returned."""
+    args, named = arguments_of(mapped(lambda tensor: tensor.clone(), inputs))
+    recorded = _Recorded(model, unopened, keys)
+    with intercepted(recorded):
+        model(*args, **named)
+    return recorded.outputs
+
+
+def _first(
+    form: Form, inputs: Nest, keys: random_keys.Keys | None, theirs: Sequence[list[Tensor]]
+) -> Node | None:
+    """Runs the captured calls and returns the first that does not return the same."""
+    values: Nest = form.functions[0](inputs)
+    calls = zip(form.functions[1:-1], form.trace.nodes, theirs)
+    for number, (function, node, expected) in enumerate(calls):
+        if keys is not None:
+            keys.enter(number + 1)
+        values = function(values)
+        found = [values.get(name_of(value)) for value in node.outputs]
+        if any(one is not None and gap(one, other) for one, other in zip(found, expected)):
+            return node
+    return None

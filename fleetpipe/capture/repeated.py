@@ -1,0 +1,150 @@
+"""Makes sure that a forward calls the same whatever numbers it gets.
+
+A capture notes one run, and what Python computes in it stays as it was: how many rows a mask left,
+how often the model was called, what a generator of Python's drew. Runs on other numbers show where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Tensor
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.place import forward_place
+from fleetpipe.capture.tracing.signature import PLAIN, signature_of
+from fleetpipe.capture.tracing.value import Node, Owned, Ref, Trace
+from fleetpipe.dygraph.nest import leaves, mapped
+from fleetpipe.errors import CaptureError
+
+_WHAT = "calls something else when it runs again on other numbers"
+
+
+class _Difference(NamedTuple):
+    """Where two runs part.
+
+    Attributes:
+        path: The layer whose forward does it.
+        place: File and line.
+        expected: What the first run calls.
+        got: What the second calls.
+    """
+
+    path: str
+    place: str | None
+    expected: str
+    got: str
+
+
+def require_same_calls(capturing: Capturing) -> None:
+    """Runs a model's forward on other numbers than the example's, and compares what it calls.
+
+    A sublayer that does not always call the same is not opened any more: as a whole it may do
+    anything.
+
+    Args:
+        capturing: The model, with an example of its inputs.
+
+    Raises:
+        CaptureError: It is the model's own forward that does not.
+    """
+    model = capturing.model
+    layers = dict(model.named_sublayers(include_self=True))
+    while True:
+        found = _difference(capturing)
+        if found is None:
+            return
+        if not found.path:
+            raise CaptureError(
+                f"the forward of {type(model).__name__} {_WHAT}",
+                where=found.place,
+                expected=found.expected,
+                got=found.got,
+                cause="Python computes with what depends on the numbers in a batch, on earlier "
+                "calls, or on chance",
+                fix="compute it by operations of Paddle's; or put that code into a sublayer: what "
+                "is within one may do anything",
+            )
+        capturing.unopened.add(type(layers[found.path]), f"its forward {_WHAT}, {found.place}")
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """Returns other numbers of the same kind: rows and columns in another order."""
+    other = tensor.detach().roll(1) if tensor.ndim else tensor.detach()
+    return other * 0.75 if other.is_floating_point() else other
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """Returns numbers of which others are positive."""
+    return -1.5 * tensor.detach() if tensor.is_floating_point() else moved(moved(tensor))
+
+
+def _difference(capturing: Capturing) -> _Difference | None:
+    """Returns where runs on other numbers part from those on the example."""
+    look = signature_of(capturing.example)
+    for training in (True, False):
+        first = capturing(look, training)
+        for change in (moved, _turned):
+            numbers = mapped(change, capturing.example)
+            parts = _parting(first, capturing.with_numbers(numbers, training))
+            if parts is not None:
+                place = parts.place or forward_place(capturing.model)
+                return parts._replace(place=place)
+    return None
+
+
+def _parting(first: Trace, second: Trace) -> _Difference | None:
+    for node, other in zip_longest(first.nodes, second.nodes):
+        told = _differing(node, other)
+        if told is not None:
+            one: Node = other or node
+            opened = one.scopes[: -1 if one.is_layer else None]
+            return _Difference(opened[-1].path, one.place, *told)
+    if first.outputs != second.outputs:
+        return _Difference("", None, "an output", "another output")
+    return None
+
+
+def _differing(node: Node | None, other: Node | None) -> tuple[str, str] | None:
+    """Says what differs between two nodes."""
+    if node is None or other is None or node.name != other.name:
+        return _told(node), _told(other)
+    for one, another in zip_longest(_given(node), _given(other), fillvalue="nothing"):
+        if not _same(one, another):
+            return f"{node.name} with {_shown(one)}", f"{node.name} with {_shown(another, True)}"
+    return None
+
+
+def _told(node: Node | None) -> str:
+    return "nothing more" if node is None else node.name
+
+
+def _given(node: Node) -> Iterator[object]:
+    """Yields what a node is given, and the keys and places of it."""
+    for path, leaf in leaves((node.args, node.named), exact=True):
+        yield path
+        yield leaf
+
+
+def _same(one: object, other: object) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, paddle.Tensor):
+        one, other = one.numpy(), other.numpy()  # type: ignore[attr-defined]
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.tobytes() == other.tobytes()
+    # Of other objects nothing is known: what they do, shows in the outputs.
+    known = isinstance(one, (*PLAIN, tuple, Ref, Owned))
+    return not known or one == other or (one != one and other != other)
+
+
+def _shown(value: object, other: bool = False) -> str:
+    if isinstance(value, paddle.Tensor):
+        return f"a constant {list(value.shape)}" + " of other numbers" * other
+    if isinstance(value, Ref):
+        return "another value" if other else "a value"
+    return value.path if isinstance(value, Owned) else f"{value!r}"[:60]

@@ -1,0 +1,43 @@
+"""Where in the user's code something is: file and line."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from types import FrameType, TracebackType
+
+from fleetpipe.aliases import Layer
+
+#: Packages whose frames are not the user's; the last wraps functions of Paddle 2.6.2.
+_NOT_THE_USERS = ("paddle", "fleetpipe", "decorator")
+#: Models that Paddle brings are like a user's.
+_MODELS = "paddle.vision.models."
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame is neither Paddle's nor of this package."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.startswith(_MODELS) or name.partition(".")[0] not in _NOT_THE_USERS
+
+
+def user_place() -> str:
+    """Returns file and line of the innermost frame of the user's."""
+    for frame, line in traceback.walk_stack(None):
+        if is_users(frame):
+            return f"{frame.f_code.co_filename}:{line}"
+    return "?"
+
+
+def raised_at(where: TracebackType | None) -> str:
+    """Returns file and line of the innermost frame of the user's that an error came through."""
+    found = "?"
+    for frame, line in traceback.walk_tb(where):
+        if is_users(frame):
+            found = f"{frame.f_code.co_filename}:{line}"
+    return found
+
+
+def forward_place(model: Layer) -> str | None:
+    """Returns file and line of a model's forward; None where it has no source."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,0 +1,271 @@
+"""What a user reads where a model cannot be captured: file, line, and what to do; as in docs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.distributed.fleet.utils import recompute
+
+import fleetpipe
+from fleetpipe import fleet
+from fleetpipe.errors import CaptureError
+from tests.capture.beside import trained
+from tests.jobs import job
+from tests.pipelines import sgd
+
+X = paddle.to_tensor(np.arange(24, dtype="float32").reshape([8, 3]) / 10 - 1)
+LABELS = paddle.to_tensor([[0], [1], [2], [0]] * 2)
+NUMBERS = random.Random(0)
+
+
+class Net(nn.Layer):  # type: ignore[misc]
+    """Three layers, and code of the user's before the last, in the model's own forward."""
+
+    def __init__(self, code: Callable[[Any, Any], Any], sublayers: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(3, 3) for _ in range(3))
+        self.code = Within(code) if sublayers else code
+        self.calls, self.seen = 0, []  # type: ignore[var-annotated]
+
+    def forward(self, x: Any) -> Any:
+        x = self.second(self.first(x).tanh())
+        return self.last(self.code(x) if isinstance(self.code, Within) else self.code(self, x))
+
+
+class Within(nn.Layer):  # type: ignore[misc]
+    """The same code in a sublayer."""
+
+    def __init__(self, code: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.second, self.calls, self.code = nn.Linear(3, 3), 0, code
+
+    def forward(self, x: Any) -> Any:
+        return self.code(self, self.second(x))
+
+
+def branches(self: Any, x: Any) -> Any:
+    return x * 2 if x.sum() > 0 else x
+
+
+def loops(self: Any, x: Any) -> Any:
+    while x.abs().max() < 10:
+        x = x * 2
+    return x
+
+
+def takes_an_item(self: Any, x: Any) -> Any:
+    return x * x.mean().item()
+
+
+def takes_an_array(self: Any, x: Any) -> Any:
+    return x + paddle.to_tensor(np.tanh(x.detach().numpy()))
+
+
+def conditional(self: Any, x: Any) -> Any:
+    return paddle.static.nn.cond(x.sum() > 0, lambda: self.second(x), lambda: x)
+
+
+def counts_what_a_mask_left(self: Any, x: Any) -> Any:
+    return x / (1 + len(paddle.nonzero(x > 0)))
+
+
+def draws_of_python(self: Any, x: Any) -> Any:
+    return x * NUMBERS.random()
+
+
+def draws_of_numpy(self: Any, x: Any) -> Any:
+    return x * paddle.to_tensor(np.random.default_rng().random(3).astype("float32"))
+
+
+def counts_its_calls(self: Any, x: Any) -> Any:
+    self.calls += 1
+    return x / self.calls
+
+
+def keeps_a_tensor(self: Any, x: Any) -> Any:
+    self.before = x.detach()
+    return x + self.before
+
+
+def computes_gradients(self: Any, x: Any) -> Any:
+    y = x.detach()
+    y.stop_gradient = False
+    with paddle.enable_grad():
+        return x + paddle.grad((y * y).sum(), y)[0]
+
+
+def makes_a_layer(self: Any, x: Any) -> Any:
+    return nn.Linear(3, 3)(x)
+
+
+READS = "the forward of Net reads the numbers in a tensor"
+OTHERWISE = "the forward of Net calls something else when it runs again on other numbers"
+WITHIN = "put that code into a sublayer: what is within one may do anything"
+PYTHONS = "operations of Paddle's; or put that code into a sublayer"
+
+#: The code, the lines below its first at which the user finds it, and what the message says.
+REFUSED: list[tuple[Callable[[Any, Any], Any], int, str, str]] = [
+    (branches, 1, READS, WITHIN),
+    (loops, 1, READS, WITHIN),
+    (takes_an_item, 1, READS, WITHIN),
+    (takes_an_array, 1, READS, WITHIN),
+    (conditional, 1, READS, WITHIN),
+    (counts_what_a_mask_left, 1, OTHERWISE, PYTHONS),
+    (draws_of_python, 1, OTHERWISE, PYTHONS),
+    (draws_of_numpy, 1, OTHERWISE, PYTHONS),
+    (counts_its_calls, 2, OTHERWISE, PYTHONS),
+    (keeps_a_tensor, 1, "the forward of Net keeps a tensor as 'before'", "paddle.assign"),
+    (computes_gradients, 4, "the forward of Net computes gradients", WITHIN),
+    (makes_a_layer, 1, "that came from no operation of Paddle's", "parameters in __init__"),
+]
+
+
+@pytest.mark.parametrize(("code", "line", "message", "fix"), REFUSED)
+def test_the_line_is_named_and_what_to_do(
+    code: Callable[[Any, Any], Any], line: int, message: str, fix: str
+) -> None:
+    paddle.seed(1)
+    with pytest.raises(CaptureError) as caught:
+        fleetpipe.pipeline(Net(code), X[:2], split_spec=["second"])
+    text = str(caught.value)
+    assert message in text
+    assert f"where: {__file__}:{code.__code__.co_firstlineno + line}\n" in text
+    assert fix in text
+
+
+@pytest.mark.parametrize(
+    "code", [branches, loops, takes_an_item, conditional, counts_what_a_mask_left]
+)
+def test_in_a_sublayer_the_same_code_is_a_node(code: Callable[[Any, Any], Any]) -> None:
+    with job(2):
+        done = trained(lambda: Net(code, True), [X, LABELS], split_spec=["last"], steps=1)
+    assert done.differing == []
+
+
+def masked(self: Any, x: Any) -> Any:
+    return x + paddle.masked_select(x, x > 0).sum() + x[x > 0].mean()
+
+
+def unique(self: Any, x: Any) -> Any:
+    return x + paddle.unique((x > 0).astype("int32")).astype("float32").sum()
+
+
+def writes_in_place(self: Any, x: Any) -> Any:
+    y = x + 0.0
+    y.add_(x)
+    y[:, 0] = 2.0
+    return y.scale_(0.5)
+
+
+@pytest.mark.parametrize("code", [masked, unique, writes_in_place])
+def test_shapes_of_data_and_writing_are_no_obstacle(code: Callable[[Any, Any], Any]) -> None:
+    with job(2):
+        done = trained(lambda: Net(code), [X, LABELS], split_spec=["last"], steps=2)
+    assert done.differing == []
+
+
+class Recomputes(nn.Layer):  # type: ignore[misc]
+    """Blocks that are computed again in backward, as language models do to save memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.blocks = nn.LayerList([Within(writes_in_place) for _ in range(4)])
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = recompute(block, x) if self.training else block(x)
+        return x
+
+
+def test_a_model_that_recomputes_its_blocks_is_cut_between_them() -> None:
+    with job(3):
+        spec = ["blocks.1", "blocks.3"]
+        done = trained(Recomputes, [X, LABELS], split_spec=spec, recompute_interval=2)
+    assert done.differing == []
+
+
+def test_an_input_that_the_forward_writes_into_is_the_stages_own() -> None:
+    class Writes(Net):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x.add_(paddle.ones([3])))
+
+    given = X[:2].clone()
+    pipe = fleetpipe.pipeline(Writes(writes_in_place), given, split_spec=["second"])
+    assert str(pipe.proof).startswith("equal in bits")
+    assert np.array_equal(given, X[:2])
+
+
+def test_what_python_does_beside_operations_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def aside(self: Any, x: Any) -> Any:
+        self.seen.append(x)
+        self.calls = 7
+        return recompute(self.second, x)
+
+    fleetpipe.pipeline(Net(aside), X[:2], split_spec=["second"])
+    told, line = capsys.readouterr().err, aside.__code__.co_firstlineno
+    assert f"leave out what the forward does: it changes 'seen', {__file__}:" in told
+    assert f"it sets 'calls', {__file__}:{line + 2}" in told
+    assert f"it recomputes, {__file__}:{line + 3}; pass recompute_interval" in told
+
+
+def test_a_forward_that_fails_says_where_and_on_what() -> None:
+    def for_two_rows(self: Any, x: Any) -> Any:
+        return x.reshape([2, 3])
+
+    line = for_two_rows.__code__.co_firstlineno + 1
+    with job(2):
+        pipe = fleetpipe.pipeline(Net(for_two_rows), X[:2], split_spec=["second"])
+        model = fleet.distributed_model(pipe)
+        # The last micro-batch has one row.
+        with pytest.raises(CaptureError) as caught:
+            model.predict_batch(X[:3])
+    text = str(caught.value)
+    assert "the forward of Net fails: ValueError" in text
+    assert f"{__file__}:{line}" in text
+    assert "float32[1, 3]" in text
+    with pytest.raises(CaptureError, match=r"float32\[2, 5\](.|\n)*call the plain model"):
+        fleetpipe.pipeline(Net(branches), paddle.ones([2, 5]), split_spec=["second"])
+
+
+class Wrapped:
+    """No tensor, but it has one."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("made", [Wrapped, lambda x: None, lambda x: 3.0])
+def test_a_model_that_returns_no_tensor_is_refused(made: Callable[[Any], Any]) -> None:
+    class Returns(Net):
+        def forward(self, x: Any) -> Any:
+            return made(self.first(x))
+
+    with pytest.raises(CaptureError, match=r"returns what is no tensor(.|\n)*test_uncapt.*:\d+"):
+        fleetpipe.pipeline(Returns(branches), X[:2], split_spec=["first"])
+
+
+def test_texts_and_numbers_among_the_outputs_come_back() -> None:
+    class Returns(Net):
+        def forward(self, x: Any) -> Any:
+            return {"x": super().forward(x), "name": "a", "none": None, "three": 3}
+
+    with job(2):
+        pipe = fleetpipe.pipeline(
+            Returns(writes_in_place),
+            X[:2],
+            lambda out, labels: nn.functional.cross_entropy(out["x"], labels),
+            ["second"],
+        )
+        model = fleet.distributed_model(pipe)
+        model.train_batch([X, LABELS], sgd(model))
+        found = model.predict_batch(X)
+    assert (found["name"], found["none"], found["three"]) == ("a", None, 3)
+    assert found["x"].shape == [8, 3]
