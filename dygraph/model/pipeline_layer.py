@@ -25,7 +25,7 @@ from fleetpipe.dygraph.layers.run_stage import Run, StageRunner, checked_interva
 from fleetpipe.dygraph.model import fleet_face
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.dygraph.model.stage_count import number_of_stages, topology_of
-from fleetpipe.dygraph.state.layer_files import LayerFiles
+from fleetpipe.dygraph.state.layer_files import files_of_list
 from fleetpipe.dygraph.state.single_model import single_model
 from fleetpipe.dygraph.state.tied_weights import connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
@@ -146,7 +146,7 @@ class PipelineLayer(paddle.nn.Layer):
             self.partition,
             self._group,
         )
-        self._files = LayerFiles(
+        self._files = files_of_list(
             self._layers_desc, built.functions, shared, self.partition, self.placement, self._job
         )
         weights = holders(self._tied, self.get_stage_from_index)

@@ -22,35 +22,28 @@ class LayerFiles:
 
     def __init__(
         self,
-        entries: Sequence[Any],
-        functions: Mapping[int, Callable[[Nest], Nest]],
-        shared: Mapping[int, SharedLayer],
-        partition: Partition,
-        placement: Placement,
+        written: Mapping[files.Place, Layer],
+        read: Mapping[files.Place, Layer],
+        sources: Mapping[str, int],
         job: Job | None,
     ) -> None:
         """Describes the layers.
 
         Args:
-            entries: The whole list of layers.
-            functions: The layers and functions of this process, by their numbers in the list.
-            shared: The shared layers, by each of their numbers.
-            partition: The cut into stages.
-            placement: Which rank has which stage.
+            written: Those of this process that have a file.
+            read: Those whose file counts.
+            sources: The rank of the pipeline that reads a weight which several hold, by name.
             job: The job of the model; None where it was built outside of one.
         """
-        self._entries = entries
-        self._functions = functions
-        self._shared = shared
-        self._partition = partition
-        self._placement = placement
+        self._written = written
+        self._read = read
+        self._sources = sources
         self._job = job
 
     def save(self, folder: str | Path) -> None:
         """Writes a file for each layer; nothing in replicas other than the first."""
         if self._writes():
-            layers = {self._place(index): layer for index, layer in self._layers().items()}
-            files.save(folder, layers, self._tensor_slice()[0])
+            files.save(folder, self._written, self._tensor_slice()[0])
 
     def load(self, folder: str | Path, copies: SharedWeights) -> None:
         """Reads the files, and makes the copies of shared weights equal again.
@@ -68,25 +61,10 @@ class LayerFiles:
         """
         # Before anything that others hear of: a script may go on without a checkpoint.
         files.require_folder(folder)
-        at = {index: files.written_at(s, self._entries) for index, s in self._shared.items()}
-        layers = {self._place(i): layer for i, layer in self._layers().items() if at.get(i, i) == i}
-        sources: dict[str, int] = {}
-        for index, shared in sorted(self._shared.items()):
-            rank = self._placement.rank_of(self._partition.stage_of(at[index]))
-            for name in shared.names.values():
-                sources.setdefault(name, rank)
         guard = nullcontext() if self._job is None else self._job.guarded(lambda: "loading layers")
         with guard:
-            files.load(folder, layers, *self._tensor_slice())
-            copies.equalize(sources)
-
-    def _layers(self) -> dict[int, Layer]:
-        return files.layers_to_write(self._functions, self._shared, self._entries)
-
-    def _place(self, index: int) -> files.Place:
-        stage = self._partition.stage_of(index)
-        stages = self._placement.stages_of(self._placement.rank_of(stage))
-        return files.Place(index, None if len(stages) == 1 else stages.index(stage))
+            files.load(folder, self._read, *self._tensor_slice())
+            copies.equalize(self._sources)
 
     def _writes(self) -> bool:
         """Whether this process is the one that writes its layers and tensor-parallel slices."""
@@ -100,3 +78,39 @@ class LayerFiles:
             return 0, 1
         hcg = self._job.hcg
         return hcg.get_model_parallel_rank(), hcg.get_model_parallel_world_size()
+
+
+def files_of_list(
+    entries: Sequence[Any],
+    functions: Mapping[int, Callable[[Nest], Nest]],
+    shared: Mapping[int, SharedLayer],
+    partition: Partition,
+    placement: Placement,
+    job: Job | None,
+) -> LayerFiles:
+    """Returns the files of a list of layers, numbered as the list is.
+
+    Args:
+        entries: The whole list of layers.
+        functions: The layers and functions of this process, by their numbers in the list.
+        shared: The shared layers, by each of their numbers.
+        partition: The cut into stages.
+        placement: Which rank has which stage.
+        job: The job of the model; None where it was built outside of one.
+    """
+
+    def place(index: int) -> files.Place:
+        stage = partition.stage_of(index)
+        stages = placement.stages_of(placement.rank_of(stage))
+        return files.Place(index, None if len(stages) == 1 else stages.index(stage))
+
+    at = {index: files.written_at(layer, entries) for index, layer in shared.items()}
+    layers = files.layers_to_write(functions, shared, entries)
+    written = {place(index): layer for index, layer in layers.items()}
+    read = {place(index): layer for index, layer in layers.items() if at.get(index, index) == index}
+    sources: dict[str, int] = {}
+    for index, layer in sorted(shared.items()):
+        rank = placement.rank_of(partition.stage_of(at[index]))
+        for name in layer.names.values():
+            sources.setdefault(name, rank)
+    return LayerFiles(written, read, sources, job)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.cutting.auto import Choice
 from fleetpipe.capture.proof import Proof
+from fleetpipe.capture.running.files import files_of_model
 from fleetpipe.capture.running.forms import Form, Forms
 from fleetpipe.capture.running.memory import initialize, release
 from fleetpipe.capture.running.stages import CapturedStages
@@ -20,10 +21,11 @@ from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.random_keys import Keys
+from fleetpipe.dygraph.state.layer_files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
 from fleetpipe.dygraph.tensor_parallel import whole_shape
-from fleetpipe.errors import CaptureError, UsageError
+from fleetpipe.errors import CaptureError
 from fleetpipe.partition import LayerInfo
 from fleetpipe.schedules import Edge
 from fleetpipe.schedules.action import GlobalMicroBatch
@@ -227,25 +229,36 @@ class CapturedPipeline(PipelineLayer):
         forms: list[Form] = [self.forms.example(training) for training in (True, False)]
         return [node for form in forms for stage in stages for node in form.nodes(stage)]
 
-    def save_state_dict(self, path: str | Path) -> NoReturn:
-        """Refuses to write Fleet's files, which go by the number of a layer in a list.
+    def save_state_dict(self, path: str | Path) -> None:
+        """Writes Fleet's files, one for each layer with parameters or buffers of its own.
+
+        Every rank calls it; those of the first replica write. The files have the plain model's
+        names and order: they are read whatever the cut is.
+
+        Args:
+            path: A folder, which is made where it does not exist.
 
         Raises:
-            UsageError: Always.
+            ConfigError: Several ranks have parameters of one layer.
         """
-        raise _no_layer_files()
+        self._layer_files().save(path)
 
-    def set_state_dir(self, path: str | Path) -> NoReturn:
-        """Refuses to read Fleet's files; see :meth:`save_state_dict`.
+    def set_state_dir(self, path: str | Path) -> None:
+        """Reads the files of :meth:`save_state_dict`, written under any cut.
+
+        Collective over the pipeline where weights are shared between ranks.
+
+        Args:
+            path: The folder given to :meth:`save_state_dict`.
 
         Raises:
-            UsageError: Always.
+            CheckpointError: The folder or a file is missing, or does not fit its layer; the
+                parameters of this rank are as they were.
+            ConfigError: Several ranks have parameters of one layer.
+            PipelineTimeout: Another rank did not come within the limit.
         """
-        raise _no_layer_files()
+        self._layer_files().load(path, self._shared_weights)
 
-
-def _no_layer_files() -> UsageError:
-    return UsageError(
-        "a captured model has names, and no list of layers to number files by",
-        fix="write pipe.full_state_dict() by paddle.save; pipe.load_from(paddle.load(path))",
-    )
+    def _layer_files(self) -> LayerFiles:
+        own = self.state.own()
+        return files_of_model(self.users, own, self._owned, self.placement, self._job)

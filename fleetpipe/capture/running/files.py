@@ -1,0 +1,70 @@
+"""Fleet's files of a captured model: one for each layer with parameters or buffers of its own.
+
+They are numbered in the plain model's order, whatever the cut is, and hold its names: what was
+saved from two stages is read into three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from fleetpipe.aliases import Tensor
+from fleetpipe.dygraph.state.files import Place
+from fleetpipe.dygraph.state.layer_files import LayerFiles
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import Job
+from fleetpipe.schedules import Placement
+
+
+class _Own:
+    """Tensors under their names in the whole model, with a layer's face."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns them."""
+        return self._tensors
+
+    def set_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Gives them other values."""
+        for name, tensor in self._tensors.items():
+            tensor.set_value(state[name])
+
+
+def files_of_model(
+    users: Mapping[str, Sequence[int]],
+    own: Mapping[str, Tensor],
+    stages: Collection[int],
+    placement: Placement,
+    job: Job | None,
+) -> LayerFiles:
+    """Returns the files of a captured model.
+
+    Args:
+        users: By name, in the model's order, the stages that use a parameter or buffer.
+        own: Those of this process, by name.
+        stages: The stages of this process.
+        placement: Which rank has which stage.
+        job: The job of the model; None where it was built outside of one.
+
+    Raises:
+        ConfigError: The first uses of a layer's parameters are on several ranks.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in users:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    # Who uses a weight first writes it, and reads it for all that hold copies.
+    sources = {name: placement.rank_of(first) for name, (first, *_) in users.items()}
+    places = {}
+    for number, (path, names) in enumerate(layers.items()):
+        if len({sources[name] for name in names}) > 1:
+            raise ConfigError(
+                "the parameters of a layer are on several ranks: Fleet has one file for it",
+                where=path,
+                cause="operations in several stages take them one by one",
+                fix="write pipe.full_state_dict() by paddle.save, or cut elsewhere",
+            )
+        if users[names[0]][0] in stages:
+            places[Place(number, None)] = _Own({name: own[name] for name in names})
+    return LayerFiles(places, places, sources, job)
