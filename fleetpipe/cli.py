@@ -74,6 +74,12 @@ COMMANDS = (
         "fleetpipe.checkpoint.tools.commands:configure",
         "fleetpipe.checkpoint.tools.commands:run",
     ),
+    Command(
+        "report",
+        "write the page of a run: curves, the pipeline's picture, memory, restarts",
+        "fleetpipe.report.command:configure",
+        "fleetpipe.report.command:run",
+    ),
 )
 
 

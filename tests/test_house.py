@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules/registry",),
     ("schedules/verified",),
     ("schedules/__init__",),
-    ("schedules/commands", "transport", "static/_paddle static/graph static/tags"),
+    ("schedules/commands", "transport", "report", "static/_paddle static/graph static/tags"),
     (
         *("config", "engine", "job", "static/cut"),
         "dygraph/_paddle dygraph/backports dygraph/nest dygraph/random_keys dygraph/gradients"
@@ -61,6 +61,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 CLOSED = {
     "schedules": ("fleetpipe.errors", "fleetpipe.arguments", "fleetpipe.schedules", "matplotlib"),
     "partition": ("fleetpipe.errors", "fleetpipe.partition"),
+    "report": (
+        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.report", "fleetpipe.schedules"),
+        "fleetpipe.version",
+    ),
     "static": (
         *("fleetpipe.__init__", "fleetpipe._paddle", "fleetpipe.aliases", "fleetpipe.checkpoint"),
         *("fleetpipe.config", "fleetpipe.engine", "fleetpipe.errors", "fleetpipe.job"),

@@ -93,6 +93,16 @@ def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.Path) -> None:
     assert (wheel / "fleetpipe" / "py.typed").exists()
 
 
+def test_the_wheel_has_what_is_no_code(wheel: zipfile.Path) -> None:
+    there = [
+        f"fleetpipe/{path.relative_to(ROOT / 'fleetpipe')}"
+        for path in (ROOT / "fleetpipe").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
+    names = wheel.root.namelist()
+    assert [name for name in there if name not in names] == []
+
+
 def test_the_wheel_installs_the_command(installed: Path) -> None:
     (points,) = installed.glob("*.dist-info/entry_points.txt")
     assert "fleetpipe = fleetpipe.cli:main" in points.read_text()

@@ -91,6 +91,21 @@ def tell_preempted(step: int) -> None:
         (home / f"preempted.{_own_rank()}").write_text(str(step), encoding="ascii")
 
 
+def tell_record(record: Path) -> None:
+    """Leaves word of a folder in which this run is recorded; what ends the life is told there."""
+    home = folder()
+    if home is not None:
+        with (home / "records").open("a", encoding="utf-8") as opened:
+            opened.write(json.dumps(str(record.absolute())) + "\n")
+
+
+def records(home: Path) -> list[Path]:
+    """Returns the folders in which the ranks of a life on this host record the run."""
+    file = home / "records"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [Path(found) for found in dict.fromkeys(map(json.loads, lines))]
+
+
 def note_start(home: Path, rank: int, process: int) -> None:
     """Leaves word, for whoever launched a rank, of the number of its process."""
     _append(home / "started", rank, process)

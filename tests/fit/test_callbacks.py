@@ -23,6 +23,7 @@ from fleetpipe.callbacks import (
 )
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.schedules import Schedule
 from tests import jobs
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
 
@@ -118,6 +119,52 @@ def test_metrics_are_written_and_gone_on_with(model: Any, tmp_path: Path) -> Non
     assert found == [(str(step), name) for step in (1, 2, 3) for name in names]
 
 
+def lives(folder: Path) -> list[Any]:
+    lines = (folder / "lives.jsonl").read_text().splitlines()
+    return [(each["event"], each["step"]) for each in map(json.loads, lines)]
+
+
+def test_a_run_tells_what_it_is_and_when_it_ran(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "run"
+    config = {"width": 48, "where": tmp_path}
+    monkeypatch.setattr("sys.argv", ["/home/me/train.py", "--wide"])
+    monitor, logger = ThroughputMonitor(log_freq=2, verbose=0), MetricsLogger(home, config=config)
+    fit(model, monitor, logger, epochs=2)
+    about = json.loads((home / "run.json").read_text())
+    assert about["command"] == ["train.py", "--wide"]
+    assert about["config"] == {"width": 48, "where": str(tmp_path)}
+    assert about["versions"]["fleetpipe"] == fleetpipe.__version__
+    assert about["layout"] == {
+        "processes": 1,
+        "pp": 2,
+        "dp": 1,
+        "mp": 1,
+        "sharding": 1,
+        "device": "cpu",
+    }
+    training = about["training"]
+    assert (training["epochs"], training["batches_per_epoch"]) == (2, 4)
+    assert (training["micro_batches"], training["optimizer"]) == (STEPS, "Adam")
+    assert [(stage["rank"], stage["parameters"]) for stage in about["stages"]] == [
+        *((0, 64 * 48 + 48), (1, 48 * 32 + 32 + 32 * 10 + 10))
+    ]
+    assert Schedule.parse(about["schedule"]["text"]) == model.pipeline.schedule
+    assert lives(home) == [("begin", 0), ("end", 8)]
+    rows = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["held_by_rank"] == [2, 1]
+    with (home / "metrics.csv").open() as table:
+        found = {row["name"]: row["value"] for row in csv.DictReader(table)}
+    assert (found["held_by_rank/0"], found["held_by_rank/1"]) == ("2.0", "1.0")
+    # One that goes on adds to the lives of the run, one that begins anew does not.
+    fit(model, MetricsLogger(home), num_iters=1)
+    assert lives(home) == [("begin", 0), ("end", 8), ("begin", 8), ("end", 9)]
+    model._prepared().trained = 0
+    fit(model, MetricsLogger(home), num_iters=1)
+    assert lives(home) == [("begin", 0), ("end", 1)]
+
+
 def test_throughput_counts_the_samples_of_all_replicas(model: Any, capsys: Any) -> None:
     monitor = ThroughputMonitor(log_freq=2, tokens_per_sample=64)
     told = fit(model, monitor)
@@ -125,6 +172,10 @@ def test_throughput_counts_the_samples_of_all_replicas(model: Any, capsys: Any) 
     assert figures["tokens_per_second"] == 64 * figures["samples_per_second"] > 0
     assert figures["peak_held"] == 2  # 1F1B on two ranks
     assert "samples_per_second" in told.train[1]
+    # What each rank holds; and this one process, which has loaded Paddle.
+    assert told.train[1]["held_by_rank"] == monitor.by_rank["held_by_rank"] == [2, 1]
+    (memory,) = monitor.by_rank["peak_memory_by_process"]
+    assert 1e8 < memory < 1e11
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from fleetpipe.errors import ConfigError, nearest
-from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.fit.callbacks import on_ranks, run_files
+from fleetpipe.fit.callbacks.throughput import PER_RANK
+from fleetpipe.report import files
 
 
 class Sink(Protocol):
@@ -27,6 +29,9 @@ class Sink(Protocol):
 class MetricsLogger(on_ranks.Callback):
     """Writes losses, metrics and learning rate to ``metrics.jsonl`` and ``metrics.csv``.
 
+    Beside them stand ``run.json``, what runs (layout, stages, schedule, versions), and
+    ``lives.jsonl``, when it began and how that ended: ``fleetpipe report`` draws them.
+
     The first rank of the job writes. A run that goes on from a checkpoint goes on in the same
     files: rows of steps beyond the checkpoint are dropped.
     """
@@ -38,6 +43,7 @@ class MetricsLogger(on_ranks.Callback):
         folder: str | Path,
         log_freq: int = 1,
         formats: Iterable[str] = ("jsonl", "csv"),
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Takes where to write.
 
@@ -45,6 +51,7 @@ class MetricsLogger(on_ranks.Callback):
             folder: Made where it does not exist.
             log_freq: Training batches from one row to the next.
             formats: Of ``"jsonl"``, ``"csv"`` and ``"tensorboard"``, which needs tensorboardX.
+            config: What you chose, for the record: kept in ``run.json``.
 
         Raises:
             ConfigError: A format is none of these, or what it needs is not installed.
@@ -62,12 +69,15 @@ class MetricsLogger(on_ranks.Callback):
                 "the format 'tensorboard' needs tensorboardX",
                 fix="pip install tensorboardX, or leave that format out",
             )
+        self._config = dict(config or {})
         self._sinks: list[Sink] = []
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Opens the files."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        run_files.write_about(self._folder, self.model, self.params, self._config)
+        run_files.begin_life(self._folder, self.model.global_step)
         self._sinks = [_SINKS[name](self._folder, self.model.global_step) for name in self._formats]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -88,10 +98,11 @@ class MetricsLogger(on_ranks.Callback):
         for sink in self._sinks:
             sink.close()
         self._sinks = []
+        run_files.end_life(self._folder, self.model.global_step)
 
     def _write(self, phase: str, logs: dict[str, Any]) -> None:
         values = {
-            name: float(value[0] if isinstance(value, list) else value)
+            name: _plain(name, value)
             for name, value in logs.items()
             if name not in ("step", "batch_size")
         }
@@ -104,9 +115,8 @@ class _JsonLines:
     """One JSON object in each line."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        path = folder / "metrics.jsonl"
-        kept = [json.dumps(row) + "\n" for row in rows_up_to(path, step)]
-        path.write_text("".join(kept), encoding="utf-8")
+        path = folder / files.METRICS
+        files.replace_lines(path, rows_up_to(path, step))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
@@ -135,8 +145,7 @@ class _Csv:
 
     def write(self, row: dict[str, Any]) -> None:
         keys = {name: row[name] for name in self._COLUMNS[:4]}
-        values = {name: value for name, value in row.items() if name not in keys}
-        self._table.writerows({**keys, "name": n, "value": v} for n, v in values.items())
+        self._table.writerows({**keys, "name": n, "value": v} for n, v in _numbers(row))
         self._file.flush()
 
     def close(self) -> None:
@@ -152,9 +161,8 @@ class _TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
-        for name, value in row.items():
-            if name not in ("step", "epoch", "phase", "time"):
-                self._writer.add_scalar(f"{row['phase']}/{name}", value, row["step"])
+        for name, value in _numbers(row):
+            self._writer.add_scalar(f"{row['phase']}/{name}", value, row["step"])
         self._writer.flush()
 
     def close(self) -> None:
@@ -166,13 +174,20 @@ _SINKS: dict[str, Any] = {"jsonl": _JsonLines, "csv": _Csv, "tensorboard": _Tens
 
 def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
     """Returns the rows of a ``metrics.jsonl`` up to a step; a torn last line is left out."""
-    rows: list[dict[str, Any]] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if row["step"] <= step:
-                rows.append(row)
-    return rows
+    return [row for row in files.read_lines(path).values if row["step"] <= step]
+
+
+def _plain(name: str, value: Any) -> float | list[float]:
+    """Returns a figure for JSON: a number, or a list where there is one for each rank."""
+    if isinstance(value, list):
+        return list(map(float, value)) if name in PER_RANK else float(value[0])
+    return float(value)
+
+
+def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields the figures of a row by name; of a list each number by its place."""
+    for name, value in row.items():
+        if isinstance(value, list):
+            yield from ((f"{name}/{place}", number) for place, number in enumerate(value))
+        elif name not in ("step", "epoch", "phase", "time"):
+            yield name, value

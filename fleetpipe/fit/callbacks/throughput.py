@@ -1,14 +1,20 @@
-"""``ThroughputMonitor``: samples and tokens a second, the share of the bubble, held activations."""
+"""``ThroughputMonitor``: samples and tokens a second, the share of the bubble, memory."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
+from fleetpipe._paddle import paddle
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.fit.callbacks import on_ranks
 from fleetpipe.schedules import Action, Op
+
+#: Figures that are lists: one number for each rank of the pipeline, one for each process.
+PER_RANK = ("held_by_rank", "peak_memory_by_process")
+_STATUS = Path("/proc/self/status")
 
 
 class Busy:
@@ -59,6 +65,9 @@ class ThroughputMonitor(on_ranks.Callback):
     Attributes:
         figures: The last figures: ``samples_per_second``, ``tokens_per_second`` (with
             ``tokens_per_sample``), ``bubble_rate`` (on several ranks) and ``peak_held``.
+        by_rank: Likewise, in lists: ``held_by_rank``, the most forwards that each rank of the
+            pipeline held, and ``peak_memory_by_process``, bytes of each process of the job: on a
+            GPU what Paddle allocated at most, else the most resident memory, libraries included.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class ThroughputMonitor(on_ranks.Callback):
         self._batches = 0
         self._since = 0.0
         self.figures: dict[str, float] = {}
+        self.by_rank: dict[str, list[float]] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins to watch the engine."""
@@ -105,16 +115,38 @@ class ThroughputMonitor(on_ranks.Callback):
                 on_ranks.say(f"step {step + 1}: {', '.join(figures)}")
             self._samples = self._batches = 0
             self._since = time.perf_counter()
-        logs.update(self.figures)
+        logs.update(self.figures, **self.by_rank)
 
     def _measure(self) -> None:
         rate = self._samples / (time.perf_counter() - self._since)
         self.figures = {"samples_per_second": rate}
         if self._tokens:
             self.figures["tokens_per_second"] = rate * self._tokens
-        pipeline = self.model.pipeline
-        gathered = self.model.gather([self._busy.take(), max(pipeline.peak_held.values())])
-        self.figures["peak_held"] = max(held for _, held in gathered)
+        held = self.model.pipeline.peak_held
+        own = {str(rank): count for rank, count in held.items()}
+        gathered = self.model.gather([self._busy.take(), own, peak_memory()])
+        most: defaultdict[int, int] = defaultdict(int)
+        for _, counts, _ in gathered:
+            for rank, count in counts.items():
+                most[int(rank)] = max(most[int(rank)], count)
+        self.figures["peak_held"] = max(most.values())
+        self.by_rank = {
+            "held_by_rank": [most[rank] for rank in sorted(most)],
+            "peak_memory_by_process": [memory for _, _, memory in gathered],
+        }
         if len(gathered) > 1:
-            spans, busy = zip(*(times for taken, _ in gathered for times in taken))
+            spans, busy = zip(*(times for taken, _, _ in gathered for times in taken))
             self.figures["bubble_rate"] = 1 - max(busy) / max(spans)
+
+
+def peak_memory() -> int:
+    """Returns the most bytes that this process had: of the GPU's memory where it has one.
+
+    Else what the kernel counts as resident, which a figure of ``getrusage`` is not: that is at
+    least what the process had that started this one.
+    """
+    if paddle.device.get_device().startswith("gpu"):
+        return int(paddle.device.cuda.max_memory_allocated())
+    lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+    kilobytes = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), "0")
+    return int(kilobytes) * 1024

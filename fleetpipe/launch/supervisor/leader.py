@@ -119,6 +119,8 @@ class Leader:
             if not self._prepare():
                 continue
             verdict = self._live()
+            if verdict.code or verdict.saved is not None:
+                self._local.record(self._number, verdict)
             if verdict.saved is not None and self._grows:
                 saying.say(f"{verdict.saved} steps are saved, and a host has come")
                 continue

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from fleetpipe.launch.keeping.places import Claim
 from fleetpipe.launch.script import LAUNCHED
 from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions, signal_ranks
 from fleetpipe.launch.supervisor.verdict import Verdict, judge
+from fleetpipe.report import files
 
 
 class Place(NamedTuple):
@@ -87,7 +90,7 @@ class Local:
     def start(self, place: Place) -> None:
         """Begins a life."""
         self._killed = False
-        self._home = self._folder / f"life-{place.life}"
+        self._home = self._home_of(place.life)
         self._home.mkdir()
         self.claim = Claim(place.life, place.nodes, place.node)
         if self._copies is not None:
@@ -108,6 +111,23 @@ class Local:
         finally:
             end_sessions(home)
 
+    def record(self, number: int, verdict: Verdict) -> None:
+        """Writes how a life ended where its run is recorded, for ``fleetpipe report``."""
+        end = {
+            "event": "end",
+            "life": number,
+            "time": time.time(),
+            "code": verdict.code,
+            "saved": verdict.saved,
+            "step": verdict.step,
+            "culprit": verdict.culprit,
+            "details": verdict.details,
+        }
+        for folder in life.records(self._home_of(number)):
+            # A disk that is full must not keep the job from being started again.
+            with contextlib.suppress(OSError):
+                files.append_line(folder / files.LIVES, end)
+
     def stop(self) -> None:
         """Asks the ranks to finish their step, save and end."""
         if self._home is not None:
@@ -119,6 +139,9 @@ class Local:
             self._killed = True
             signal_ranks(self._home, signal.SIGKILL)
             self._pods.stop()
+
+    def _home_of(self, number: int) -> Path:
+        return self._folder / f"life-{number}"
 
     def _arguments(self, place: Place) -> list[str]:
         options = self._options

@@ -72,13 +72,13 @@ class Panel:
         return self.placement.chunks > 2
 
     @cached_property
-    def bars(self) -> list[_Bar]:
+    def bars(self) -> list[Bar]:
         """What is drawn, in the order of the events."""
         return [bar for event in self.events for bar in _bars(event, self.placement)]
 
 
 @dataclass(frozen=True)
-class _Bar:
+class Bar:
     """A box: its kind, how light it is, its number, and where it is."""
 
     kind: str
@@ -91,6 +91,7 @@ class _Bar:
 
     @property
     def colour(self) -> Colour:
+        """What it is filled with on white paper."""
         red, green, blue = (part + (1 - part) * self.shade for part in _COLOURS[self.kind])
         return red, green, blue
 
@@ -178,12 +179,12 @@ def _suffix(path: str | Path) -> str:
     return suffix
 
 
-def _bars(event: Event, placement: Placement) -> Iterator[_Bar]:
+def _bars(event: Event, placement: Placement) -> Iterator[Bar]:
     """Yields the boxes of an event, several where it is fused."""
     top = event.rank - _HEIGHT / 2
     if not event.actions:
         if event.op is None or event.name in ("REDUCE", "STEP"):
-            yield _Bar("other", 0, "", event.start, event.end, top, top + _HEIGHT)
+            yield Bar("other", 0, "", event.start, event.end, top, top + _HEIGHT)
         return
     whole = _HEIGHT * (_LANE if placement.chunks > 2 else 1)
     height = whole / len(event.actions)
@@ -191,7 +192,7 @@ def _bars(event: Event, placement: Placement) -> Iterator[_Bar]:
         later = _lateness(action, event.rank, placement)
         above = top + (_HEIGHT - whole) * later + index * height
         number = str(action.micro_batch)
-        yield _Bar(action.kind, 0.6 * later, number, event.start, event.end, above, above + height)
+        yield Bar(action.kind, 0.6 * later, number, event.start, event.end, above, above + height)
 
 
 def _lateness(action: Action, rank: int, placement: Placement) -> float:

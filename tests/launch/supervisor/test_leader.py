@@ -27,6 +27,7 @@ class Lives:
     def __init__(self, *verdicts: Verdict) -> None:
         self.running = False
         self.places: list[Place] = []
+        self.recorded: list[tuple[int, Verdict]] = []
         self.stopped = self.killed = 0
         self._verdicts = [*verdicts]
         self._ended, self._ends = os.pipe()
@@ -44,6 +45,9 @@ class Lives:
         os.read(self._ended, 1)
         self.running = False
         return self._verdicts.pop(0)
+
+    def record(self, number: int, verdict: Verdict) -> None:
+        self.recorded.append((number, verdict))
 
     def stop(self) -> None:
         self.stopped += 1
@@ -98,6 +102,9 @@ def test_how_lives_end_decides_how_many_there_are(
     lives = Lives(*ends)
     assert lead(lives, signals) == code
     assert lives.places == [Place(number) for number in range(1, last + 1)]
+    told = [*enumerate(ends[:last], 1)]
+    # One that did its work has told so itself.
+    assert lives.recorded == [pair for pair in told if pair[1] != Verdict(0)]
 
 
 def test_no_restart_is_one_life(signals: Any, capsys: pytest.CaptureFixture[str]) -> None:

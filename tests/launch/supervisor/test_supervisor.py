@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.launch.supervisor.verdict import POISONED
+from fleetpipe.report.lives import lives_of
 from tests.launch.supervisor.commands import launched
 from tests.launching import Finished
 
@@ -16,7 +18,7 @@ Launch = Callable[..., Finished]
 
 #: What each rank does in each life stands in the script's argument.
 SCRIPT = """
-    import os, signal, sys, time
+    import os, pathlib, signal, sys, time
     from fleetpipe import fleet
     from fleetpipe.job import life
     from fleetpipe.job.job import all_ranks
@@ -25,6 +27,8 @@ SCRIPT = """
     strategy.hybrid_configs = {"pp_degree": 2}
     fleet.init(is_collective=True, strategy=strategy)
     page = life.Page()
+    if fleet.worker_index() == 0:
+        life.tell_record(pathlib.Path(sys.argv[0]).with_name("record"))
     happens = dict(pair.split("=") for pair in sys.argv[1:])
     what = happens.get(f"{life.number()}.{fleet.worker_index()}")
     if what is not None:
@@ -40,6 +44,7 @@ SCRIPT = """
 
 def test_a_job_is_started_again_but_no_step_a_third_time(launcher: Launch, tmp_path: Path) -> None:
     happens = ["1.1=k4", "2.0=r9", "3.1=k9"]
+    (tmp_path / "record").mkdir()
     told = launched(launcher, SCRIPT, "launch", arguments=happens, folder=tmp_path)
     first, second, third, *rest = told.said
     assert first.startswith("fleetpipe: life 1 ended in step 4: rank 1 died (was ended by SIGKILL)")
@@ -56,6 +61,17 @@ def test_a_job_is_started_again_but_no_step_a_third_time(launcher: Launch, tmp_p
         "anew goes on from its checkpoint",
     ]
     assert told.code == POISONED
+    lines = (tmp_path / "record" / "lives.jsonl").read_text().splitlines()
+    ends = [json.loads(line) for line in lines]
+    assert [(end["life"], end["step"], end["saved"]) for end in ends] == [
+        *((1, 4, None), (2, 9, None), (3, 9, None))
+    ]
+    assert all(end["code"] for end in ends)
+    assert ends[0]["culprit"].startswith("rank 1 died (was ended by SIGKILL)")
+    assert "MemoryError: cannot allocate 9 GiB" in ends[1]["details"]
+    begins = [{"event": "begin", "life": n, "time": 0, "step": 0, "process": n} for n in (1, 2, 3)]
+    told_of = lives_of([line for pair in zip(begins, ends) for line in pair])
+    assert [(each.failed, each.last_step) for each in told_of] == [(True, 4), (True, 9), (True, 9)]
 
 
 def test_wrong_numbers_are_refused_before_anything_starts(

@@ -1,0 +1,86 @@
+"""The folder of a run: the names of its files, and lines of JSON that may be torn."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+#: A row of figures for each batch and evaluation that is told of.
+METRICS = "metrics.jsonl"
+#: What runs: layout, stages, schedule, configuration, versions.
+ABOUT = "run.json"
+#: How often the run began, and how each time ended.
+LIVES = "lives.jsonl"
+#: What ran in a few steps, in the folder itself or in one below it.
+TRACE = "trace.json"
+
+
+class Lines(NamedTuple):
+    """What a file of JSON lines holds.
+
+    Attributes:
+        values: The objects, in order.
+        torn: Lines that are none, such as the last one of a process that was killed.
+    """
+
+    values: list[dict[str, Any]]
+    torn: int
+
+
+def read_lines(path: Path) -> Lines:
+    """Reads the objects of a file of JSON lines; of one that is not there nothing.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    values: list[dict[str, Any]] = []
+    torn = 0
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            value = _value(line)
+            if isinstance(value, dict):
+                values.append(value)
+            elif line.strip():
+                torn += 1
+    return Lines(values, torn)
+
+
+def append_line(path: Path, value: Mapping[str, Any]) -> None:
+    """Adds a line; behind a torn one it begins a new one.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with path.open("ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(value).encode() + b"\n")
+
+
+def replace_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a file of JSON lines whole: whoever is killed meanwhile leaves the one before.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    replace_text(path, "".join(json.dumps(value) + "\n" for value in values))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file whole; see :func:`replace_lines`."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def _value(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

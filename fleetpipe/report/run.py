@@ -1,0 +1,192 @@
+"""Reads the folder of a run, whatever of it is missing, torn or still being written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fleetpipe.errors import ConfigError, FleetPipeError
+from fleetpipe.report import files
+from fleetpipe.report.lives import Life, lives_of
+from fleetpipe.report.timelines import Pipeline, pipeline_of
+
+#: What stands in a row beside its figures.
+_KEYS = ("step", "epoch", "phase", "time")
+
+
+class Row(NamedTuple):
+    """What is told of one batch or one evaluation.
+
+    Attributes:
+        step: Batches trained by then, in all epochs.
+        epoch: From 0.
+        time: Seconds since 1970; 0 where it is not told.
+        figures: By name; NaN and infinities included.
+        lists: Figures of each rank.
+    """
+
+    step: int
+    epoch: int
+    time: float
+    figures: dict[str, float]
+    lists: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run.
+
+    Attributes:
+        name: Of its folder.
+        about: ``run.json``; empty where there is none.
+        train: Rows of batches, by step; of a step that was run twice the later one.
+        evaluations: Likewise, of evaluations.
+        lives: When it began, and how that ended.
+        pipeline: What was to run and what ran; None where nothing is known of it.
+        notes: What is missing or damaged, why, and what to do.
+    """
+
+    name: str
+    about: Mapping[str, Any]
+    train: list[Row]
+    evaluations: list[Row]
+    lives: list[Life]
+    pipeline: Pipeline | None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def last(self) -> Row | None:
+        """The row with the most steps."""
+        rows = [*self.train, *self.evaluations]
+        return max(rows, key=lambda row: (row.step, row.time), default=None)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Returns a part of ``run.json``; nothing where there is none of that name."""
+        found = self.about.get(name)
+        return found if isinstance(found, dict) else {}
+
+
+def read(folder: Path) -> Run:
+    """Reads a run.
+
+    Args:
+        folder: That of ``MetricsLogger``, or of a trace.
+
+    Raises:
+        ConfigError: There is no such folder, or it has none of the files of a run.
+    """
+    traces = [path for path in (folder, *_below(folder)) if (path / files.TRACE).is_file()]
+    known = [name for name in (files.METRICS, files.ABOUT, files.LIVES) if (folder / name).exists()]
+    if not known and not traces:
+        raise ConfigError(
+            "there is no run in this folder" if folder.is_dir() else "there is no such folder",
+            expected=f"{files.METRICS}, {files.ABOUT} or {files.TRACE}",
+            got=str(folder),
+            fix="train with callbacks=MetricsLogger(folder), and give that folder",
+        )
+    notes: list[str] = []
+    about = _about(folder / files.ABOUT, notes)
+    train, evaluations = _rows(folder / files.METRICS, notes)
+    lives = lives_of(_lines(folder / files.LIVES, notes))
+    pipeline = None
+    try:
+        trace = traces[0] / files.TRACE if traces else None
+        pipeline = pipeline_of(about.get("schedule"), trace)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, FleetPipeError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        notes.append(f"The pipeline cannot be drawn: {first}.")
+    if pipeline is None or not pipeline.measured:
+        notes.append(
+            "No step was traced, so the picture of what ran is missing: add "
+            f'TraceSteps([10, 11], "{folder.name}/trace") to the callbacks.'
+        )
+    if train and "held_by_rank" not in train[-1].lists:
+        notes.append(
+            "No throughput and memory were measured: add ThroughputMonitor() to the callbacks, "
+            "before MetricsLogger; it measures every 10 batches."
+        )
+    name = folder.resolve().name
+    return Run(name, about, train, evaluations, lives, pipeline, notes)
+
+
+def _below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.is_dir())
+
+
+def _about(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    if not path.exists():
+        notes.append(
+            f"{path.name} is missing, so configuration, layout and versions are: MetricsLogger "
+            "writes it when a training begins."
+        )
+        return {}
+    try:
+        about = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict):
+        notes.append(f"{path.name} is damaged: it holds no JSON object. It was left out.")
+        return {}
+    return about
+
+
+def _rows(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
+    """Returns the rows of batches and those of evaluations."""
+    found: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
+    strange = 0
+    for line in _lines(path, notes):
+        row, phase = _row(line), str(line.get("phase"))
+        if row is None or phase not in found:
+            strange += 1
+        else:
+            found[phase][row.step] = row
+    if strange:
+        notes.append(f"{strange} lines of {path.name} are no rows of a run, and were left out.")
+    if not path.exists():
+        notes.append(f"{path.name} is missing, so all curves are: MetricsLogger writes it.")
+    elif not found["train"]:
+        notes.append(f"{path.name} has no row of a batch: none has been trained so far.")
+    if found["train"] and not found["eval"]:
+        notes.append("There was no evaluation: give fit some eval_data to have its curves.")
+    train, evaluations = ([rows[step] for step in sorted(rows)] for rows in found.values())
+    return train, evaluations
+
+
+def _row(line: Mapping[str, Any]) -> Row | None:
+    step, epoch, when = (line.get(name, 0) for name in ("step", "epoch", "time"))
+    if not all(_is_number(value) and math.isfinite(value) for value in (step, epoch, when)):
+        return None
+    values = {name: value for name, value in line.items() if name not in _KEYS}
+    figures = {name: float(value) for name, value in values.items() if _is_number(value)}
+    lists = {
+        name: [float(number) for number in value]
+        for name, value in values.items()
+        if isinstance(value, list) and value and all(map(_is_number, value))
+    }
+    return Row(int(step), int(epoch), float(when), figures, lists)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 1 << 63
+    return isinstance(value, float)
+
+
+def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Returns the objects of a file; says where some line of it is none."""
+    try:
+        values, torn = files.read_lines(path)
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}.")
+        return []
+    if torn:
+        lines = "one line" if torn == 1 else f"{torn} lines"
+        notes.append(
+            f"{lines} of {path.name} cannot be read, as where a process is killed while it writes, "
+            "and what it says is left out."
+        )
+    return values

@@ -1,0 +1,112 @@
+"""What a pipeline was to run and what it ran, from a schedule's text and from a trace."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.schedules import Placement, Schedule
+from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND
+from fleetpipe.schedules.forms.events import Event, events_of
+
+_TRACKS = ("predicted", "measured")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline's timelines.
+
+    Attributes:
+        placement: Which rank owns which stage.
+        predicted: What the schedule does, simulated with the mean costs of the trace; without one
+            with a cost of 1 for each of F, I and W.
+        measured: What ran in the last step that was traced; empty without a trace.
+        unit: Of the times: ``"s"``, or nothing where they are costs of 1.
+        peaks: Most forwards that the schedule has each rank hold; empty where it is not known.
+        steps: How many steps are in the trace.
+    """
+
+    placement: Placement
+    predicted: list[Event]
+    measured: list[Event]
+    unit: str = ""
+    peaks: tuple[float, ...] = ()
+    steps: int = 0
+
+
+def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
+    """Returns the timelines of a run; None where neither a schedule nor a trace is known.
+
+    Args:
+        schedule: That of ``run.json``, with its text form under ``"text"``.
+        trace: A ``trace.json`` with both tracks, as a run writes it.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: The trace is no such file.
+        FleetPipeError: The text is no schedule.
+    """
+    text = schedule.get("text") if isinstance(schedule, dict) else None
+    simulated = Schedule.parse(text).simulate() if isinstance(text, str) else None
+    peaks = simulated.peak_activations if simulated else ()
+    if trace is None:
+        if simulated is None:
+            return None
+        return Pipeline(simulated.schedule.placement, events_of(simulated), [], peaks=peaks)
+    tracks, stages = _read(trace)
+    steps = _steps(tracks["measured"])
+    return Pipeline(
+        _placement(stages),
+        _from_zero(tracks["predicted"]),
+        _from_zero(steps[-1] if steps else []),
+        unit="s",
+        peaks=peaks,
+        steps=len(steps),
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, list[Event]], dict[int, int]]:
+    """Returns the actions of each track of a trace, in seconds, and the ranks of the stages."""
+    entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    names = {
+        entry["pid"]: str(entry["args"]["name"]).split()
+        for entry in entries
+        if entry["name"] == "process_name"
+    }
+    tracks: dict[str, list[Event]] = {track: [] for track in _TRACKS}
+    stages: dict[int, int] = {}
+    for entry in entries:
+        if entry["ph"] != "X":
+            continue
+        _, rank, track = names[entry["pid"]]
+        start = entry["ts"] / MICROSECONDS_PER_SECOND
+        event = Event(
+            int(rank), entry["name"], start, start + entry["dur"] / MICROSECONDS_PER_SECOND
+        )
+        if event.actions:
+            tracks[track].append(event)
+            stages.update((action.stage, event.rank) for action in event.actions)
+    return tracks, stages
+
+
+def _placement(stages: dict[int, int]) -> Placement:
+    ranks = max(stages.values(), default=0) + 1
+    count = max(stages, default=0) + 1
+    vee = ranks > 1 and count == 2 * ranks and stages[count - 1] == 0
+    return Placement("vee" if vee else "loop", ranks, max(1, count // ranks))
+
+
+def _steps(events: Sequence[Event]) -> list[list[Event]]:
+    """Returns the steps of a trace, in each of which every action runs once."""
+    found: defaultdict[tuple[int, str], list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.start):
+        found[event.rank, event.name].append(event)
+    return [list(step) for step in zip(*found.values())]
+
+
+def _from_zero(events: Sequence[Event]) -> list[Event]:
+    begin = min((event.start for event in events), default=0.0)
+    return [event._replace(start=event.start - begin, end=event.end - begin) for event in events]

@@ -1,0 +1,30 @@
+"""What the tests of the page share: a trace as a run writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleetpipe.schedules import Costs, build
+from fleetpipe.schedules.forms import Event, events_of, write_trace
+
+
+@pytest.fixture
+def traced() -> Callable[[Path], None]:
+    """Writes the trace of two steps, the second of which took twice as long."""
+
+    def write(path: Path) -> None:
+        schedule = build("1F1B", ranks=2, micro_batches=4)
+        predicted = events_of(schedule.simulate(Costs(0.010, 0.010, 0.010)))
+        measured = [
+            Event(event.rank, event.name, start + factor * event.start, start + factor * event.end)
+            for start, factor in ((0, 1), (1, 2))
+            for event in predicted
+        ]
+        tracks = {"measured": measured, "predicted": predicted}
+        seconds = dict.fromkeys(tracks, 1e6)
+        write_trace(path, tracks, schedule.placement, microseconds=seconds)
+
+    return write
