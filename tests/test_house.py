@@ -33,7 +33,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules/registry",),
     ("schedules/verified",),
     ("schedules/__init__",),
-    ("schedules/commands", "transport", "report", "static/_paddle static/graph static/tags"),
+    (
+        *("schedules/commands", "planning", "report", "transport"),
+        "static/_paddle static/graph static/tags",
+    ),
     (
         *("config", "engine", "job", "static/cut"),
         "dygraph/_paddle dygraph/backports dygraph/nest dygraph/random_keys dygraph/gradients"
@@ -61,6 +64,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 CLOSED = {
     "schedules": ("fleetpipe.errors", "fleetpipe.arguments", "fleetpipe.schedules", "matplotlib"),
     "partition": ("fleetpipe.errors", "fleetpipe.partition"),
+    "planning": (
+        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.partition", "fleetpipe.planning"),
+        *("fleetpipe.schedules", "numpy"),
+    ),
     "report": (
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.report", "fleetpipe.schedules"),
         "fleetpipe.version",

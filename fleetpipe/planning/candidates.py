@@ -1,0 +1,246 @@
+"""What a search may combine: shapes, cuts to begin with, and schedules; and what a choice costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.partition import fastest, uniform
+from fleetpipe.planning.memory import peak_bytes, static_bytes
+from fleetpipe.planning.profile import Profile
+from fleetpipe.planning.recomputing import Recompute, everything, recomputed
+from fleetpipe.planning.stages import StageCost, Stages
+from fleetpipe.schedules import Costs, Placement, Schedule, build
+from fleetpipe.schedules.action import flatten
+from fleetpipe.schedules.families.table import FAMILIES, options_of
+from fleetpipe.schedules.play.replay import replay
+
+#: Most chunks on a rank that are tried.
+MOST_CHUNKS = 4
+
+Boundaries = tuple[int, ...]
+
+
+class Candidate(NamedTuple):
+    """A plan that fits, and what it costs.
+
+    Attributes:
+        seconds: From the first action to the end of the last.
+        schedule: What runs.
+        boundaries: The cut.
+        recompute: For each stage the layers that are recomputed.
+    """
+
+    seconds: float
+    schedule: Schedule
+    boundaries: Boundaries
+    recompute: Recompute
+
+
+class Lack(NamedTuple):
+    """A plan that does not fit, though all is recomputed that may be.
+
+    Attributes:
+        peak: The most bytes of any rank.
+        rank: That rank.
+        schedule: What runs.
+        boundaries: The cut.
+    """
+
+    peak: int
+    rank: int
+    schedule: Schedule
+    boundaries: Boundaries
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a plan is wanted for.
+
+    Attributes:
+        profile: What the layers cost.
+        ranks: Ranks of the pipeline, p.
+        micro_batches: Micro-batches of a batch, m.
+        cap: Bytes that a rank may have in use.
+        search: What may be chosen; see :func:`fleetpipe.plan`.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+    """
+
+    profile: Profile
+    ranks: int
+    micro_batches: int
+    cap: float
+    search: frozenset[str]
+    optimizer_copies: float
+
+    @cached_property
+    def stages(self) -> Stages:
+        """What stages cost."""
+        return self.profile.stages
+
+    def shapes(self) -> list[Placement]:
+        """Returns the placements that have no more stages than the model can be cut into."""
+        most = len(self.profile.cuts) + 1
+        shapes = [Placement("loop", self.ranks)]
+        if "placement" in self.search and self.ranks > 1:
+            shapes += [Placement("loop", self.ranks, v) for v in range(2, MOST_CHUNKS + 1)]
+            shapes.insert(2, Placement("vee", self.ranks, 2))
+        return [shape for shape in shapes if shape.stages <= most]
+
+    def schedules(self, shape: Placement) -> Iterator[Schedule]:
+        """Yields the families' schedules for a placement; the usual one where none is searched."""
+        if "schedule" not in self.search and shape.name == "loop":
+            yield build(
+                "1F1B", ranks=self.ranks, micro_batches=self.micro_batches, chunks=shape.chunks
+            )
+            return
+        for name, family in FAMILIES.items():
+            if family.placement != shape.name:
+                continue
+            slacks = "warmup_slack" in options_of(family.rows)
+            for options in ({"warmup_slack": 1}, {"warmup_slack": 2}) if slacks else ({},):
+                try:
+                    schedule = self._build(name, shape, **options)
+                except ConfigError:  # it does not take these numbers
+                    continue
+                if schedule.placement == shape and (self.profile.splits or not _splits(schedule)):
+                    yield schedule
+
+    def cuts(self, shape: Placement) -> list[Boundaries]:
+        """Returns the cuts to begin with: even in layers, time, time with links, and memory."""
+        parts, places, count = shape.stages, self.profile.cuts, self.stages.count
+        units = [0, *places]
+        even = tuple(units[index] for index in uniform(len(units), parts)[:-1])
+        found = [(*even, count)]
+        if "partition" not in self.search:
+            return found
+        stages = self.stages
+
+        def time(stage: int, start: int, end: int) -> float:
+            return stages.seconds(start, end)
+
+        def time_and_link(stage: int, start: int, end: int) -> float:
+            size = self.profile.layers[start - 1].output if start else 0
+            return stages.seconds(start, end) + (
+                2 * self._comm(shape, stage - 1, size) if start else 0
+            )
+
+        def memory(stage: int, start: int, end: int) -> float:
+            parameters, gradients, buffers = stages.static(start, end)
+            under_way = min(self.micro_batches, parts - stage)
+            moments = self.optimizer_copies * gradients
+            return parameters + gradients + buffers + moments + under_way * stages.held(start, end)
+
+        found += [
+            fastest(places, count, parts, cost).boundaries for cost in (time, time_and_link, memory)
+        ]
+        return list(dict.fromkeys(found))
+
+    def costs(self, shape: Placement, stages: Sequence[StageCost], **others: Any) -> Costs:
+        """Returns what the actions of some stages cost."""
+        return Costs(
+            forward=tuple(stage.forward for stage in stages),
+            backward=tuple(stage.backward for stage in stages),
+            input_grad=tuple(stage.input_grad for stage in stages),
+            weight_grad=tuple(stage.weight_grad for stage in stages),
+            comm=self.comm(shape, stages),
+            **others,
+        )
+
+    def comm(self, shape: Placement, stages: Sequence[StageCost]) -> tuple[float, ...]:
+        """Returns how long a value takes from each stage to the next; 0 from the last."""
+        edges = [self._comm(shape, s, stage.output) for s, stage in enumerate(stages[:-1])]
+        return (*edges, 0.0)
+
+    def _comm(self, shape: Placement, stage: int, size: int) -> float:
+        """Returns how long ``size`` bytes take from a stage to the next one."""
+        source, target = shape.rank_of(stage), shape.rank_of(stage + 1)
+        if source == target:
+            return 0.0
+        first = min(source, target) if abs(source - target) == 1 and shape.name == "vee" else source
+        return self.profile.link(first).seconds(size)
+
+    def evaluate(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
+        """Returns what a schedule and a cut cost, with what must be recomputed to fit."""
+        layers, stages = self.profile.layers, self.stages
+        chosen: Recompute = ((),) * (len(boundaries) - 1)
+        costs, fits = stages.cut(boundaries), True
+        if not math.isinf(self.cap):
+            fits = max(peak_bytes(schedule, costs, self.optimizer_copies)) <= self.cap
+        if not fits and "recompute" in self.search:
+            found = recomputed(
+                schedule, layers, stages, boundaries, self.cap, self.optimizer_copies
+            )
+            fits = found is not None
+            chosen = everything(layers, boundaries) if found is None else found
+            costs = stages.cut(boundaries, chosen)
+        if not fits:
+            peaks = peak_bytes(schedule, costs, self.optimizer_copies)
+            return Lack(max(peaks), peaks.index(max(peaks)), schedule, boundaries)
+        times = replay(schedule, None, self.costs(schedule.placement, costs))
+        seconds = max(ends[-1] for ends in times.ends)
+        return Candidate(seconds, schedule, boundaries, chosen)
+
+    def searched(self, found: Candidate) -> Schedule | None:
+        """Returns what the search ``auto`` makes for the cut of a candidate; None for nothing."""
+        shape = found.schedule.placement
+        stages = self.stages.cut(found.boundaries, found.recompute)
+        if not self.profile.splits or "schedule" not in self.search:
+            return None
+        costs, cap = self.costs(shape, stages), None
+        if not math.isinf(self.cap):
+            # The search knows one cap for all ranks: what a stage holds is said in shares of the
+            # room that its rank has.
+            rooms = [self._room(stages, shape.stages_of(rank)) for rank in range(shape.ranks)]
+            if min(rooms) <= 0:
+                return None
+            holds = [max(stage.held_split, stage.waiting, 1) for stage in stages]
+            shares = tuple(hold / rooms[shape.rank_of(s)] for s, hold in enumerate(holds))
+            frees = min(1 - stage.waiting / hold for stage, hold in zip(stages, holds))
+            costs, cap = self.costs(shape, stages, bytes=shares, input_grad_frees=frees), 1
+        try:
+            return self._build("auto", shape, costs=costs, placed=shape.name, memory_cap=cap)
+        except ConfigError:  # not even one micro-batch fits
+            return None
+
+    def _build(self, name: str, shape: Placement, **options: Any) -> Schedule:
+        return build(
+            name,
+            ranks=shape.ranks,
+            micro_batches=self.micro_batches,
+            chunks=shape.chunks,
+            **options,
+        )
+
+    def _room(self, stages: Sequence[StageCost], owned: Sequence[int]) -> float:
+        own = [stages[stage] for stage in owned]
+        working = max(stage.working for stage in own)
+        return self.cap - static_bytes(own, self.optimizer_copies) - working
+
+    def bound(self) -> float:
+        """Returns seconds that no plan is below, whatever the cut, placement and schedule.
+
+        Some rank computes at least its even share; and each layer is on one rank, which begins
+        when the layers before it let it, and after whose last I these have theirs to do.
+        """
+        layers = self.profile.layers
+        most = self.micro_batches * self.stages.least() / self.ranks
+        before = 0.0
+        for layer in layers:
+            way = layer.forward + min(layer.whole, _input_grad(layer))
+            most = max(most, before + self.micro_batches * way, self.micro_batches * layer.seconds)
+            before += way
+        return most
+
+
+def _input_grad(layer: object) -> float:
+    seconds = getattr(layer, "input_grad", None)
+    return math.inf if seconds is None else float(seconds)
+
+
+def _splits(schedule: Schedule) -> bool:
+    return any(action.kind == "I" for row in schedule.actions for action in flatten(row))

@@ -1,0 +1,117 @@
+"""``fleetpipe.plan``: from what a model costs to how it runs on some ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from fleetpipe.errors import ConfigError, PartitionError, nearest
+from fleetpipe.partition import LayerInfo, Partition
+from fleetpipe.planning.candidates import Lack, Task
+from fleetpipe.planning.plan import PipelinePlan
+from fleetpipe.planning.profile import Profile
+from fleetpipe.planning.search import best_plan
+from fleetpipe.planning.sizes import read_bytes, show_bytes
+from fleetpipe.schedules.placement import check_count
+
+#: All that may be chosen.
+SEARCH = ("partition", "placement", "schedule", "recompute")
+
+
+def plan(
+    profile: Profile | str | Path,
+    ranks: int,
+    micro_batches: int,
+    memory_cap: float | str | None = None,
+    search: Iterable[str] = SEARCH,
+    optimizer_copies: float = 2,
+) -> PipelinePlan:
+    """Makes the plan that takes the least time of those that fit into memory. Runs nothing.
+
+    The same profile gives the same plan anywhere.
+
+    Args:
+        profile: What ``model.profile(batch)`` returned, or the file that it wrote.
+        ranks: Ranks of the pipeline, p.
+        micro_batches: Micro-batches of a batch, m.
+        memory_cap: Bytes that a rank may have in use, as a number or as ``"2GiB"``: parameters,
+            gradients, what the optimizer keeps, buffers and activations. None: no cap.
+        search: What is chosen. Without ``"partition"`` the cut is even in layers, without
+            ``"placement"`` each rank has one chunk, without ``"schedule"`` it is 1F1B, and without
+            ``"recompute"`` nothing is recomputed.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps: 2 for Adam,
+            1 with momentum, 0 for SGD.
+
+    Returns:
+        The plan; print it, or its ``explain()``.
+
+    Raises:
+        ConfigError: An argument that cannot be; or the cap is too small, where the message says
+            which rank needs how much, and the least cap that works.
+        PartitionError: There are fewer layers than ranks.
+    """
+    if not isinstance(profile, Profile):
+        profile = Profile.read(profile)
+    check_count("ranks", ranks)
+    check_count("micro_batches", micro_batches)
+    chosen = [search] if isinstance(search, str) else list(search)
+    for name in chosen:
+        if name not in SEARCH:
+            raise ConfigError(f"a plan has no {name!r} to search", fix=nearest(str(name), SEARCH))
+    if not 0 <= optimizer_copies < 100:
+        raise ConfigError(
+            "`optimizer_copies` is a number of tensors for each parameter",
+            expected="0 or more",
+            got=repr(optimizer_copies),
+            fix="give 2 for Adam, 1 with momentum, 0 for SGD",
+        )
+    most = len(profile.cuts) + 1
+    if ranks > most:
+        raise PartitionError(
+            f"stage {most} would be empty: the model cannot be cut into {ranks} stages",
+            expected=f"at most {most} ranks",
+            got=f"{len(profile.layers)} layers, {ranks} ranks",
+            fix="use fewer ranks, or list the model's layers more finely",
+        )
+    cap = None if memory_cap is None else read_bytes(memory_cap)
+    task = Task(
+        profile,
+        ranks,
+        micro_batches,
+        math.inf if cap is None else cap,
+        frozenset(chosen),
+        optimizer_copies,
+    )
+    found = best_plan(task)
+    if isinstance(found, Lack):
+        raise _too_small(found, task)
+    stages = task.stages.cut(found.boundaries, found.recompute)
+    names = tuple(LayerInfo(layer.name) for layer in profile.layers)
+    found.schedule.verify()
+    return PipelinePlan(
+        found.schedule,
+        Partition(found.boundaries, "plan", names),
+        found.recompute,
+        stages,
+        task.comm(found.schedule.placement, stages),
+        cap,
+        optimizer_copies,
+        task.bound(),
+    )
+
+
+def _too_small(lack: Lack, task: Task) -> ConfigError:
+    owned = lack.schedule.placement.stages_of(lack.rank)
+    stages = " and ".join(str(stage) for stage in owned)
+    layers = ", ".join(
+        f"{lack.boundaries[stage]} to {lack.boundaries[stage + 1] - 1}" for stage in owned
+    )
+    least = math.ceil(lack.peak)
+    return ConfigError(
+        f"no plan keeps within a memory cap of {show_bytes(task.cap)}",
+        where=f"rank {lack.rank}, which has stage {stages} (layers {layers}) under "
+        f"{lack.schedule.name}" + (", all recomputed" if "recompute" in task.search else ""),
+        expected=f"a cap of at least {least} bytes ({show_bytes(least)})",
+        fix=f"raise the cap to {least}, use more ranks, or smaller micro-batches",
+    )

@@ -1,0 +1,121 @@
+"""How many bytes each rank has in use at most, and what it holds at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Union
+
+import numpy as np
+
+from fleetpipe.planning.stages import StageCost
+from fleetpipe.schedules import Schedule
+from fleetpipe.schedules.action import flatten
+
+#: The costs of stages, by stage.
+Costed = Union[Mapping[int, StageCost], Sequence[StageCost]]
+
+
+class Peak(NamedTuple):
+    """The moment at which a rank has the most activations.
+
+    Attributes:
+        bytes: In use then.
+        whole: By stage, the forwards whose B is to come.
+        split: By stage, the forwards whose I is to come.
+        waiting: By stage, the backwards whose W is to come.
+    """
+
+    bytes: int
+    whole: dict[int, int]
+    split: dict[int, int]
+    waiting: dict[int, int]
+
+
+class _Moments(NamedTuple):
+    """What a rank holds while each of its actions runs, equal moments once.
+
+    Attributes:
+        counts: For each moment, by stage of the rank: forwards whose B, then forwards whose I is to
+            come, then backwards whose W is to come.
+        stages: For each moment, which of the rank's stages computes.
+    """
+
+    counts: np.ndarray
+    stages: np.ndarray
+
+
+def static_bytes(stages: Sequence[StageCost], optimizer_copies: float) -> int:
+    """Returns what some stages have whatever runs: parameters, gradients, moments, buffers."""
+    return sum(
+        stage.parameters + stage.gradients + stage.buffers + int(optimizer_copies * stage.gradients)
+        for stage in stages
+    )
+
+
+def peak_bytes(
+    schedule: Schedule, stages: Sequence[StageCost], optimizer_copies: float
+) -> tuple[int, ...]:
+    """Returns the most bytes of each rank at once.
+
+    Args:
+        schedule: What runs.
+        stages: What its stages cost.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+    """
+    return tuple(
+        static_bytes([stages[s] for s in schedule.placement.stages_of(rank)], optimizer_copies)
+        + activation_peak(schedule, rank, stages).bytes
+        for rank in range(schedule.placement.ranks)
+    )
+
+
+def activation_peak(schedule: Schedule, rank: int, stages: Costed) -> Peak:
+    """Returns when a rank holds and works with the most bytes of activations, and how many.
+
+    Args:
+        schedule: What runs.
+        rank: The rank.
+        stages: What at least its own stages cost.
+    """
+    moments = _moments_of(schedule)[rank]
+    owned = schedule.placement.stages_of(rank)
+    own = [stages[stage] for stage in owned]
+    held = [
+        *(stage.held for stage in own),
+        *(stage.held_split for stage in own),
+        *(stage.waiting for stage in own),
+    ]
+    working = np.array([stage.working for stage in own])
+    sums = moments.counts @ np.array(held) + working[moments.stages]
+    most = int(sums.argmax())
+    counts = moments.counts[most].reshape(3, len(owned)).tolist()
+    whole, split, waiting = (dict(zip(owned, part)) for part in counts)
+    return Peak(int(sums[most]), whole, split, waiting)
+
+
+def _moments_of(schedule: Schedule) -> list[_Moments]:
+    """Returns the moments of all ranks, made once and kept with the schedule."""
+    kept = vars(schedule)
+    if "_moments" not in kept:
+        kept["_moments"] = [_moments(schedule, rank) for rank in range(schedule.placement.ranks)]
+    found: list[_Moments] = kept["_moments"]
+    return found
+
+
+def _moments(schedule: Schedule, rank: int) -> _Moments:
+    row = list(flatten(schedule.actions[rank]))
+    apart = {(action.stage, action.micro_batch) for action in row if action.kind == "I"}
+    owned = schedule.placement.stages_of(rank)
+    width = len(owned)
+    counts = [0] * (3 * width)
+    seen: dict[tuple[int, ...], None] = {}
+    for kind, stage, micro_batch in row:
+        index = owned.index(stage)
+        held = index + width * ((stage, micro_batch) in apart)
+        counts[held] += kind == "F"
+        moment = (*counts, index)
+        seen[moment] = None
+        counts[held] -= kind in "BI"
+        counts[2 * width + index] += (kind == "I") - (kind == "W")
+    table = np.array(list(seen), dtype=np.int64)
+    return _Moments(table[:, :-1], table[:, -1])

@@ -1,0 +1,216 @@
+"""A profile as a value: what each layer of a model costs in time and memory, and each link.
+
+``model.profile(batch)`` measures one; it is stored as JSON, and a plan is made from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.planning.layer_cost import LayerCost, Link, check_figure, check_layer
+from fleetpipe.planning.stages import Stages
+
+#: Written into each file, and raised where an older reader would misunderstand a newer file.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a model costs, layer by layer. Immutable; :meth:`dumps` and :meth:`loads` are inverses.
+
+    Attributes:
+        layers: Its layers, in order.
+        loss: The loss, which is computed in the last stage; None where it counts with the last
+            layer.
+        places: The layers with which a stage may begin, but the first, rising; None for all.
+        links: One for all edges between ranks, or one for each rank and the one after it, the last
+            of which leads back to rank 0.
+        boundaries: The cut under which it was measured; may be left out.
+
+    Raises:
+        ConfigError: No layer, a figure that is negative or no number, a layer with neither B nor
+            I and W, or a place that is none.
+    """
+
+    layers: tuple[LayerCost, ...]
+    loss: LayerCost | None = None
+    places: tuple[int, ...] | None = None
+    links: tuple[Link, ...] = (Link(),)
+    boundaries: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layers or not self.links:
+            raise ConfigError(
+                "a profile has at least one layer and one link",
+                got=f"{len(self.layers)} layers, {len(self.links)} links",
+                fix="measure it with model.profile(batch)",
+            )
+        for number, layer in enumerate((*self.layers, *filter(None, [self.loss]))):
+            check_layer(layer, f"layer {number} ({layer.name})")
+        for link in self.links:
+            for name, value in link._asdict().items():
+                check_figure(name, value, "a link")
+        places = self.places or ()
+        if any(not 0 < place < len(self.layers) for place in places) or list(places) != sorted(
+            set(places)
+        ):
+            raise ConfigError(
+                "the places of a profile are numbers of layers, rising",
+                expected=f"numbers from 1 to {len(self.layers) - 1}",
+                got=str(list(places)),
+                fix="leave `places` out: a stage may begin with any layer then",
+            )
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The layers with which a stage may begin, but the first."""
+        return tuple(range(1, len(self.layers))) if self.places is None else self.places
+
+    @property
+    def splits(self) -> bool:
+        """Whether I and W are known of every layer, so that schedules may split backward."""
+        return all(layer.splits for layer in self.layers)
+
+    def with_links(self, *links: Link) -> Profile:
+        """Returns this profile with other links, such as those of the machines it is meant for."""
+        return replace(self, links=links)
+
+    def link(self, rank: int) -> Link:
+        """Returns the link between a rank and the one after it."""
+        return self.links[rank % len(self.links)]
+
+    def dumps(self) -> str:
+        """Returns it as JSON, which is a file for ``--costs`` as well where it has a cut."""
+        content: dict[str, Any] = {"version": VERSION, **asdict(self)}
+        content["links"] = [link._asdict() for link in self.links]
+        layers = [
+            {name: value for name, value in layer.items() if value is not None}
+            for layer in content.pop("layers")
+        ]
+        return json.dumps({**self.stage_costs(), "profile": {**content, "layers": layers}}) + "\n"
+
+    def stage_costs(self) -> dict[str, Any]:
+        """Returns the figures of each stage of the cut that was measured, as ``Costs`` has them."""
+        if not self.boundaries:
+            return {}
+        stages = self.stages.cut(self.boundaries)
+        figures: dict[str, Any] = {
+            "forward": [stage.forward for stage in stages],
+            "backward": [stage.backward for stage in stages],
+            "input_grad": [stage.input_grad for stage in stages],
+            "weight_grad": [stage.weight_grad for stage in stages],
+            "comm": self.links[0].seconds(max(stage.output for stage in stages)),
+            "bytes": [stage.held for stage in stages],
+        }
+        if not self.splits:
+            del figures["input_grad"], figures["weight_grad"]
+        return figures
+
+    @property
+    def stages(self) -> Stages:
+        """What stages of these layers cost."""
+        return Stages(self.layers, self.loss)
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a figure of each stage of the cut that was measured: ``profile["forward"]``."""
+        return self.stage_costs()[name]
+
+    @classmethod
+    def loads(cls, text: str) -> Profile:
+        """Reads what :meth:`dumps` wrote, or what somebody wrote by hand in its form.
+
+        Raises:
+            ConfigError: It is none, of a newer version, or lacks what a profile needs.
+        """
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _no_profile(str(error)) from error
+        found = content.get("profile") if isinstance(content, Mapping) else None
+        if not isinstance(found, Mapping) or not isinstance(found.get("layers"), list):
+            raise _no_profile('no "profile" with a list of "layers" in it')
+        if found.get("version", VERSION) != VERSION:
+            raise _no_profile(f"version {found['version']}, and {VERSION} is known here")
+        loss, places = found.get("loss"), found.get("places")
+        links = found.get("links") or [{}]
+        try:
+            return cls(
+                tuple(map(_layer, found["layers"])),
+                None if loss is None else _layer(loss),
+                None if places is None else tuple(places),
+                tuple(Link(**link) for link in links),
+                tuple(found.get("boundaries", ())),
+            )
+        except TypeError as error:
+            raise _no_profile(str(error)) from error
+
+    def write(self, path: str | Path) -> None:
+        """Writes it to a file, as JSON."""
+        Path(path).write_text(self.dumps(), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Profile:
+        """Reads a file that :meth:`write` wrote.
+
+        Raises:
+            ConfigError: As :meth:`loads`, or there is no such file.
+        """
+        try:
+            return cls.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"the profile cannot be read from {path}",
+                cause=str(error),
+                fix="write it with model.profile(batch, path), or with fleetpipe profile",
+            ) from error
+
+    def __str__(self) -> str:
+        """A table: milliseconds of F, B, I and W, and bytes, of each layer."""
+        head = ("layer", "name", "F ms", "B ms", "I ms", "W ms", "parameters", "output", "held")
+        rows: list[tuple[str, ...]] = [head]
+        for number, layer in enumerate((*self.layers, *filter(None, [self.loss]))):
+            times = (layer.forward, layer.whole, layer.input_grad, layer.weight_grad)
+            rows.append(
+                (
+                    str(number) if number < len(self.layers) else "loss",
+                    layer.name,
+                    *("-" if time is None else f"{1e3 * time:.3f}" for time in times),
+                    *(f"{size:,}" for size in (layer.parameters, layer.output, layer.held)),
+                )
+            )
+        return table(rows, left=(1,))
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """Sets rows of cells in columns, numbers to the right, the columns ``left`` to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _layer(found: object) -> LayerCost:
+    known = [field.name for field in fields(LayerCost)]
+    if not isinstance(found, Mapping):
+        raise _no_profile(f"a layer is {found!r}")
+    for name in found:
+        if name not in known:
+            raise ConfigError(f"a layer has no figure {name!r}", fix=nearest(str(name), known))
+    return LayerCost(**found)
+
+
+def _no_profile(cause: str) -> ConfigError:
+    return ConfigError(
+        "this is no profile of a model's layers",
+        cause=cause,
+        fix="write one with model.profile(batch, path), or with fleetpipe profile SCRIPT -o FILE",
+    )

@@ -1,0 +1,54 @@
+"""Bytes as people write them: ``2GiB``, ``500 MB``, 1048576."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from fleetpipe.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{name: 1000**power for power, name in enumerate(("kb", "mb", "gb", "tb"), 1)},
+    **{name: 1024**power for power, name in enumerate(("kib", "mib", "gib", "tib"), 1)},
+}
+
+
+def read_bytes(value: object) -> float:
+    """Returns a number of bytes, of a number or of a text such as ``"2GiB"`` or ``"500MB"``.
+
+    Raises:
+        ConfigError: It is neither, or not above 0.
+    """
+    found = math.nan
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        found = float(value)
+    elif isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        if match is not None and match[2] in _UNITS:
+            found = float(match[1]) * _UNITS[match[2]]
+    if not found > 0:
+        raise ConfigError(
+            "a cap of memory is a number of bytes above 0",
+            got=repr(value),
+            fix='write "2GiB", "500MB" or 2147483648',
+        )
+    return found
+
+
+def show_bytes(size: float) -> str:
+    """Returns ``1.25 GiB`` and the like, in the largest unit of which it has one or more."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        factor = _UNITS[unit.lower()]
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """Returns ``1.25 s``, ``3.42 ms`` and the like."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
