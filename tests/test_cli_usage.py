@@ -163,7 +163,7 @@ def test_what_would_be_computed_for_minutes_is_refused_with_the_limit(
 ) -> None:
     words = ["VPP", "--ranks", "2", "--micro-batches", "2", option, str(number)]
     assert main(["schedule", *words]) == 2
-    assert "at most 1024 ranks and 200000 forwards" in capsys.readouterr().err
+    assert "at most 1024 ranks and 600000 forwards" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

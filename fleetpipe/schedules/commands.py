@@ -20,14 +20,15 @@ from fleetpipe.schedules.forms.picture import plot
 from fleetpipe.schedules.forms.terminal import render, summary
 from fleetpipe.schedules.placement import PLACEMENTS
 from fleetpipe.schedules.play.timeline import Timeline
-from fleetpipe.schedules.registry import canonical_name, default_chunks, names
+from fleetpipe.schedules.registry import AUTO, canonical_name, default_chunks, names
 from fleetpipe.schedules.verified import build_verified
 
 _TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
 
-#: Most that is built here: some seconds of work. ``build`` itself has no limit.
+#: Most that is built here, or searched for: some seconds of work. ``build`` has no limit.
 MOST_RANKS = 1024
-MOST_FORWARDS = 200_000
+MOST_FORWARDS = 600_000
+MOST_SEARCHED = 200_000
 
 
 def configure_schedule(parser: argparse.ArgumentParser) -> None:
@@ -153,12 +154,14 @@ def _check_size(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: Too many ranks, or too many forwards in all.
     """
-    chunks = arguments.chunks or default_chunks(canonical_name(arguments.name))
+    name = canonical_name(arguments.name)
+    most = MOST_SEARCHED if name == AUTO else MOST_FORWARDS
+    chunks = arguments.chunks or default_chunks(name)
     forwards = arguments.ranks * chunks * arguments.micro_batches
-    if arguments.ranks > MOST_RANKS or forwards > MOST_FORWARDS:
+    if arguments.ranks > MOST_RANKS or forwards > most:
         raise ConfigError(
             "this schedule is too large to be built on the command line",
-            expected=f"at most {MOST_RANKS} ranks and {MOST_FORWARDS} forwards"
+            expected=f"at most {MOST_RANKS} ranks and {most} forwards"
             " (ranks x chunks x micro-batches)",
             got=f"{arguments.ranks} ranks, {forwards} forwards",
             fix="look at fewer micro-batches: a schedule repeats itself once it is under way",

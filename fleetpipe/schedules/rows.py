@@ -91,5 +91,5 @@ class PlanRows:
 
 def computations(plan: PlanRows) -> ScheduleRows:
     """Returns the computations of a plan alone."""
-    rows = tuple(tuple(op for op in row if isinstance(op, (Action, Fused))) for row in plan.ops)
+    rows = tuple(tuple([op for op in row if isinstance(op, (Action, Fused))]) for row in plan.ops)
     return ScheduleRows(plan.name, plan.placement, plan.micro_batches, rows, plan.forward_only)

@@ -8,6 +8,7 @@ from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Op, Recv, Reduce, Send, Step, ranks_of
+from fleetpipe.schedules.play.plan_codes import PlanCodes
 from fleetpipe.schedules.rows import PlanRows
 
 _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -16,12 +17,34 @@ _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 _LAST = 10**15
 
 
-def check_rendezvous(plan: PlanRows) -> None:
-    """Raises the ScheduleError of a plan that deadlocks where sends wait for their receives.
+def can_meet(codes: PlanCodes) -> bool:
+    """Whether every rank reaches its end where sends wait for their receives.
 
     Which rank is visited first does not matter: a rank has one next op, and a transfer that two
-    ranks stand at stays possible until they make it.
+    ranks stand at stays possible until they make it. Where all reach their ends, the two ends of
+    every channel agree in order too, since transfers are made by both ends at once.
     """
+    peers, partners, width = codes.peers, codes.partners, codes.width
+    # A fused unit is no transfer; -1 ends a row.
+    rows = [[code for code in row if code >= 0 <= peers[code % width]] + [-1] for row in codes.rows]
+    at = [0] * len(rows)
+    ready = list(range(len(rows)))
+    while ready:
+        rank = ready.pop()
+        row, position = rows[rank], at[rank]
+        while (code := row[position]) >= 0:
+            peer = peers[code % width]
+            if rows[peer][at[peer]] != code + partners[code % width]:
+                break
+            at[peer] += 1
+            ready.append(peer)
+            position += 1
+        at[rank] = position
+    return all(row[position] < 0 for row, position in zip(rows, at))
+
+
+def check_rendezvous(plan: PlanRows) -> None:
+    """Raises the ScheduleError of a plan in which some rank cannot reach its end."""
     _Rendezvous(plan).run()
 
 
@@ -43,6 +66,7 @@ class _Rendezvous:
         self.clock = [0] * len(plan.ops)
         self.ranks: list[int] = []
         self.times: list[int] = []
+        self.ends: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def run(self) -> None:
         """Lets every rank go as far as it can.
@@ -66,7 +90,7 @@ class _Rendezvous:
                 self.ranks.append(rank)
                 self.times.append(clock[rank])
                 continue
-            ends = ranks_of(op, self.plan.placement)
+            ends = self._ends_of(op)
             peer = ends[0] if isinstance(op, Recv) else ends[1]
             if not _meets(self.plan, op, peer, at[peer]):
                 break
@@ -76,6 +100,13 @@ class _Rendezvous:
                 self.ranks.append(end)
                 self.times.append(clock[rank])
             ready.append(peer)
+
+    def _ends_of(self, op: Send | Recv) -> tuple[int, int]:
+        """Returns the ranks that send and receive, which every micro-batch shares."""
+        key = op[:2]
+        if key not in self.ends:
+            self.ends[key] = ranks_of(op, self.plan.placement)
+        return self.ends[key]
 
 
 def _cost(op: Op) -> int:

@@ -37,7 +37,7 @@ def render(timeline: Timeline, width: int | None = None) -> str:
     digits = len(str(len(drawing.events) - 1))
     labels = [f"rank {rank:<{digits}}  " for rank in range(len(drawing.events))]
     room = max(width - len(labels[0]), 20)
-    for style in drawing.styles():
+    for style in drawing.styles(room):
         if style.columns <= room:
             rows = [drawing.wide_row(row, style) for row in drawing.events]
             legend = f"time 1 = {_count(style.scale)}"
@@ -107,8 +107,11 @@ class _Drawing:
         # Slices that say all there is, or where times are uneven all but a little.
         self.slices = max(1, round(self.makespan / self.shortest) * (1 if even else 4))
 
-    def styles(self) -> Iterator[_Style]:
-        """Yields the ways to write actions out, the widest first."""
+    def styles(self, room: int) -> Iterator[_Style]:
+        """Yields the ways to write actions out, the widest first; none where no one can fit."""
+        # An action is two characters at least: looking at each of a million takes its time.
+        if 2 * self.makespan / self.shortest > room + 1:
+            return
         yield self._style(small=False, space=1)
         if self.chunks <= 2:
             yield self._style(small=self.chunks == 2, space=0)

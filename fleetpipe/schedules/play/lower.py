@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain as concatenate
+from itertools import repeat
+from typing import TypeVar
 
-from fleetpipe.schedules.action import Action
+from fleetpipe.schedules.action import KINDS, Action
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge, checked_edges, crossing_edges
 from fleetpipe.schedules.garbage import collector_paused
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.play.replay import replay
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows
+
+#: What appends to a row, and the ops of all micro-batches that it appends.
+_Following = tuple[Callable[[Op], None], Sequence[Op]]
+
+_Written = TypeVar("_Written", Send, Recv, Free)
 
 
 def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRows:
@@ -25,18 +33,21 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
     placement = schedule.placement
     ends = replay(schedule, edges, Costs()).ends
     ordered_edges = checked_edges(edges, placement.stages)
-    emitter = _Emitter(schedule, ordered_edges)
     times = list(concatenate.from_iterable(ends))
     owners = [rank for rank, row in enumerate(ends) for _ in row]
-    rows = [iter(row) for row in schedule.actions]
+    items = [iter(row) for row in schedule.actions]
     with collector_paused():
+        emitter = _Emitter(schedule, ordered_edges)
+        following = emitter.following
+        own = [row.append for row in emitter.rows]
         # The sort is stable: a rank's own order is kept, and ranks that tie follow their number.
         for index in sorted(range(len(times)), key=times.__getitem__):
             rank = owners[index]
-            item = next(rows[rank])
-            emitter.rows[rank].append(item)
-            for action in (item,) if isinstance(item, Action) else item.actions:
-                emitter.follow(rank, action)
+            item = next(items[rank])
+            own[rank](item)
+            for kind, stage, micro_batch in (item,) if isinstance(item, Action) else item.actions:
+                for append, ops in following[kind][stage]:
+                    append(ops[micro_batch])
     if not schedule.forward_only:
         for row in emitter.rows:
             row += (Reduce(), Step())
@@ -51,24 +62,40 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
 
 
 class _Emitter:
-    """The rows of a plan that is being written."""
+    """The rows of a plan that is being written.
+
+    What follows an action is made for all micro-batches at once: to make millions of ops one by
+    one is most of what lowering would cost.
+    """
 
     def __init__(self, schedule: ScheduleRows, edges: Sequence[Edge]) -> None:
-        self.rows: list[list[Op]] = [[] for _ in range(schedule.placement.ranks)]
-        self.forward_only = schedule.forward_only
-        self.leaving, self.entering = crossing_edges(schedule.placement, edges)
+        placement, self.count = schedule.placement, schedule.micro_batches
+        self.rows: list[list[Op]] = [[] for _ in range(placement.ranks)]
+        leaving, entering = crossing_edges(placement, edges)
+        #: By kind and stage: into which rows what of each micro-batch is written.
+        self.following: dict[str, list[list[_Following]]] = {kind: [] for kind in KINDS}
+        for stage in range(placement.stages):
+            row = self.rows[placement.rank_of(stage)]
+            values = [follow for end in leaving[stage] for follow in self._transfers("F", row, end)]
+            frees: list[_Following] = [(row.append, self._all(Free, stage, letter="FREE"))]
+            grads: list[_Following] = []
+            if not schedule.forward_only:
+                for end in entering[stage]:
+                    grads += self._transfers("B", row, end)
+            self.following["F"].append(values + frees * schedule.forward_only)
+            self.following["B"].append(grads + frees)
+            self.following["I"].append(grads)
+            self.following["W"].append(frees)
 
-    def follow(self, rank: int, action: Action) -> None:
-        """Writes what follows an action: transfers, for which a peer waits, then a release."""
-        kind, stage, micro_batch = action
-        row = self.rows[rank]
-        if kind == "F":
-            for edge, peer in self.leaving[stage]:
-                row.append(Send("F", edge, micro_batch))
-                self.rows[peer].append(Recv("F", edge, micro_batch))
-        elif kind != "W":
-            for edge, peer in self.entering[stage]:
-                row.append(Send("B", edge, micro_batch))
-                self.rows[peer].append(Recv("B", edge, micro_batch))
-        if kind in ("B", "W") or self.forward_only:
-            row.append(Free(stage, micro_batch))
+    def _transfers(self, kind: str, row: list[Op], end: tuple[Edge, int]) -> list[_Following]:
+        """Returns the sends of an edge's value or gradient, and the receives of the peer."""
+        edge, peer = end
+        return [
+            (row.append, self._all(Send, kind, edge, letter="S")),
+            (self.rows[peer].append, self._all(Recv, kind, edge, letter="R")),
+        ]
+
+    def _all(self, written: type[_Written], *first: object, letter: str) -> Sequence[_Written]:
+        """Returns an op for each micro-batch, made without a call of Python for each."""
+        fields = zip(*map(repeat, first), range(self.count), repeat(letter))
+        return list(map(partial(tuple.__new__, written), fields))

@@ -62,56 +62,63 @@ class _Player:
         self.fused_waits = _fused_waits(encoding, self.waits)
         self.durations = [costs.of(kind, stage) for kind in COLUMNS for stage in range(stages)]
         self.fused_durations = [costs.of_fused(unit) for _, unit in encoding.fused]
-        # The ranks that wait for one slot are a linked list: the first here, the next there.
-        self.first_waiting: dict[int, int] = {}
-        self.next_waiting = [-1] * ranks
+        # In the place of the time of a slot that is not finished: -1, or -2 - rank for the last of
+        # the ranks that wait for it. The others are a linked list.
+        self.next_waiting: list[float] = [-1] * ranks
 
     def run(self) -> None:
         """Runs every rank as far as it gets; a rank that must wait is woken by what it lacks."""
         width, rows, waits = self.encoding.width, self.encoding.rows, self.waits
-        first_waiting, next_waiting, finished = self.first_waiting, self.next_waiting, self.finished
+        finished, shifts, durations = self.finished, self.shifts, self.durations
         ready = list(range(len(rows)))
         while ready:
             rank = ready.pop()
             starts, ends = self.times.starts[rank], self.times.ends[rank]
-            row, free = rows[rank], ends[-1] if ends else 0
+            row, free, busy = rows[rank], ends[-1] if ends else 0, self.times.busy[rank]
             for position in range(len(ends), len(row)):
                 code = row[position]
+                column = code % width
                 begin = free
-                for distance, delay in (
-                    waits[code % width] if code >= 0 else self.fused_waits[-1 - code]
-                ):
+                for distance, delay in waits[column] if code >= 0 else self.fused_waits[-1 - code]:
                     arrival = finished[code + distance]
                     if arrival < 0:
-                        next_waiting[rank] = first_waiting.get(code + distance, -1)
-                        first_waiting[code + distance] = rank
+                        self.next_waiting[rank] = arrival
+                        finished[code + distance] = -2 - rank
                         break
                     if arrival + delay > begin:
                         begin = arrival + delay
                 else:
                     starts.append(begin)
-                    free = self._finish(rank, code, begin, ready)
+                    if code >= 0:
+                        busy += durations[column]
+                        free = begin + durations[column]
+                        slot = code - shifts[column]
+                        if finished[slot] < -1:
+                            self._wake(slot, ready)
+                        finished[slot] = free
+                    else:
+                        busy += self.fused_durations[-1 - code]
+                        free = begin + self.fused_durations[-1 - code]
+                        self._finish_fused(-1 - code, free, ready)
                     ends.append(free)
                     continue
                 break
+            self.times.busy[rank] = busy
 
-    def _finish(self, rank: int, code: int, begin: float, ready: list[int]) -> float:
-        """Notes that ``code`` ended, wakes the ranks that waited for it, and returns the time."""
-        shifts, width = self.shifts, len(self.shifts)
-        if code >= 0:
-            duration = self.durations[code % width]
-            slots: tuple[int, ...] = (code - shifts[code % width],)
-        else:
-            duration = self.fused_durations[-1 - code]
-            slots = tuple(c - shifts[c % width] for c in self.encoding.fused[-1 - code][0])
-        self.times.busy[rank] += duration
-        for slot in slots:
-            self.finished[slot] = begin + duration
-            waiting = self.first_waiting.pop(slot, -1)
-            while waiting >= 0:
-                ready.append(waiting)
-                waiting = self.next_waiting[waiting]
-        return begin + duration
+    def _finish_fused(self, index: int, end: float, ready: list[int]) -> None:
+        """Notes when a fused unit ended."""
+        for code in self.encoding.fused[index][0]:
+            slot = code - self.shifts[code % len(self.shifts)]
+            self._wake(slot, ready)
+            self.finished[slot] = end
+
+    def _wake(self, slot: int, ready: list[int]) -> None:
+        """Lets the ranks go on that wait for a slot."""
+        waiting = self.finished[slot]
+        while waiting < -1:
+            rank = int(-2 - waiting)
+            ready.append(rank)
+            waiting = self.next_waiting[rank]
 
 
 def _fused_waits(encoding: Encoding, waits: Waits) -> Waits:

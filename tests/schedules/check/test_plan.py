@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,9 @@ from fleetpipe.schedules import (
     chain,
     forward_only,
 )
+from fleetpipe.schedules.check.plan import explain_plan
+from fleetpipe.schedules.check.schedule import verify
+from fleetpipe.schedules.rows import computations
 from tests.schedules.helpers import (
     follow,
     random_edges,
@@ -280,3 +285,25 @@ def test_no_op_can_be_left_out_or_doubled(plan: Plan, double: bool, data: st.Dat
 def test_edges_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="0>5 does not lead"):
         build("1F1B", ranks=2, micro_batches=1).lower((Edge(0, 5),))
+
+
+@given(st.integers(0, 10**6))
+def test_the_quick_checks_and_the_second_reading_agree(seed: int) -> None:
+    chance = random.Random(seed)
+    placement = chance.choice((Placement("loop", 2, 2), Placement("vee", 2, 2)))
+    edges = random_edges(seed, placement.stages)
+    plan = random_schedule(seed, placement, 2, edges).lower(edges)
+    rows = [list(row) for row in plan.ops]
+    row = chance.choice(rows)
+    taken = row.pop(chance.randrange(len(row)))
+    if chance.random() < 0.8:
+        row.insert(chance.randrange(len(row) + 1), taken)
+    changed = Plan(plan.name, placement, 2, plan.edges, tuple(map(tuple, rows)))
+    try:
+        verify(computations(changed), plan.edges)
+        explain_plan(changed)
+    except ScheduleError:
+        with pytest.raises(ScheduleError):
+            changed.verify()
+    else:
+        changed.verify()
