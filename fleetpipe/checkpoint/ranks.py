@@ -52,6 +52,11 @@ class Ranks:
         return {axis: 1 if degrees is None else getattr(degrees, axis) for axis in axes}
 
     @property
+    def replicas(self) -> int:
+        """How many replicas of the model there are."""
+        return self.layout["dp"] * self.layout["sharding"]
+
+    @property
     def place(self) -> list[tuple[int, int]]:
         """This rank's slice, replica and place in the pipeline, each with how many there are."""
         job = self._job

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe._paddle import dynamic_mode
-from fleetpipe.checkpoint.contents import random_state, training_state
+from fleetpipe.checkpoint.contents import random_state, replicas, training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name, Part
 from fleetpipe.checkpoint.contents.training_state import TrainingState
@@ -47,7 +47,7 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
     folder = retention.home / ranks.together(what, choose)[0]
     attempt = _Attempt(folder, objects)
     try:
-        ranks.together(what, lambda: attempt.prepare(ranks.rank, ranks.count))
+        ranks.together(what, lambda: attempt.prepare(ranks))
     except BaseException:
         attempt.abandon()
         raise
@@ -68,9 +68,9 @@ class _Attempt:
         self._folder = folder
         self._objects = objects
         self._parts: list[Part] = []
-        self._wanted: dict[Name, Held] = {}
+        self._wanted: Mapping[Name, Held] = {}
 
-    def prepare(self, rank: int, ranks: int) -> None:
+    def prepare(self, ranks: Ranks) -> None:
         """Reads and compares, this rank its share of all tensors."""
         self.reader = Reader(self._folder, manifest.read(self._folder))
         self.state = self.reader.text(training_state.FILE)
@@ -83,9 +83,10 @@ class _Attempt:
             self._parts.append(model)
         if optimizer is not None:
             self._parts.append(optimizer)
-        for part in self._parts:
-            self._wanted.update(part.wanted(self.reader.manifest.saved))
-        self.reader.check(self._objects.groups(), rank, ranks)
+        saved = self.reader.manifest.saved
+        wanted = {name: held for part in self._parts for name, held in part.wanted(saved).items()}
+        self._wanted = replicas.own_wanted(ranks, wanted, saved)
+        self.reader.check(self._objects.groups(), ranks.rank, ranks.count)
 
     def abandon(self) -> None:
         """Makes it as if nothing had been tried."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from fleetpipe._paddle import dynamic_mode
 from fleetpipe.checkpoint import _paddle
-from fleetpipe.checkpoint.contents import training_state
+from fleetpipe.checkpoint.contents import replicas, training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name
 from fleetpipe.checkpoint.files import commit, host
@@ -121,7 +121,9 @@ class Saver:
         """
         model = objects.required_model()
         optimizer = objects.optimizer_part(model)
-        held = {**model.held(), **({} if optimizer is None else optimizer.held())}
+        of_optimizer = {} if optimizer is None else optimizer.held()
+        what = f"saving step {step}"
+        held = replicas.with_own(ranks, what, {**model.held(), **of_optimizer})
 
         def facts() -> dict[str, Json]:
             state = objects.training_state(model).taken()
@@ -135,7 +137,6 @@ class Saver:
                 "draft": self._make_draft(step) if ranks.rank == 0 else "",
             }
 
-        what = f"saving step {step}"
         everyone = ranks.together(what, facts)
         draft = self._home / everyone[0]["draft"]
         try:

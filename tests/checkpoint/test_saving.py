@@ -73,6 +73,37 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, in_background: bool) -
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_latest_is_the_step_that_was_saved_last(
+    tmp_path: Path, in_background: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    manager = fleetpipe.CheckpointManager(
+        tmp_path, max_to_keep=3, best=("loss", "min"), async_save=in_background
+    )
+    for step in (20, 40, 60, 80):
+        manager.save(step, model=model(step), metrics={"loss": 1 / step})
+    assert manager.restore(40, model=model()).step == 40
+    assert not capfd.readouterr().err
+    assert manager.restore(model=model()).step == 80  # until the run goes on from 40
+    manager.restore(40, model=model())
+    manager.save(50, model=model(50), metrics={"loss": 1 / 50})
+    manager.wait()
+    assert manager.steps() == [40, 50]
+    assert value_at(tmp_path) == value_at(tmp_path, "best") == 50
+    told = capfd.readouterr().err
+    assert "step 50 is saved; the run had gone on to step 80" in told
+    assert "step-00000060.aside, step-00000080.aside" in told
+    # One that is set aside is whole, and a step again under its old name.
+    (tmp_path / "step-00000060.aside").rename(tmp_path / "step-00000060")
+    assert value_at(tmp_path) == 60
+    manager.save(40, model=model(41), metrics={"loss": 1.0})
+    manager.wait()
+    assert manager.steps() == [40]
+    assert value_at(tmp_path, "best") == 41
+    names = [f"step-000000{step}.aside" for step in (50, 60, 80)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000040", *names]
+
+
 def test_values_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     for options in ({"save_interval": 0}, {"max_to_keep": 0}, {"best": ("loss", "least")}):
         with pytest.raises(ConfigError):

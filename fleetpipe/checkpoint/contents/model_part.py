@@ -61,7 +61,7 @@ class NamedTensors:
 
     def parameters(self) -> Mapping[str, Held]:
         """Returns this process's parameters by lasting name."""
-        return {name: held for name, held in self._tensors.items() if not held.differs}
+        return {n: held for n, held in self._tensors.items() if _is_parameter(held.tensor)}
 
     def held(self) -> Mapping[Name, Held]:
         """Returns what this process holds, each tensor once."""
@@ -112,11 +112,16 @@ def held_of(tensor: Tensor, own_slice: tuple[int, int]) -> Held:
         own_slice: Which slice of tensor-parallel layers this process holds, and of how many.
     """
     member, members = own_slice
-    differs = not hasattr(tensor, "trainable")
+    # Paddle's running statistics are parameters that need no gradient.
+    differs = bool(tensor.stop_gradient)
     if members == 1 or not getattr(tensor, "is_distributed", False):
         return Held(tensor, None, differs)
     axis, size = int(tensor.split_axis), int(tensor.shape[tensor.split_axis])
     return Held(tensor, Cut(axis, member * size, (member + 1) * size, members * size), differs)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return hasattr(tensor, "trainable")
 
 
 def own_slice() -> tuple[int, int]:

@@ -14,6 +14,7 @@ from fleetpipe.checkpoint.contents.parts import (
     MASTER_WEIGHTS,
     MODEL,
     OPTIMIZER,
+    REPLICAS,
     ModelPart,
     Names,
     OptimizerPart,
@@ -134,7 +135,7 @@ class Objects:
 
     def groups(self) -> tuple[str, ...]:
         """Returns the groups of files that are read, the same on every rank."""
-        of_model = () if self.model is None else (MODEL, BUFFERS)
+        of_model = () if self.model is None else (MODEL, BUFFERS, REPLICAS)
         of_optimizer = () if self.optimizer is None else (OPTIMIZER, MASTER_WEIGHTS)
         return (*of_model, *of_optimizer)
 

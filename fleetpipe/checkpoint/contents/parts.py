@@ -18,8 +18,8 @@ from fleetpipe.checkpoint.files.tensors import Described
 #: The lasting names of a program's variables, or how they are found; None: they are their own.
 Names = Union[Mapping[str, str], str, None]
 #: The names of a kind of tensors' files begin with it: ``model-00001-of-00002.safetensors``.
-MODEL, BUFFERS, OPTIMIZER, MASTER_WEIGHTS = GROUPS = (
-    *("model", "buffers", "optimizer", "master_weights"),
+MODEL, BUFFERS, OPTIMIZER, MASTER_WEIGHTS, REPLICAS = GROUPS = (
+    *("model", "buffers", "optimizer", "master_weights", "replicas"),
 )
 
 
@@ -40,7 +40,7 @@ class Held(NamedTuple):
         tensor: A tensor of Paddle's, or an array.
         cut: Which part of the whole it is; None where it is all of it.
         differs: Whether other ranks may hold other values, as the statistics of replicas are: the
-            first rank's are saved.
+            first rank's are saved, and see ``replicas.py``.
     """
 
     tensor: Tensor | np.ndarray
@@ -62,11 +62,13 @@ class Saved(NamedTuple):
         tensors: All tensors by name.
         order: The names of the model's parameters and buffers in the order of the model.
         optimizer: The type of the optimizer that was saved; None where there was none.
+        replicas: How many replicas saved it.
     """
 
     tensors: Mapping[Name, Described]
     order: tuple[str, ...]
     optimizer: str | None
+    replicas: int = 1
 
 
 class Part(Protocol):

@@ -2,7 +2,7 @@
 
 ``step-00000500`` is a step. A draft begins with a dot, ``.draft-00000500-<key>``, and is nothing to
 a reader; what a step of the same number replaces is ``step-00000500.old`` while it is, and counts
-as that step as long as there is no other.
+as that step as long as there is no other. ``step-00000500.aside`` is no step of the run any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,})(\.old)?")
-_DRAFT = ".draft-"
+_DRAFT, _ASIDE = ".draft-", ".aside"
 
 
 def folder_of(home: Path, step: int) -> Path:
@@ -58,6 +58,36 @@ def publish(draft: Path, home: Path, step: int) -> None:
     draft.rename(final)
     sync_folder(home)
     remove(replaced)
+
+
+def set_aside(home: Path, step: int) -> dict[int, Path]:
+    """Makes steps after ``step`` none of the run's: it went back, and goes on from there.
+
+    Returns:
+        Where each is now. One of the same number that was there is removed.
+
+    Raises:
+        OSError: One cannot be renamed.
+    """
+    found = {}
+    later = [pair for pair in complete_steps(home).items() if pair[0] > step]
+    for number, path in reversed(later):
+        final = folder_of(home, number)
+        found[number] = final.with_name(f"{final.name}{_ASIDE}")
+        remove(found[number])
+        path.rename(found[number])
+        remove(final.with_name(f"{final.name}.old"))
+    return dict(reversed(found.items()))
+
+
+def aside_steps(home: Path) -> dict[int, Path]:
+    """Returns the folders that :func:`set_aside` has made, in ascending order."""
+    found = {}
+    for path in sorted(home.glob(f"step-*{_ASIDE}")):
+        match = _STEP.fullmatch(path.name.removesuffix(_ASIDE))
+        if match:
+            found[int(match[1])] = path
+    return found
 
 
 def remove_step(home: Path, step: int) -> None:

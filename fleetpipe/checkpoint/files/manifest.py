@@ -66,8 +66,8 @@ class Manifest:
         order: The names of the model's parameters and buffers, in its order.
         optimizer: The type of the optimizer; None where none was saved.
         metrics: What ``best`` compares.
-        layout: How the ranks were split that wrote it; nothing depends on it.
-        versions: Of fleetpipe and Paddle; likewise.
+        layout: How the ranks were split that wrote it; only the number of replicas counts.
+        versions: Of fleetpipe and Paddle; nothing depends on them.
     """
 
     step: int
@@ -83,7 +83,8 @@ class Manifest:
     def saved(self) -> Saved:
         """What a part is shown of it."""
         described = {name: entry.tensor for name, entry in self.tensors.items()}
-        return Saved(described, self.order, self.optimizer)
+        replicas = self.layout.get("dp", 1) * self.layout.get("sharding", 1)
+        return Saved(described, self.order, self.optimizer, replicas)
 
     def to_text(self) -> str:
         """Returns the contents of the file, its own checksum among them."""

@@ -29,7 +29,7 @@ class Retention:
     home: Path
     max_to_keep: int | None = None
     best: tuple[str, str] | None = None
-    _metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    _metrics: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_to_keep is not None and self.max_to_keep < 1:
@@ -110,9 +110,10 @@ class Retention:
 
     def _metrics_of(self, step: int, path: Path) -> Mapping[str, float]:
         """Returns a step's metrics; of one that cannot be read, none."""
-        if step not in self._metrics:
-            try:
-                self._metrics[step] = manifest.read(path).metrics
-            except CheckpointError:
-                return {}
-        return self._metrics[step]
+        try:
+            written = (step, (path / commit.MANIFEST).stat().st_mtime_ns)
+            if written not in self._metrics:
+                self._metrics[written] = manifest.read(path).metrics
+        except (OSError, CheckpointError):
+            return {}
+        return self._metrics[written]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -120,7 +121,16 @@ def _end(task: Assignment) -> None:
     for path in (*reports, task.draft / _CLAIM):
         path.unlink()
     commit.write_file(task.draft / commit.MANIFEST, manifest.to_text())
-    commit.publish(task.draft, task.home, task.manifest.step)
+    step = task.manifest.step
+    # Before this one can be seen: "latest" is never a step that the run has left.
+    aside = commit.set_aside(task.home, step)
+    commit.publish(task.draft, task.home, step)
+    if aside:
+        names = ", ".join(path.name for path in aside.values())
+        sys.stderr.write(
+            f"fleetpipe: step {step} is saved; the run had gone on to step {max(aside)} before: "
+            f"what is later is set aside in {task.home} as {names}\n"
+        )
     task.published()
 
 

@@ -83,6 +83,8 @@ def _ls(arguments: argparse.Namespace) -> int:
         size = sum(whole.size for whole in found.files.values())
         metrics = "  ".join(f"{name}={value:g}" for name, value in found.metrics.items())
         print(f"{step:>10}  {_size(size):>9}  {len(found.tensors):>6} tensors  {metrics}".rstrip())
+    for step, folder in commit.aside_steps(arguments.path).items():
+        print(f"{step:>10}  set aside: the run went back before it; {folder.name}")
     return 0
 
 

@@ -11,7 +11,7 @@ from fleetpipe.aliases import Tensor
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.model_part import NamedTensors, held_of
 from fleetpipe.checkpoint.contents.parts import MODEL, Name
-from fleetpipe.checkpoint.files import host
+from fleetpipe.checkpoint.files import commit, host
 from fleetpipe.checkpoint.files.reader import Reader
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.errors import CheckpointError
@@ -80,8 +80,17 @@ def from_layer_files(folder: Path, home: Path, step: int) -> int:
         How many tensors.
 
     Raises:
-        CheckpointError: A file cannot be read, or holds a slice of its layer.
+        CheckpointError: A file cannot be read, or holds a slice of its layer; or the run has later
+            steps.
     """
+    later = [number for number in commit.complete_steps(home) if number > step]
+    if later:
+        raise CheckpointError(
+            f"the run has steps after step {step}, which a save would set aside",
+            where=str(home),
+            got=f"steps {later}",
+            fix=f"--step {max(later) + 1}, or another folder",
+        )
     tensors: dict[str, Tensor] = {}
     found = sorted((int(m["layer"]), p, m) for p in folder.iterdir() if (m := _match(p)))
     for layer, path, match in found:
