@@ -75,8 +75,8 @@ def digest(tensors: dict[str, Any]) -> dict[str, str]:
     return {name: sha256(t.numpy().tobytes()).hexdigest() for name, t in tensors.items()}
 
 
-def told(build: Any, split_spec: Any, size: int) -> dict[str, Any]:
-    """Trains, evaluates and predicts, and says what came of it."""
+def told(build: Any, split_spec: Any, size: int, folder: Path) -> dict[str, Any]:
+    """Trains, evaluates, predicts, saves and loads, and says what came of it."""
     # Other weights on other ranks: those of a stage count, and a tied one is its first holder's.
     paddle.seed(7)
     data = images(8, size)
@@ -89,12 +89,24 @@ def told(build: Any, split_spec: Any, size: int) -> dict[str, Any]:
     )
     losses = [float(model.train_batch(data, optimizer)) for _ in range(2)]
     loss = model.eval_batch([part[:5] for part in data], compute_loss=True)
+    own = digest(pipe.state_dict())
+    predicted = digest({"": model.predict_batch(data[0][:5])})
+    whole = digest(pipe.full_state_dict())
+    # The first replica writes, and the others would have to wait for it.
+    pipe.save_state_dict(folder)
+    reloaded = own
+    if fleet.get_hybrid_communicate_group().get_data_parallel_rank() == 0:
+        for tensor in pipe.state_dict().values():
+            tensor.set_value(paddle.zeros_like(tensor))
+        pipe.set_state_dir(folder)
+        reloaded = digest(pipe.state_dict())
     return {
         "losses": losses,
         "evaluated": float(loss),
-        "predicted": digest({"": model.predict_batch(data[0][:5])}),
-        "own": digest(pipe.state_dict()),
-        "whole": digest(pipe.full_state_dict()),
+        "predicted": predicted,
+        "own": own,
+        "whole": whole,
+        "reloaded": reloaded == own,
         "edges": [str(edge) for edge in pipe.edges(training=True)],
     }
 
@@ -105,9 +117,12 @@ def main(folder: Path, dp: int) -> None:
         # First, for the peak.
         "lazily": lazily(),
         "resnet18": told(
-            lambda: paddle.vision.models.resnet18(num_classes=CLASSES), ["layer3"], 32
+            lambda: paddle.vision.models.resnet18(num_classes=CLASSES),
+            ["layer3"],
+            32,
+            folder / "resnet18",
         ),
-        "tied": told(Tied, ["body"], 8),
+        "tied": told(Tied, ["body"], 8, folder / "tied"),
     }
     (folder / f"rank{RANK}.json").write_text(json.dumps(found))
     fleet.shutdown()

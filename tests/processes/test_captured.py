@@ -29,6 +29,8 @@ def test_ranks_get_what_one_process_gets(
     launch(WORKER, 2 * dp, args=[str(tmp_path), str(dp)])
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2 * dp)]
     for found in ranks:
+        assert found["resnet18"]["reloaded"]
+        assert found["tied"]["reloaded"]
         # Each has the parameters and statistics of its stage, by the names of the plain model.
         own = found["resnet18"].pop("own")
         assert len(own) in (50, 52)

@@ -1,0 +1,98 @@
+"""A captured model of tensor-parallel layers on ranks: ``captured_slices_worker.py FOLDER AXIS``.
+
+``AXIS`` is "mp", of which two ranks share the layers' weights, or "sharding", of which two share
+the optimizer's state. Both take the same rows, so that each replica gets what one process gets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import fleet
+from fleetpipe.fleet.meta_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from tests.jobs import begin
+
+WORDS, WIDTH = 12, 8
+
+
+class Block(nn.Layer):  # type: ignore[misc]
+    """A feed-forward whose weights are slices, around a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = ColumnParallelLinear(WIDTH, 16, gather_output=False, has_bias=True)
+        self.down = RowParallelLinear(16, WIDTH, input_is_parallel=True, has_bias=True)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Language(nn.Layer):  # type: ignore[misc]
+    """A plain model, with glue between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(WORDS, WIDTH)
+        self.blocks = nn.LayerList([Block() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) * 1.5
+        return self.head(x)
+
+
+def loss_fn(output: Any, labels: Any) -> Any:
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def told(split_spec: Any, folder: Path) -> dict[str, Any]:
+    """Trains three steps in the current job, and says what came of it."""
+    numbers = np.random.default_rng(0)
+    ids, labels = (paddle.to_tensor(numbers.integers(0, WORDS, (8, 5))) for _ in range(2))
+    paddle.seed(7)
+    pipe = fleetpipe.pipeline(Language(), ids[:2], loss_fn, split_spec)
+    start = {name: tensor.numpy().tolist() for name, tensor in pipe.full_state_dict().items()}
+    model = fleet.distributed_model(pipe)
+    optimizer = fleet.distributed_optimizer(
+        paddle.optimizer.AdamW(0.01, parameters=pipe.parameters())
+    )
+    losses = [float(model.train_batch([ids, labels], optimizer)) for _ in range(3)]
+    state = pipe.full_state_dict()
+    pipe.load_from(state)
+    pipe.save_state_dict(folder)
+    return {
+        "start": start,
+        "losses": losses,
+        "evaluated": float(model.eval_batch([ids, labels], compute_loss=True)),
+        "state": {name: tensor.numpy().tolist() for name, tensor in state.items()},
+        "cut": pipe.segment_parts,
+        "proof": str(pipe.proof),
+    }
+
+
+def main(folder: Path, axis: str) -> None:
+    begin(2, rows=2, **{axis: 2})
+    found = told("auto" if axis == "mp" else ["blocks.2"], folder / "layers")
+    rank = os.environ.get("PADDLE_TRAINER_ID", "0")
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    fleet.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

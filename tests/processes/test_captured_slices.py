@@ -1,0 +1,44 @@
+"""Captured models with slices of weights, or of the optimizer's state, train as one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.jobs import job
+from tests.launching import Finished
+from tests.processes import captured_slices_worker
+
+PROOF = "equal in bits: 2 outputs, 27 gradients, 0 buffers"
+WORKER = Path(captured_slices_worker.__file__)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with job(2, rows=2):
+        return captured_slices_worker.told(["blocks.2"], tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize(("axis", "tolerance"), [("mp", 1e-6), ("sharding", 0.0)])
+def test_a_captured_model_trains_to_the_same_numbers(
+    launch: Callable[..., Finished], tmp_path: Path, alone: Any, axis: str, tolerance: float
+) -> None:
+    launch(WORKER, 4, args=[str(tmp_path), axis])
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+    for found in ranks:
+        # Each rank measures by its own clock, and takes what one of them measured.
+        assert found["cut"] == ranks[0]["cut"]
+        assert found["proof"] == alone["proof"] == PROOF
+        assert found["start"] == alone["start"]
+        # The slices of a product are added up: with them only rounding is the same.
+        for what in ("losses", "evaluated"):
+            assert np.allclose(found[what], alone[what], rtol=tolerance, atol=0)
+        for name, values in found["state"].items():
+            assert np.allclose(values, alone["state"][name], rtol=0, atol=10 * tolerance), name
+    # An embedding, four blocks of three, and a head; of each slice.
+    assert len(list((tmp_path / "layers").iterdir())) == 14 * (2 if axis == "mp" else 1)
