@@ -75,6 +75,12 @@ COMMANDS = (
         "fleetpipe.checkpoint.tools.commands:run",
     ),
     Command(
+        "new",
+        "make a project to begin with: a training script, its settings, a test",
+        "fleetpipe.starter.command:configure",
+        "fleetpipe.starter.command:run",
+    ),
+    Command(
         "report",
         "write the page of a run: curves, the pipeline's picture, memory, restarts",
         "fleetpipe.report.command:configure",

@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules/verified",),
     ("schedules/__init__",),
     (
-        *("schedules/commands", "planning", "report", "transport"),
+        *("schedules/commands", "planning", "report", "starter", "transport"),
         "static/_paddle static/graph static/tags",
     ),
     (
@@ -72,6 +72,7 @@ CLOSED = {
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.report", "fleetpipe.schedules"),
         "fleetpipe.version",
     ),
+    "starter": ("fleetpipe.arguments", "fleetpipe.errors"),
     "static": (
         *("fleetpipe.__init__", "fleetpipe._paddle", "fleetpipe.aliases", "fleetpipe.checkpoint"),
         *("fleetpipe.config", "fleetpipe.engine", "fleetpipe.errors", "fleetpipe.job"),

@@ -13,7 +13,7 @@ from fleetpipe.schedules.forms.picture import Bar, Panel
 _WIDTH = 1000
 #: Least width of a picture that is scrolled, and most, in pixels of CSS.
 _PIXELS = (560, 1600)
-_PIXELS_OF_A_BOX = 16.0
+_PIXELS_OF_A_BOX = 14.0
 _PIXELS_OF_A_DIGIT = 7.0
 #: Above this number of boxes those of one colour are one shape, without a text for the pointer.
 _MOST_BOXES = 2500
@@ -140,7 +140,7 @@ def _opacity(shade: float) -> str | None:
 def _pixels(bars: Sequence[Bar], end: float) -> float:
     """Returns the width at which most boxes have room for their numbers, within reason."""
     widths = sorted(bar.right - bar.left for bar in bars)
-    usual = widths[len(widths) // 4] if widths else end
+    usual = widths[len(widths) // 2] if widths else end
     return min(max(_PIXELS[0], _PIXELS_OF_A_BOX * end / (usual or end)), _PIXELS[1])
 
 

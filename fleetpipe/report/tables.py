@@ -153,7 +153,7 @@ def _text(value: object) -> str:
 
 def _names(layers: object) -> str:
     """Writes the layers of a stage, several alike once."""
-    names = list(map(str, layers)) if isinstance(layers, list) else []
+    names = [str(name).lstrip("_") for name in layers] if isinstance(layers, list) else []
     counted = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
     text = ", ".join(each.removeprefix("1 ") for each in counted)
     return text if len(text) <= _MOST_NAMES else text[: _MOST_NAMES - 2].rstrip(", ") + " .."

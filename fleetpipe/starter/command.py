@@ -1,0 +1,90 @@
+"""The command ``fleetpipe new``: writes a project that trains at once."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from fleetpipe.arguments import using
+from fleetpipe.errors import ConfigError
+
+_TEMPLATE = Path(__file__).with_name("template")
+#: What stands for the project's name in the files.
+_NAME = "PROJECT_NAME"
+_FILES = {
+    "train.py": "train.py.txt",
+    "settings.py": "settings.py.txt",
+    "config.yaml": "config.yaml.txt",
+    "test_train.py": "test_train.py.txt",
+    "Makefile": "Makefile.txt",
+    "README.md": "README.md.txt",
+    ".gitignore": "gitignore.txt",
+}
+_USABLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+#: A folder of this name would stand for the package wherever Python begins beside it.
+_TAKEN = ("fleetpipe", "paddle", "numpy")
+#: Whoever begins with `git init` has these already.
+_KEPT = {".git"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe new`` to its parser."""
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="of the project, new or empty; its last part is the project's name",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Writes the project, and says what to do with it.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: The name cannot be used, or the folder is not empty or cannot be written.
+    """
+    folder: Path = options.folder
+    name = _checked(folder)
+    with using("FOLDER", folder, "a folder that can be written"):
+        folder.mkdir(exist_ok=True)
+        for target, source in _FILES.items():
+            text = (_TEMPLATE / source).read_text(encoding="utf-8")
+            (folder / target).write_text(text.replace(_NAME, name), encoding="utf-8")
+    sys.stdout.write(
+        f"{folder}: {', '.join(_FILES)}\n"
+        f"next: cd {folder} && pip install 'fleetpipe[project]' && python train.py\n"
+    )
+    return 0
+
+
+def _checked(folder: Path) -> str:
+    """Returns the name of a project.
+
+    Raises:
+        ConfigError: It cannot be used, or there is something in the folder.
+    """
+    name = folder.resolve().name
+    if not _USABLE.fullmatch(name) or name.lower() in _TAKEN:
+        raise ConfigError(
+            f"{name!r} cannot be the name of a project",
+            expected="letters, digits, - and _, a letter first, and no name of a package it needs",
+            fix="fleetpipe new my_project",
+        )
+    if folder.is_dir() and {path.name for path in folder.iterdir()} - _KEPT:
+        raise ConfigError(
+            "the folder is not empty: nothing was written",
+            got=str(folder),
+            fix="give a new name, or an empty folder",
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("there is a file of that name", got=str(folder), fix="give a new name")
+    if not folder.parent.is_dir():
+        raise ConfigError(
+            f"there is no folder {folder.parent}", fix="make it, or give a name alone"
+        )
+    return name
