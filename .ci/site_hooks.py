@@ -1,11 +1,13 @@
-"""What mkdocs.yml needs beyond its settings: the text of ``--help``, and docstrings as Markdown."""
+"""What mkdocs.yml needs beyond its settings: ``--help``, the notebook, docstrings as Markdown."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,12 +16,26 @@ import griffe
 from fleetpipe.cli import COMMANDS, main
 
 MARK = "<!-- help -->"
+NOTEBOOK = "<!-- notebook -->"
+_NOTEBOOK_FILE = Path(__file__).parent.parent / "docs" / "notebook.ipynb"
 _ROLE = re.compile(r":(?:class|func|meth):`~?([^`]+)`")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs with the text of each page; returns the text to show."""
+    if NOTEBOOK in markdown:
+        return markdown.replace(NOTEBOOK, cells())
     return markdown.replace(MARK, every_help()) if MARK in markdown else markdown
+
+
+def cells() -> str:
+    """Returns the cells of the notebook as Markdown, without its title: the page has one."""
+    found = json.loads(_NOTEBOOK_FILE.read_text(encoding="utf-8"))["cells"]
+    texts = []
+    for cell in found:
+        text = "".join(cell["source"])
+        texts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+    return "\n\n".join(texts).partition("\n")[2]
 
 
 def every_help() -> str:
