@@ -222,6 +222,26 @@ def allocated_bytes() -> int:
     return int(core.host_memory_stat_current_value("Allocated", 0))
 
 
+def restart_peak() -> None:
+    """Has :func:`peak_bytes` count from now on."""
+    if paddle.device.get_device().startswith("gpu"):
+        paddle.device.cuda.reset_max_memory_allocated()
+    elif hasattr(core, "host_memory_stat_reset_peak_value"):
+        core.host_memory_stat_reset_peak_value("Allocated", 0)
+
+
+def peak_bytes() -> int:
+    """Returns the most bytes of tensors that were alive at once since :func:`restart_peak`.
+
+    On 2.6.2, where nothing can restart it on a CPU, it is what is alive now.
+    """
+    if paddle.device.get_device().startswith("gpu"):
+        return int(paddle.device.cuda.max_memory_allocated())
+    if not hasattr(core, "host_memory_stat_reset_peak_value"):
+        return allocated_bytes()
+    return int(core.host_memory_stat_peak_value("Allocated", 0))
+
+
 def device_id() -> int:
     """Returns the number of this process's device; 0 on CPU, where Paddle does not tell one."""
     environment: Callable[[], object] = paddle.distributed.ParallelEnv

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from fleetpipe.checkpoint.single import load_single as load_single
     from fleetpipe.fit.model import Model as Model
     from fleetpipe.launch.resume import resume as resume
+    from fleetpipe.planning.making import plan as plan
 
-#: Names that need Paddle, by the module that has them.
+#: Names that are loaded when they are used, by the module that has them.
 _LATE = {
     "CheckpointManager": "fleetpipe.checkpoint.manager",
     "Model": "fleetpipe.fit.model",
@@ -30,6 +31,7 @@ _LATE = {
     "load_single": "fleetpipe.checkpoint.single",
     "pipe_split": "fleetpipe.capture.tracing.mark",
     "pipeline": "fleetpipe.capture.door",
+    "plan": "fleetpipe.planning.making",
     "resume": "fleetpipe.launch.resume",
 }
 

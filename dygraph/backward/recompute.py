@@ -53,7 +53,7 @@ class Piece:
         self._layers = [
             part
             for function in functions
-            for layer in _layers_in(function)
+            for layer in layers_in(function)
             for part in layer.sublayers(include_self=True)
         ]
         #: Whether its layers write into its inputs; None before the first call.
@@ -255,7 +255,7 @@ def _is_layer(function: object) -> bool:
     return isinstance(function, paddle.nn.Layer)
 
 
-def _layers_in(function: Callable[[Nest], Nest]) -> list[Layer]:
+def layers_in(function: Callable[[Nest], Nest]) -> list[Layer]:
     """Returns a layer itself, or the layer that a shared layer's ``forward_func`` is given."""
     if isinstance(function, functools.partial):
         return [part for part in (*function.args, *function.keywords.values()) if _is_layer(part)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Callable, NamedTuple, Optional
 
 from fleetpipe._paddle import paddle
@@ -40,6 +40,7 @@ class StageRunner:
         functions: Mapping[int, Callable[[Nest], Nest]],
         partition: Partition,
         recompute_interval: int = 0,
+        recompute: Collection[int] = (),
     ) -> None:
         """Takes the built layers.
 
@@ -47,10 +48,12 @@ class StageRunner:
             functions: The layers and functions by their number in the whole list.
             partition: The cut into stages.
             recompute_interval: Layers of a piece that is recomputed as one; 0 for none.
+            recompute: Layers of which each is a piece by itself, where there is no interval.
         """
         self._functions = functions
         self._partition = partition
         self._interval = recompute_interval
+        self._chosen = frozenset(recompute)
         self._runs: dict[int, Run] = {}
         #: What runs a stage, with gradients or without, once it is known what it writes into.
         self._known: dict[tuple[int, bool], Run] = {}
@@ -87,8 +90,12 @@ class StageRunner:
             ends = [*starts[1:], last]
             pieces = [self._piece(stage, *bounds) for bounds in zip(starts, ends)]
             self._runs[stage] = functools.partial(self._run_pieces, pieces)
-        else:
+        elif self._chosen.isdisjoint(range(first, last)):
             self._runs[stage] = functools.partial(self._run_steps, self._steps(first, last))
+        else:
+            self._runs[stage] = functools.partial(
+                self._run_chosen, [self._piece(stage, n, n + 1) for n in range(first, last)]
+            )
         return self._runs[stage]
 
     def _steps(self, start: int, end: int) -> _Steps:
@@ -108,6 +115,15 @@ class StageRunner:
             value = (
                 recompute.call(piece, run, value) if piece.needs_recompute(value) else run(value)
             )
+        return value
+
+    def _run_chosen(
+        self, pieces: list[tuple[_Steps, Piece]], value: Nest, micro_batch: GlobalMicroBatch | None
+    ) -> Nest:
+        for steps, piece in pieces:
+            run = functools.partial(self._run_steps, steps, micro_batch=micro_batch)
+            again = steps[0].number in self._chosen and piece.needs_recompute(value)
+            value = recompute.call(piece, run, value) if again else run(value)
         return value
 
     def _run_steps(self, steps: _Steps, value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:

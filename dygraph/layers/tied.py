@@ -209,6 +209,21 @@ def _require_alike(
         )
 
 
+def places(entries: Sequence[Entry]) -> tuple[int, ...] | None:
+    """Returns the layers with which a stage may begin, but the first; None for all.
+
+    None stands between entries that share weights within one rank.
+    """
+    uses: dict[str, list[int]] = {}
+    for index, entry in enumerate(entries):
+        if descriptions.is_local(entry):
+            uses.setdefault(entry.layer_name, []).append(index)
+    if not uses:
+        return None
+    closed = {number for found in uses.values() for number in range(found[0] + 1, found[-1] + 1)}
+    return tuple(number for number in range(1, len(entries)) if number not in closed)
+
+
 def refuse_split(entries: Sequence[Entry], rank_of_layer: Callable[[int], int]) -> None:
     """Refuses what shares a parameter on one rank alone, where the cut puts it on several.
 

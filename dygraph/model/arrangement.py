@@ -8,6 +8,7 @@ from fleetpipe._paddle import user_strategy
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.planning import PipelinePlan
 from fleetpipe.schedules import Placement, Schedule
 
 _DUALPIPEV = "DualPipeV"
@@ -20,24 +21,40 @@ class Arrangement:
         placement: Which rank has which stage, from now on for good.
     """
 
-    def __init__(self, ranks: int, chunks: int | None, use_dualpipev: bool) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        chunks: int | None,
+        use_dualpipev: bool,
+        plan: PipelinePlan | None = None,
+    ) -> None:
         """Places the stages as the schedule of the current job has them.
 
         Args:
             ranks: Ranks of the pipeline.
             chunks: Chunks on each rank; None for the schedule's own number.
             use_dualpipev: Means the schedule DualPipeV.
+            plan: Has the schedule.
 
         Raises:
-            ConfigError: The schedule cannot have that number of chunks.
+            ConfigError: The schedule cannot have that number of chunks, or the plan is for others.
         """
         self._ranks = ranks
         self._chunks = chunks
         self._use_dualpipev = use_dualpipev
+        self._plan = plan
         # Without a job the defaults.
         config = PipelineConfig()
         if current_job() is not None:
             config = PipelineConfig.from_strategy(user_strategy())
+            if plan is not None and config.micro_batches != plan.micro_batches:
+                raise ConfigError(
+                    "the plan is for another number of micro-batches than the strategy",
+                    expected=f"accumulate_steps={plan.micro_batches}, as in the plan",
+                    got=f"accumulate_steps={config.micro_batches}",
+                    fix='set strategy.pipeline_configs = {"accumulate_steps": plan.micro_batches}, '
+                    "or plan for that many",
+                )
         self.placement = self._schedule(config).placement
 
     def schedule(self, config: PipelineConfig) -> Schedule:
@@ -67,9 +84,32 @@ class Arrangement:
         return schedule
 
     def _schedule(self, config: PipelineConfig, placed: str | None = None) -> Schedule:
+        if self._plan is not None:
+            return _planned(self._plan, config, (self._ranks, self._chunks, self._use_dualpipev))
         if self._use_dualpipev:
             config = _dualpipev(config, self._chunks)
         return config.schedule_for(self._ranks, self._chunks, placed=placed)
+
+
+def _planned(
+    plan: PipelinePlan, config: PipelineConfig, asked: tuple[int, int | None, bool]
+) -> Schedule:
+    """Returns the schedule of a plan, for as many micro-batches as there are.
+
+    Raises:
+        ConfigError: Something else than the plan's was asked for as well.
+    """
+    ranks, chunks, use_dualpipev = asked
+    usual = config.schedule in (PipelineConfig.schedule, plan.schedule.name) and not use_dualpipev
+    if ranks != plan.ranks or chunks not in (None, plan.chunks) or not usual:
+        raise ConfigError(
+            "the plan says how the layers are placed, and which schedule runs",
+            expected=f"{plan.ranks} ranks, {plan.chunks} chunks on each, {plan.schedule.name}",
+            got=f"{ranks} ranks, num_virtual_pipeline_stages={chunks}, "
+            f"schedule_mode={config.schedule!r}, use_dualpipev={use_dualpipev}",
+            fix="set pp_degree to plan.ranks and leave the others out, or plan anew",
+        )
+    return plan.schedule_for(config.micro_batches)
 
 
 def _dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:

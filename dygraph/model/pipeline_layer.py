@@ -8,6 +8,7 @@ it lives; a layer that several entries share is called ``shared_layers.<key>``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Callable
 
@@ -15,7 +16,8 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor, Topology
 from fleetpipe.checkpoint.contents.model_part import NamedTensors
 from fleetpipe.config import PipelineConfig
-from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST, device_id
+from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST, device_id, has_memory
+from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.stage import Borders
@@ -33,6 +35,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
 from fleetpipe.partition import LayerInfo, Partition, segment
+from fleetpipe.planning import PipelinePlan
 from fleetpipe.schedules import Edge, Schedule
 from fleetpipe.transport import Group, SoleGroup
 
@@ -69,6 +72,7 @@ class PipelineLayer(paddle.nn.Layer):
         num_virtual_pipeline_stages: int | None = None,
         use_cudagraph: bool = False,
         use_dualpipev: bool = False,
+        plan: PipelinePlan | str | Path | None = None,
     ) -> None:
         """Cuts ``layers`` into stages and builds the ones of this process.
 
@@ -92,10 +96,13 @@ class PipelineLayer(paddle.nn.Layer):
                 number: 2 for Interleaved1F1B and on a vee (ZBV, VHalf, VMin, DualPipeV), else 1.
             use_cudagraph: Accepted without effect.
             use_dualpipev: Means the schedule DualPipeV.
+            plan: What :func:`fleetpipe.plan` made of a profile of these layers, or its file: it
+                says the cut, the chunks, the schedule and what is recomputed.
 
         Raises:
             ConfigError: The number of stages is not given, or does not fit the job; or the schedule
-                of the job's strategy cannot have that number of chunks.
+                of the job's strategy cannot have that number of chunks; or the plan is of another
+                model, or for other ranks or micro-batches.
             PartitionError: The layers cannot be cut as asked.
         """
         super().__init__()
@@ -107,6 +114,14 @@ class PipelineLayer(paddle.nn.Layer):
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
         self.take_loss(loss_fn)
         interval = checked_interval(recompute_interval, recompute_ctx)
+        plan = PipelinePlan.read(plan) if isinstance(plan, (str, Path)) else plan
+        if plan is not None and (interval or seg_method != "uniform"):
+            raise ConfigError(
+                "the plan says where to cut, and what to recompute",
+                got=f"seg_method={seg_method!r}, recompute_interval={interval} beside a plan",
+                fix="leave seg_method and recompute_interval out, or the plan",
+            )
+        self._recompute = () if plan is None else tuple(chain.from_iterable(plan.recompute))
         self._recompute_interval, self.recompute_ctx = interval, recompute_ctx
         self.use_cudagraph = use_cudagraph
         self._blueprints = entries.Blueprints(self._layers_desc)
@@ -115,9 +130,12 @@ class PipelineLayer(paddle.nn.Layer):
             list(self._blueprints)
         self._tied = tied.find(self._layers_desc, self._blueprints)
         self._arrangement = Arrangement(
-            self._num_stages, num_virtual_pipeline_stages, use_dualpipev
+            self._num_stages, num_virtual_pipeline_stages, use_dualpipev, plan
         )
         self.placement = self._arrangement.placement
+        if plan is not None:
+            plan.require_layers([entries.class_name(entry) for entry in self._layers_desc])
+            seg_method = plan.partition.boundaries
         self.partition = self._cut(seg_method)
         tied.refuse_split(self._layers_desc, self.get_stage_from_index)
         self._stage_id, self._owned = self._own_stages()
@@ -135,7 +153,9 @@ class PipelineLayer(paddle.nn.Layer):
         built = tied.build(self._layers_desc, indices, self._tied)
         built.register(self)
         self._functions = built.functions
-        self.runner = StageRunner(built.functions, self.partition, self._recompute_interval)
+        self.runner = StageRunner(
+            built.functions, self.partition, self._recompute_interval, self._recompute
+        )
         shared = {index: layer for layer in self._tied for index in layer.indices}
         self.state = ModelState(
             self,
@@ -211,6 +231,31 @@ class PipelineLayer(paddle.nn.Layer):
     def function(self, stage: int) -> Run:
         """Returns what runs the layers of a stage of this process, as it is to run now."""
         return self.runner.function(stage)
+
+    def calls_of(self, stage: int, value: Nest) -> tuple[Mapping[int, Callable[..., Nest]], Nest]:
+        """Returns what a stage here runs for a value, by number, and what the first takes.
+
+        Args:
+            stage: A global stage of this process.
+            value: What came to it: of stage 0 the inputs of a micro-batch.
+        """
+        return self.stage_layers(stage), value
+
+    def layer_tensors(self) -> dict[int, list[Tensor]]:
+        """Returns the parameters and buffers of each layer of this process, by its number."""
+        return {
+            number: [
+                tensor
+                for layer in layers_in(function)
+                for tensor in (*layer.parameters(), *layer.buffers())
+                if has_memory(tensor)
+            ]
+            for number, function in self._functions.items()
+        }
+
+    def cut_places(self) -> tuple[int, ...] | None:
+        """Returns the layers with which a stage may begin, but the first; None for all."""
+        return tied.places(self._layers_desc)
 
     def _cut(self, method: str | Sequence[int]) -> Partition:
         layers = (

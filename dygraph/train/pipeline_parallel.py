@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
@@ -24,6 +23,7 @@ from fleetpipe.dygraph.train.training_batch import TrainingBatch
 from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
+from fleetpipe.planning import Profile
 
 
 class PipelineParallel(PipelineFace):
@@ -193,19 +193,20 @@ class PipelineParallel(PipelineFace):
                 return output
             return self._runtime.job.group().broadcast(output, self._runtime.last_owner)
 
-    def profile(self, data: Nest, path: str | Path | None = None) -> profiling.Measured:
-        """Measures what the actions of each stage cost. Collective.
+    def profile(self, data: Nest, path: str | Path | None = None) -> Profile:
+        """Measures what each layer, and each action of each stage, costs. Collective.
 
         Parameters stay as they are; gradients are cleared.
 
         Args:
             data: As for :meth:`train_batch`.
-            path: Where rank 0 writes the costs as JSON, for ``fleetpipe schedule auto --costs`` and
-                ``fleetpipe_configs["costs"]``.
+            path: Where rank 0 writes it as JSON, for ``fleetpipe plan``, and for ``fleetpipe
+                schedule auto --costs`` and ``fleetpipe_configs["costs"]``.
 
         Returns:
-            Seconds of F, I and W of each stage, the latency of an edge, and the bytes that a
-            forward of each stage holds: the form of ``fleetpipe.schedules.Costs.from_json``.
+            On every rank the same: seconds of F, B, I and W of each layer or node, and bytes, of
+            which :func:`fleetpipe.plan` makes a plan. ``profile["forward"]`` gives a figure of each
+            stage, by the names of ``fleetpipe.schedules.Costs``.
         """
         self._runtime.require_running()
         batches, job = self.micro_batches(data), self._runtime.job
@@ -213,7 +214,7 @@ class PipelineParallel(PipelineFace):
             measured = profiling.measure(self.layers, job, batches, self.weights)
         ranks = (self.stage_id, self.replicas.rank, job.model_parallel().rank)
         if path is not None and not any(ranks):
-            Path(path).write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+            measured.write(path)
         return measured
 
     @property

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.capture.cutting.auto import Choice
+from fleetpipe.capture.cutting.auto import Choice, places
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.files import files_of_model
 from fleetpipe.capture.running.forms import Form, Forms
@@ -27,6 +27,7 @@ from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, co
 from fleetpipe.dygraph.tensor_parallel import whole_shape
 from fleetpipe.errors import CaptureError
 from fleetpipe.partition import LayerInfo
+from fleetpipe.planning import PipelinePlan
 from fleetpipe.schedules import Edge
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import SoleGroup
@@ -40,10 +41,12 @@ class Found(NamedTuple):
     Attributes:
         choice: The cut that was chosen by cost; None where the user said one.
         proof: What was compared with the plain model; None where nothing was.
+        plan: The plan that said the cut; None where there is none.
     """
 
     choice: Choice | None = None
     proof: Proof | None = None
+    plan: PipelinePlan | None = None
 
 
 class CapturedPipeline(PipelineLayer):
@@ -89,14 +92,19 @@ class CapturedPipeline(PipelineLayer):
         # Around Layer.__setattr__, which would make a sublayer of the model.
         stages = CapturedStages(forms, lambda: self.training)
         self.__dict__.update(plain=plain, forms=forms, _stages=stages)
-        self.__dict__.update((found or Found())._asdict())
+        found = found or Found()
+        self.__dict__.update(choice=found.choice, proof=found.proof)
         example = forms.example(training=True)
         super().__init__(
             list(example.functions),
             num_stages=num_stages,
             num_virtual_pipeline_stages=num_chunks,
             loss_fn=loss_fn,
-            seg_method=[0, *(start + 1 for start in example.starts)],
+            **(
+                {"seg_method": [0, *(start + 1 for start in example.starts)]}
+                if found.plan is None
+                else {"plan": found.plan}
+            ),
         )
 
     def _build(self) -> None:
@@ -172,6 +180,16 @@ class CapturedPipeline(PipelineLayer):
     def function(self, stage: int) -> Run:
         """Returns what runs the nodes of a stage in the mode that the model is in."""
         return self._stages.function(stage)
+
+    def calls_of(self, stage: int, value: Nest) -> tuple[Mapping[int, Callable[..., Nest]], Nest]:
+        """Returns the nodes that a stage runs for a value, by number, and what the first takes."""
+        form, value = self._stages.form(stage, value)
+        return {number: form.functions[number] for number in self._range(stage)}, value
+
+    def cut_places(self) -> tuple[int, ...]:
+        """Returns the nodes with which a stage may begin, but the first, by their numbers."""
+        named, _ = places(*(self.forms.example(training).trace for training in (True, False)))
+        return tuple(number + 1 for number in named)
 
     def single_model(self) -> Untouched:
         """Returns a copy of the plain model, which draws under keys what the pipeline draws."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from fleetpipe._paddle import user_strategy
@@ -20,13 +21,14 @@ from fleetpipe.capture.tracing.signature import ROWS, example_of
 from fleetpipe.config import PipelineConfig
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
+from fleetpipe.planning import PipelinePlan
 
 
 def pipeline(
     model: Layer,
     example_inputs: Nest,
     loss_fn: Any = None,
-    split_spec: SplitSpec = AUTO,
+    split_spec: SplitSpec | PipelinePlan = AUTO,
     num_stages: int | None = None,
     num_chunks: int = 1,
     no_split: Sequence[type | str] = (),
@@ -55,7 +57,8 @@ def pipeline(
             ``{"layer3": SplitPoint.END}``: before or after them. ``"llama.layers"``: the sublayers
             of that one, shared evenly. ``{"layer1": 0, "layer2": 1}``: the stage of each; the
             others go with what runs before them. None: ``sublayer.pipeline_stage = k``, or calls
-            of :func:`fleetpipe.pipe_split`.
+            of :func:`fleetpipe.pipe_split`. A plan of :func:`fleetpipe.plan`: what it says of cut,
+            chunks, schedule and recompute.
         num_stages: Ranks of the pipeline; in a job it is its ``pp_degree``, and may be left out.
         num_chunks: Chunks on each rank; 1 leaves it to the schedule.
         no_split: Classes of layers, or their names, that are never cut within.
@@ -79,6 +82,9 @@ def pipeline(
         UsageError: ``model`` is no built layer, or a pipeline already.
     """
     job = current_job()
+    plan = split_spec if isinstance(split_spec, PipelinePlan) else None
+    if plan is not None:
+        num_stages, num_chunks = num_stages or plan.ranks, plan.chunks
     asked = stages_asked(num_stages, num_chunks, job)
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     no_classes = classes_of(plain_model(model), no_split)
@@ -87,11 +93,12 @@ def pipeline(
         require_same_calls(capturing)
     cut = cut_of(capturing, split_spec, asked.total, memory_limit)
     ranks = asked.ranks_of(cut.stages, str(cut))
-    forms = Forms(capturing, cut.borders, recompute_interval)
+    again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
+    forms = Forms(capturing, cut.borders, recompute_interval, again)
     _tell_what_is_left_out(forms)
     proof = prove(capturing, forms, cut.stages) if verify and _whole(model) else None
     chunks = None if num_chunks == 1 else num_chunks
-    return CapturedPipeline(model, forms, ranks, chunks, loss_fn, Found(cut.choice, proof))
+    return CapturedPipeline(model, forms, ranks, chunks, loss_fn, Found(cut.choice, proof, plan))
 
 
 def _tell_what_is_left_out(forms: Forms) -> None:

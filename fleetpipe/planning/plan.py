@@ -15,7 +15,7 @@ from fleetpipe.planning.explaining import Facts, Predicted, explained, shown
 from fleetpipe.planning.memory import peak_bytes
 from fleetpipe.planning.recomputing import Recompute
 from fleetpipe.planning.stages import StageCost
-from fleetpipe.schedules import Costs, Schedule
+from fleetpipe.schedules import Costs, Schedule, build
 
 #: Written into each file.
 VERSION = 1
@@ -63,6 +63,22 @@ class PipelinePlan:
     def chunks(self) -> int:
         """Chunks on each rank: ``num_virtual_pipeline_stages``."""
         return self.schedule.placement.chunks
+
+    def schedule_for(self, micro_batches: int) -> Schedule:
+        """Returns its schedule, or one like it for another number of micro-batches, verified."""
+        if micro_batches == self.micro_batches:
+            return self.schedule
+        placement, name = self.schedule.placement, self.schedule.name
+        searched = {"costs": self.costs, "placed": placement.name} if name == "auto" else {}
+        schedule = build(
+            name,
+            ranks=placement.ranks,
+            micro_batches=micro_batches,
+            chunks=placement.chunks,
+            **searched,
+        )
+        schedule.verify()
+        return schedule
 
     @property
     def costs(self) -> Costs:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fleetpipe.capture.cutting.auto import Choice, agreed, chosen
+from fleetpipe.capture.cutting.auto import Choice, agreed, chosen, places
 from fleetpipe.capture.cutting.costs import measured
 from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec, borders_of
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
+from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.planning import PipelinePlan
 
 
 class Cut(NamedTuple):
@@ -35,7 +37,10 @@ class Cut(NamedTuple):
 
 
 def cut_of(
-    capturing: Capturing, spec: SplitSpec, stages: int | None, memory_limit: float | None = None
+    capturing: Capturing,
+    spec: SplitSpec | PipelinePlan,
+    stages: int | None,
+    memory_limit: float | None = None,
 ) -> Cut:
     """Returns the cut that a user's ``split_spec`` means. Collective over the job for "auto".
 
@@ -46,11 +51,14 @@ def cut_of(
         memory_limit: With "auto", the bytes that a stage may have.
 
     Raises:
-        ConfigError: It names what is not there, or needs the number of stages.
+        ConfigError: It names what is not there, needs the number of stages, or is a plan of another
+            model.
         PartitionError: "auto" finds no cut.
     """
     look = signature_of(capturing.example)
     training = capturing(look, True)
+    if isinstance(spec, PipelinePlan):
+        return Cut(_planned(training, capturing(look, False), spec))
     if not isinstance(spec, str) or spec != AUTO:
         return Cut(tuple(borders_of(spec, capturing.model, training, stages)))
     if stages is None:
@@ -62,3 +70,11 @@ def cut_of(
     costs = agreed(current_job(), lambda: measured(capturing, training))
     choice = chosen(training, evaluation, costs, stages, memory_limit)
     return Cut(choice.borders, choice)
+
+
+def _planned(training: Trace, evaluation: Trace, plan: PipelinePlan) -> tuple[Border, ...]:
+    """Returns the places where a plan cuts; raises ConfigError for one of another model."""
+    # The inputs come first, and the outputs last.
+    plan.require_layers(["inputs", *(node.name for node in training.nodes), "outputs"])
+    named, _ = places(training, evaluation)
+    return tuple(named[first - 1] for first in plan.partition.boundaries[1:-1])

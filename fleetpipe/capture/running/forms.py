@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Callable, NamedTuple
 
 from fleetpipe.aliases import Nest
@@ -45,17 +45,24 @@ class Form(NamedTuple):
 class Forms:
     """Makes them when they are asked for, and keeps them."""
 
-    def __init__(self, capturing: Capturing, borders: Sequence[Border], interval: int = 0) -> None:
+    def __init__(
+        self,
+        capturing: Capturing,
+        borders: Sequence[Border],
+        interval: int = 0,
+        recompute: Collection[int] = (),
+    ) -> None:
         """Begins with the look of the example, in both modes.
 
         Args:
             capturing: Runs the forward. The edges of its example are those of the pipeline.
             borders: Where it is cut.
             interval: Nodes of a stage that are recomputed as one; 0 for none.
+            recompute: Functions of which each is recomputed by itself, by their numbers.
         """
         self.capturing = capturing
         self._borders = borders
-        self._interval = interval
+        self._interval, self._recompute = interval, recompute
         self.first = signature_of(capturing.example)
         self._known: dict[tuple[Signature, bool], Form] = {}
         for training in (True, False):
@@ -92,5 +99,5 @@ class Forms:
         infos = tuple(LayerInfo(str(getattr(f, "__name__", ""))) for f in functions)
         bounds = (0, *(start + 1 for start in starts), len(functions))
         partition = Partition(bounds, "captured", infos)
-        runner = StageRunner(dict(enumerate(functions)), partition, self._interval)
+        runner = StageRunner(dict(enumerate(functions)), partition, self._interval, self._recompute)
         return Form(trace, starts, functions, runner, crossing(trace, starts))

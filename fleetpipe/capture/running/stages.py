@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Nest
-from fleetpipe.capture.running.forms import Forms
+from fleetpipe.capture.running.forms import Form, Forms
 from fleetpipe.capture.running.replay import LOOK
 from fleetpipe.capture.tracing.signature import Signature, completed, signature_of
 from fleetpipe.dygraph.layers.run_stage import Run
@@ -33,17 +33,22 @@ class CapturedStages:
 
     def function(self, stage: int) -> Run:
         """Returns what runs the nodes of a stage in the mode that the model is in."""
-        training, forms = self._training(), self._forms
 
         def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
-            if stage:
-                look = value.get(LOOK, forms.first)
-            else:
-                value = completed(value, forms.capturing.example)
-                look = signature_of(value)
-            return forms.of(look, training).runner.function(stage)(value, micro_batch)
+            form, value = self.form(stage, value)
+            return form.runner.function(stage)(value, micro_batch)
 
         return run
+
+    def form(self, stage: int, value: Nest) -> tuple[Form, Nest]:
+        """Returns how a value that came to a stage is run, and it as the first node takes it."""
+        forms = self._forms
+        if stage:
+            look = value.get(LOOK, forms.first)
+        else:
+            value = completed(value, forms.capturing.example)
+            look = signature_of(value)
+        return forms.of(look, self._training()), value
 
     def joined(self, values: Values) -> Nest:
         """Returns all values that came, by name."""

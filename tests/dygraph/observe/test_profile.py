@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import paddle
@@ -10,6 +9,7 @@ from paddle import nn
 
 from fleetpipe.dygraph.observe.profile import one_micro_batch
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.planning import Profile
 from fleetpipe.schedules import Costs, Placement
 from tests.pipelines import batch, bits, job, pipeline, sgd
 
@@ -42,7 +42,7 @@ def test_the_costs_of_a_model_are_measured_and_can_be_searched_with(tmp_path: Pa
     for name in ("forward", "input_grad", "weight_grad", "bytes"):
         assert len(measured[name]) == 2
         assert min(measured[name]) > 0
-    assert json.loads(path.read_text()) == measured
+    assert Profile.read(path) == measured
     Costs.from_json(path.read_text()).check_stages(2)
     with job(2, schedule="auto", costs=path):
         model = pipeline(layers)

@@ -1,0 +1,223 @@
+"""Measures what each layer of a stage costs, by itself, on the values that come to it.
+
+A layer is run forward and backward several times as if it were a stage, on copies of its input that
+are cut from the graph; its output then goes on to the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Callable, NamedTuple
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph._paddle import allocated_bytes, peak_bytes, restart_peak
+from fleetpipe.dygraph.backward.deferral_report import LayersOf
+from fleetpipe.dygraph.backward.recompute import Piece
+from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.losses import Criterion
+from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
+from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
+from fleetpipe.partition import LayerInfo, Partition
+from fleetpipe.schedules import Action, Placement, Schedule
+from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
+
+#: Layers or functions by their number in the whole list.
+Functions = Mapping[int, Callable[[Nest], Nest]]
+
+#: ``calls_of(stage, value)`` gives what runs in a stage for the value that came to it, and what the
+#: first of these takes.
+CallsOf = Callable[[int, Nest], tuple[Functions, Nest]]
+
+_FIRST = MicroBatch(0)
+
+#: A layer by itself, whose backward is split.
+_ALONE = Schedule("alone", Placement("loop", 1), 1, (tuple(Action(k, 0, 0) for k in "FIW"),))
+
+
+class Sample(NamedTuple):
+    """What one run of a layer cost: seconds, and bytes, as in ``LayerCost``."""
+
+    forward: float
+    backward: float
+    split_forward: float
+    input_grad: float
+    weight_grad: float
+    output: float
+    held: float
+    releases: float
+    held_split: float
+    waiting: float
+    working: float
+    recompute: float
+
+
+class LayerMeter:
+    """Takes samples of the layers of this process, by their number in the whole list."""
+
+    def __init__(self, count: int, calls_of: CallsOf, layers_of: LayersOf) -> None:
+        """Begins without any.
+
+        Args:
+            count: The number of layers of the whole model.
+            calls_of: What runs in a stage.
+            layers_of: The layers of a stage, whose backward can be split.
+        """
+        self.samples: defaultdict[int, list[Sample]] = defaultdict(list)
+        self._calls_of, self._layers_of = calls_of, layers_of
+        self._each = Partition(tuple(range(count + 1)), "each", (LayerInfo(""),) * count)
+        self._meters: dict[int, _Meter] = {}
+        self._runners: dict[int, tuple[Functions, StageRunner]] = {}
+
+    def run_of(self, stage: int) -> Run:
+        """Returns what runs a stage and measures each of its layers."""
+
+        def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
+            functions, value = self._calls_of(stage, value)
+            layers, runner = self._layers_of(stage), self._runner(stage, functions)
+            # Nobody else is to have this memory: it is seen who lets go of it.
+            value = mapped(lambda tensor: leaf_like(tensor, copied=True), value)
+            for number, function in functions.items():
+                if number not in self._meters:
+                    layer = {number: layers[number]} if number in layers else {}
+                    self._meters[number] = _Meter(function, layer)
+                self._meters[number].run = functools.partial(_run, runner, number)
+                box = [value]
+                del value
+                value, sample = self._meters[number].sample(box, micro_batch)
+                self.samples[number].append(sample)
+            return value
+
+        return run
+
+    def _runner(self, stage: int, functions: Functions) -> StageRunner:
+        """Returns what runs layers one by one; kept, for it learns which write into their input."""
+        known = self._runners.get(stage)
+        if known is None or known[0] != functions:
+            known = self._runners[stage] = (functions, StageRunner(functions, self._each))
+        return known[1]
+
+    def take_loss(self, number: int, loss: Criterion, output: Nest, label: Nest) -> None:
+        """Measures a loss as if it were the layer ``number``, whose output nobody takes."""
+        meter = _Meter(loss, {})
+        meter.run = lambda value, _: loss(value, label)
+        _, sample = meter.sample([mapped(leaf_like, output)], None)
+        self.samples[number].append(sample._replace(output=0, recompute=0))
+
+
+def _run(
+    runner: StageRunner, number: int, value: Nest, micro_batch: GlobalMicroBatch | None
+) -> Nest:
+    return runner.function(number)(value, micro_batch)
+
+
+class _Meter:
+    """Measures one layer, again and again.
+
+    Attributes:
+        run: Runs it.
+    """
+
+    run: Run
+
+    def __init__(self, function: Callable[..., Nest], layer: Functions) -> None:
+        self._piece = Piece("", [function])
+        self._split = SplitBackward(_ALONE, lambda _: layer)
+        self._warm = False
+
+    def sample(self, box: list[Nest], micro_batch: GlobalMicroBatch | None) -> tuple[Nest, Sample]:
+        """Returns the output, a leaf of no graph, and what a run cost.
+
+        Args:
+            box: The input, which is taken out of it.
+            micro_batch: Its global number.
+        """
+
+        def run(value: Nest) -> Nest:
+            return self.run(value, micro_batch)
+
+        if not self._warm:
+            # A first run makes room for gradients, and is slower; split, it examines the layer.
+            self._whole(run, box[0])
+            self._parted(run, box[0])
+            self._warm = True
+        recompute = self._piece.needs_recompute(box[0])
+        forward, backward, held, working = self._whole(run, box[0])
+        split_forward, input_grad, weight_grad, held_split, waiting = self._parted(run, box[0])
+        output = run(box[0])
+        before = allocated_bytes()
+        box.clear()
+        releases = max(before - allocated_bytes(), 0)
+        output = mapped(leaf_like, output)
+        sample = Sample(
+            *(forward, backward, split_forward, input_grad, weight_grad, bytes_of(output)),
+            *(held, releases, held_split, waiting, working, recompute),
+        )
+        return output, sample
+
+    def _whole(self, run: Callable[[Nest], Nest], value: Nest) -> tuple[float, float, int, int]:
+        """Runs F and B; returns their times, the bytes held between, and those used besides."""
+        value = mapped(leaf_like, value)
+        before = allocated_bytes()
+        restart_peak()
+        begin = time.perf_counter()
+        output = run(value)
+        forward = time.perf_counter() - begin
+        held = max(allocated_bytes() - before, 0)
+        working = max(peak_bytes() - before - held, 0)
+        made, ones = _gradients_for(output, value)
+        at = allocated_bytes()
+        restart_peak()
+        begin = time.perf_counter()
+        if made:
+            paddle.autograd.backward(made, ones)
+        backward = time.perf_counter() - begin
+        return forward, backward, held, max(working, peak_bytes() - at)
+
+    def _parted(
+        self, run: Callable[[Nest], Nest], value: Nest
+    ) -> tuple[float, float, float, int, int]:
+        """Runs F, I and W; returns their times, and the bytes held between them."""
+        split = self._split
+        value = mapped(leaf_like, value)
+        before = allocated_bytes()
+        begin = time.perf_counter()
+        with split.recording(0, _FIRST):
+            output = run(value)
+        forward = time.perf_counter() - begin
+        held = max(allocated_bytes() - before, 0)
+        made, ones = _gradients_for(output, value)
+        begin = time.perf_counter()
+        with split.input_grads(0, _FIRST):
+            if made:
+                paddle.autograd.backward(made, ones)
+        input_grad = time.perf_counter() - begin
+        waiting = split.report().peaks[0].bytes
+        begin = time.perf_counter()
+        split.weight_grads(0, _FIRST)
+        weight_grad = time.perf_counter() - begin
+        split.release(0, _FIRST)
+        split.end()
+        return forward, input_grad, weight_grad, held, waiting
+
+
+def _gradients_for(output: Nest, value: Nest) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns what a layer made that needs a gradient, and one for each."""
+    given = {id(tensor) for tensor in differentiable(value)}
+    made = [tensor for tensor in differentiable(output) if id(tensor) not in given]
+    return made, [paddle.ones_like(tensor) for tensor in made]
+
+
+def bytes_of(value: Nest) -> int:
+    """Returns the bytes of the tensors in a value, each once."""
+    tensors = {id(tensor): tensor for tensor in tensors_of(value)}
+    return sum(map(tensor_bytes, tensors.values()))
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor's data."""
+    return int(math.prod(tensor.shape) * tensor.element_size())
