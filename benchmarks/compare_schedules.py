@@ -14,9 +14,10 @@ from fleetpipe.schedules import Costs, Schedule, build
 
 #: Name and chunks on a rank, in the order of the table.
 ROWS = (
-    *(("FThenB", 1), ("1F1B", 1), ("Eager1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4)),
+    *(("FThenB", 1), ("1F1B", 1), ("Eager1F1B", 1), ("kFkB", 1)),
+    *(("Interleaved1F1B", 2), ("Interleaved1F1B", 4)),
     *(("ZBH1", 1), ("ZBH1", 2), ("ZBH2", 1), ("ZBV", 2), ("VHalf", 2), ("VMin", 2)),
-    ("DualPipeV", 2),
+    *(("DualPipeV", 2), ("Hanayo", 2), ("Hanayo", 4)),
 )
 #: Column of the table, with weight gradient and latency in units of F.
 CASES = (("bubble", 1.0, 0.0), ("with latency F/10", 1.0, 0.1), ("with W = F/2", 0.5, 0.0))

@@ -52,7 +52,7 @@ class PipelineConfig:
         fetch_broadcast: Static graph: whether every rank gets what is fetched.
         trace: Folder for the trace of what really ran; None: nothing is recorded.
         costs: What actions cost, for the schedule ``auto`` and for a memory cap in bytes.
-        groups: Sizes of the groups of micro-batches, for Interleaved1F1B.
+        groups: Sizes of the groups of micro-batches, for Interleaved1F1B and kFkB.
         warmup_slack: Forwards in advance for each later rank, for Interleaved1F1B.
     """
 

@@ -184,7 +184,7 @@ def read_csv(
 
     Args:
         text: Lines of cells like ``0F0,1B2`` or ``0F0,0SEND_F0``, one for each rank.
-        placement: "loop" or "vee"; None finds which of them has its stages.
+        placement: "loop", "vee" or "wave"; None finds which of them has its stages.
         micro_batches: Micro-batches of a batch, m; None means as many as it names.
 
     Raises:

@@ -48,13 +48,14 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
         "--chunks",
         type=int,
         metavar="V",
-        help="model parts on each rank; 2 by default for Interleaved1F1B and on a vee, else 1",
+        help="model parts on each rank; 2 by default for Interleaved1F1B, on a vee or wave, else 1",
     )
     parser.add_argument(
         "--groups",
         type=_sizes,
         metavar="G,G,..",
-        help="of Interleaved1F1B: micro-batches that pass a chunk before the next one begins",
+        help="of Interleaved1F1B: micro-batches that pass a chunk before the next one begins;"
+        " of kFkB: forwards, and then backwards, in a row",
     )
     parser.add_argument(
         "--warmup-slack",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fleetpipe.errors import ConfigError, nearest
 
 #: The placements that exist. ``loop``: stage c*p+r on rank r. ``vee``: stages r and 2p-1-r.
-PLACEMENTS = ("loop", "vee")
+#: ``wave``: like a vee, again and again.
+PLACEMENTS = ("loop", "vee", "wave")
 
 
 def check_count(label: str, value: object) -> None:
@@ -26,15 +27,17 @@ class Placement:
 
     With p ranks and v chunks on each there are S = p*v stages. The rank of stage s is s % p under
     ``loop`` and min(s, 2p-1-s) under ``vee``, where v is 2 and rank 0 owns both the first and
-    the last stage.
+    the last stage. Under ``wave`` it is that of s % 2p under ``vee``: v is even, and every second
+    chunk runs back from rank p-1 to rank 0.
 
     Args:
-        name: "loop" or "vee".
+        name: "loop", "vee" or "wave".
         ranks: Ranks of the pipeline, p.
         chunks: Stages that each rank owns, v.
 
     Raises:
-        ConfigError: An unknown name, a number below 1, or a vee with v other than 2.
+        ConfigError: An unknown name, a number below 1, a vee with v other than 2, or a wave
+            with an odd v.
     """
 
     name: str
@@ -55,6 +58,13 @@ class Placement:
                 got=f"chunks={self.chunks}",
                 fix="give chunks=2, or the placement 'loop'",
             )
+        if self.name == "wave" and self.chunks % 2:
+            raise ConfigError(
+                "a wave places two chunks on each rank for each time that it comes and goes",
+                expected="an even number of chunks",
+                got=f"chunks={self.chunks}",
+                fix=f"give chunks={self.chunks + 1}",
+            )
 
     @property
     def stages(self) -> int:
@@ -74,7 +84,10 @@ class Placement:
                 expected=f"a stage in 0..{stages - 1}",
                 fix="ask for one of these stages",
             )
-        return min(stage, stages - 1 - stage) if self.name == "vee" else stage % self.ranks
+        if self.name == "loop":
+            return stage % self.ranks
+        along = stage % (2 * self.ranks)
+        return min(along, 2 * self.ranks - 1 - along)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Returns the stages that ``rank`` owns, ascending.
@@ -88,6 +101,8 @@ class Placement:
                 expected=f"a rank in 0..{self.ranks - 1}",
                 fix="ask for one of these ranks",
             )
-        if self.name == "vee":
-            return (rank, self.stages - 1 - rank)
-        return tuple(range(rank, self.stages, self.ranks))
+        if self.name == "loop":
+            return tuple(range(rank, self.stages, self.ranks))
+        round_trip = 2 * self.ranks
+        turns = range(0, self.stages, round_trip)
+        return tuple(turn + stage for turn in turns for stage in (rank, round_trip - 1 - rank))

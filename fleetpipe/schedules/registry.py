@@ -70,8 +70,9 @@ def register(
             parameters are options of :func:`build`. It raises ConfigError for numbers that it does
             not take.
         aliases: Other names for it.
-        placement: "loop" or "vee".
-        chunks: Chunks on a rank where the caller names none; None means 1, or 2 on a vee.
+        placement: "loop", "vee" or "wave".
+        chunks: Chunks on a rank where the caller names none; None means 1, or 2 on a vee
+            or a wave.
         any_chunks: It takes any other number of chunks too.
 
     Raises:
@@ -103,7 +104,7 @@ def register(
                 got=f"register({name!r}, ..)",
                 fix="choose another name",
             )
-    number = (2 if placement == "vee" else 1) if chunks is None else chunks
+    number = (1 if placement == "loop" else 2) if chunks is None else chunks
     Placement(placement, 1, number)  # refuses what no rank could have
     most = None if any_chunks else number
     FAMILIES[name] = Family(
@@ -147,9 +148,9 @@ def build(
         ranks: Ranks of the pipeline, p.
         micro_batches: Micro-batches of a batch, m; any number, also fewer than ranks.
         chunks: Model parts that each rank owns, v; None means the schedule's own default: 2 for
-            Interleaved1F1B and on a vee, else 1.
+            Interleaved1F1B, on a vee and a wave, else 1.
         **options: Options of that schedule: ``groups`` and ``warmup_slack`` of Interleaved1F1B;
-            ``memory_cap``, ``costs`` and ``placed`` of auto.
+            ``groups`` of kFkB; ``memory_cap``, ``costs`` and ``placed`` of auto.
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.

@@ -25,6 +25,7 @@ SCHEDULES = {
     "Interleaved1F1B": 2,
     "ZBV": 2,
     "DualPipeV": 2,
+    "Hanayo": 2,
 }
 CUTS = {1: ["blocks.4"], 2: ["blocks.2", "blocks.4", "blocks.6"]}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fleetpipe.schedules.families.interleaved import balanced_groups
 
 VEE = ("ZBV", "VHalf", "VMin", "DualPipeV")
-SINGLE = ("Eager1F1B", "ZBH2")
+SINGLE = ("Eager1F1B", "kFkB", "ZBH2")
 
 
 def takes(name: str, chunks: int) -> bool:
@@ -23,6 +23,7 @@ def peaks(name: str, p: int, v: int, m: int) -> list[int]:
         "FThenB": [m * v] * p,
         "1F1B": [warm + (2 if v > 1 else 1) * r + 1 for r in left],
         "Eager1F1B": [2 * r + 1 for r in left],
+        "kFkB": [2 * (r + 1) for r in left],
         "Interleaved1F1B": [warm + 2 * r + 1 for r in left],
         "ZBH1": [warm + p] * p,
         "ZBH2": [2 * p - 1] * p,

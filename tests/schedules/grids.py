@@ -36,9 +36,11 @@ def _token(item: Item, first: int) -> str:
 GRIDS = {
     "f_then_b": (("FThenB", 4, 4),),
     "one_f_one_b": (("1F1B", 4, 6), ("Eager1F1B", 4, 6)),
+    "k_f_k_b": (("kFkB", 3, 6),),
     "interleaved": (("Interleaved1F1B", 3, 3),),
     "zero_bubble": (("ZBH1", 4, 6), ("ZBH2", 4, 7)),
     "zbv": (("ZBV", 3, 5),),
     "controllable_memory": (("VHalf", 4, 4), ("VMin", 4, 4)),
     "dualpipev": (("DualPipeV", 3, 6),),
+    "hanayo": (("Hanayo", 2, 3),),
 }

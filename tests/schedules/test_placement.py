@@ -18,7 +18,15 @@ def test_a_vee_comes_back() -> None:
     assert vee.stages_of(0) == (0, 5)
 
 
-@pytest.mark.parametrize("placement", [Placement("loop", 5, 3), Placement("vee", 4, 2)])
+def test_a_wave_comes_back_again_and_again() -> None:
+    wave = Placement("wave", 3, 4)
+    assert [wave.rank_of(stage) for stage in range(12)] == [0, 1, 2, 2, 1, 0] * 2
+    assert wave.stages_of(1) == (1, 4, 7, 10)
+
+
+@pytest.mark.parametrize(
+    "placement", [Placement("loop", 5, 3), Placement("vee", 4, 2), Placement("wave", 3, 6)]
+)
 def test_every_stage_is_on_the_rank_that_lists_it(placement: Placement) -> None:
     listed = [
         (stage, rank) for rank in range(placement.ranks) for stage in placement.stages_of(rank)
@@ -30,6 +38,7 @@ def test_every_stage_is_on_the_rank_that_lists_it(placement: Placement) -> None:
     ("arguments", "message"),
     [
         (("vee", 2, 1), "exactly two chunks"),
+        (("wave", 2, 3), "even number of chunks"),
         (("loop", 0, 1), "ranks=0"),
         (("loop", 2, 0), "chunks=0"),
         (("loop", True, 1), "ranks=True"),

@@ -85,7 +85,7 @@ def test_a_name_of_ones_own_may_mean_something_new() -> None:
         ("New", {"aliases": ("zbv",)}, "'ZBV' already"),
         ("mine", {}, "'Mine' already"),
         ("two words", {}, "one word"),
-        ("New", {"placement": "wave"}, "no placement 'wave'"),
+        ("New", {"placement": "round"}, "no placement 'round'"),
         ("New", {"placement": "vee", "chunks": 3}, "exactly two chunks"),
     ],
 )

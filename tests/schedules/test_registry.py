@@ -10,7 +10,7 @@ from tests.schedules.declared import bubble, peaks, takes
 from tests.schedules.helpers import follow
 
 NAMES = (
-    *("FThenB", "1F1B", "Eager1F1B", "Interleaved1F1B"),
+    *("FThenB", "1F1B", "Eager1F1B", "kFkB", "Interleaved1F1B"),
     *("ZBH1", "ZBH2", "ZBV", "VHalf", "VMin", "DualPipeV"),
 )
 
@@ -105,4 +105,4 @@ def test_what_a_schedule_does_not_take_is_refused(arguments: dict[str, int], mes
 
 
 def test_names_are_those_of_the_table() -> None:
-    assert tuple(name for name in names() if name != "auto") == NAMES
+    assert tuple(name for name in names() if name != "auto") == (*NAMES, "Hanayo")

@@ -11,7 +11,9 @@ from fleetpipe.schedules.action import Item
 from fleetpipe.schedules.families.controllable_memory import v_half, v_min
 from fleetpipe.schedules.families.dualpipev import dual_pipe_v
 from fleetpipe.schedules.families.f_then_b import f_then_b
+from fleetpipe.schedules.families.hanayo import hanayo
 from fleetpipe.schedules.families.interleaved import interleaved_one_f_one_b
+from fleetpipe.schedules.families.k_f_k_b import k_f_k_b
 from fleetpipe.schedules.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from fleetpipe.schedules.families.zbv import zb_v
 from fleetpipe.schedules.families.zero_bubble import zb_h1, zb_h2
@@ -49,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "FThenB": Family(f_then_b, ("F-then-B", "GPipe", "AFAB"), most_chunks=None),
     "1F1B": Family(one_f_one_b, interleaved="Interleaved1F1B"),
     "Eager1F1B": Family(eager_one_f_one_b),
+    "kFkB": Family(k_f_k_b, ("Ada-Grouper",)),
     "Interleaved1F1B": Family(interleaved_one_f_one_b, ("VPP",), chunks=2, most_chunks=None),
     "ZBH1": Family(zb_h1, ("InterleavedZeroBubble",), most_chunks=None),
     "ZBH2": Family(zb_h2),
@@ -56,6 +59,7 @@ FAMILIES: dict[str, Family] = {
     "VHalf": Family(v_half, (), "vee", 2, 2),
     "VMin": Family(v_min, (), "vee", 2, 2),
     "DualPipeV": Family(dual_pipe_v, (), "vee", 2, 2),
+    "Hanayo": Family(hanayo, ("Wave",), "wave", 2, None),
 }
 
 

@@ -118,6 +118,8 @@ def _place(owners: dict[int, int], ranks: int, name: str | None) -> Placement:
     placements = [Placement("loop", ranks, chunks)]
     if chunks == 2:
         placements.append(Placement("vee", ranks, 2))
+    elif chunks % 2 == 0:
+        placements.append(Placement("wave", ranks, chunks))
     odd = [
         next((stage for stage, rank in owners.items() if placement.rank_of(stage) != rank), None)
         for placement in placements

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families.table import FAMILIES, options_of, schedule_rows
-from fleetpipe.schedules.placement import PLACEMENTS, Placement
+from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.play.timeline import simulate
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.search.fill_weight_grads import Policy, fill
@@ -86,7 +86,7 @@ def auto(
     costs.check_stages(placement.stages)
     cap = math.inf if memory_cap is None else memory_cap
     search = _Search()
-    possible = PLACEMENTS if placement.chunks == 2 else ("loop",)
+    possible = ("loop", "vee") if placement.chunks == 2 else ("loop",)
     if placed is not None and placed not in possible:
         raise ConfigError(
             f"{placement.chunks} chunks on each rank cannot be placed like that",

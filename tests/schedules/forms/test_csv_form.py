@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,9 @@ def lowered_csv_of(plan: Plan) -> str:
 def test_every_schedule_and_its_plan_are_read_back(name: str) -> None:
     schedule = build(name, ranks=3, micro_batches=7)
     read = read_csv(csv_of(schedule))
-    assert (read.placement, read.micro_batches) == (schedule.placement, 7)
+    # One wave is a vee.
+    placement = replace(schedule.placement, name="vee") if name == "Hanayo" else schedule.placement
+    assert (read.placement, read.micro_batches) == (placement, 7)
     assert read.actions == schedule.actions
     plan = schedule.lower()
     again = read_csv(lowered_csv_of(plan))
@@ -106,8 +109,8 @@ def test_the_placement_is_found_or_given() -> None:
         read_csv("0F0,2F0,2B0,0B0\n3F0,1F0,1B0,3B0\n0F1,0B1\n")
     assert "under loop stage 0 on rank 0" in str(error.value)
     assert "stage 0 on rank 2" in str(error.value)
-    with pytest.raises(ConfigError, match="no placement 'wave'"):
-        read_csv(vee, placement="wave")
+    with pytest.raises(ConfigError, match="no placement 'round'"):
+        read_csv(vee, placement="round")
 
 
 def test_more_micro_batches_can_be_asked_for_than_there_are() -> None:

@@ -49,7 +49,7 @@ def test_an_idle_rank_is_a_hyphen() -> None:
         (HEADER.replace("ranks=2", "ranks=two"), "line 1", "ranks=two", "whole number"),
         (HEADER.replace("ranks=2", "ranks=02"), "line 1", "ranks=02", "whole number"),
         (HEADER.replace("batches=1", "batches=0"), "line 1", "micro_batches=0", "at least 1"),
-        (HEADER.replace("=loop", "=wave"), "line 1", "wave", "did you mean 'vee'"),
+        (HEADER.replace("=loop", "=wee"), "line 1", "wee", "did you mean 'vee'"),
         (HEADER.replace("=loop", "=vee"), "line 1", "chunks=1", "chunks=2"),
         (HEADER.replace("schedule 1", "schedule 2"), "line 1", "no header", "fleetpipe-schedule 1"),
         (PLAN, "line 1", "no header", "fleetpipe-schedule 1"),
