@@ -39,21 +39,51 @@ def accumulator_name(parameter: str) -> str:
     return f"{parameter}@FLEETPIPE_ACC"
 
 
+def waiting_name(stage: int, number: int) -> str:
+    """Returns the variable in which the first half of a stage's backward leaves a value."""
+    return f"{PREFIX}{stage}.waiting.{number}"
+
+
+class Piece(NamedTuple):
+    """A native program of a stage's backward.
+
+    Attributes:
+        program: The program; None where there is nothing to do.
+        kept: Names of the variables that it takes from the forward, or that this was given.
+        waiting: Those that it takes from the half before it, or that this was given.
+        shapes: Those of ``kept`` of which it takes the shape alone.
+    """
+
+    program: Program | None = None
+    kept: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    shapes: frozenset[str] = frozenset()
+
+
 class Pieces(NamedTuple):
     """The native programs of a stage.
 
     Attributes:
-        forward: Computes the values that leave the stage, and those kept for ``backward``.
-        backward: Adds to the accumulators and computes the gradients that leave the stage; None
-            where no gradient reaches the stage.
-        kept: Names of the variables that ``backward`` takes from ``forward`` or its inputs.
-        shapes: Those of them of which it takes the shape alone.
+        forward: Computes the values that leave the stage, and those kept for its backward.
+        backward: Adds to the accumulators and computes the gradients that leave the stage.
+        input_grad: Computes those gradients alone, where the schedule splits the backward; it also
+            leaves what ``weight_grad`` takes from it.
+        weight_grad: Adds to the accumulators; comes after it.
     """
 
     forward: Program
-    backward: Program | None
-    kept: tuple[str, ...]
-    shapes: frozenset[str]
+    backward: Piece = Piece()
+    input_grad: Piece = Piece()
+    weight_grad: Piece = Piece()
+
+    @property
+    def kept(self) -> dict[str, bool]:
+        """The variables that any backward takes, and whether it is the shape alone."""
+        found: dict[str, bool] = {}
+        for piece in (self.backward, self.input_grad, self.weight_grad):
+            for name in piece.kept:
+                found[name] = found.get(name, True) and name in piece.shapes
+        return found
 
 
 class StageProgram(Protocol):
@@ -81,8 +111,13 @@ class StageProgram(Protocol):
     def outgoing(self, value: int) -> str:
         """Returns the variable in which the stage leaves a value that it makes."""
 
-    def cut(self, exports: Iterable[int]) -> Pieces:
-        """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
+    def cut(self, exports: Iterable[int], kinds: Collection[str]) -> Pieces:
+        """Cuts the stage; its forward leaves the values ``exports`` in their variables.
+
+        Args:
+            exports: Values that the stage makes.
+            kinds: What the schedule runs: ``"B"`` for a whole backward, ``"I"`` and ``"W"``.
+        """
 
 
 class Kept(NamedTuple):

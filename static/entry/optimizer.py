@@ -14,6 +14,7 @@ from fleetpipe.job.job import Job
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.registry import default_chunks
+from fleetpipe.static._paddle import is_pir
 from fleetpipe.static.attached import attach
 from fleetpipe.static.cut import checkpoints
 from fleetpipe.static.cut.split import Split, ranks_for, split
@@ -117,7 +118,8 @@ class StaticOptimizer:
             )
         degrees, chunks = self._degrees(cut)
         schedule = self._config.schedule_for(degrees.pp, chunks, cut.edges)
-        _refuse_split_backward(schedule)
+        if not is_pir(program):
+            _refuse_split_backward(schedule)
         job = self._begin(degrees, self._config)
         share = self._config.micro_batches if self._config.loss_reduction == "mean" else 1
         averaged = degrees.dp if scale_strategy(self._strategy) == "avg" else 1
@@ -175,7 +177,9 @@ def _refuse_split_backward(schedule: Schedule) -> None:
     kinds = {action.kind for row in schedule.actions for item in row for action in parts(item)}
     if not kinds <= {"F", "B"}:
         raise ConfigError(
-            f"a static pipeline does not run {schedule.name}, which splits the backward",
-            cause="Paddle's gradient operations compute both gradients of an operation at once",
-            fix="schedule_mode 1F1B, FThenB, Eager1F1B or Interleaved1F1B",
+            f"a pipeline of an older Program does not run {schedule.name}, which splits the "
+            "backward",
+            cause="only programs of Paddle's newer IR, PIR, can be cut there",
+            fix="schedule_mode 1F1B, FThenB, Eager1F1B or Interleaved1F1B, or Paddle 3.3 without "
+            "FLAGS_enable_pir_api=0",
         )

@@ -12,7 +12,8 @@ from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.schedules import Plan
+from fleetpipe.schedules import Action, Fused, Plan
+from fleetpipe.schedules.action import parts
 from fleetpipe.static._paddle import (
     dynamic,
     found_tensor,
@@ -70,8 +71,21 @@ class Recipe:
 
     def cut(self, fetches: frozenset[int]) -> dict[int, Pieces]:
         """Cuts every stage, so that what is fetched can be read; in static mode."""
+        kinds = {
+            stage: {
+                action.kind
+                for row in self.plan.ops
+                for op in row
+                if isinstance(op, (Action, Fused))
+                for action in parts(op)
+                if action.stage == stage
+            }
+            for stage in self.stages
+        }
         return {
-            stage: program.cut({*self.fetched(fetches, stage), *self.split.readers(stage)})
+            stage: program.cut(
+                {*self.fetched(fetches, stage), *self.split.readers(stage)}, kinds[stage]
+            )
             for stage, program in self.stages.items()
         }
 

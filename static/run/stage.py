@@ -14,7 +14,7 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import DType, Place, Scope, ScopeTensor
 from fleetpipe.engine.stage import Values
-from fleetpipe.errors import StateError, UsageError
+from fleetpipe.errors import StateError
 from fleetpipe.schedules import Edge
 from fleetpipe.static._paddle import (
     dynamic,
@@ -31,6 +31,18 @@ from fleetpipe.static.run.random_streams import Streams
 Feed = Callable[[str, int, ScopeTensor], None]
 #: The variables of the values on each edge; None where a value has no gradient.
 EdgeNames = Mapping[Edge, Sequence[Optional[str]]]
+
+
+class Part(NamedTuple):
+    """A piece of a backward, ready to run.
+
+    Attributes:
+        run: Runs it; None where it has nothing to do.
+        takes: The variables that it takes, with their tensors; output gradients come besides.
+    """
+
+    run: Callable[[Sequence[str], bool], object] | None
+    takes: Sequence[tuple[str, ScopeTensor]]
 
 
 class Runner:
@@ -61,7 +73,13 @@ class Runner:
         fetched = {number: program.outgoing(number) for number in fetches}
         passing = [*_names(names.inputs), *_names(names.outputs), *fetched.values()]
         forward_names = {*program.feeds, *passing}
-        backward_names = {*pieces.kept, *_names(names.output_grads), *_names(names.input_grads)}
+        kept, waiting = pieces.kept, pieces.weight_grad.waiting
+        backward_names = {
+            *kept,
+            *waiting,
+            *_names(names.output_grads),
+            *_names(names.input_grads),
+        }
 
         # Each variable must exist before the executor that takes it is made, the piece that makes
         # one comes before those that take it, and making an executor may put new variables in the
@@ -69,9 +87,11 @@ class Runner:
         for name in sorted({*forward_names, *backward_names, *program.accumulators.values()}):
             tensor_of(scope, name)
         self.run_forward = job_executor(pieces.forward, scope, place).run
-        self.run_backward = None
-        if pieces.backward is not None:
-            self.run_backward = job_executor(pieces.backward, scope, place).run
+        backwards = (pieces.backward, pieces.input_grad, pieces.weight_grad)
+        runs = [
+            None if piece.program is None else job_executor(piece.program, scope, place).run
+            for piece in backwards
+        ]
         tensors = {name: tensor_of(scope, name) for name in {*forward_names, *backward_names}}
 
         def of(group: EdgeNames) -> dict[Edge, list[ScopeTensor]]:
@@ -84,10 +104,13 @@ class Runner:
         self.inputs, self.outputs = of(names.inputs), of(names.outputs)
         self.output_grads, self.input_grads = of(names.output_grads), of(names.input_grads)
         self.fetched = {number: tensors[name] for number, name in fetched.items()}
-        self.kept = [tensors[name] for name in pieces.kept]
-        self.by_shape = [name in pieces.shapes for name in pieces.kept]
-        self.after_forward = [tensors[name] for name in sorted({*forward_names, *pieces.kept})]
+        self.kept = [(name, tensors[name], by_shape) for name, by_shape in kept.items()]
+        self.after_forward = [tensors[name] for name in sorted({*forward_names, *kept})]
         self.after_backward = [tensors[name] for name in sorted(backward_names)]
+        self.backward, self.input_grad, self.weight_grad = (
+            Part(run, [(name, tensors[name]) for name in (*piece.kept, *piece.waiting)])
+            for piece, run in zip(backwards, runs)
+        )
 
 
 class _Variables(NamedTuple):
@@ -125,11 +148,11 @@ class _Kept(NamedTuple):
     """What a stage keeps of a micro-batch for its backward.
 
     Attributes:
-        variables: What its pieces share, or the shape alone.
+        variables: What its pieces share by name, or the shape alone.
         shapes: Shape and dtype of the values that left on each edge.
     """
 
-    variables: list[ScopeTensor | list[int]]
+    variables: Mapping[str, ScopeTensor | list[int]]
     shapes: Mapping[Edge, Sequence[tuple[list[int], DType]]]
 
 
@@ -182,10 +205,10 @@ class StaticStage:
             edge: [(tensor.shape, tensor.dtype) for tensor in tensors]
             for edge, tensors in outputs.items()
         }
-        kept = [
-            tensor.shape() if by_shape else taken(tensor)
-            for tensor, by_shape in zip(runner.kept, runner.by_shape)
-        ]
+        kept = {
+            name: tensor.shape() if by_shape else taken(tensor)
+            for name, tensor, by_shape in runner.kept
+        }
         self._kept[stage, micro_batch] = _Kept(kept, shapes)
         for tensor in runner.after_forward:
             tensor._clear()
@@ -194,33 +217,61 @@ class StaticStage:
     def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
         """Runs the backward piece, which adds to the accumulators."""
         runner = self._runners[stage]
-        if runner.run_backward is None:
-            return {edge: (None,) * len(tensors) for edge, tensors in runner.inputs.items()}
-        kept, shapes = self._kept[stage, micro_batch]
-        for tensor, value in zip(runner.kept, kept):
-            put_back(tensor, value)
-        for edge, tensors in runner.output_grads.items():
-            for tensor, value, shape in zip(tensors, output_grads[edge], shapes[edge]):
-                if tensor is not None:
-                    # None: the reader's part of the value does not lead to the loss.
-                    value = paddle.zeros(*shape) if value is None else value
-                    tensor._share_data_with(value.get_tensor())
-        runner.run_backward([], False)
-        grads = {
-            edge: tuple(None if tensor is None else dynamic(tensor) for tensor in tensors)
-            for edge, tensors in runner.input_grads.items()
-        }
+        grads = self._differentiate(runner, runner.backward, (stage, micro_batch), output_grads)
         for tensor in runner.after_backward:
             tensor._clear()
         return grads
 
     def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """Refuses: see :meth:`weight_grad`."""
-        raise _split_backward()
+        """Runs the half of the backward that other stages wait for, and keeps what the other takes.
+
+        Everything else is dropped here.
+        """
+        runner, key = self._runners[stage], (stage, micro_batch)
+        grads = self._differentiate(runner, runner.input_grad, key, output_grads)
+        kept = self._kept[key].variables
+        later = {
+            name: kept[name] if name in kept else taken(tensor)
+            for name, tensor in runner.weight_grad.takes
+        }
+        self._kept[key] = _Kept(later, {})
+        for tensor in runner.after_backward:
+            tensor._clear()
+        return grads
 
     def weight_grad(self, stage: int, micro_batch: int) -> None:
-        """Refuses: a piece of a static program computes both gradients of an operation at once."""
-        raise _split_backward()
+        """Runs the half of the backward that adds to the accumulators."""
+        runner = self._runners[stage]
+        part = runner.weight_grad
+        if part.run is not None:
+            self._put_back(part, self._kept[stage, micro_batch])
+            part.run([], False)
+            for _, tensor in part.takes:
+                tensor._clear()
+
+    def _differentiate(
+        self, runner: Runner, part: Part, key: tuple[int, int], output_grads: Values
+    ) -> Values:
+        """Runs a piece on the gradients of what left a stage; returns those of what came."""
+        if part.run is None:
+            return {edge: (None,) * len(tensors) for edge, tensors in runner.inputs.items()}
+        kept = self._kept[key]
+        self._put_back(part, kept)
+        for edge, tensors in runner.output_grads.items():
+            for tensor, value, shape in zip(tensors, output_grads[edge], kept.shapes[edge]):
+                if tensor is not None:
+                    # None: the reader's part of the value does not lead to the loss.
+                    value = paddle.zeros(*shape) if value is None else value
+                    tensor._share_data_with(value.get_tensor())
+        part.run([], False)
+        return {
+            edge: tuple(None if tensor is None else dynamic(tensor) for tensor in tensors)
+            for edge, tensors in runner.input_grads.items()
+        }
+
+    def _put_back(self, part: Part, kept: _Kept) -> None:
+        for name, tensor in part.takes:
+            put_back(tensor, kept.variables[name])
 
     def release(self, stage: int, micro_batch: int) -> None:
         """Drops what was kept for a stage and micro-batch."""
@@ -229,11 +280,3 @@ class StaticStage:
 
 def _nothing_fed(name: str, micro_batch: int, tensor: ScopeTensor) -> None:
     raise StateError(f"{name!r} is fed outside of a batch")
-
-
-def _split_backward() -> UsageError:
-    return UsageError(
-        "a static pipeline cannot split the backward",
-        cause="Paddle's gradient operations compute both gradients of an operation at once",
-        fix="use a schedule with a full backward: 1F1B, FThenB, Eager1F1B, Interleaved1F1B",
-    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Op, Program, Variable
@@ -12,12 +12,15 @@ from fleetpipe.errors import BoundaryError
 from fleetpipe.static._paddle import static
 from fleetpipe.static.cut.contract import (
     PREFIX,
+    Piece,
     Pieces,
     incoming_name,
     outgoing_name,
+    waiting_name,
 )
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.ir import backward
+from fleetpipe.static.ir.pir import halves
 from fleetpipe.static.ir.pir.operations import (
     DATA,
     IN_PLACE,
@@ -27,6 +30,7 @@ from fleetpipe.static.ir.pir.operations import (
     draws_of,
     export,
     inside,
+    is_constant,
     is_free,
     is_source,
     line_of,
@@ -39,6 +43,24 @@ from fleetpipe.static.ir.pir.operations import (
 )
 
 _operations: Any = paddle._C_ops
+
+
+class _Copy(NamedTuple):
+    """A copy of a stage's program.
+
+    Attributes:
+        program: The copy.
+        ops: Its operations.
+        values: Its values by number.
+        forward: The indices of the operations of the forward.
+        repeated: Those of them that backward computes again.
+    """
+
+    program: Program
+    ops: list[Op]
+    values: dict[int, Variable]
+    forward: frozenset[int]
+    repeated: frozenset[int]
 
 
 class PirStage:
@@ -72,7 +94,7 @@ class PirStage:
             self._numbers = {place(value): n for n, value in self._values.items()}
             self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
         self._refuse_control_flow()
-        self._kept, self._repeated, self._read = self._crossing()
+        self._kept, self._repeated = self._crossing()
 
     def incoming(self, value: int) -> str:
         """Returns the variable in which the stage finds a value of an earlier one."""
@@ -82,17 +104,20 @@ class PirStage:
         """Returns the variable in which the stage leaves a value that it makes."""
         return outgoing_name(self._stage, value)
 
-    def cut(self, exports: Iterable[int]) -> Pieces:
+    def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> Pieces:
         """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
-        forward = self._forward_piece({*self._kept, *exports})
+        pieces = Pieces(self._forward_piece({*self._kept, *exports}))
         if self._forward.issuperset(op.id() for op in self._ops()):
-            return Pieces(forward, None, (), frozenset())
-        again, kept = self._backward_piece()
-        read = {outgoing_name(self._stage, number) for number in self._read}
-        for number in self._read:
-            op = self._values[number].get_defining_op()
-            read |= {name_of(op)} if op.name() == DATA else set()
-        return Pieces(forward, again, kept, frozenset(kept) - read)
+            return pieces
+        if "B" in kinds:
+            pieces = pieces._replace(backward=self._backward_piece())
+        if "I" not in kinds:
+            return pieces
+        if self._split.checkpoints is not None:
+            # What is computed again would be computed twice: W is empty.
+            return pieces._replace(input_grad=self._backward_piece())
+        first, second = self._halves()
+        return pieces._replace(input_grad=first, weight_grad=second)
 
     def _isolate(self, places: Sequence[tuple[int, int]]) -> None:
         """Removes what other stages compute, and takes in what they hand over."""
@@ -165,16 +190,14 @@ class PirStage:
             if op.id() in self._forward and any("push" in one.name() for one in inside(op)):
                 raise backward.through_control_flow(f"operation {op.name()!r} ({line_of(op)})")
 
-    def _crossing(self) -> tuple[list[int], set[int], set[int]]:
+    def _crossing(self) -> tuple[list[int], set[int]]:
         """Finds what backward takes from forward or is given again.
 
         Returns:
-            The values that it takes from forward; the operations of forward that it repeats; the
-            values that it takes for their data, not for their shape alone.
+            The values that it takes from forward, and the operations of forward that it repeats.
         """
         crossing: set[int] = set()
         repeated: set[int] = set()
-        read: set[int] = set()
         waiting = [op for op in self._ops() if op.id() not in self._forward]
         while waiting:
             user = waiting.pop()
@@ -184,19 +207,17 @@ class PirStage:
                     continue
                 if value.index() in IN_PLACE.get(op.name(), {}):
                     continue
-                number, unread = self._numbers[place(value)], by_shape(user, value)
-                if not unread:
-                    read.add(number)
                 if op.name() == DATA:
                     continue
+                unread = by_shape(user, value)
                 if is_free(op) or (not unread and self._computed_again(op, value)):
                     if op.id() not in repeated:
                         repeated.add(op.id())
                         waiting.append(op)
                 else:
-                    crossing.add(number)
+                    crossing.add(self._numbers[place(value)])
         made = {n for n in crossing if self._values[n].get_defining_op().id() in repeated}
-        return sorted(crossing - made), repeated, read
+        return sorted(crossing - made), repeated
 
     def _computed_again(self, op: Op, value: Variable) -> bool:
         """Whether backward computes a value again because the user's script has it cost no memory.
@@ -211,55 +232,111 @@ class PirStage:
             return False
         return not any(map(changes, (op, *value.all_used_ops())))
 
-    def _copy(self) -> tuple[Program, list[Op], list[Op], dict[int, Variable]]:
-        """Returns a copy, its operations, those of them of the forward, and its values."""
-        copy = self._program.clone()
-        mine, ops = self._ops(), list(copy.global_block().ops)
+    def _copy(self, program: Program | None = None) -> _Copy:
+        """Returns a copy of the stage's program, or of another copy of it."""
+        mine, copy = self._ops(), (program or self._program).clone()
+        ops = list(copy.global_block().ops)
         index = {op.id(): i for i, op in enumerate(mine)}
         values = {
             number: ops[index[value.get_defining_op().id()]].result(value.index())
             for number, value in self._values.items()
         }
-        return copy, ops, [ops[index[number]] for number in sorted(self._forward)], values
+        forward = frozenset(i for i, op in enumerate(mine) if op.id() in self._forward)
+        repeated = frozenset(i for i, op in enumerate(mine) if op.id() in self._repeated)
+        return _Copy(copy, ops, values, forward, repeated)
 
     def _forward_piece(self, numbers: Iterable[int]) -> Program:
-        piece, ops, forward, values = self._copy()
-        ids = {op.id() for op in forward}
-        with static.program_guard(piece, static.Program()):
-            for op in reversed(ops):
-                if op.id() not in ids:
-                    op.erase()
-            to_end(piece.global_block())
+        copy = self._copy()
+        with static.program_guard(copy.program, static.Program()):
+            for index in reversed(range(len(copy.ops))):
+                if index not in copy.forward:
+                    copy.ops[index].erase()
+            to_end(copy.program.global_block())
             for number in sorted(numbers):
-                export(values[number], outgoing_name(self._stage, number))
-        return piece
+                export(copy.values[number], outgoing_name(self._stage, number))
+        return copy.program
 
-    def _backward_piece(self) -> tuple[Program, tuple[str, ...]]:
-        """Returns the backward, and the names of what it takes from the forward or its inputs."""
-        piece, ops, forward, values = self._copy()
-        ids = {op.id() for op in forward}
-        repeated = {op.id() for mine, op in zip(self._ops(), ops) if mine.id() in self._repeated}
-        own: list[str] = []
-        with static.program_guard(piece, static.Program()):
-            for number in self._kept:
-                name = outgoing_name(self._stage, number)
-                values[number].replace_all_uses_with(placeholder(name, values[number]))
-            for op in forward:
-                for result, operand in IN_PLACE.get(op.name(), {}).items():
-                    op.result(result).replace_all_uses_with(op.operand_source(operand))
-            # From the last to the first: those that use an operation are gone before it is, and
-            # none is looked at after it is gone, which would read memory that is free.
-            for op in reversed(ops):
-                if op.id() not in ids:
-                    continue
-                needed = any(not value.use_empty() for value in op.results())
-                if needed and (is_source(op) or op.id() in repeated):
-                    own += [name_of(op)] if op.name() == DATA else []
-                else:
-                    op.erase()
-            place_repeated(piece, repeated)
-        kept = [outgoing_name(self._stage, number) for number in self._kept]
-        return piece, (*sorted(own), *kept)
+    def _backward_piece(self) -> Piece:
+        copy = self._copy()
+        with static.program_guard(copy.program, static.Program()):
+            self._leave(copy, frozenset(range(len(copy.ops))))
+            return self._piece(copy.program)._replace(waiting=())
+
+    def _halves(self) -> tuple[Piece, Piece]:
+        """Returns the backward in its halves, I and W."""
+        whole = self._copy()
+        halves.pass_through(whole.ops, whole.forward)
+        division = halves.divide(whole.ops, whole.forward)
+        crossing = {
+            waiting_name(self._stage, number): place
+            for number, place in enumerate(division.crossing)
+        }
+        first, second = (self._copy(whole.program) for _ in range(2))
+        with static.program_guard(first.program, static.Program()):
+            to_end(first.program.global_block())
+            for name, (index, result) in crossing.items():
+                export(first.ops[index].result(result), name)
+            self._leave(first, division.inputs)
+            halves.ask_for_less(first.ops[index] for index in division.inputs)
+            input_grad = self._piece(first.program)._replace(waiting=())
+        if not division.weights:
+            return input_grad, Piece()
+        with static.program_guard(second.program, static.Program()):
+            for name, (index, result) in crossing.items():
+                value = second.ops[index].result(result)
+                value.replace_all_uses_with(placeholder(name, value))
+            self._leave(second, division.weights)
+            halves.ask_for_less(second.ops[index] for index in division.weights)
+            return input_grad, self._piece(second.program)
+
+    def _leave(self, copy: _Copy, mine: Collection[int]) -> None:
+        """Leaves of a copy some operations of its backward, and what they need of the forward.
+
+        Args:
+            copy: The copy; what was added to it stays too.
+            mine: Which operations, by index.
+        """
+        for number in self._kept:
+            value = copy.values[number]
+            value.replace_all_uses_with(placeholder(outgoing_name(self._stage, number), value))
+        for index in copy.forward:
+            op = copy.ops[index]
+            for result, operand in IN_PLACE.get(op.name(), {}).items():
+                op.result(result).replace_all_uses_with(op.operand_source(operand))
+        repeated = {copy.ops[index].id() for index in copy.repeated}
+        # From the last to the first: those that use an operation are gone before it is, and none is
+        # looked at after it is gone, which would read memory that is free.
+        for index in reversed(range(len(copy.ops))):
+            op = copy.ops[index]
+            stays = index in mine
+            if index in copy.forward:
+                stays = is_source(op) or index in copy.repeated
+            if index in copy.forward or is_source(op) or is_constant(op):
+                stays = any(not value.use_empty() for value in op.results()) and (
+                    stays or index not in copy.forward
+                )
+            if not stays:
+                op.erase()
+        place_repeated(copy.program, repeated)
+
+    def _piece(self, program: Program) -> Piece:
+        """Describes a program of the backward, and rids it of what nothing takes."""
+        own = {name_of(op) for op in self._ops() if op.id() in self._forward and op.name() == DATA}
+        own |= {outgoing_name(self._stage, number) for number in self._kept}
+        kept, waiting, shapes = [], [], []
+        for op in list(program.global_block().ops):
+            if op.name() != DATA:
+                continue
+            value, name = op.result(0), name_of(op)
+            if value.use_empty():
+                op.erase()
+            elif name in own:
+                kept.append(name)
+                users = value.all_used_ops_in_same_block()
+                shapes += [name] if all(by_shape(user, value) for user in users) else []
+            elif name not in self.accumulators.values():
+                waiting.append(name)
+        return Piece(program, tuple(sorted(kept)), tuple(sorted(waiting)), frozenset(shapes))
 
     def _ops(self) -> list[Op]:
         return list(self._program.global_block().ops)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.errors import BoundaryError
 from fleetpipe.static._paddle import static
-from fleetpipe.static.cut.contract import Pieces
+from fleetpipe.static.cut.contract import Piece, Pieces
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.ir import backward
 from fleetpipe.static.ir.program.operations import (
@@ -85,7 +85,7 @@ class ProgramStage:
         """Returns the variable in which the stage leaves a value that it makes."""
         return self._names[value]
 
-    def cut(self, exports: Iterable[int]) -> Pieces:
+    def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> Pieces:
         """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
         lasting = {
             *self._kept,
@@ -96,9 +96,10 @@ class ProgramStage:
         leaving = {self._names[value] for value in exports}
         forward = self._piece(range(self._forward), lasting | leaving)
         if self._forward == len(self._block.ops):
-            return Pieces(forward, None, (), frozenset())
+            return Pieces(forward)
         again = self._piece(self._backward_order(), lasting, self._repeated)
-        return Pieces(forward, again, tuple(sorted(self._kept)), frozenset(self._shapes))
+        kept, shapes = tuple(sorted(self._kept)), frozenset(self._shapes)
+        return Pieces(forward, Piece(again, kept, shapes=shapes))
 
     def _piece(
         self, indices: Sequence[int], lasting: Iterable[str], again: Collection[int] = ()

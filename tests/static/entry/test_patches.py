@@ -141,22 +141,14 @@ def test_a_pipeline_ends_with_its_job() -> None:
             exe.run(feed=batches(1)[0])
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"schedule_mode": "ZBH1"}, "splits the backward"),
-        ({"schedule_mode": "ZBV"}, "splits the backward"),
-        ({"schedule_mode": "1F2B"}, "there is no schedule"),
-    ],
-)
-def test_schedules_that_are_refused(change: dict[str, Any], words: str) -> None:
+def test_a_schedule_that_is_unknown_is_refused() -> None:
     with static_mode():
         strategy = fleet.DistributedStrategy()
         strategy.pipeline = True
-        strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2, **change}
+        strategy.pipeline_configs = {"accumulate_steps": 4, "schedule_mode": "1F2B"}
         fleet.init(is_collective=True)
         try:
-            with pytest.raises(ConfigError, match=words):
+            with pytest.raises(ConfigError, match="there is no schedule"):
                 minimized(strategy, mlp(2))
         finally:
             fleet.shutdown()

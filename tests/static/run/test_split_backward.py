@@ -1,0 +1,123 @@
+"""Static programs whose backward is split: the bits of the unsplit program, and what W takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+from paddle.static import device_guard
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.static._paddle import is_pir
+from fleetpipe.static.cut.contract import PREFIX
+from fleetpipe.static.cut.split import split
+from fleetpipe.static.ir import readers
+from tests.static.networks import CLASSES, FEATURES, mlp, pipelined, static_mode, strategy_of
+from tests.static.run.test_training import compare, momentum, skip3, varied
+
+OLDER = not is_pir(paddle.static.Program())
+pir_only = pytest.mark.skipif(OLDER, reason="the backward of an older Program is not cut")
+
+
+def convolutions() -> Any:
+    """Convolutions with statistics and biases, and products, in three stages."""
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        image = nn.Conv2D(1, 3, 3, padding=1)(x.reshape([-1, 1, 2, FEATURES // 2]))
+        image = nn.functional.relu(nn.BatchNorm2D(3)(image))
+    with device_guard("gpu:1"):
+        image = image + nn.Conv2D(3, 3, 3, padding=1, groups=3, bias_attr=False)(image)
+    with device_guard("gpu:2"):
+        logits = nn.Linear(3 * FEATURES, CLASSES)(image.flatten(1))
+        loss = nn.functional.cross_entropy(logits, y)
+    return [loss]
+
+
+def words() -> Any:
+    """An embedding, norms, attention, and one matrix that two operations of a stage take."""
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        hidden = nn.Embedding(CLASSES, 8)(y) + nn.Linear(FEATURES, 8)(x).unsqueeze(1)
+        hidden = nn.LayerNorm(8)(hidden)
+    with device_guard("gpu:1"):
+        hidden = hidden + nn.MultiHeadAttention(8, 2)(hidden)
+        both = nn.Linear(8, 8)
+        hidden = both(nn.functional.gelu(both(hidden)))
+        weight = nn.Linear(CLASSES, 8, bias_attr=False).weight
+        logits = paddle.matmul(hidden, weight, transpose_y=True) + weight.sum(1)
+    with device_guard("gpu:2"):
+        slope = nn.PReLU()
+        loss = nn.functional.cross_entropy(slope(logits).squeeze(1), y)
+    return [loss]
+
+
+@pir_only
+@pytest.mark.parametrize(
+    ("stages", "schedule"),
+    [(2, "ZBH1"), (2, "ZBH2"), (4, "ZBH1"), (4, "ZBV"), (4, "VHalf"), (4, "DualPipeV")],
+)
+def test_an_mlp_is_bit_equal(stages: int, schedule: str) -> None:
+    compare(mlp(stages), momentum, strategy_of(schedule))
+
+
+@pir_only
+@pytest.mark.parametrize("build", [skip3, varied, convolutions, words])
+def test_other_networks_are_bit_equal(build: Callable[[], Any]) -> None:
+    compare(build, momentum, strategy_of("ZBH1"))
+
+
+@pir_only
+def test_running_statistics_and_dropout_are_bit_equal() -> None:
+    compare(mlp(2, norm=True, dropout=[1]), momentum, strategy_of("ZBH2"))
+
+
+def pieces(build: Callable[[], Any], stage: int) -> Any:
+    """The pieces of a stage."""
+    with static_mode():
+        loss = build()[0]
+        reader = readers.read(loss.block.program)
+        cut = split(reader.graph)
+        return reader.stage(cut, stage, reader.number(loss), 1.0).cut(cut.readers(stage), {"I"})
+
+
+def results(piece: Any, name: str) -> list[list[bool]]:
+    """Which results each operation of a piece is asked for."""
+    ops = [op for op in piece.program.global_block().ops if op.name() == name]
+    return [[value.initialized() for value in op.results()] for op in ops]
+
+
+@pir_only
+def test_each_half_asks_for_its_own_gradients_alone() -> None:
+    found = pieces(convolutions, 1)
+    assert results(found.input_grad, "pd_op.depthwise_conv2d_grad") == [[True, False]]
+    assert results(found.weight_grad, "pd_op.depthwise_conv2d_grad") == [[False, True]]
+    last = pieces(convolutions, 2)
+    assert results(last.input_grad, "pd_op.matmul_grad") == [[True, False]]
+    assert results(last.weight_grad, "pd_op.matmul_grad") == [[False, True]]
+    # The gradient of a sum with a bias is that of the other operand: nothing is copied in I.
+    assert results(last.input_grad, "pd_op.add_grad") == []
+    assert results(last.weight_grad, "pd_op.add_grad") == [[False, True]]
+    assert len([n for n in last.weight_grad.waiting if n.startswith(f"{PREFIX}2.waiting")]) == 1
+
+
+@pir_only
+def test_what_cannot_be_divided_is_computed_in_i() -> None:
+    """And where nothing waits for the gradient of the input, in W."""
+    found = pieces(convolutions, 0)
+    assert results(found.input_grad, "pd_op.batch_norm_grad") == [[True, True, True]]
+    assert results(found.weight_grad, "pd_op.batch_norm_grad") == []
+    assert results(found.weight_grad, "pd_op.conv2d_grad") == [[False, True]]
+    assert "pd_op.conv2d_grad" not in {
+        op.name() for op in found.input_grad.program.global_block().ops
+    }
+
+
+@pytest.mark.skipif(not OLDER, reason="PIR is cut")
+def test_an_older_program_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="does not run ZBH1"):
+        pipelined(mlp(2), momentum, [], strategy_of("ZBH1"))
