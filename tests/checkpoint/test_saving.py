@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 from paddle import nn
 
 import fleetpipe
+from fleetpipe.checkpoint.contents.parts import MODEL, Held, Name
 from fleetpipe.checkpoint.files import tensors
+from fleetpipe.checkpoint.files.snapshot import Snapshot
 from fleetpipe.errors import CheckpointError, ConfigError
 from tests.launching import ROOT, Finished
 
@@ -121,8 +125,10 @@ def test_a_copy_is_written_while_training_goes_on(
 ) -> None:
     go_on = threading.Event()
     write_at = tensors.write_at
+    nice = set()
 
     def later(*args: Any) -> None:
+        nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         assert go_on.wait(30)
         write_at(*args)
 
@@ -138,6 +144,27 @@ def test_a_copy_is_written_while_training_goes_on(
     assert manager.steps()[0] == 2
     manager.wait()
     assert [value_at(tmp_path, step) for step in manager.steps()] == [2.0, 3.0]
+    # Who trains comes first.
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert nice == {max(10, own)}
+
+
+def test_copies_lie_in_the_same_memory_from_save_to_save() -> None:
+    snapshot = Snapshot()
+
+    def taken(*arrays: Any) -> list[tuple[int, bytes]]:
+        held = {Name(MODEL, str(number)): Held(array) for number, array in enumerate(arrays)}
+        copies = snapshot.take(held).values()
+        return [(np.frombuffer(copy, np.uint8).ctypes.data, bytes(copy)) for copy in copies]
+
+    ones, twos = np.ones(5, "float32"), np.full((3, 3), 2.0)
+    none = np.ones(0, "float32")
+    first = taken(ones, none, twos)
+    assert [copy for _, copy in first] == [ones.tobytes(), b"", twos.tobytes()]
+    again = taken(3 * ones, none, 5 * twos)
+    assert [copy for _, copy in again] == [(3 * ones).tobytes(), b"", (5 * twos).tobytes()]
+    assert [place for place, _ in again] == [place for place, _ in first]
+    assert [copy for _, copy in taken(twos, ones)] == [twos.tobytes(), ones.tobytes()]
 
 
 def test_a_full_disk_is_told_at_the_next_step_and_training_may_go_on(

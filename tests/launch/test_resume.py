@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe.checkpoint.files import tensors
 from fleetpipe.job.life import PREEMPTED
 from tests.launch.supervisor.commands import launched
 from tests.launching import ROOT, Finished
@@ -55,3 +64,56 @@ def test_a_signal_to_one_rank_has_all_of_them_save_and_stop(launch: Launch, tmp_
     resumed = launch(WORKER, 2, args=["4"], cwd=tmp_path)
     assert [line.split()[1] for line in steps(resumed.logs[0])] == ["3"]
     assert "fleetpipe: goes on after 3 steps" in resumed.logs[0]
+
+
+@pytest.fixture
+def _own_signals() -> Iterator[None]:
+    numbers = signal.SIGTERM, signal.SIGUSR1
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_own_signals")
+def test_a_signal_while_a_save_is_being_written_ends_behind_it_and_one_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = threading.Event()
+    write_at = tensors.write_at
+
+    def slow(*args: Any) -> None:
+        assert written.wait(30)
+        write_at(*args)
+
+    monkeypatch.setattr(tensors, "write_at", slow)
+    model = nn.Linear(3, 3)
+    adam = paddle.optimizer.Adam(0.1, parameters=model.parameters())
+    manager = fleetpipe.CheckpointManager(tmp_path, save_interval=2, async_save=True)
+    run = fleetpipe.resume(model, adam, manager=manager)
+    found = {}
+
+    def train() -> None:
+        for step in run.steps(9):
+            model(paddle.full([2, 3], float(step))).sum().backward()
+            adam.step()
+            adam.clear_grad()
+            found[step + 1] = model.weight.numpy().tobytes()
+            if step == 2:
+                assert manager.steps() == []  # step 2 is being written
+                os.kill(os.getpid(), signal.SIGTERM)
+                threading.Timer(0.2, written.set).start()
+
+    with pytest.raises(SystemExit) as end:
+        train()
+    assert end.value.code == PREEMPTED
+    last = max(found)
+    assert last <= 4
+    assert manager.steps() == sorted({2, last})
+    for step in manager.steps():
+        manager.restore(step, model=model, optimizer=adam)
+        assert model.weight.numpy().tobytes() == found[step]
+    again = fleetpipe.resume(model, adam, manager=fleetpipe.CheckpointManager(tmp_path))
+    assert again.step == last

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fleetpipe.launch.keeping.slots import Slots
@@ -17,6 +19,7 @@ from tests.namespaces import Host
 Launch = Callable[..., Finished]
 
 WORKER = ROOT / "tests" / "launch" / "resume_worker.py"
+REPLICAS_WORKER = WORKER.with_name("replicas_worker.py")
 STEPS = 40
 
 pytestmark = pytest.mark.processes
@@ -114,3 +117,52 @@ def test_a_host_that_is_lost_with_its_memory_costs_the_steps_since_the_last_copy
             assert int(gone_on.findall(log)[-1]) >= safe
         assert [process.wait(90) for process in job.processes[2:]] == [0, 0]
     require_bits(logs, alone)
+
+
+def took(folder: Path) -> dict[int, dict[tuple[int, int], tuple[list[int], float]]]:
+    """Returns by step what each life took: (life, replicas) -> the samples of all, and the loss."""
+    found: dict[int, dict[tuple[int, int], tuple[list[int], float]]] = {}
+    for file in sorted(folder.glob("took-*")):
+        _, step, life, _ = file.name.split("-")
+        told = json.loads(file.read_text())
+        lives = found.setdefault(int(step), {})
+        samples, _ = lives.get((int(life), told["replicas"]), ([], 0.0))
+        lives[int(life), told["replicas"]] = samples + told["samples"], told["loss"]
+    return found
+
+
+def test_replicas_that_come_and_go_see_each_sample_as_if_they_had_not(
+    hosts: tuple[Host, Host], launch: Launch, tmp_path: Path
+) -> None:
+    steps = 30
+    for name in ("alone", "shared"):
+        (tmp_path / name).mkdir()
+    launch(REPLICAS_WORKER, None, args=[str(steps), str(tmp_path / "alone")])
+    words = ["--nnodes", "1:2", "--checkpoint_dir", str(tmp_path / "checkpoints")]
+    words += [str(REPLICAS_WORKER), str(steps), str(tmp_path / "shared")]
+    env = {"RESUME_WORKER_PAUSE": "0.2"}
+    told = tmp_path / f"{hosts[0].name}.log"
+
+    def done(life: int) -> Callable[[], bool]:
+        return lambda: len([*(tmp_path / "shared").glob(f"took-*-{life}-0")]) > 2
+
+    with namespaces.supervised(hosts, *words, folder=tmp_path, env=env) as job:
+        wait_until(done(1), lambda: read(told))
+        namespaces.kill(hosts[1])
+        wait_until(done(2), lambda: read(told))
+        job.start(hosts[1])
+        wait_until(done(3), lambda: read(told))
+        assert [job.processes[host].wait(90) for host in (0, 2)] == [0, 0], read(told)
+    alone, shared = took(tmp_path / "alone"), took(tmp_path / "shared")
+    assert {lives for step in shared.values() for lives in step} == {(1, 2), (2, 1), (3, 2)}
+    assert [*shared] == [*alone] == [*range(steps)]
+    for step, lives in shared.items():
+        ((samples, loss),) = alone[step].values()
+        for own, other in lives.values():
+            # A step in which a host was lost has what the other one noted of it.
+            assert sorted(own) == sorted(samples) or set(own) < set(samples)
+            assert other == pytest.approx(loss, rel=1e-5)
+        assert sorted(lives[max(lives)][0]) == sorted(samples)
+    states = [json.loads(read(tmp_path / name / "state.json")) for name in ("alone", "shared")]
+    for name, value in states[0].items():
+        np.testing.assert_allclose(states[1][name], value, rtol=1e-5, atol=1e-7)
