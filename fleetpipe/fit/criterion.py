@@ -20,27 +20,46 @@ Metric = Layer
 
 
 class Criterion(paddle.nn.Layer):
-    """The loss function of a pipeline, and the metrics' eyes on its outputs."""
+    """The loss function of a pipeline, which has the metrics look at outputs and labels."""
 
-    def __init__(
-        self,
-        loss: Callable[..., Nest] | None,
-        metrics: Sequence[Metric],
-        micro_batch: Callable[[], int],
-    ) -> None:
-        """Takes what ``prepare`` was given.
+    def __init__(self, loss: Callable[..., Nest] | None, counting: Counting) -> None:
+        """Takes the loss, as a sublayer where it is one.
 
         Args:
             loss: ``loss(*outputs, *labels)`` gives a Tensor with one element, or several to be
                 added up. None where only metrics are wanted.
-            metrics: What ``compute`` is called of.
-            micro_batch: Returns the number of the micro-batch that runs.
+            counting: What the metrics look through.
         """
         super().__init__()
         self._loss = loss
-        self._metrics = list(metrics)
+        self._counting = counting
+
+    def __call__(self, output: Nest, label: Nest) -> Tensor:
+        """Returns the loss of one micro-batch.
+
+        It has no hooks. A Layer's own call looks for them, which takes half as long as a loss.
+        """
+        columns = [*_listed(output), *_listed(label)]
+        self._counting.look(columns)
+        if self._loss is None:
+            return paddle.zeros([1])
+        losses = _listed(self._loss(*columns))
+        return losses[0] if len(losses) == 1 else paddle.add_n(losses)
+
+
+class Counting:
+    """What the metrics see of one batch, and what of that each of them computed."""
+
+    def __init__(self, metrics: Sequence[Metric], micro_batch: Callable[[], int]) -> None:
+        """Begins without a batch.
+
+        Args:
+            metrics: What ``compute`` is called of.
+            micro_batch: Returns the number of the micro-batch that runs.
+        """
+        self._metrics = metrics
         self._micro_batch = micro_batch
-        self._real: dict[int, int] = {}
+        self._real: Sequence[int] = ()
         self._computed: dict[int, list[list[Tensor]]] = {}
 
     def begin(self, real: Sequence[int]) -> None:
@@ -49,24 +68,22 @@ class Criterion(paddle.nn.Layer):
         Args:
             real: The rows of each micro-batch that count in the metrics; its first ones.
         """
-        self._real = dict(enumerate(real))
+        self._real = real
         self._computed = {}
 
-    def forward(self, output: Nest, label: Nest) -> Tensor:
-        """Returns the loss of one micro-batch, and has the metrics look at it."""
-        columns = [*_listed(output), *_listed(label)]
+    def look(self, columns: Sequence[Tensor]) -> None:
+        """Has the metrics compute what they want to count of outputs and labels."""
+        if not self._metrics:
+            return
         number = self._micro_batch()
+        real = self._real[number] if number < len(self._real) else 0
         with paddle.no_grad():
-            real = self._real.get(number, 0)
-            seen = [column.detach()[:real] for column in columns] if real else []
+            whole = [column.detach() for column in columns]
+            seen = [c if c.shape[0] == real else c[:real] for c in whole]
             self._computed[number] = [
                 [as_tensor(value) for value in _listed(metric.compute(*seen))]
                 for metric in (self._metrics if real else ())
             ]
-        if self._loss is None:
-            return paddle.zeros([1])
-        losses = _listed(self._loss(*columns))
-        return losses[0] if len(losses) == 1 else paddle.add_n(losses)
 
     def computed(self) -> list[list[list[Tensor]]]:
         """Returns what the metrics computed: by micro-batch, metric, and value of the metric."""

@@ -63,6 +63,7 @@ class Pass:
         self._runner = runner
         self._callbacks = callbacks
         self._metrics = metrics
+        self._names = names_of(metrics)
         self.left = most
         self.logs: Logs = {}
 
@@ -82,7 +83,7 @@ class Pass:
             step_done: Called after each step.
         """
         waiting: list[tuple[int, Rows]] = []
-        told = ("loss", "step", "batch_size", *names_of(self._metrics))
+        told = ("loss", "step", "batch_size", *self._names)
         if position.step:
             self.logs.update(position.told)
 
@@ -141,7 +142,8 @@ class Pass:
     def _tell(self, mode: str, step: int, rows: Rows, loss: float | None) -> None:
         if loss is not None:
             self.logs["loss"] = [loss]
-        self.logs.update(values_of(self._metrics))
+        if self._metrics:
+            self.logs.update(zip(self._names, values_of(self._metrics)))
         self.logs.update(step=step, batch_size=rows.everywhere)
         self._callbacks.on_batch_end(mode, step, self.logs)
 
@@ -156,10 +158,9 @@ def names_of(metrics: Sequence[Metric]) -> list[str]:
     return [name for metric in metrics for name in _listed(metric.name())]
 
 
-def values_of(metrics: Sequence[Metric]) -> Logs:
-    """Returns what the metrics have come to, by name."""
-    values = [value for metric in metrics for value in _listed(metric.accumulate())]
-    return dict(zip(names_of(metrics), values))
+def values_of(metrics: Sequence[Metric]) -> list[Any]:
+    """Returns what the metrics have come to, in the order of their names."""
+    return [value for metric in metrics for value in _listed(metric.accumulate())]
 
 
 def _listed(value: Nest) -> list[Nest]:

@@ -37,11 +37,11 @@ class Cut(NamedTuple):
     """A batch in micro-batches.
 
     Attributes:
-        data: ``[inputs, labels]``, a list of one value per micro-batch each.
+        data: ``[inputs, labels]``, each a list of one value per micro-batch, or not cut yet.
         rows: The rows of each micro-batch.
     """
 
-    data: list[list[Nest]]
+    data: list[Nest]
     rows: tuple[int, ...]
 
     @property
@@ -95,10 +95,14 @@ def in_micro_batches(rows: Rows, count: int) -> Cut:
 
 def whole(columns: Columns, rows: int) -> Nest:
     """Returns the first rows of each column: of the one, of several in a tuple; None of none."""
-    parts = tuple(column[:rows] for column in columns)
-    if not parts:
+    return as_given([column if column.shape[0] == rows else column[:rows] for column in columns])
+
+
+def as_given(columns: Columns) -> Nest:
+    """Returns the one column, a tuple of several; None where there are none."""
+    if not columns:
         return None
-    return parts[0] if len(parts) == 1 else parts
+    return columns[0] if len(columns) == 1 else tuple(columns)
 
 
 def joined(cuts: Iterable[Cut]) -> Cut:

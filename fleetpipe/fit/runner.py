@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 
+from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
-from fleetpipe.fit.criterion import Criterion, Metric
-from fleetpipe.fit.feeding import Rows, in_micro_batches, joined, whole
+from fleetpipe.dygraph.batch.losses import weighted
+from fleetpipe.errors import ConfigError
+from fleetpipe.fit.criterion import Counting, Criterion, Metric
+from fleetpipe.fit.feeding import Cut, Rows, as_given, in_micro_batches, joined, whole
 from fleetpipe.fit.precision import Precision
 from fleetpipe.job.job import Job
 
@@ -45,9 +50,12 @@ class Runner:
         self.optimizer = optimizer
         self._metrics = metrics
         self._precision = precision
-        self._criterion = Criterion(loss, metrics, lambda: pipeline.micro_batch_id)
-        pipeline.layers.take_loss(self._criterion)
+        self._usual_rows = (pipeline.micro_batch_size,) * pipeline.accumulate_steps
+        self._counting = Counting(metrics, lambda: pipeline.micro_batch_id)
+        pipeline.layers.take_loss(Criterion(loss, self._counting))
         self._steps = pipeline.accumulate_steps
+        # What backward leaves out of each loss, and delay_scale_loss divides by in the end.
+        self._undivided = pipeline.weights[0] / pipeline.weights_in_backward[0]
         #: What each micro-batch of the last training batch had in its loss.
         self.shares: list[float] = []
         #: Number of batches trained so far.
@@ -59,52 +67,75 @@ class Runner:
         Each batch counts as a mean over its rows, and their gradients are added up, as Paddle's
         ``accumulate_grad_batches`` has it.
         """
-        cuts = [in_micro_batches(rows, self._steps) for rows in batches]
-        cut = joined(cuts)
-        # A sum over the micro-batches, where it is asked for, is that many times their mean.
-        summed = self.pipeline.weights[0] == 1
-        weights = [w * (len(one.rows) if summed else 1) for one in cuts for w in one.weights]
+        alone = len(batches) == 1
+        cuts = [self._cut(rows, alone) for rows in batches]
+        cut = cuts[0] if alone else joined(cuts)
         with self._micro_batches(len(cut.rows)), self._precision.computing():
-            self._criterion.begin(cut.rows)
+            self._counting.begin(cut.rows)
             shares = self.pipeline.train_batch(
                 cut.data,
                 self.optimizer,
                 scaler=self._precision.scaler,
-                weights=weights,
+                weights=self._weights(cuts),
                 return_micro_batch_loss=True,
             )
         self._count()
-        self.shares = shares.tolist()
-        losses, start = [], 0
-        for one in cuts:
-            losses.append(_total(shares[start : start + len(one.rows)]))
-            start += len(one.rows)
-        return losses
+        shares = _on_host(shares)
+        self.shares = weighted(shares, self._undivided).tolist()
+        if alone:
+            return [_number(weighted(_total(shares), self._undivided))]
+        ends = list(accumulate(len(one.rows) for one in cuts))
+        return [_number(_total(shares[begin:end])) for begin, end in zip([0, *ends], ends)]
+
+    def _cut(self, rows: Rows, alone: bool) -> Cut:
+        """Returns the micro-batches of a batch; one of the usual size, alone, is cut later."""
+        if not alone or rows.rows != self._steps * self.pipeline.micro_batch_size:
+            return in_micro_batches(rows, self._steps)
+        labels = as_given(rows.labels) if rows.labels else [None] * self._steps
+        return Cut([as_given(rows.inputs), labels], self._usual_rows)
+
+    def _weights(self, cuts: Sequence[Cut]) -> list[Fraction] | None:
+        """Returns the weight of each micro-batch; None where all count as they always do.
+
+        Raises:
+            ConfigError: They are not alike, and ``delay_scale_loss`` divides all at once.
+        """
+        if len(cuts) == 1 and len(cuts[0].rows) == self._steps and len(set(cuts[0].rows)) == 1:
+            return None
+        if self._undivided != 1:
+            raise ConfigError(
+                "delay_scale_loss weights all micro-batches of a step alike",
+                got=f"micro-batches of {' + '.join(str(list(one.rows)) for one in cuts)} rows",
+                fix="fit(.., drop_last=True, accumulate_grad_batches=1) with a batch_size that "
+                "accumulate_steps divides; or leave delay_scale_loss out",
+            )
+        # A sum over the micro-batches, where it is asked for, is that many times their mean.
+        summed = self.pipeline.weights[0] == 1
+        return [w * (len(one.rows) if summed else 1) for one in cuts for w in one.weights]
 
     def evaluate(self, rows: Rows) -> float:
         """Returns the mean loss over the rows that count in all replicas, and has these counted."""
         # One row, which does not count, where this replica has none that does.
         kept = max(rows.real, 1)
-        size = self.pipeline.micro_batch_size
-        starts = range(0, kept, size)
-        self._criterion.begin([max(0, min(size, rows.real - start)) for start in starts])
-        inputs, labels = whole(rows.inputs, kept), whole(rows.labels, kept)
-        if labels is None:
-            labels = [None] * len(starts)
-        with self._precision.computing():
+        with self._forward_only(kept) as size:
+            starts = range(0, kept, size)
+            self._counting.begin([max(0, min(size, rows.real - start)) for start in starts])
+            inputs, labels = whole(rows.inputs, kept), whole(rows.labels, kept)
+            if labels is None:
+                labels = [None] * len(starts)
             loss = self.pipeline.eval_batch([inputs, labels], compute_loss=True)
         self._count()
         if rows.everywhere == rows.rows * self.pipeline.replicas.ranks:
             return float(loss)
         own = self.pipeline.total_loss
-        share = None if own is None else [_total(own[0]) * rows.real]
+        share = None if own is None else [_number(_total(_on_host(own[0]))) * rows.real]
         everyone = self.pipeline.from_last_stage(share)
         return float(sum(share for (share,) in everyone) / rows.everywhere)
 
     def predict(self, rows: Rows) -> list[np.ndarray]:
         """Returns the outputs for the rows that count in all replicas, in their order."""
         kept = max(rows.real, 1)
-        with self._precision.computing():
+        with self._forward_only(kept):
             output = self.pipeline.predict_batch(whole(rows.inputs, kept), broadcast=False)
         columns = output if isinstance(output, (list, tuple)) else [output]
         own = None if output is None else [column[: rows.real] for column in columns]
@@ -114,7 +145,7 @@ class Runner:
     def measured_bytes(self, rows: Rows) -> list[float]:
         """Returns what a forward of one micro-batch leaves allocated in each stage."""
         cut = in_micro_batches(rows, self._steps)
-        self._criterion.begin([0] * len(cut.rows))
+        self._counting.begin([0] * len(cut.rows))
         with self._micro_batches(len(cut.rows)):
             return list(self.pipeline.profile(cut.data)["bytes"])
 
@@ -125,12 +156,29 @@ class Runner:
 
     def _count(self) -> None:
         if self._metrics:
-            self._criterion.update(self.pipeline.from_last_stage(self._criterion.computed()))
+            self._counting.update(self.pipeline.from_last_stage(self._counting.computed()))
+
+    @contextmanager
+    def _forward_only(self, rows: int) -> Iterator[int]:
+        """Within it a batch is cut for running forward; gives the rows of its micro-batches.
+
+        They are larger than usual where there would be more of them than in training.
+        """
+        usual = self.pipeline.micro_batch_size
+        size = self.pipeline.micro_batch_size = max(usual, -(-rows // self._steps))
+        try:
+            with self._precision.computing():
+                yield size
+        finally:
+            self.pipeline.micro_batch_size = usual
 
     @contextmanager
     def _micro_batches(self, count: int) -> Iterator[None]:
-        """Within it the schedule has another number of micro-batches."""
+        """Within it the schedule has so many micro-batches."""
         usual = self.pipeline.accumulate_steps
+        if count == usual:
+            yield
+            return
         self.pipeline.accumulate_steps = count
         try:
             yield
@@ -138,9 +186,25 @@ class Runner:
             self.pipeline.accumulate_steps = usual
 
 
-def _total(shares: Tensor) -> float:
-    """Adds up the shares [micro-batches] one after another, as the loss of a batch is made."""
+def _on_host(shares: Tensor) -> Nest:
+    """Returns an array with the shares, or the Tensor itself where NumPy has no such dtype."""
+    return shares.numpy() if shares.dtype in (paddle.float32, paddle.float64) else shares
+
+
+def _total(shares: Nest) -> Nest:
+    """Adds up the shares [micro-batches] one after another, as the loss of a batch is made.
+
+    Returns:
+        One value, in what the shares are in.
+    """
+    if isinstance(shares, np.ndarray):
+        return np.add.accumulate(shares)[-1:]
     total = shares[0]
     for index in range(1, shares.shape[0]):
         total = total + shares[index]
-    return float(total)
+    return total
+
+
+def _number(value: Nest) -> float:
+    (number,) = value.reshape([-1]).tolist()
+    return float(number)

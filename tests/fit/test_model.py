@@ -129,6 +129,36 @@ def test_a_sum_over_micro_batches_is_that_many_times_their_mean() -> None:
         assert np.allclose(other, STEPS * one, rtol=1e-3, atol=1e-6)
 
 
+# A micro_batch_size that is not that of the data is one that nobody cared about.
+@pytest.mark.parametrize("rows", [ROWS, 1])
+def test_a_loss_that_is_divided_in_the_end_fits_alike(rows: int) -> None:
+    def fitted(delayed: bool) -> tuple[list[float], list[float], list[Any]]:
+        strategy = jobs.strategy(STEPS, rows=rows, pp=2)
+        switches = strategy.hybrid_configs["pp_configs"]
+        if not hasattr(switches, "delay_scale_loss"):
+            pytest.skip("Paddle 2.6.2 has no pp_configs.delay_scale_loss")
+        switches.delay_scale_loss = delayed
+        fleet.init(is_collective=True, strategy=strategy)
+        model = fleetpipe.Model(layers())
+        sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        model.prepare(sgd, nn.CrossEntropyLoss())
+        told = Losses()
+        model.fit(Digits(0, 64), batch_size=BATCH, verbose=0, shuffle=False, callbacks=told)
+        losses = [logs["loss"][0] for logs in told.train]
+        found = losses, model.micro_batch_losses, [p.numpy() for p in model.parameters()]
+        if delayed:
+            with pytest.raises(ConfigError, match="drop_last"):
+                model.fit(Digits(0, BATCH - 1), batch_size=BATCH, verbose=0)
+        fleet.shutdown()
+        return found
+
+    (losses, shares, weights), (others, their_shares, their_weights) = map(fitted, (False, True))
+    assert np.allclose(losses, others, rtol=1e-6)
+    assert np.allclose(shares, their_shares, rtol=1e-6)
+    # Four is a power of two: to divide by it rounds nothing, wherever it is done.
+    assert all(map(np.array_equal, weights, their_weights))
+
+
 def test_evaluation_and_prediction_count_every_row_once(model: Any) -> None:
     data = Digits(0, 2 * BATCH + 5)
     network = single(prepared(model))

@@ -36,7 +36,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
         self._names: list[str] = []
         self._steps: int | None = None
         self._done = self._samples = 0
-        self._begun = 0.0
+        self._begun = self._told = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins."""
@@ -64,7 +64,11 @@ class Progress(paddle.callbacks.ProgBarLogger):
         self._samples += logs["batch_size"]
         self._done += 1
         if self._bar is not None:
-            self._bar.set_postfix_str(self._figures(logs), refresh=False)
+            now = time.perf_counter()
+            if now - self._told >= self._bar.mininterval:
+                # No sooner is the bar drawn anew, and figures take time.
+                self._told = now
+                self._bar.set_postfix_str(self._figures(logs), refresh=False)
             self._bar.update()
         elif self._done % self.log_freq == 0 and self._done != self._steps:
             self._line(logs)
@@ -97,6 +101,8 @@ class Progress(paddle.callbacks.ProgBarLogger):
 
     def _end(self, logs: Any) -> None:
         if self._bar is not None:
+            if self._done:
+                self._bar.set_postfix_str(self._figures(logs), refresh=False)
             self._bar.close()
             self._bar = None
         elif self._done:
