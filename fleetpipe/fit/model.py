@@ -455,7 +455,11 @@ class Model(paddle.Model):
             )
 
     def _source(self, data: Nest, batch_size: int, **options: Any) -> Source:
-        return source_of(data, batch_size, len(self._input_specs) or 1, self._job, **options)
+        pipeline = self.pipeline
+        ends = (pipeline.is_pipeline_first_stage, pipeline.is_pipeline_last_stage)
+        loads = any(owns(ignore_virtual=True) for owns in ends)
+        inputs = len(self._input_specs) or 1
+        return source_of(data, batch_size, inputs, self._job, loads=loads, **options)
 
     def _callbacks(
         self,

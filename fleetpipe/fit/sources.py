@@ -26,6 +26,7 @@ class Source:
         inputs: Number of columns of an item that are inputs.
         replica: Number of this replica.
         replicas: Number of replicas.
+        loads: Whether items have the samples, or their numbers alone.
     """
 
     loader: Iterable[Nest]
@@ -34,6 +35,7 @@ class Source:
     inputs: int
     replica: int
     replicas: int
+    loads: bool = True
 
     @property
     def steps(self) -> int | None:
@@ -53,7 +55,10 @@ class Source:
         known = isinstance(self.loader, DataLoader)
         left = None if self.samples is None else self.samples - taken * self.together
         for item in islice(self.loader, 0 if known else taken, None):
-            rows = rows_of(item, self.inputs, self.replica, self.replicas, left)
+            inputs = self.inputs if self.loads else 0
+            rows = rows_of(item, inputs, self.replica, self.replicas, left)
+            if not self.loads:
+                rows = rows._replace(inputs=(), labels=())
             if left is not None:
                 left -= rows.everywhere
             yield rows
@@ -89,6 +94,7 @@ def source_of(
     shuffle: bool = False,
     drop_last: bool = False,
     workers: int = 0,
+    loads: bool = True,
 ) -> Source:
     """Returns where batches come from.
 
@@ -101,6 +107,9 @@ def source_of(
         shuffle: Whether the order of a ``Dataset`` changes from epoch to epoch.
         drop_last: Whether a short last batch of a dataset is left out.
         workers: Processes that load a dataset.
+        loads: Whether this rank needs what is in the data. One that needs nothing draws the numbers
+            of the samples of a ``Dataset`` alone, and is at the same place in it as the others;
+            all other data are read by every rank, for nothing else says how many rows there are.
     """
     samples: int | None = None
     replicas = job.degrees.replicas
@@ -108,7 +117,27 @@ def source_of(
         data = DataLoader(data, batch_size=batch_size, drop_last=drop_last, num_workers=workers)
     elif isinstance(data, paddle.io.Dataset):
         samples = None if shuffle else len(data)
-        data = DataLoader(
-            data, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, num_workers=workers
-        )
+        options = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+        if loads:
+            data = DataLoader(data, num_workers=workers, **options)
+        else:
+            data = DataLoader(Numbers(len(data)), **options)
+            together = batch_size * replicas
+            return Source(data, samples, together, inputs, job.replica, replicas, loads=False)
     return Source(data, samples, batch_size * replicas, inputs, job.replica, replicas)
+
+
+class Numbers(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6.2 takes no argument
+    """Stands for a dataset of which nothing but the number of samples matters."""
+
+    def __init__(self, count: int) -> None:
+        """Takes that number."""
+        self._count = count
+
+    def __getitem__(self, index: int) -> int:
+        """Returns the number of a sample."""
+        return index
+
+    def __len__(self) -> int:
+        """Returns how many samples there are."""
+        return self._count

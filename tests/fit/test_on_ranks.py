@@ -58,3 +58,47 @@ def test_every_rank_sees_what_one_process_sees(launch: Launch, tmp_path: Path) -
     arrays = [name for name, value in files.items() if isinstance(value, np.ndarray)]
     assert len(arrays) == 12
     assert all(np.allclose(of_replicas[name], files[name], atol=1e-4) for name in arrays)
+
+
+READING = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
+import paddle
+from paddle import nn
+import fleetpipe
+from fleetpipe import fleet
+from tests import jobs
+from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers
+
+class Counted(Digits):
+    read = 0
+
+    def __getitem__(self, index):
+        Counted.read += 1
+        return super().__getitem__(index)
+
+jobs.begin(3, STEPS, rows=ROWS)
+model = fleetpipe.Model(layers())
+sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+model.prepare(sgd, nn.CrossEntropyLoss(), paddle.metric.Accuracy())
+told = Losses()
+options = dict(batch_size=BATCH, verbose=0)
+model.fit(Counted(0, 2 * BATCH + 5), Counted(1000, 1041), epochs=2, callbacks=told, **options)
+trained = Counted.read
+(outputs,) = model.predict(Counted(1000, 1041), stack_outputs=True, **options)
+found = [told.train, told.eval, outputs.tolist(), trained, Counted.read - trained]
+print("FOUND", json.dumps(found, default=float), flush=True)
+fleet.shutdown()
+"""
+
+
+def test_a_rank_between_the_first_and_the_last_reads_no_sample(launch: Launch) -> None:
+    def found(ranks: int | None) -> list[Any]:
+        logs = launch(READING, ranks).logs
+        return [json.loads(log.partition("FOUND ")[2].splitlines()[0]) for log in logs]
+
+    (alone,) = found(None)
+    first, between, last = found(3)
+    assert alone[3:] == [2 * (2 * 32 + 5) + 2 * 41, 41]
+    assert first == last == alone
+    assert between == [*alone[:3], 0, 0]
