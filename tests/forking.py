@@ -24,6 +24,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -143,6 +144,7 @@ def _serve() -> Any:
         else:
             # Born with its mark, a child is found from its first moment on.
             ctypes.memmove(mark, request["mark"].encode(), len(NO_MARK))
+            _let_threads_fall_asleep()
             answer = os.fork()
             if answer == 0:
                 answers.close()
@@ -156,6 +158,27 @@ def _serve() -> Any:
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
     sys.exit()
+
+
+def _let_threads_fall_asleep(limit: float = 5.0) -> None:
+    """Waits until no other thread of this process runs: what one holds stays locked in a child.
+
+    2.6.2 brings a thread that takes its samples once a second under locks which an exit takes too.
+    """
+    deadline = time.monotonic() + limit
+    while any(state != "S" for state in _states()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+
+
+def _states() -> list[str]:
+    """The states of this process's other threads, as /proc has them."""
+    own = threading.get_native_id()
+    stats = [
+        task.joinpath("stat").read_text()
+        for task in Path("/proc/self/task").iterdir()
+        if int(task.name) != own
+    ]
+    return [stat.rpartition(")")[2].split()[0] for stat in stats]
 
 
 def _address(variable: str) -> int:

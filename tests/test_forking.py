@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 
 from tests import forking
 from tests.launching import ROOT, Finished, JobFailed, JobHung, JobLeftProcesses
-from tests.test_launching import is_running
+from tests.test_launching import end
 
 pytest.importorskip("paddle")
 
@@ -45,6 +48,19 @@ def test_each_rank_has_its_log_its_arguments_and_its_environment(launch: Launch)
             "True",
             "to the error stream",
         ]
+
+
+def test_a_fork_waits_for_a_thread_that_runs() -> None:
+    # More than a second's work, without the interpreter's lock.
+    work = functools.partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 3_000_000)
+    thread = threading.Thread(target=work)
+    thread.start()
+    began = time.monotonic()
+    forking._let_threads_fall_asleep(0.1)
+    assert time.monotonic() - began >= 0.1
+    forking._let_threads_fall_asleep(60)
+    assert 0.2 < time.monotonic() - began < 60
+    thread.join()
 
 
 def test_a_child_has_nothing_of_another_ones(launch: Launch) -> None:
@@ -95,7 +111,7 @@ def test_a_hang_shows_every_ranks_stack_and_leaves_no_process(launch: Launch) ->
     assert all("in waits_for_ever" in log for log in text.split("--- rank 1"))
     pids = [int(word) for line in text.splitlines() if "pid " in line for word in line.split()[1:]]
     assert len(set(pids)) >= 6
-    assert not any(is_running(pid) for pid in pids if pid)
+    assert end([pid for pid in pids if pid])
 
 
 def test_a_process_that_outlives_its_job_is_reported_and_killed(launch: Launch) -> None:
@@ -105,7 +121,7 @@ def test_a_process_that_outlives_its_job_is_reported_and_killed(launch: Launch) 
     """
     with pytest.raises(JobLeftProcesses, match="sleep 600") as caught:
         launch(source, None)
-    assert not is_running(int(str(caught.value).split(":")[1].split()[0]))
+    assert end([int(str(caught.value).split(":")[1].split()[0])])
 
 
 def test_a_mother_that_was_killed_is_replaced(launch: Launch) -> None:
@@ -156,7 +172,4 @@ def test_nothing_is_left_where_the_tests_are_killed(tmp_path: Path) -> None:
     assert killed.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in killed.stdout.split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert end(pids)
