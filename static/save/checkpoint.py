@@ -167,15 +167,15 @@ class ProgramOptimizer:
         found: dict[Name, Held] = {}
         for parameter in self._pipeline.kept:
             path = names[self._names[parameter]]
-            if path not in there:
+            state = dict(self._state(parameter, path))
+            if state and path not in there:
                 raise CheckpointError(
                     f"the checkpoint has no state of the optimizer for {path!r}",
                     cause="it was saved before the first step, or did not train this parameter",
                     fix="restore the model alone right after the startup program has run: "
                     'only=("model",)',
                 )
-            state = dict(self._state(parameter, path))
-            require_kinds(path, set(state), there[path])
+            require_kinds(path, set(state), there.get(path, set()))
             found.update(state)
         for name, held in found.items():
             require_fit(name, held, saved.tensors[name])

@@ -54,6 +54,8 @@ def test_ls_and_show(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "show", home / "step-00000001") == shown
     assert "no checkpoint of step 5" in said(capsys, "show", home, "--step", "5", code=2)
     assert "no checkpoint in this folder" in said(capsys, "ls", home.parent, code=2)
+    (home / "step-00000002").rename(home / "step-00000002.aside")
+    assert "2  set aside: the run went back" in said(capsys, "ls", home)
 
 
 def test_verify_names_what_is_damaged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +115,7 @@ def test_fleets_layer_files_are_read_and_written(
         assert manager.restore(model=other, only=("model",)).step == 7
         assert bits(other.full_state_dict()) == bits(model.full_state_dict())
         said(capsys, "convert", ours, again)
+        assert "steps after step 6" in said(capsys, "convert", theirs, ours, "--step", "6", code=2)
         third = pipeline(layers).layers
         third.set_state_dir(again)
         assert bits(third.full_state_dict()) == bits(model.full_state_dict())

@@ -75,7 +75,7 @@ def kill(folder: Path, home: Path, in_background: bool, victim: int, moment: int
         for rank in range(2):
             ranks.wait_for(f"begun.{rank}")
         if not moment:
-            time.sleep(random.uniform(0.0, 0.3))
+            time.sleep(random.SystemRandom().uniform(0.0, 0.3))
             ranks.signal(victim, signal.SIGKILL)
         ended = ranks.wait(limit=LIMIT + 15)
     assert ended[victim].code == -signal.SIGKILL, ended[victim].log

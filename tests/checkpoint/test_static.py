@@ -16,6 +16,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import CheckpointError, ConfigError, StateError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.static import pipeline_of, state_dict
+from tests.checkpoint.test_commands import said
 from tests.jobs import job
 from tests.pipelines import bits, pipeline
 from tests.static.networks import (
@@ -45,13 +46,14 @@ class Static:
         dropout: Sequence[int] = (),
         rate: Any = None,
         micro_batches: int = MICRO_BATCHES,
+        make: Any = paddle.optimizer.AdamW,
     ) -> None:
         paddle.seed(seed)
         strategy = strategy_of(micro_batches=micro_batches)
         fleet.init(is_collective=True, strategy=strategy)
         self.loss = mlp(stages, norm=True, dropout=dropout)()[0]
         self.rate = paddle.optimizer.lr.StepDecay(0.01, 2) if rate is None else rate
-        optimizer = fleet.distributed_optimizer(paddle.optimizer.AdamW(self.rate), strategy)
+        optimizer = fleet.distributed_optimizer(make(self.rate), strategy)
         optimizer.minimize(self.loss)
         self.exe = paddle.static.Executor(paddle.CPUPlace())
         self.exe.run(paddle.static.default_startup_program())
@@ -158,6 +160,22 @@ def test_a_rate_that_was_set_by_hand_comes_back(tmp_path: Path) -> None:
         assert run.objects["optimizer"].get_lr() == 0.025
         assert run.train(AFTER) == expected
         assert len(first) == 3
+
+
+def test_an_optimizer_may_keep_nothing_and_must_be_the_same(tmp_path: Path) -> None:
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    sgd = paddle.optimizer.SGD
+    with static_mode():
+        run = Static(make=sgd)
+        run.train(BEFORE)
+        manager.save(3, **run.objects)
+        expected = run.train(AFTER)
+    with static_mode():
+        run = Static(make=sgd, seed=8)
+        manager.restore(**run.objects)
+        assert run.train(AFTER) == expected
+    with static_mode(), pytest.raises(CheckpointError, match=r"AdamW\n(.|\n)*SGD"):
+        manager.restore(**Static().objects)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -330,3 +348,31 @@ def test_what_does_not_fit_a_program_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(StateError, match="has ended"):
             manager.save(1, model=program)
     assert manager.steps() == [0]
+
+
+def test_the_commands_take_it_as_any_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, copy = tmp_path / "run", tmp_path / "copy"
+    with static_mode():
+        run = Static()
+        run.train(BEFORE)
+        fleetpipe.CheckpointManager(home, names=names_of(2)).save(3, **run.objects)
+        state = {names_of(2)[name]: array for name, array in state_dict().items()}
+    with job(2):
+        other = Dynamic(seed=9)
+        fleetpipe.CheckpointManager(home).restore(**other.objects)
+        fleetpipe.CheckpointManager(copy).save(3, **other.objects)
+        said(capsys, "convert", home, tmp_path / "layers")
+        third = Dynamic(seed=9).model.layers
+        third.set_state_dir(tmp_path / "layers")
+        assert bits(third.full_state_dict()) == {n: state[n].tobytes() for n in state}
+    assert "3 " in said(capsys, "ls", home)
+    shown = said(capsys, "show", home)
+    assert "layout     dp 1, mp 1, pp 2, sharding 1" in shown
+    assert "0.weight/moment1_0" in shown
+    assert said(capsys, "verify", home) == "step-00000003: whole\n"
+    assert said(capsys, "diff", home, copy) == "all tensors have the same bits\n"
+    said(capsys, "merge", home, tmp_path / "all.pdparams")
+    merged = paddle.load(str(tmp_path / "all.pdparams"), return_numpy=True)
+    assert_same(merged, state)
