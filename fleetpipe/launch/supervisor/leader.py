@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import secrets
 import selectors
@@ -17,14 +16,12 @@ from fleetpipe.launch.keeping.places import Claim, given_back, placed
 from fleetpipe.launch.keeping.rounds import Rounds
 from fleetpipe.launch.keeping.slots import Stamp
 from fleetpipe.launch.script import in_a_shell
-from fleetpipe.launch.supervisor import link as links
 from fleetpipe.launch.supervisor import saying
+from fleetpipe.launch.supervisor.door import Door
 from fleetpipe.launch.supervisor.link import Link, Message
 from fleetpipe.launch.supervisor.local import Local, Place
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals
 from fleetpipe.launch.supervisor.verdict import POISONED, Verdict, joint
-from fleetpipe.transport.joining.handshake import Stranger, accepts
-from fleetpipe.transport.joining.mesh import MOST_STRANGERS, Attempt
 
 #: Seconds that ranks on other hosts may take to end by themselves after one has failed.
 END_SECONDS = 8.0
@@ -79,7 +76,7 @@ class Leader:
         self._giving: set[int] = set()
         #: Supervisors that follow, and what those have said of themselves that have.
         self._links: dict[Link, Host | None] = {}
-        self._strangers: list[Attempt] = []
+        self._door: Door | None = None
         self._taking_part: list[Link] = []
         self._running: set[Link] = set()
         self._verdicts: list[Verdict] = []
@@ -93,8 +90,7 @@ class Leader:
         if copies is not None:
             self._selector.register(copies, selectors.EVENT_READ, self._take_news)
         if listener is not None:
-            accept = functools.partial(self._accept, listener)
-            self._selector.register(listener, selectors.EVENT_READ, accept)
+            self._door = Door(listener, self._selector, self._let_in)
 
     def run(self) -> int:
         """Runs one life after another; returns the exit code of the job."""
@@ -236,9 +232,8 @@ class Leader:
             left = max(0.0, min(left, self._deadline - time.monotonic()))
         for key, _ in self._selector.select(left):
             key.data()
-        now = time.monotonic()
-        for stranger in [one for one in self._strangers if one.expires < now]:
-            self._drop(stranger)
+        if self._door is not None:
+            self._door.drop_late()
         for each in list(self._links):
             each.say_alive()
             if each.lost:
@@ -345,34 +340,9 @@ class Leader:
             gone = f"host {address} is gone: its supervisor ended, or cannot be reached"
             self._ended(Verdict(1, culprit=gone))
 
-    def _accept(self, listener: socket.socket) -> None:
-        if len(self._strangers) >= MOST_STRANGERS:
-            self._drop(self._strangers[0])
-        with contextlib.suppress(OSError):
-            sock, _ = listener.accept()
-            sock.setblocking(False)
-            attempt = Attempt(sock, accepts(links.secret(), links.LEADER, links.SIDES))
-            self._strangers.append(attempt)
-            greet = functools.partial(self._greet, attempt)
-            self._selector.register(sock, selectors.EVENT_READ, greet)
-
-    def _greet(self, attempt: Attempt) -> None:
-        try:
-            known = attempt.advance()
-        except (OSError, Stranger):
-            self._drop(attempt)
-            return
-        if known is not None:
-            self._strangers.remove(attempt)
-            self._selector.unregister(attempt.sock)
-            link = Link(attempt.sock, known)
-            self._selector.register(link, selectors.EVENT_READ, functools.partial(self._hear, link))
-            self._links[link] = None
-
-    def _drop(self, attempt: Attempt) -> None:
-        self._strangers.remove(attempt)
-        self._selector.unregister(attempt.sock)
-        attempt.sock.close()
+    def _let_in(self, link: Link) -> None:
+        self._selector.register(link, selectors.EVENT_READ, functools.partial(self._hear, link))
+        self._links[link] = None
 
 
 def _free_port(host: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -66,8 +67,11 @@ def require_bits(logs: list[Path], alone: str) -> None:
 
 def copied(rank: int) -> int:
     """Returns the last step of a rank of which another host has a copy whole; 0: there is none."""
-    files = Path("/dev/shm").glob(f"fleetpipe-launch-*/held/rank-{rank}.*")
-    return max((stamp.step for file in files for stamp in Slots(file).stamps()), default=0)
+    found = [0]
+    for file in Path("/dev/shm").glob(f"fleetpipe-launch-*/held/rank-{rank}.*"):
+        with contextlib.suppress(FileNotFoundError):  # one in a newer form has come
+            found += [stamp.step for stamp in Slots(file).stamps()]
+    return max(found)
 
 
 def wait_for_copies(step: int, log: Path) -> None:
