@@ -12,6 +12,7 @@ import pytest
 
 from fleetpipe.job.life import PREEMPTED
 from fleetpipe.launch.keeping.places import Claim
+from fleetpipe.launch.supervisor import leader as module
 from fleetpipe.launch.supervisor.leader import Leader
 from fleetpipe.launch.supervisor.local import Place
 from fleetpipe.launch.supervisor.signals import caught
@@ -22,10 +23,10 @@ class Lives:
     """Stands for this host's ranks: each life ends at once, in its turn, as was said before."""
 
     step = None
-    claim = Claim()
 
     def __init__(self, *verdicts: Verdict) -> None:
         self.running = False
+        self.claim = Claim()
         self.places: list[Place] = []
         self.recorded: list[tuple[int, Verdict]] = []
         self.stopped = self.killed = 0
@@ -37,6 +38,7 @@ class Lives:
 
     def start(self, place: Place) -> None:
         self.places.append(place)
+        self.claim = Claim(place.life, place.nodes, place.node)
         self.running = True
         if self._verdicts[0].code != -1:
             os.write(self._ends, b"e")
@@ -55,7 +57,8 @@ class Lives:
 
     def kill(self) -> None:
         self.killed += 1
-        os.write(self._ends, b"e")
+        if self.running:
+            os.write(self._ends, b"e")
 
 
 #: A life that does not end by itself.
@@ -78,7 +81,12 @@ def signals() -> Iterator[Any]:
 
 def lead(lives: Lives, signals: Any, max_restart: int = 3, grace: float = 60.0) -> int:
     options = argparse.Namespace(
-        nnodes=(1, 1), master=None, max_restart=max_restart, grace=grace, elastic_timeout=1.0
+        nnodes=(1, 1),
+        master=None,
+        max_restart=max_restart,
+        grace=grace,
+        elastic_timeout=1.0,
+        neighbour_every=None,
     )
     return Leader(options, lives, signals).run()  # type: ignore[arg-type]
 
@@ -126,3 +134,90 @@ def test_a_job_that_is_asked_to_stop_is_not_started_again(
     os.kill(os.getpid(), number)
     assert lead(lives, signals) == 128 + number
     assert (len(lives.places), lives.stopped, lives.killed) == (1, asked, killed_after_all)
+
+
+class Other:
+    """Stands for the connection to another host's supervisor, which is lost when it is told so."""
+
+    def __init__(self, job: Leader, name: str, lost_at: str, then: Other | None) -> None:
+        self.job, self.name, self.then = job, name, then
+        self.lost_at = lost_at
+        self.lost = False
+        self.told: list[dict[str, Any]] = []
+        self._never, self._ends = os.pipe()
+
+    def fileno(self) -> int:
+        return self._never
+
+    def come(self) -> None:
+        self.job._let_in(self)  # type: ignore[arg-type]
+        here = {"kind": "here", "address": self.name, "port": 1, **Claim()._asdict()}
+        self.job._heard(self, here)  # type: ignore[arg-type]
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self.told.append({"kind": kind, **fields})
+        self.lost = kind == self.lost_at
+
+    def say_alive(self) -> None:
+        if self.told and self.told[-1]["kind"] == "begin" and not self.lost:
+            life = self.told[-1]["life"]
+            ended = {"kind": "ended", "life": life, "verdict": str(Verdict(0))}
+            self.told.append({"kind": "says", "it": "has ended"})
+            self.job._heard(self, ended)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        if self.then is not None:
+            self.then.come()
+
+
+class Memory:
+    """Stands for this host's part in the copies of states: it gives back at once."""
+
+    where = "a:1"
+
+    def __init__(self) -> None:
+        self.obeyed: list[dict[str, Any]] = []
+        self._read, self._ends = os.pipe()
+
+    def fileno(self) -> int:
+        return self._read
+
+    def obey(self, message: dict[str, Any]) -> None:
+        self.obeyed.append(message)
+        os.write(self._ends, b"n")
+
+    def news(self) -> list[dict[str, Any]]:
+        os.read(self._read, 1)
+        return [{"kind": "gave", "life": self.obeyed[-1]["life"]}]
+
+
+def test_a_host_that_is_lost_while_it_is_given_back_its_memory_is_replaced_by_the_next(
+    signals: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TURN_SECONDS", 0.01)
+    monkeypatch.setattr(module, "END_SECONDS", 0.0)
+    options = argparse.Namespace(
+        nnodes=(2, 2),
+        master=("127.0.0.1", 1),
+        max_restart=1,
+        grace=60.0,
+        elastic_timeout=30.0,
+        neighbour_every=3,
+    )
+    lives, memory = Lives(killed(4), Verdict(0)), Memory()
+    job = Leader(options, lives, signals, None, memory)  # type: ignore[arg-type]
+    last = Other(job, "d", "", None)
+    third = Other(job, "c", "expect", last)
+    second = Other(job, "b", "begin", third)
+    second.come()
+    assert job.run() == 0
+    assert [message["kind"] for message in second.told] == ["begin"]
+    # The first life is the first; the second one was to be with c.
+    assert third.told[0] == {"kind": "expect", "life": 2, "nodes": 2, "node": 1}
+    assert [message["to"] for message in memory.obeyed] == ["c:1", "d:1"]
+    assert [message["kind"] for message in last.told[:2]] == ["expect", "begin"]
+    first, then = lives.places
+    assert last.told[1]["life"] == then.life == 3
+    assert (first.neighbour, then.neighbour) == ("b:1", "d:1")
+    assert last.told[1]["neighbour"] == "a:1"
+    assert last.told[1]["mark"] == then.mark != first.mark

@@ -79,7 +79,8 @@ def test_wrong_numbers_are_refused_before_anything_starts(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    for option in ("--nproc_per_node=0", "--max_restart=-1", "--grace=soon", "--grace=-1"):
+    wrong = "--nproc_per_node=0", "--max_restart=-1", "--grace=soon", "--grace=-1"
+    for option in (*wrong, "--neighbour_every=0", "--neighbour_every=often"):
         assert main(["launch", option, str(script)]) == 2
     for nodes in ("0", "2:1", "2:", "many"):
         assert main(["launch", f"--nnodes={nodes}", str(script)]) == 2
@@ -89,3 +90,6 @@ def test_wrong_numbers_are_refused_before_anything_starts(
     capsys.readouterr()
     assert main(["launch", "--nnodes=2", str(script)]) == 2
     assert "give --master HOST:PORT" in capsys.readouterr().err
+    for given in (["--master=10.0.0.1:80"], ["--keep_state"]):
+        assert main(["launch", "--neighbour_every=3", *given, str(script)]) == 2
+        assert "give --keep_state, and --nnodes and --master" in capsys.readouterr().err
