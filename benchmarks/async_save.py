@@ -126,31 +126,38 @@ def report(found: list[list[dict[str, Any]]], options: argparse.Namespace) -> No
     """Prints the figures. Of a block that of the slowest rank counts: they wait for each other."""
     first, *rows = zip(*found)
     step = median(max(one["without"]["seconds"] for one in row) for row in rows) / BLOCK
+    busy = median(one["without"]["processor"] for row in rows for one in row) / BLOCK
     mega = options.blocks * 3 * 4 * WIDTH * (WIDTH + 1) / 1e6
-    print(f"{options.ranks} ranks, {mega:.0f} MB saved of each, steps of {step:.3f} s (median)")
-    print("median (middle half; all), of", len(rows), "repeats")
-
-    def slowest(row: Any, name: str) -> float:
-        return max(one[name]["seconds"] for one in row)
-
-    noise = [slowest(row, "without again") / slowest(row, "without") for row in rows]
-    print("a step without a save / another one without    ", spread(noise, ".3f"))
-    ratio = [
-        2 * slowest(row, "with") / (slowest(row, "without") + slowest(row, "without again"))
-        for row in rows
-    ]
-    print("a step while a save is written / one without   ", spread(ratio, ".3f"))
-    call = [1e3 * one["call"]["processor"] for row in rows for one in row]
-    print("the call, ms of a processor                    ", spread(call, ".1f"))
-    share = [100 * one["call"]["processor"] / step for row in rows for one in row]
-    print("the call, % of a step                          ", spread(share, ".2f"))
-    print("the call, page faults                          ", spread(
-        [one["call"]["faults"] for row in rows for one in row], ".0f"))  # fmt: skip
-    begun = max(one["call"]["processor"] for one in first)
-    faults = max(one["call"]["faults"] for one in first)
-    print(f"the first call, which makes the memory: {1e3 * begun:.1f} ms, {faults:.0f} page faults")
+    print(
+        f"{options.ranks} ranks, {mega:.0f} MB saved of each; a step: {step:.3f} s, of which",
+        end="",
+    )
+    print(f" {busy:.3f} s on a processor (medians of {len(rows)} repeats)")
+    print("medians (middle half; all)")
+    for what, title in (
+        ("seconds", "by the clock"),
+        ("processor", "of the training thread's time"),
+    ):
+        for name, words in (("without again", "without a save"), ("with", "with one in flight")):
+            ratios = [_most(row, name, what) / _most(row, "without", what) for row in rows]
+            print(f"{title}: steps {words} / before, without".ljust(75), spread(ratios, ".3f"))
+    calls = [one["call"] for row in rows for one in row]
+    print(
+        "the call, ms on a processor".ljust(75),
+        spread([1e3 * c["processor"] for c in calls], ".1f"),
+    )
+    shares = [100 * call["processor"] / busy for call in calls]
+    print("the call, % of a step, both on a processor".ljust(75), spread(shares, ".2f"))
+    print("the call, page faults".ljust(75), spread([call["faults"] for call in calls], ".0f"))
+    begun = max((one["call"] for one in first), key=lambda call: float(call["faults"]))
+    print(f"the first call, which makes the memory: {1e3 * begun['processor']:.0f} ms", end=", ")
+    print(f"{begun['faults']:.0f} page faults")
     late = sum(one["late"]["seconds"] for row in rows for one in row)
-    print(f"not written when the block ended: {late:.0f} of {len(rows) * options.ranks}")
+    print(f"saves that were not yet written when their block ended: {late:.0f} of {len(calls)}")
+
+
+def _most(row: Any, name: str, what: str) -> float:
+    return max(float(one[name][what]) for one in row)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,8 @@ Message = dict[str, Any]
 #: The kinds of those from it.
 TO_COPIES = ("mirror", "expect", "give")
 
+#: Which folder of a host has what it gives, by what a connection is for.
+_GIVEN = {GIVEN_BACK: "held", COPIES: "kept"}
 _LOOK_SECONDS = 0.05
 #: Seconds in which another host has to answer, and after which it is asked again.
 _CONNECT_SECONDS, _AGAIN_SECONDS = 5.0, 0.5
@@ -74,6 +76,7 @@ class Copies:
         Raises:
             TransportError: The address is none of this host.
         """
+        self._folder = folder
         self._kept, self._held = folder / "kept", folder / "held"
         self._held.mkdir()
         self._warn = warn
@@ -114,7 +117,10 @@ class Copies:
             neighbour: The address that takes this host's states; "" where none does.
             home: The folder of the life.
         """
-        self._settle(place)
+        self.end()
+        if place[1:] != self.claim[1:]:
+            self._forget()  # what was kept in another place is of no use any more
+        self.claim = place
         self._stage = _Stage(place.life)
         self._neighbour, self._home = neighbour, home
         if neighbour:
@@ -139,13 +145,17 @@ class Copies:
         """
         number = message["life"]
         if message["kind"] == "expect":
-            self._settle(Claim(0, message["nodes"], message["node"]))
+            self.end()
+            self._forget()
+            self.claim = Claim(0, message["nodes"], message["node"])
             self._stage = _Stage(number, own=True)
             return
         self._sending.set()
         self._sending = ended = threading.Event()
         if message["kind"] == "give":
-            task = threading.Thread(target=self._give, args=(number, message["to"], ended))
+            kinds = [kind for kind in (GIVEN_BACK, COPIES) if message[_GIVEN[kind]]]
+            args = number, message["to"], kinds, ended
+            task = threading.Thread(target=self._give, args=args)
         else:
             pins = Pins(self._kept)
             safe = Stamp(message["safe_life"], message["safe_step"])
@@ -165,15 +175,12 @@ class Copies:
         for sock in (self._listener, self._read, self._wake):
             sock.close()
 
-    def _settle(self, place: Claim) -> None:
-        """Ends what was; what was kept in another place is of no use any more."""
-        self.end()
-        if place[1:] != self.claim[1:]:
-            with self._taking:
-                for file in (*self._kept.glob("rank-*"), *self._held.glob("rank-*")):
-                    file.unlink()
-            Pins.remove(self._kept)
-        self.claim = place
+    def _forget(self) -> None:
+        """Removes all states; nothing is under way."""
+        with self._taking:
+            for file in (*self._kept.glob("rank-*"), *self._held.glob("rank-*")):
+                file.unlink()
+        Pins.remove(self._kept)
 
     def _mirror(self, number: int, wanted: Stamp, ended: threading.Event) -> None:
         """Sends a state of all ranks here to the neighbour, once they have it."""
@@ -195,17 +202,23 @@ class Copies:
             )
         self._tell("mirrored", life=number, step=wanted.step, outcome=outcome)
 
-    def _give(self, number: int, to: str, ended: threading.Event) -> None:
-        """Gives a host all that was copied from the one in its place."""
+    def _give(self, number: int, to: str, kinds: Sequence[int], ended: threading.Event) -> None:
+        """Gives a host what was copied from the one in its place, or what that one had from here.
+
+        Of what ranks have kept here these are the states that were copied.
+        """
+        pinned = set(self._pinned())
         try:
-            with self._passage(to, number, GIVEN_BACK, ended) as passage:
-                for file in sorted(self._held.glob("rank-*")):
-                    for stamp in Slots(file).stamps():
-                        passage.send(file, stamp)
+            for kind in kinds:
+                with self._passage(to, number, kind, ended) as passage:
+                    for file in sorted((self._folder / _GIVEN[kind]).glob("rank-*")):
+                        for stamp in Slots(file).stamps():
+                            if kind == GIVEN_BACK or stamp in pinned:
+                                passage.send(file, stamp)
         except Ended:
             return
         except (Refused, *FAILURES) as error:
-            self._warn(f"{to} is not given back what was copied here: {_reason(error)}")
+            self._warn(f"{to} is not given what was copied here: {_reason(error)}")
         self._tell("gave", life=number)
 
     def _kept_files(self, wanted: Stamp, ended: threading.Event) -> list[Path]:
@@ -290,23 +303,29 @@ class Copies:
             # One after another: two that write the same slot would make neither.
             with self._taking:
                 while stage.goes_on() and (file := self._taken(passage, stage)) is not None:
-                    self._remove_others(file, stage)
+                    if passage.what == COPIES:
+                        self._remove_others(file)
+                    else:
+                        self._pin(Slots(file).stamps())
         free.release()
 
     def _taken(self, passage: Passage, stage: _Stage) -> Path | None:
         if passage.what == GIVEN_BACK and stage.own:
             return passage.take(self._kept, SLOTS_WITH_NEIGHBOUR, list)
-        if passage.what == COPIES and not stage.own:
+        if passage.what == COPIES:
             return passage.take(self._held, SLOTS, self._pinned)
         raise Ended
 
-    def _remove_others(self, file: Path, stage: _Stage) -> None:
+    def _remove_others(self, file: Path) -> None:
         """Removes the copies of a rank in another form, unless all hosts have them."""
-        if not stage.own:
-            pinned = set(self._pinned())
-            for other in self._held.glob(f"{file.stem}.*"):
-                if other != file and not pinned.intersection(Slots(other).stamps()):
-                    other.unlink()
+        pinned = set(self._pinned())
+        for other in self._held.glob(f"{file.stem}.*"):
+            if other != file and not pinned.intersection(Slots(other).stamps()):
+                other.unlink()
+
+    def _pin(self, stamps: Sequence[Stamp]) -> None:
+        """Lets stay what was given back until there are newer copies: others rely on it too."""
+        Pins(self._kept).set(stamps[0], stamps[-1])
 
     def _pinned(self) -> Collection[Stamp]:
         pins = Pins.of(self._kept)

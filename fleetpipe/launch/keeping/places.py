@@ -24,6 +24,22 @@ class Claim(NamedTuple):
     node: int = 0
 
 
+class Gift(NamedTuple):
+    """What one host gives another one before a life begins.
+
+    Attributes:
+        giver: The place of the one.
+        node: That of the other.
+        held: Whether it is what the giver has of the other's ranks.
+        kept: Whether it is, also, what it has of its own.
+    """
+
+    giver: int
+    node: int
+    held: bool
+    kept: bool
+
+
 def placed(claims: Sequence[Claim], nodes: int) -> list[int]:
     """Returns which of some hosts have the places 1 to ``nodes - 1``, by number.
 
@@ -41,17 +57,23 @@ def placed(claims: Sequence[Claim], nodes: int) -> list[int]:
     return [found[node] if node in found else next(others) for node in range(1, nodes)]
 
 
-def given_back(claims: Sequence[Claim]) -> list[tuple[int, int]]:
-    """Returns who has to give its memory of its neighbour to whom, as pairs of places.
+def gifts(claims: Sequence[Claim]) -> list[Gift]:
+    """Returns who has to give what, so that hosts without memory have what was lost with it.
+
+    The host behind such a one gives back what it has of it, the one before it what it has itself:
+    so the next loss may come before the next copies.
 
     Args:
         claims: Of all hosts of the next life, by place.
     """
     nodes = len(claims)
     last = max((claim.life for claim in claims if claim.nodes == nodes), default=0)
-    kept = [last > 0 and claim == Claim(last, nodes, node) for node, claim in enumerate(claims)]
-    return [
-        ((node + 1) % nodes, node)
-        for node in range(nodes)
-        if not kept[node] and kept[(node + 1) % nodes]
-    ]
+    has = [last > 0 and claim == Claim(last, nodes, node) for node, claim in enumerate(claims)]
+    found = []
+    for node in (node for node in range(nodes) if not has[node]):
+        behind, before = (node + 1) % nodes, (node - 1) % nodes
+        if has[behind]:
+            found.append(Gift(behind, node, held=True, kept=behind == before))
+            if has[before] and before != behind:
+                found.append(Gift(before, node, held=False, kept=True))
+    return found

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe.job import life
 from fleetpipe.launch.keeping.copies import Copies
-from fleetpipe.launch.keeping.places import Claim, given_back, placed
+from fleetpipe.launch.keeping.places import Claim, gifts, placed
 from fleetpipe.launch.keeping.rounds import Rounds
 from fleetpipe.launch.keeping.slots import Stamp
 from fleetpipe.launch.script import in_a_shell
@@ -169,7 +169,7 @@ class Leader:
         return False
 
     def _prepare(self) -> bool:
-        """Gives each host its place, and one that has lost its memory what its neighbour has of it.
+        """Gives each host its place, and one that has lost its memory what others have of it.
 
         Returns:
             Whether all of them are still there.
@@ -181,10 +181,12 @@ class Leader:
         self._number = 1 + max(self._number, *(claim.life for claim in [Claim(), *claims]))
         own = self._local.claim
         ring = [own, *(hosts[each].claim for each in self._taking_part)] if self._ring() else []
-        for holder, node in given_back(ring):
-            self._command(node, "expect", life=self._number, nodes=nodes, node=node)
-            self._command(holder, "give", life=self._number, to=self._ring()[node])
-            self._giving.add(holder)
+        for giver, node, held, kept in gifts(ring):
+            if held:
+                self._command(node, "expect", life=self._number, nodes=nodes, node=node)
+            to = self._ring()[node]
+            self._command(giver, "give", life=self._number, to=to, held=held, kept=kept)
+            self._giving.add(giver)
         while self._giving and self._stopped_by is None:
             self._turn()
         self._giving.clear()

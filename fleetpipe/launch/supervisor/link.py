@@ -41,7 +41,7 @@ _FIELDS: dict[str, dict[str, type]] = {
         "neighbour": str,
     },
     "expect": {"life": int, "nodes": int, "node": int},
-    "give": {"life": int, "to": str},
+    "give": {"life": int, "to": str, "held": bool, "kept": bool},
     "gave": {"life": int},
     "mirror": {"life": int, "step": int, "safe_life": int, "safe_step": int},
     "mirrored": {"life": int, "step": int, "outcome": str},

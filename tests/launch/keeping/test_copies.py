@@ -113,12 +113,15 @@ def test_states_go_to_the_neighbour_and_come_back_to_who_takes_the_place(hosts: 
     assert (first.has("held", 1), second.has("held", 0)) == ([4, 10], [4, 10])
     # The second host is lost, and the third has its place in the next life.
     third.asks("expect", life=4, nodes=2, node=1)
-    first.asks("give", life=4, to=third.copies.where)
+    first.asks("give", life=4, to=third.copies.where, held=True, kept=True)
     assert first.news() == [{"kind": "gave", "life": 4}]
-    assert third.has("kept", 1) == [4, 10]
+    assert third.has("kept", 1) == third.has("held", 0) == [4, 10]
     third.begin(4, first.copies.where)
     first.begin(4, third.copies.where)
-    assert third.has("kept", 1) == [4, 10]
+    # They stay until there are newer ones, for the first host may be the next that is lost.
+    third.keep(12, 13, 14)
+    assert third.has("kept", 1) == [4, 10, 13, 14]
+    assert third.has("held", 0) == [4, 10]
     assert [host.warned for host in hosts] == [[], [], []]
 
 

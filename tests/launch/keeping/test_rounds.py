@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetpipe.launch.keeping.places import Claim, given_back, placed
+from fleetpipe.launch.keeping.places import Claim, Gift, gifts, placed
 from fleetpipe.launch.keeping.rounds import FAILED, MISSED, WHOLE, Rounds
 from fleetpipe.launch.keeping.slots import Stamp
 
@@ -78,20 +78,25 @@ def test_hosts_keep_their_places_and_others_take_what_is_free(
 
 
 @pytest.mark.parametrize(
-    ("claims", "gives"),
+    ("claims", "found"),
     [
         ([Claim(), Claim()], []),  # a job that begins
         ([Claim(2, 2, 0), Claim(2, 2, 1)], []),
-        ([Claim(2, 2, 0), Claim()], [(0, 1)]),
-        ([Claim(), Claim(2, 2, 1)], [(1, 0)]),  # the one that leads was lost
-        ([Claim(2, 2, 0), Claim(1, 2, 1)], [(0, 1)]),  # was elsewhere when life 2 ran
+        ([Claim(2, 2, 0), Claim()], [Gift(0, 1, True, True)]),
+        ([Claim(), Claim(2, 2, 1)], [Gift(1, 0, True, True)]),  # the one that leads was lost
+        # One that was elsewhere when life 2 ran.
+        ([Claim(2, 2, 0), Claim(1, 2, 1)], [Gift(0, 1, True, True)]),
         ([Claim(2, 3, 0), Claim(2, 3, 1)], []),  # a host less: another ring
-        ([Claim(2, 3, 0), Claim(), Claim(2, 3, 2)], [(2, 1)]),
-        ([Claim(2, 4, 0), Claim(), Claim(), Claim(2, 4, 3)], [(3, 2)]),  # 1's copy went with 2
+        (
+            [Claim(2, 3, 0), Claim(), Claim(2, 3, 2)],
+            [Gift(2, 1, True, False), Gift(0, 1, False, True)],
+        ),
+        # The copy of what 1 had went with 2, and that of 0 with 1.
+        ([Claim(2, 4, 0), Claim(), Claim(), Claim(2, 4, 3)], [Gift(3, 2, True, False)]),
         ([], []),
     ],
 )
-def test_the_next_host_in_the_ring_gives_back_what_a_lost_one_had(
-    claims: list[Claim], gives: list[tuple[int, int]]
+def test_the_hosts_beside_a_lost_one_give_what_it_had(
+    claims: list[Claim], found: list[Gift]
 ) -> None:
-    assert given_back(claims) == gives
+    assert gifts(claims) == found
