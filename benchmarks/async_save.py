@@ -125,35 +125,31 @@ def spread(values: list[float], form: str) -> str:
 def report(found: list[list[dict[str, Any]]], options: argparse.Namespace) -> None:
     """Prints the figures. Of a block that of the slowest rank counts: they wait for each other."""
     first, *rows = zip(*found)
-    step = median(max(one["without"]["seconds"] for one in row) for row in rows) / BLOCK
-    busy = median(one["without"]["processor"] for row in rows for one in row) / BLOCK
-    mega = options.blocks * 3 * 4 * WIDTH * (WIDTH + 1) / 1e6
-    print(
-        f"{options.ranks} ranks, {mega:.0f} MB saved of each; a step: {step:.3f} s, of which",
-        end="",
-    )
-    print(f" {busy:.3f} s on a processor (medians of {len(rows)} repeats)")
-    print("medians (middle half; all)")
-    for what, title in (
-        ("seconds", "by the clock"),
-        ("processor", "of the training thread's time"),
-    ):
-        for name, words in (("without again", "without a save"), ("with", "with one in flight")):
-            ratios = [_most(row, name, what) / _most(row, "without", what) for row in rows]
-            print(f"{title}: steps {words} / before, without".ljust(75), spread(ratios, ".3f"))
     calls = [one["call"] for row in rows for one in row]
-    print(
-        "the call, ms on a processor".ljust(75),
-        spread([1e3 * c["processor"] for c in calls], ".1f"),
-    )
-    shares = [100 * call["processor"] / busy for call in calls]
-    print("the call, % of a step, both on a processor".ljust(75), spread(shares, ".2f"))
-    print("the call, page faults".ljust(75), spread([call["faults"] for call in calls], ".0f"))
+    step = median(_most(row, "without", "seconds") for row in rows) / BLOCK
+    busy = median(one["without"]["processor"] for row in rows for one in row) / BLOCK
+    saved = options.blocks * 3 * 4 * WIDTH * (WIDTH + 1) / 1e6
+    print(f"{options.ranks} ranks, {saved:.0f} MB saved of each, {len(rows)} repeats")
+    print(f"a step: {step:.3f} s, of which {busy:.3f} s on a processor (medians)")
+    lines = [
+        (f"steps {words} / those before without, by {how}", _ratios(rows, name, what), ".3f")
+        for what, how in (("seconds", "the clock"), ("processor", "the training thread's time"))
+        for name, words in (("without again", "without a save"), ("with", "with one in flight"))
+    ]
+    spent = [1e3 * call["processor"] for call in calls]
+    lines.append(("the call, ms on a processor", spent, ".1f"))
+    lines.append(("the call, % of a step on a processor", [ms / busy / 10 for ms in spent], ".2f"))
+    lines.append(("the call, page faults", [call["faults"] for call in calls], ".0f"))
     begun = max((one["call"] for one in first), key=lambda call: float(call["faults"]))
-    print(f"the first call, which makes the memory: {1e3 * begun['processor']:.0f} ms", end=", ")
-    print(f"{begun['faults']:.0f} page faults")
+    for title, values, form in lines:
+        print(f"{title:74}", spread(values, form))
+    print(f"the first call: {1e3 * begun['processor']:.0f} ms, {begun['faults']:.0f} page faults")
     late = sum(one["late"]["seconds"] for row in rows for one in row)
-    print(f"saves that were not yet written when their block ended: {late:.0f} of {len(calls)}")
+    print(f"saves that were not written when their block ended: {late:.0f} of {len(calls)}")
+
+
+def _ratios(rows: Any, name: str, what: str) -> list[float]:
+    return [_most(row, name, what) / _most(row, "without", what) for row in rows]
 
 
 def _most(row: Any, name: str, what: str) -> float:

@@ -1,10 +1,10 @@
-"""Measures checkpoints of one process beside ``paddle.save``, and what one in the background costs.
+"""Measures checkpoints of one process beside ``paddle.save``.
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint.py [--megabytes 1000] [--repeats 5] [--json]
 
 A model and Adam's moments of that size are written and read in turn by both; every figure is the
 median. ``paddle.save`` is given a file that is synced afterwards, as ours are; its files have no
-checksums. The model of the second part trains with and without saving in the background, in turn.
+checksums. What a save in the background costs, ``async_save.py`` measures.
 """
 
 from __future__ import annotations
@@ -83,44 +83,11 @@ def write_and_read(run: Run, home: Path, repeats: int) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in times) for name in acts}
 
 
-def stall(run: Run, home: Path, repeats: int, every: int, rows: int) -> dict[str, float]:
-    """Returns the seconds of ``every`` steps without and with a save in the background, and of it.
-
-    The save is made after the first of the steps; its copy is part of them.
-    """
-    manager = fleetpipe.CheckpointManager(
-        home / "stall", max_to_keep=1, async_save=True, save_interval=every
-    )
-    data = paddle.ones([rows, WIDTH])
-
-    def steps(save: bool) -> float:
-        def go() -> None:
-            for step in range(every):
-                run.step(data)
-                if save:
-                    manager.save(step, **run.objects)
-
-        return seconds(go)
-
-    steps(save=True)
-    found: dict[str, list[float]] = {"without": [], "with": [], "the call": []}
-    for _ in range(repeats):
-        manager.wait()
-        found["without"].append(steps(save=False))
-        found["with"].append(steps(save=True))
-        manager.wait()
-        found["the call"].append(seconds(lambda: manager.save(0, **run.objects)))
-    manager.wait()
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=1000, help="of parameters and moments")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--every", type=int, default=50, help="steps between saves")
-    parser.add_argument("--rows", type=int, default=256, help="rows of a batch")
     parser.add_argument("--folder", default=None, help="where to write; by default a temporary one")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -128,19 +95,13 @@ def main() -> None:
     try:
         run = Run(max(1, arguments.megabytes * 1_000_000 // _LAYER_BYTES))
         found = write_and_read(run, home, arguments.repeats)
-        small = Run(8)
-        stalled = stall(small, home, arguments.repeats, arguments.every, arguments.rows)
     finally:
         shutil.rmtree(home)
     if arguments.json:
-        print(json.dumps({"seconds": found, "stall": stalled}))
+        print(json.dumps({"seconds": found}))
         return
     for name, value in found.items():
         print(f"{name:12} {value:7.2f} s  {arguments.megabytes / 1000 / value:6.2f} GB/s")
-    more = stalled["with"] / stalled["without"] - 1
-    print(f"{arguments.every} steps without saving {stalled['without']:.3f} s", end=", ")
-    print(f"with one save in the background {stalled['with']:.3f} s: {100 * more:+.1f} %")
-    print(f"the call that copies {8 * _LAYER_BYTES / 1e6:.0f} MB: {stalled['the call']:.3f} s")
 
 
 if __name__ == "__main__":
