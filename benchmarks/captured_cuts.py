@@ -4,10 +4,10 @@
 
 All three live in one job and train in turn, so that the machine's load hits all alike. "uniform"
 has as many nodes in each stage, "balanced" as few parameters as can be in the fullest: what
-frameworks cut by that do not measure. For each: the processor time of the slowest rank in a step, and the step
-by the clock, as median and range; and the slowest stage that was foretold, beside what no cut can
-beat. Processor time is that of a rank's own work whatever else the machine does; with more ranks
-than cores the clock tells little.
+frameworks cut by that do not measure. For each: the processor time of the slowest rank in a step,
+and the step by the clock, as median and range; and the slowest stage that was foretold, beside what
+no cut can beat. Processor time is that of a rank's own work whatever else the machine does; with
+more ranks than cores the clock tells little.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any, Callable, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.cutting.auto import Choice, places
+from fleetpipe.capture.picture import draw
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.files import files_of_model
 from fleetpipe.capture.running.forms import Form, Forms
@@ -190,6 +191,20 @@ class CapturedPipeline(PipelineLayer):
         """Returns the nodes with which a stage may begin, but the first, by their numbers."""
         named, _ = places(*(self.forms.example(training).trace for training in (True, False)))
         return tuple(number + 1 for number in named)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the nodes in the order in which they run, coloured by stage. Any rank alone can.
+
+        What crosses between stages stands there in bytes, for one micro-batch like the example.
+
+        Args:
+            path: File to write; its ending, .png or .svg, says the form.
+
+        Raises:
+            ConfigError: Another ending, or matplotlib is not installed.
+        """
+        form = self.forms.example(training=True)
+        draw(form.trace, form.starts, path)
 
     def single_model(self) -> Untouched:
         """Returns a copy of the plain model, which draws under keys what the pipeline draws."""

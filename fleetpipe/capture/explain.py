@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.asked import classes_of, plain_model
 from fleetpipe.capture.cutting.auto import places
 from fleetpipe.capture.cutting.costs import NodeCost, measured, parameter_bytes
 from fleetpipe.capture.cutting.cuts import Border
+from fleetpipe.capture.picture import draw
 from fleetpipe.capture.repeated import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
@@ -75,6 +77,20 @@ class Explanation:
             lines += [self._arrow(value, f"n{number}") for value in sorted(node.uses)]
         lines += [self._arrow(value, "outputs") for value in self.trace.output_values]
         return "\n".join([*lines, "}"])
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the nodes in the order in which they run, and the values between them.
+
+        A pipeline's :meth:`~fleetpipe.capture.captured_pipeline.CapturedPipeline.draw` colours
+        them by stage.
+
+        Args:
+            path: File to write; its ending, .png or .svg, says the form.
+
+        Raises:
+            ConfigError: Another ending, or matplotlib is not installed.
+        """
+        draw(self.trace, (), path)
 
     def _arrow(self, value: int, target: str) -> str:
         maker = self.trace.maker(value)

@@ -143,11 +143,50 @@ class Encoded(nn.Layer):  # type: ignore[misc]
         self.head = nn.Linear(WIDTH, WORDS)
         self.masked = masked
 
-    def forward(self, source: Any, target: Any) -> Any:
+    def forward(self, source: Any, target: Any, source_mask: Any = None) -> Any:
         mask = None
         if self.masked:
             mask = self.transformer.generate_square_subsequent_mask(target.shape[1])
-        return self.head(self.transformer(self.embed(source), self.embed(target), tgt_mask=mask))
+        source, target = self.embed(source), self.embed(target)
+        return self.head(self.transformer(source, target, source_mask, mask, source_mask))
+
+
+class Experts(nn.Layer):  # type: ignore[misc]
+    """A gate weighs every expert's output: no shape depends on the data. Returns a loss too."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts)
+        self.experts = nn.LayerList(
+            [
+                nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH))
+                for _ in range(experts)
+            ]
+        )
+
+    def forward(self, x: Any) -> Any:
+        weights = nn.functional.softmax(self.gate(x))
+        best, chosen = weights.topk(2, -1)
+        kept = paddle.zeros_like(weights).put_along_axis(chosen, best, -1)
+        outputs = paddle.stack([expert(x) for expert in self.experts], -1)
+        balance = (weights.mean([0, 1]) * (kept > 0).astype("float32").mean([0, 1])).sum()
+        return x + (outputs * kept.unsqueeze(-2)).sum(-1), balance
+
+
+class Mixture(nn.Layer):  # type: ignore[misc]
+    """Blocks of experts, whose losses are added up beside the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.LayerList([Experts() for _ in range(3)])
+
+    def forward(self, ids: Any) -> Any:
+        x, balance = self.embed(ids), paddle.zeros([])
+        for block in self.blocks:
+            x, more = block(x)
+            balance = balance + more
+        return {"logits": self.head(x), "balance": balance}
 
 
 class Residual(nn.Layer):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import SplitPoint, fleet
 from tests.capture.beside import images, trained
-from tests.capture.models import GPT, Encoded, Tagger, TwoTowers, UNet, tokens
+from tests.capture.models import GPT, Encoded, Mixture, Tagger, TwoTowers, UNet, tokens
 from tests.jobs import job
 
 
@@ -30,7 +30,12 @@ def of_towers(output: Any, labels: Any) -> Any:
     return nn.functional.cross_entropy(scores, labels) + left.mean()
 
 
+def of_mixture(output: Any, labels: Any) -> Any:
+    return of_tokens(output["logits"], labels) + 0.01 * output["balance"]
+
+
 IDS, NEXT = tokens(8), tokens(8, seed=1)
+MASK = paddle.to_tensor(np.where(np.arange(8 * 6).reshape(8, 1, 1, 6) % 5, 0.0, -1e4), "float32")
 PIXELS = paddle.to_tensor(np.random.default_rng(0).integers(0, 2, (8, 16, 16)))
 
 #: By name: the model, a batch, the loss, the cut, and the edges with the number of their values.
@@ -65,6 +70,15 @@ MODELS: dict[str, tuple[Callable[[], Any], list[Any], Any, Any, dict[str, int]]]
         {"transformer.encoder": SplitPoint.END},
         {"0>1": 3},
     ),
+    "Transformer with a mask that is given": (
+        Encoded,
+        [{"source": IDS, "target": NEXT, "source_mask": MASK}, IDS],
+        of_tokens,
+        ["transformer.decoder.layers.1"],
+        {"0>1": 3},
+    ),
+    # The loss that balances the experts goes on from stage to stage.
+    "experts": (Mixture, [IDS, NEXT], of_mixture, ["blocks.1"], {"0>1": 2}),
 }
 
 

@@ -106,7 +106,7 @@ def _now() -> float:
 
     Where kernels run on a GPU it is the clock, once they are done.
     """
-    if not paddle.is_compiled_with_cuda():
+    if not paddle.device.is_compiled_with_cuda():
         return time.thread_time()
     paddle.device.synchronize()
     return time.perf_counter()

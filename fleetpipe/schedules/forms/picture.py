@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -141,6 +142,32 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
         ConfigError: Another ending.
         NoMatplotlib: matplotlib is not installed.
     """
+    width, height = _size(panels)
+    letters = 7 + width / 3
+    with new_figure(path, width, height, letters) as figure:
+        rows = [panel.placement.ranks for panel in panels]
+        axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=rows)
+        for panel, area in zip(panels, axes[:, 0]):
+            area.set_xlim(0, _end(panels))
+            _draw_panel(area, panel, 72 * (width - _MARGIN) / _end(panels))
+        _draw_axis(axes[-1, 0], panels[-1].unit, _end(panels))
+        _draw_legend(figure, panels, letters)
+
+
+@contextmanager
+def new_figure(path: str | Path, width: float, height: float, letters: float) -> Iterator[Figure]:
+    """Yields an empty figure, which is written in the end. No display is needed.
+
+    Args:
+        path: File to write; its ending, .png or .svg, says the form.
+        width: In inches.
+        height: In inches.
+        letters: Size of the letters, in points.
+
+    Raises:
+        ConfigError: Another ending.
+        NoMatplotlib: matplotlib is not installed.
+    """
     svg = _suffix(path) == ".svg"
     try:
         import matplotlib as mpl
@@ -151,20 +178,12 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
             cause=str(error),
             fix="pip install 'fleetpipe[examples]'",
         ) from error
-    # Text stays text in an SVG, and the same timeline gives the same file.
-    width, height = _size(panels)
-    letters = 7 + width / 3
+    # Text stays text in an SVG, and the same picture gives the same file.
     with mpl.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "fleetpipe", "font.size": letters}
     ):
         figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-        rows = [panel.placement.ranks for panel in panels]
-        axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=rows)
-        for panel, area in zip(panels, axes[:, 0]):
-            area.set_xlim(0, _end(panels))
-            _draw_panel(area, panel, 72 * (width - _MARGIN) / _end(panels))
-        _draw_axis(axes[-1, 0], panels[-1].unit, _end(panels))
-        _draw_legend(figure, panels, letters)
+        yield figure
         figure.savefig(path, metadata={"Date": None} if svg else {"Software": None})
 
 
