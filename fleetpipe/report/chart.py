@@ -62,7 +62,7 @@ def chart(
     texts = labels(rows)
     return element(
         "figure",
-        _caption(title, curves, unit),
+        _caption(title, curves, unit, any(left <= x <= right for x in marks)),
         element(
             "div",
             element(
@@ -121,7 +121,7 @@ def _paths(curve: Curve, across: Scale, up: Scale) -> list[Element]:
     return paths
 
 
-def _caption(title: str, curves: Sequence[Curve], unit: str) -> Element:
+def _caption(title: str, curves: Sequence[Curve], unit: str, marked: bool) -> Element:
     entries = [
         element(
             "li",
@@ -131,6 +131,8 @@ def _caption(title: str, curves: Sequence[Curve], unit: str) -> Element:
         )
         for curve in curves
     ]
+    if marked:
+        entries.append(element("li", element("i", class_="key restart"), "went on after a stop"))
     heading = element("h3", title, element("small", f" {unit}") if unit else None)
     return element("figcaption", heading, element("ul", *entries, class_="legend"))
 

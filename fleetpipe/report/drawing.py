@@ -33,10 +33,10 @@ def drawing(pipeline: Pipeline) -> Element:
     panels = {name: panel for name, panel in shown.items() if panel.bars}
     bars = [bar for panel in panels.values() for bar in panel.bars]
     end = max((bar.right for bar in bars), default=1.0) or 1.0
-    pixels = _pixels(bars, end)
+    pixels = _pixels(pipeline)
     return element(
         "figure",
-        _legend(bars),
+        _legend(bars, any(_fits(bar, end, pixels) for bar in bars)),
         element(
             "div",
             *(
@@ -137,11 +137,10 @@ def _opacity(shade: float) -> str | None:
     return f"{1 - 0.8 * shade:g}" if shade else None
 
 
-def _pixels(bars: Sequence[Bar], end: float) -> float:
-    """Returns the width at which most boxes have room for their numbers, within reason."""
-    widths = sorted(bar.right - bar.left for bar in bars)
-    usual = widths[len(widths) // 2] if widths else end
-    return min(max(_PIXELS[0], _PIXELS_OF_A_BOX * end / (usual or end)), _PIXELS[1])
+def _pixels(pipeline: Pipeline) -> float:
+    """Returns a width that has room for the boxes of a rank, within reason."""
+    boxes = len(pipeline.predicted) / pipeline.placement.ranks
+    return min(max(_PIXELS[0], _PIXELS_OF_A_BOX * boxes), _PIXELS[1])
 
 
 def _fits(bar: Bar, end: float, pixels: float) -> bool:
@@ -169,7 +168,7 @@ def _axis(unit: str, end: float) -> Element:
     )
 
 
-def _legend(bars: Sequence[Bar]) -> Element:
+def _legend(bars: Sequence[Bar], numbered: bool) -> Element:
     present = {bar.kind for bar in bars}
     entries = [
         element("li", element("i", class_=f"key {kind}"), text)
@@ -178,5 +177,6 @@ def _legend(bars: Sequence[Bar]) -> Element:
     ]
     if any(bar.shade for bar in bars):
         entries.append(element("li", "paler: a later stage of the rank"))
-    entries.append(element("li", "numbers: micro-batches"))
+    if numbered:
+        entries.append(element("li", "numbers: micro-batches"))
     return element("ul", *entries, class_="legend")

@@ -30,7 +30,8 @@ def aligned(values: Sequence[float]) -> list[str]:
 
 def percent(value: float) -> str:
     """Writes a share of 1."""
-    return f"{value:.1%}"
+    # Never -0.0%, which a sum of costs may come to.
+    return f"{round(value, 3) + 0.0:.1%}"
 
 
 def size(count: float) -> str:
@@ -51,6 +52,8 @@ def seconds(value: float) -> str:
         return f"{whole} s"
     minutes, left = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} days"
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {left} s"
 
 

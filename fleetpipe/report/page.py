@@ -25,6 +25,7 @@ _POLICY = (
 _LOSS, _RATE, _BUBBLE = "loss", "learning_rate", "bubble_rate"
 _UNITS = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
 _TITLES = {_RATE: "learning rate", _BUBBLE: "bubble", **dict.fromkeys(_UNITS, "throughput")}
+_MOST_UNFOLDED = 10
 #: Figures of the machine, which are no metrics of the model.
 _MACHINE = (*_UNITS, _BUBBLE, "peak_held")
 
@@ -126,9 +127,6 @@ def _sections(run: Run) -> Iterator[Element]:
     learning = [*_charts(run, [_LOSS, *_metrics(run), _RATE])]
     if learning:
         yield _section("curves", "Learning", element("div", *learning, class_="charts"))
-    if run.evaluations:
-        shown = tables.evaluations(run.evaluations)
-        yield _section("evaluations", "Evaluations", shown)
     machine = [*_charts(run, [*_UNITS, _BUBBLE])]
     if machine:
         yield _section("throughput", "Throughput", element("div", *machine, class_="charts"))
@@ -141,6 +139,8 @@ def _sections(run: Run) -> Iterator[Element]:
         yield _section("memory", "Memory", memory, _memory_text(run))
     if run.lives:
         yield _section("lives", "Lives", tables.lives(run.lives))
+    if run.evaluations:
+        yield _section("evaluations", "Evaluations", _evaluations(run))
     for name, parts in (
         ("configuration", ("config", "training", "layout", "environment")),
         ("versions", ("versions",)),
@@ -154,14 +154,23 @@ def _section(name: str, title: str, *children: Child) -> Element:
     return element("section", element("h2", title), *children, id=name)
 
 
+def _evaluations(run: Run) -> Element:
+    """Returns the table, folded where it would take the room of all else."""
+    shown = tables.evaluations(run.evaluations)
+    if len(run.evaluations) <= _MOST_UNFOLDED:
+        return shown
+    return element("details", element("summary", f"all {len(run.evaluations)}"), shown)
+
+
 def _schedule(run: Run) -> Element | None:
     name = run.section("schedule").get("name")
     if run.pipeline is None or not name:
         return None
     placement = run.pipeline.placement
     chunks = f", {placement.chunks} chunks on each" if placement.chunks > 1 else ""
-    micro_batches = run.section("training").get("micro_batches")
-    text = f"{name}, {placement.ranks} ranks{chunks}, {micro_batches} micro-batches"
+    count = run.section("training").get("micro_batches")
+    micro_batches = f", {count} micro-batches" if count else ""
+    text = f"{name}, {placement.ranks} ranks{chunks}{micro_batches}"
     return element("p", text, class_="said")
 
 

@@ -12,7 +12,6 @@ from fleetpipe.report.run import Row, Run
 
 #: A column: its heading, and whether it holds numbers.
 Column = tuple[str, bool]
-_MOST_ROWS = 200
 _MOST_NAMES = 60
 
 
@@ -34,10 +33,9 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Child]]) -> Element
 def evaluations(rows: Sequence[Row]) -> Element:
     """Returns the figures of each evaluation, the newest last."""
     names = list(dict.fromkeys(name for row in rows for name in row.figures))
-    shown = rows[-_MOST_ROWS:]
     columns = [("epoch", True), ("step", True), *((name, True) for name in names)]
     texts = {
-        name: iter(aligned([row.figures[name] for row in shown if name in row.figures]))
+        name: iter(aligned([row.figures[name] for row in rows if name in row.figures]))
         for name in names
     }
     return table(
@@ -48,7 +46,7 @@ def evaluations(rows: Sequence[Row]) -> Element:
                 f"{row.step:,}",
                 *(next(texts[name]) if name in row.figures else "" for name in names),
             ]
-            for row in shown
+            for row in rows
         ),
     )
 

@@ -1,5 +1,5 @@
-"""``fleetpipe new``: a project to begin with, made of the files in ``template/``.
+"""``fleetpipe new``: a project to begin with, made of the text files that are here.
 
-``command.py`` makes it. The files end in ``.txt``, for they are no part of the package; what they
-are for stands in the project's own README. No Paddle is needed.
+``command.py`` makes it. The files end in ``.txt``, for they are no part of the package, and say
+themselves what they are for. No Paddle is needed.
 """

@@ -10,7 +10,6 @@ from pathlib import Path
 from fleetpipe.arguments import using
 from fleetpipe.errors import ConfigError
 
-_TEMPLATE = Path(__file__).with_name("template")
 #: What stands for the project's name in the files.
 _NAME = "PROJECT_NAME"
 _FILES = {
@@ -53,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     with using("FOLDER", folder, "a folder that can be written"):
         folder.mkdir(exist_ok=True)
         for target, source in _FILES.items():
-            text = (_TEMPLATE / source).read_text(encoding="utf-8")
+            text = Path(__file__).with_name(source).read_text(encoding="utf-8")
             (folder / target).write_text(text.replace(_NAME, name), encoding="utf-8")
     sys.stdout.write(
         f"{folder}: {', '.join(_FILES)}\n"

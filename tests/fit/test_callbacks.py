@@ -106,6 +106,7 @@ def test_metrics_are_written_and_gone_on_with(model: Any, tmp_path: Path) -> Non
     ]
     assert [row["loss"] for row in rows[:4]] == [logs["loss"][0] for logs in told.train]
     assert rows[4]["acc_top1"] == told.eval[0]["acc_top1"]
+    assert rows[4]["loss"] == told.eval[0]["loss"][0]  # of one batch
     assert rows[0]["learning_rate"] == 0.01
     # As after a restart from a checkpoint of step 2; the last line was not written to its end.
     file.write_text(file.read_text() + '{"step": 5, "pha')
@@ -117,6 +118,15 @@ def test_metrics_are_written_and_gone_on_with(model: Any, tmp_path: Path) -> Non
         found = [(row["step"], row["name"]) for row in csv.DictReader(table)]
     names = ("loss", "acc_top1", "acc_top2", "learning_rate")
     assert found == [(str(step), name) for step in (1, 2, 3) for name in names]
+
+
+def test_the_loss_of_an_evaluation_is_that_of_all_rows(model: Any, tmp_path: Path) -> None:
+    evaluation = Digits(1000, 1000 + 2 * BATCH + 5)
+    fit(model, MetricsLogger(tmp_path), eval_data=evaluation)
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    outputs = paddle.to_tensor(model.predict_batch(evaluation.images)[0])
+    loss = float(nn.CrossEntropyLoss()(outputs, paddle.to_tensor(evaluation.labels)))
+    assert row["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def lives(folder: Path) -> list[Any]:

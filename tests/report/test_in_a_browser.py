@@ -116,8 +116,8 @@ def test_the_page_of_a_run_in_a_browser(
     assert seen["loaded"] == []
     assert seen["width"] == [width, width]
     assert [name for name, *_ in seen["sections"]] == [
-        *("curves", "evaluations", "throughput", "pipeline", "ranks", "memory", "lives"),
-        *("configuration", "versions"),
+        *("curves", "throughput", "pipeline", "ranks", "memory", "lives"),
+        *("evaluations", "configuration", "versions"),
     ]
     assert all(wide > 300 and high > 40 for _, wide, high in seen["sections"])
     # Training and evaluation of loss and metric; learning rate; throughput.

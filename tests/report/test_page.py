@@ -83,8 +83,8 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
     parsed = Parsed(page(read(folder), now=1.7e9 + 90))
     assert parsed.open == []
     assert list(parsed.sections) == [
-        *("head", "curves", "evaluations", "throughput", "pipeline", "ranks", "memory"),
-        *("configuration", "versions"),
+        *("head", "curves", "throughput", "pipeline", "ranks", "memory"),
+        *("evaluations", "configuration", "versions"),
     ]
     loss, acc, rate, throughput = ([*chart["curves"]] for chart in parsed.charts)
     assert loss[0] == {
@@ -195,7 +195,9 @@ def test_numbers_are_short_and_stand_below_each_other() -> None:
     ]
     assert aligned([12.5, 0.25]) == ["12.50", "0.25"]
     assert [size(x) for x in (12, 1.5e9)] == ["12 B", "1.5 GB"]
-    assert [seconds(x) for x in (0.25, 59.6, 3700)] == ["0.2 s", "1 min 0 s", "1 h 1 min"]
+    assert [seconds(x) for x in (0.25, 59.6, 3700, 3e5)] == [
+        *("0.2 s", "1 min 0 s", "1 h 1 min", "3 days")
+    ]
 
 
 def test_the_command_needs_no_paddle(folder: Path, tmp_path: Path) -> None:

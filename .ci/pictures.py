@@ -1,0 +1,108 @@
+"""Makes the pictures of docs/report.md anew: of a real run's page, and of a real run in a terminal.
+
+    .venv/bin/python .ci/pictures.py
+
+It needs Chromium and Pillow, and takes a minute or two; nothing else runs it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import html
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+ASSETS = ROOT / "docs" / "assets"
+COLUMNS = 104
+FLEETPIPE = [sys.executable, "-m", "fleetpipe"]
+#: What is typed; the bar is that of verbose=1.
+TRAIN = "python train.py --set data.rows=10000 train.epochs=6"
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+#: What Paddle says of itself, and fleetpipe's commands keep quiet.
+_QUIET = re.compile("INFO|FLAGS|====|ccache|warnings.warn")
+SCREEN = """<!DOCTYPE html><meta charset="utf-8"><style>
+body {{ margin: 0; background: #16191d; }}
+pre {{ margin: 0; padding: 14px 18px; color: #dfe3e8; }}
+pre {{ font: 13px/1.45 "DejaVu Sans Mono", monospace; }}
+</style><pre>{}</pre>"""
+
+
+def main() -> None:
+    """Makes a project, kills a rank of its training once, and looks at page and terminal."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        subprocess.run([*FLEETPIPE, "new", "spirals"], cwd=home, check=True)
+        project = home / "spirals"
+        chaos = ["chaos", "--kill", "rank=1,at=B1.3", "--every", "250", "--nproc_per_node", "2"]
+        subprocess.run([*FLEETPIPE, *chaos, "train.py"], cwd=project, check=True)
+        subprocess.run([*FLEETPIPE, "report", "run"], cwd=project, check=True)
+        photograph(project / "report.html", ASSETS / "report.png", 1180, 1560, home)
+        screen = home / "screen.html"
+        lines = terminal(project)
+        screen.write_text(SCREEN.format(html.escape("\n".join(lines))), encoding="utf-8")
+        height = 28 + round(13 * 1.45 * len(lines))
+        photograph(screen, ASSETS / "progress.png", COLUMNS * 8 + 36, height, home)
+
+
+def terminal(project: Path) -> list[str]:
+    """Returns what a terminal shows in the middle of a training."""
+    script = project / "train.py"
+    text = script.read_text(encoding="utf-8").replace("        LogMetricByEpoch(),\n", "")
+    script.write_text(text.replace("verbose=0,\n", "verbose=1,\n", 1), encoding="utf-8")
+    shutil.rmtree(project / "run")
+    process, descriptor = pty.fork()
+    if process == 0:
+        os.chdir(project)
+        os.execv(sys.executable, [sys.executable, *TRAIN.split()[1:]])
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+    seen = b""
+    while True:
+        try:
+            seen += os.read(descriptor, 65536)
+        except OSError:  # as Linux says that the other end is closed
+            break
+    os.waitpid(process, 0)
+    end = re.search(rb"epoch 4/\d+:\s+[4-7]\d%[^\r]*", seen)
+    if end is None:
+        raise SystemExit("the terminal has shown no bar in the middle of the fourth epoch")
+    return [f"$ {TRAIN}", *shown(seen[: end.end()].decode())]
+
+
+def shown(text: str) -> list[str]:
+    """Returns the lines of a screen after some output: a return writes over the line it is in."""
+    lines = [""]
+    for part in re.split(r"(\r|\n)", re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)):
+        if part == "\n":
+            lines.append("")
+        elif part != "\r" and part:
+            lines[-1] = part + lines[-1][len(part) :]
+    return [line.rstrip() for line in lines if line.strip() and not _QUIET.search(line)]
+
+
+def photograph(page: Path, target: Path, width: int, height: int, home: Path) -> None:
+    """Takes a picture of a page, in few colours."""
+    browser = shutil.which("chromium") or "google-chrome"
+    profile = tempfile.mkdtemp(dir=home)
+    window = [f"--window-size={width},{height}", f"--user-data-dir={profile}"]
+    command = [browser, *FLAGS, *window, f"--screenshot={target}", page.as_uri()]
+    subprocess.run(command, check=True, timeout=120, stderr=subprocess.DEVNULL)
+    image = Image.open(target).convert("RGB")
+    image.quantize(128, dither=Image.Dither.NONE).save(target, optimize=True)
+
+
+if __name__ == "__main__":
+    main()
