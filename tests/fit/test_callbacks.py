@@ -109,7 +109,9 @@ def test_metrics_are_written_and_gone_on_with(model: Any, tmp_path: Path) -> Non
     assert rows[4]["loss"] == told.eval[0]["loss"][0]  # of one batch
     assert rows[0]["learning_rate"] == 0.01
     # As after a restart from a checkpoint of step 2; the last line was not written to its end.
-    file.write_text(file.read_text() + '{"step": 5, "pha')
+    file.write_text(file.read_text() + '{}\n[]\n{"step": 5, "pha')
+    with (tmp_path / "metrics.csv").open("a") as table:
+        table.write("1,0,train,17")
     model._prepared().trained = 2
     fit(model, MetricsLogger(tmp_path), num_iters=1)
     rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -147,14 +148,22 @@ class _Csv:
 
     def __init__(self, folder: Path, step: int) -> None:
         path = folder / "metrics.csv"
-        kept = []
-        if path.exists():
-            with path.open(encoding="utf-8", newline="") as file:
-                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
-        self._file = path.open("w", encoding="utf-8", newline="")
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, self._COLUMNS, extrasaction="ignore")
+        table.writeheader()
+        table.writerows(self._rows_up_to(path, step))
+        files.replace_text(path, text.getvalue())
+        self._file = path.open("a", encoding="utf-8", newline="")
         self._table = csv.DictWriter(self._file, self._COLUMNS)
-        self._table.writeheader()
-        self._table.writerows(kept)
+
+    @staticmethod
+    def _rows_up_to(path: Path, step: int) -> list[dict[str, str]]:
+        """Returns the rows up to a step; a last line that has no end is left out."""
+        if not path.exists():
+            return []
+        whole = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
+        numbered = ((str(row.get("step")), row) for row in csv.DictReader(io.StringIO(whole)))
+        return [row for number, row in numbered if number.isdecimal() and int(number) <= step]
 
     def write(self, row: dict[str, Any]) -> None:
         keys = {name: row[name] for name in self._COLUMNS[:4]}
@@ -186,8 +195,9 @@ _SINKS: dict[str, Any] = {"jsonl": _JsonLines, "csv": _Csv, "tensorboard": _Tens
 
 
 def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """Returns the rows of a ``metrics.jsonl`` up to a step; a torn last line is left out."""
-    return [row for row in files.read_lines(path).values if row["step"] <= step]
+    """Returns the rows of a ``metrics.jsonl`` up to a step; what is no row is left out."""
+    rows = files.read_lines(path).values
+    return [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
 
 
 def _plain(name: str, value: Any) -> float | list[float]:
