@@ -1,4 +1,4 @@
-"""A training that is killed: ``resume_worker.py [LIFE.EPOCH.STEP]``; it prints what came of it.
+"""A training that ends early: ``resume_worker.py [LIFE.EPOCH.STEP SIGNAL] [bare]``; it prints all.
 
 Batches are shuffled, layers drop, the learning rate decays, and callbacks count: all of these must
 go on where they were. The last rank is the one that is killed.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import sys
 from typing import Any
 
@@ -27,11 +26,11 @@ RANK, RANKS = (int(os.environ.get(f"PADDLE_TRAINER{name}", "0")) for name in ("_
 
 
 class Kill(paddle.callbacks.Callback):
-    """Kills the last rank after a batch of one life."""
+    """Gives the last rank a signal after a batch of one life."""
 
-    def __init__(self, place: list[int]) -> None:
+    def __init__(self, place: list[int], number: int) -> None:
         super().__init__()
-        self.place = place
+        self.place, self.number = place, number
         self.epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -40,10 +39,10 @@ class Kill(paddle.callbacks.Callback):
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
         print("step", self.epoch, step, logs["loss"], logs["acc"], flush=True)
         if [life.number(), self.epoch, step] == self.place and max(RANKS - 1, 0) == RANK:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
 
 
-def main(place: list[int]) -> None:
+def main(place: str = "", number: str = "0", bare: str = "") -> None:
     paddle.seed(7)
     jobs.begin(2, STEPS, rows=ROWS)
     descriptions = [*layers()[:2], LayerDesc(nn.Dropout, 0.1), *layers()[2:]]
@@ -54,11 +53,13 @@ def main(place: list[int]) -> None:
     callbacks = [
         LogMetricByEpoch(),
         paddle.callbacks.EarlyStopping("acc", mode="max", patience=2, save_best_model=False),
-        PipelineCheckpoint("checkpoints", every_steps=4, best=("acc", "max")),
-        Kill(place),
+        Kill([int(part) for part in place.split(".") if part], int(number)),
     ]
     options: Any = {"batch_size": BATCH, "verbose": 0, "callbacks": callbacks}
-    model.fit(Digits(0, 6 * BATCH), Digits(1000, 1045), epochs=3, resume="auto", **options)
+    if not bare:
+        callbacks.append(PipelineCheckpoint("checkpoints", every_steps=4, best=("acc", "max")))
+        options["resume"] = "auto"
+    model.fit(Digits(0, 6 * BATCH), Digits(1000, 1045), epochs=3, **options)
     state = model.network.full_state_dict()
     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in state.values()))
     print("end", digest.hexdigest(), model.global_step, model.learning_rate, flush=True)
@@ -66,4 +67,4 @@ def main(place: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(number) for word in sys.argv[1:] for number in word.split(".")])
+    main(*sys.argv[1:])

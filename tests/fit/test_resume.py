@@ -12,8 +12,10 @@ import pytest
 import fleetpipe
 from fleetpipe.callbacks import PipelineCheckpoint
 from fleetpipe.errors import ConfigError
+from fleetpipe.job import life
 from tests import jobs
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
+from tests.launch.supervisor.commands import launched
 from tests.launching import ROOT, Finished
 
 WORKER = ROOT / "tests" / "fit" / "resume_worker.py"
@@ -25,13 +27,18 @@ def told(log: str) -> list[str]:
     return [line for line in log.splitlines() if line.startswith(("step", "[Epoch", "end"))]
 
 
-def test_a_killed_training_ends_with_the_same_bits(launch: Launch, tmp_path: Path) -> None:
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
-    alone.mkdir()
-    shared.mkdir()
+def test_a_training_that_ends_early_goes_on_to_the_same_bits(
+    launch: Launch, launcher: Launch, tmp_path: Path
+) -> None:
+    alone, shared, asked = (tmp_path / name for name in ("alone", "shared", "asked"))
+    for folder in (alone, shared, asked):
+        folder.mkdir()
     whole = told(launch(WORKER, None, cwd=alone).logs[0])
     assert len(whole) == 18 + 2 * 3 + 1
-    killed = launch(WORKER, None, args=["0.1.4"], cwd=shared, check=False)
+
+    # Killed: on from the newest checkpoint.
+    arguments = ["0.1.4", str(int(signal.SIGKILL))]
+    killed = launch(WORKER, None, args=arguments, cwd=shared, check=False)
     assert killed.returncode == -signal.SIGKILL
     place = whole.index(next(line for line in whole if line.startswith("step 1 4")))
     assert told(killed.logs[0]) == whole[: place + 1]
@@ -39,6 +46,27 @@ def test_a_killed_training_ends_with_the_same_bits(launch: Launch, tmp_path: Pat
     assert "fleetpipe: goes on after 8 steps" in again.logs[0]
     # Batch 8 of all is the second of the second epoch.
     assert told(again.logs[0]) == whole[place - 2 :]
+
+    # One rank asked to stop: all agree in the step that follows, save it and end.
+    arguments = ["0.0.2", str(int(signal.SIGTERM))]
+    stopped = launch(WORKER, 2, args=arguments, cwd=asked, check=False)
+    assert stopped.returncode == life.PREEMPTED, stopped
+    assert "fleetpipe: asked to stop, the job saved 4 steps" in stopped.logs[0]
+    again = launch(WORKER, 2, cwd=asked)
+    assert told(stopped.logs[0]) == whole[:4]
+    assert told(again.logs[0]) == whole[4:]
+
+    # Killed under fleetpipe launch: on by itself from the end of the epoch before, in a script
+    # that says nothing of checkpoints.
+    arguments = ["1.1.2", str(int(signal.SIGKILL)), "bare"]
+    options = ["--max_restart", "1", "--checkpoint_dir", "kept"]
+    job = launched(launcher, WORKER, "launch", *options, arguments=arguments, folder=tmp_path)
+    assert job.code == 0, job
+    assert job.said[1] == "fleetpipe: life 2 begins: restart 1 of 1"
+    log = (tmp_path / "log" / "workerlog.0").read_text()
+    assert "life 2 of the job goes on after 6 steps\n" in log
+    place = whole.index(next(line for line in whole if line.startswith("step 1 0")))
+    assert told(log) == [*whole[: place + 3], *whole[place:]]
 
 
 @pytest.fixture
