@@ -69,6 +69,24 @@ COMMANDS = (
         "fleetpipe.parity.command:run",
     ),
     Command(
+        "profile",
+        "measure what each layer of a training script's model costs",
+        "fleetpipe.launch.script:configure_profile",
+        "fleetpipe.launch.profile:run",
+    ),
+    Command(
+        "plan",
+        "find cut, placement, schedule and recompute for a profile, some ranks and their memory",
+        "fleetpipe.planning.commands:configure_plan",
+        "fleetpipe.planning.commands:run_plan",
+    ),
+    Command(
+        "estimate",
+        "time and memory of a profile on several numbers of ranks, under every schedule",
+        "fleetpipe.planning.commands:configure_estimate",
+        "fleetpipe.planning.commands:run_estimate",
+    ),
+    Command(
         "checkpoint",
         "list, check, compare and convert the checkpoints of a run",
         "fleetpipe.checkpoint.tools.commands:configure",

@@ -34,6 +34,9 @@ from fleetpipe.schedules.operations import Recv, Send
 #: Batches that are run: the first warms up and is not counted.
 BATCHES = 3
 
+#: Least samples of each layer, of which the fastest counts.
+LEAST_SAMPLES = 6
+
 #: Most micro-batches of a batch that are measured.
 MOST_MICRO_BATCHES = 8
 
@@ -138,8 +141,8 @@ class _Runs:
         plan = schedule.lower(layers.edges(training=True))
         engine = Engine(plan, stage, job.connect(), job.timeout)
         try:
-            for index in range(len(self._weights)):
-                one = self._one(index)
+            for turn in range(max(LEAST_SAMPLES, len(self._weights))):
+                one = self._one(turn % len(self._weights))
                 batch = Batch(one)
                 stage.begin(batch)
                 engine.run({})

@@ -36,6 +36,19 @@ def configure_parity(parser: argparse.ArgumentParser) -> None:
     _configure(parser, "a training script that uses fleetpipe.fleet, or Paddle's")
 
 
+def configure_profile(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe profile`` to its parser."""
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=kinds.new_file,
+        default=Path("profile.json"),
+        metavar="FILE",
+        help="where the profile is written (default: %(default)s)",
+    )
+    _configure(parser, "a training script that uses fleetpipe.fleet, or Paddle's")
+
+
 def _configure(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--nproc",

@@ -99,7 +99,7 @@ class Task:
             )
             return
         for name, family in FAMILIES.items():
-            if family.placement != shape.name:
+            if family.placement != shape.name or family.chunks > shape.chunks:
                 continue
             slacks = "warmup_slack" in options_of(family.rows)
             for options in ({"warmup_slack": 1}, {"warmup_slack": 2}) if slacks else ({},):

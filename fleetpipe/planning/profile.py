@@ -122,7 +122,10 @@ class Profile:
 
     @classmethod
     def loads(cls, text: str) -> Profile:
-        """Reads what :meth:`dumps` wrote, or what somebody wrote by hand in its form.
+        """Reads what :meth:`dumps` wrote, or ``{"profile": {"layers": [..]}}`` written by hand.
+
+        There a layer needs ``name``, ``forward`` and ``backward`` (or ``input_grad`` and
+        ``weight_grad``); what is left out is 0, and ``"repeat": n`` stands for n of a kind.
 
         Raises:
             ConfigError: It is none, of a newer version, or lacks what a profile needs.
@@ -138,9 +141,10 @@ class Profile:
             raise _no_profile(f"version {found['version']}, and {VERSION} is known here")
         loss, places = found.get("loss"), found.get("places")
         links = found.get("links") or [{}]
+        layers = [layer for entry in found["layers"] for layer in _layers(entry)]
         try:
             return cls(
-                tuple(map(_layer, found["layers"])),
+                tuple(layers),
                 None if loss is None else _layer(loss),
                 None if places is None else tuple(places),
                 tuple(Link(**link) for link in links),
@@ -198,6 +202,16 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
     )
 
 
+def _layers(found: object) -> list[LayerCost]:
+    """Reads an entry of the list of layers, which may say how many of a kind there are."""
+    times = found.get("repeat", 1) if isinstance(found, Mapping) else 1
+    if isinstance(times, bool) or not isinstance(times, int) or times < 1:
+        raise _no_profile(f'"repeat": {times!r} is no whole number of 1 or more')
+    if isinstance(found, Mapping):
+        found = {name: value for name, value in found.items() if name != "repeat"}
+    return [_layer(found)] * times
+
+
 def _layer(found: object) -> LayerCost:
     known = [field.name for field in fields(LayerCost)]
     if not isinstance(found, Mapping):
@@ -205,6 +219,9 @@ def _layer(found: object) -> LayerCost:
     for name in found:
         if name not in known:
             raise ConfigError(f"a layer has no figure {name!r}", fix=nearest(str(name), known))
+    missing = [name for name in ("name", "forward") if name not in found]
+    if missing:
+        raise _no_profile(f"a layer has no {missing[0]!r}: {dict(found)}")
     return LayerCost(**found)
 
 
