@@ -132,7 +132,8 @@ def resume(
     has handlers of its own for them.
 
     Args:
-        model: What ``fleet.distributed_model`` returned, a ``PipelineLayer``, or any Layer.
+        model: What ``fleet.distributed_model`` returned, a ``PipelineLayer``, any Layer, or a
+            static program, as for :meth:`fleetpipe.CheckpointManager.save`.
         optimizer: What ``fleet.distributed_optimizer`` returned, or any optimizer of Paddle's.
         lr_scheduler: An ``LRScheduler``; that of the optimizer is restored without being named.
         scaler: A ``GradScaler``.

@@ -141,6 +141,6 @@ def tensor_in(scope: Scope, name: str) -> ScopeTensor:
     if tensor is None:
         raise CheckpointError(
             f"{name!r} has no value yet",
-            fix="exe.run(paddle.static.default_startup_program()) first",
+            fix="exe.run(paddle.static.default_startup_program()) first, in the scope of now",
         )
     return tensor

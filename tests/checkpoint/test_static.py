@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,31 @@ def test_a_program_goes_on_with_the_bits_of_one_that_never_stopped(
             assert_same(state_dict(), state)
             assert random_numbers() == drawn
     assert manager.steps() == [3]
+
+
+@pytest.mark.parametrize("kept_in_memory", [False, True])
+def test_a_run_of_a_program_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_in_memory: bool
+) -> None:
+    if kept_in_memory:
+        monkeypatch.setenv("FLEETPIPE_KEPT_STATE", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the tests' own handlers stay
+    ended = []
+    manager = fleetpipe.CheckpointManager(tmp_path / "run", save_interval=2)
+    for seed, until in [(7, 3), (8, 5), (7, 5)]:
+        with static_mode():
+            run = Static(seed=seed, dropout=[0, 1])
+            if ended:  # the third run is never interrupted
+                manager = fleetpipe.CheckpointManager(tmp_path / "other", save_interval=9)
+                monkeypatch.delenv("FLEETPIPE_KEPT_STATE", raising=False)
+            objects = {name: run.objects[name] for name in ("model", "optimizer")}
+            resumed = fleetpipe.resume(**objects, manager=manager)
+            assert resumed.step == (0 if seed == 7 else 3 if kept_in_memory else 2)
+            for step in resumed.steps(until):
+                run.train(FEEDS[step : step + 1])
+            if until == 5:
+                ended.append(state_dict())
+    assert_same(*ended)
 
 
 def random_numbers() -> bytes:
