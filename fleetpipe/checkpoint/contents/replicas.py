@@ -42,11 +42,17 @@ def with_own(ranks: Ranks, what: str, held: Mapping[Name, Held]) -> Mapping[Name
         for group, name, checksum in rows
     }
     others = {
-        name
+        (theirs, name)
         for (theirs, of, name), checksum in found.items()
-        if theirs == replica and checksum != found.get((0, of, name), checksum)
+        if checksum != found.get((0, of, name), checksum)
     }
-    return {**held, **{_of_replica(replica, name): held[name] for name in held if name in others}}
+    several: dict[Name, set[int]] = {}
+    for (*_, name), checksum in found.items():
+        several.setdefault(name, set()).add(checksum)
+    # Of what is the same everywhere, as frozen parameters are, the ranks share the writing.
+    shared = {name: one._replace(differs=len(several[name]) > 1) for name, one in mine.items()}
+    own = {_of_replica(replica, name): mine[name] for name in mine if (replica, name) in others}
+    return {**held, **shared, **own}
 
 
 def own_wanted(ranks: Ranks, wanted: Mapping[Name, Held], saved: Saved) -> Mapping[Name, Held]:
