@@ -90,6 +90,7 @@ class Copies:
         self._sending = threading.Event()
         self._taking = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._over = threading.Event()
         self._news: deque[Message] = deque()
         self._read, self._wake = socket.socketpair()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -172,6 +173,9 @@ class Copies:
     def close(self) -> None:
         """Ends everything."""
         self.end()
+        self._over.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         for sock in (self._listener, self._read, self._wake):
             sock.close()
 
@@ -288,7 +292,9 @@ class Copies:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                return
+                if self._over.wait(_AGAIN_SECONDS):
+                    return
+                continue
             if free.acquire(blocking=False):
                 threading.Thread(target=self._take, args=(sock, free), daemon=True).start()
             else:
@@ -297,17 +303,20 @@ class Copies:
     def _take(self, sock: socket.socket, free: threading.BoundedSemaphore) -> None:
         """Takes states from one connection."""
         stage = self._stage
-        # What goes wrong, the end that sends finds out, and says.
-        with contextlib.suppress(Ended, *FAILURES), self._noted(sock):
-            passage = Passage.of(sock, stage.life, stage.goes_on)
-            # One after another: two that write the same slot would make neither.
-            with self._taking:
-                while stage.goes_on() and (file := self._taken(passage, stage)) is not None:
-                    if passage.what == COPIES:
-                        self._remove_others(file)
-                    else:
-                        self._pin(Slots(file).stamps())
-        free.release()
+        try:
+            with self._noted(sock):
+                passage = Passage.of(sock, stage.life, stage.goes_on)
+                # One after another: two that write the same slot would make neither.
+                with self._taking:
+                    while stage.goes_on() and (file := self._taken(passage, stage)) is not None:
+                        if passage.what == COPIES:
+                            self._remove_others(file)
+                        else:
+                            self._pin(Slots(file).stamps())
+        except (Ended, *FAILURES):
+            return  # the end that sends finds out, and says so
+        finally:
+            free.release()
 
     def _taken(self, passage: Passage, stage: _Stage) -> Path | None:
         if passage.what == GIVEN_BACK and stage.own:
@@ -341,7 +350,8 @@ class Copies:
 
     def _tell(self, kind: str, **fields: Any) -> None:
         self._news.append({"kind": kind, **fields})
-        self._wake.send(b"n")
+        with contextlib.suppress(OSError):  # nobody listens any more
+            self._wake.send(b"n")
 
 
 def _reason(error: Exception) -> str:

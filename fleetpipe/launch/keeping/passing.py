@@ -188,7 +188,8 @@ class Passage:
             told = self._hear("state")
         except EOFError:
             return None
-        if not _NAME.fullmatch(told["file"]) or not 0 <= told["about"] <= _MOST_ABOUT:
+        numbers = [value for value in told.values() if isinstance(value, int)]
+        if not _NAME.fullmatch(told["file"]) or min(numbers) < 0 or told["about"] > _MOST_ABOUT:
             raise ValueError("no file of a state")
         about = bytearray(told["about"])
         self._take_parts(memoryview(about))
@@ -199,7 +200,7 @@ class Passage:
         except (CheckpointError, OSError) as error:
             self._tell("ready", error=str(error))
             raise Ended from error
-        if not 0 <= told["text"] <= taken.form.text_bytes:
+        if told["text"] > taken.form.text_bytes:
             raise ValueError("a text without room for it")
         slot = taken.begin(pinned())
         self._tell("ready", error="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -16,7 +17,7 @@ from fleetpipe.job import life
 from fleetpipe.launch.keeping import copies as module
 from fleetpipe.launch.keeping import passing
 from fleetpipe.launch.keeping.copies import Copies, Message
-from fleetpipe.launch.keeping.passing import COPIES, Ended, Passage
+from fleetpipe.launch.keeping.passing import COPIES, Ended, Passage, Refused
 from fleetpipe.launch.keeping.pins import Pins
 from fleetpipe.launch.keeping.places import Claim
 from fleetpipe.launch.keeping.slots import Form, Slots, Stamp
@@ -279,3 +280,28 @@ def passed(folder: Path, stamp: Stamp, parts: int, stops: str) -> bool:
             ends[0].close()
             other.join()
     return True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"file": "../../x"}, {"file": "pins"}, {"text": 65}, {"step": -1}, {"about": -1}),
+        *({"life": ""}, {"about": 1 << 40}, {"text_bytes": -64}, {"value_bytes": 1 << 60}),
+        {"more": 1},
+    ],
+)
+def test_what_is_no_state_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    tell = Passage._tell
+
+    def changed(self: Passage, kind: str, **fields: Any) -> None:
+        tell(self, kind, **({**fields, **change} if kind == "state" else fields))
+
+    monkeypatch.setattr(Passage, "_tell", changed)
+    folder = kept(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with contextlib.suppress(Refused):
+        assert not passed(folder, Stamp(MARK, 1), 99, "sends")
+    left = set(tmp_path.rglob("*")).difference(before)
+    assert all(Slots(file).stamps() == [] for file in left)

@@ -104,16 +104,17 @@ def test_a_job_goes_on_without_a_host_and_with_it_again(
 def test_a_host_that_is_lost_with_its_memory_costs_the_steps_since_the_last_copy(
     hosts: tuple[Host, Host], launch: Launch, tmp_path: Path
 ) -> None:
-    alone = launch(WORKER, None, args=[str(STEPS)]).logs[0]
+    steps = "30"
+    alone = launch(WORKER, None, args=[steps]).logs[0]
     logs = [tmp_path / host.name / "workerlog.0" for host in hosts]
     words = ["--nnodes", "2", "--keep_state", "--neighbour_every", "3"]
-    words += ["--checkpoint_dir", "shared", str(WORKER), str(STEPS)]
+    words += ["--checkpoint_dir", "shared", str(WORKER), steps]
     env = {"RESUME_WORKER_PAUSE": "0.2", "RESUME_WORKER_SAVES": "1000"}
     gone_on = re.compile(r"goes on after (\d+) steps, as they were kept in memory")
     with namespaces.supervised(hosts, *words, folder=tmp_path, env=env) as job:
         # One that follows, then the one that leads.
         for times, host in enumerate((hosts[1], hosts[0]), 1):
-            wait_for_copies(10 * times, logs[0])
+            wait_for_copies(7 * times, logs[0])
             safe = min(map(copied, (0, 1)))
             namespaces.kill(host)
             job.start(host)
