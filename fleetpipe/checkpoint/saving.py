@@ -112,7 +112,8 @@ class Saver:
         self._home = home
         self._retention = retention
         self._in_background = in_background
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        #: The plan of what the ranks hold, and the texts that follow from it.
+        self._plans: dict[tuple[str, ...], tuple[Plan, dict[str, str]]] = {}
         self._snapshot = Snapshot()
         self._writing: tuple[Ranks, _Writing] | None = None
         self._cleaned = False
@@ -152,8 +153,9 @@ class Saver:
         everyone = ranks.together(what, facts)
         draft = self._home / everyone[0]["draft"]
         try:
-            plan = self._planned(ranks, what, [facts["digest"] for facts in everyone], held)
-            texts = {**indexes(plan), training_state.FILE: _merged_state(step, everyone)}
+            digests = [facts["digest"] for facts in everyone]
+            plan, planned_texts = self._planned(ranks, what, digests, held)
+            texts = {**planned_texts, training_state.FILE: _merged_state(step, everyone)}
             task = Assignment(
                 home=self._home,
                 draft=draft,
@@ -215,12 +217,13 @@ class Saver:
 
     def _planned(
         self, ranks: Ranks, what: str, digests: Sequence[str], held: Mapping[Name, Held]
-    ) -> Plan:
+    ) -> tuple[Plan, dict[str, str]]:
         """Returns the plan, which is made once for as long as no rank holds something else."""
         key = tuple(digests)
         if key not in self._plans:
             texts = ranks.together(what, lambda: Inventory.of(held).to_json())
-            self._plans = {key: planned([Inventory.from_json(text) for text in texts])}
+            plan = planned([Inventory.from_json(text) for text in texts])
+            self._plans = {key: (plan, indexes(plan))}
         return self._plans[key]
 
     def _begin(self, ranks: Ranks, task: Assignment, held: Mapping[Name, Held]) -> None:

@@ -7,6 +7,7 @@ protocols here, what they hold of which whole tensor, and under which lasting na
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple, Protocol, Union, runtime_checkable
 
 import numpy as np
@@ -50,9 +51,15 @@ class Held(NamedTuple):
     @property
     def described(self) -> Described:
         """The whole tensor's dtype and shape."""
-        shape = tuple(int(size) for size in self.tensor.shape)
-        dtype = str(self.tensor.dtype).removeprefix("paddle.")
-        return Described(dtype, shape if self.cut is None else self.cut.whole(shape))
+        shape = tuple(map(int, self.tensor.shape))
+        name = _dtype_name(self.tensor.dtype)
+        return Described(name, shape if self.cut is None else self.cut.whole(shape))
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:
+    """Returns Paddle's name of a dtype, without asking for it once for each tensor of a save."""
+    return str(dtype).removeprefix("paddle.")
 
 
 class Saved(NamedTuple):

@@ -69,16 +69,17 @@ class Inventory(NamedTuple):
         Raises:
             CheckpointError: A dtype has no place in a safetensors file.
         """
-        for name, one in held.items():
-            if one.described.dtype not in CODES:
+        holdings = {
+            name: Holding(one.described, one.cut, one.differs) for name, one in held.items()
+        }
+        for name, holding in holdings.items():
+            if holding.tensor.dtype not in CODES:
                 raise CheckpointError(
-                    f"{name} cannot be saved: safetensors has no {one.described.dtype}",
+                    f"{name} cannot be saved: safetensors has no {holding.tensor.dtype}",
                     expected=", ".join(CODES),
                     fix="store it as two tensors, or in another dtype",
                 )
-        return cls(
-            {name: Holding(one.described, one.cut, one.differs) for name, one in held.items()}
-        )
+        return cls(holdings)
 
     def to_json(self) -> str:
         """Returns a text for :meth:`from_json`."""
