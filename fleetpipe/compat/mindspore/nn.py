@@ -12,6 +12,7 @@ from typing import Any
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.compat.mindspore import context
+from fleetpipe.compat.mindspore._paddle import give_parameters_a_method
 from fleetpipe.errors import ConfigError, StateError, UsageError
 
 #: The attribute of a parameter that holds the stages it was given by itself.
@@ -153,8 +154,8 @@ def rows_of_micro_batch(rows: int, micro_size: int) -> int:
 def add_pipeline_stage(parameter: Tensor, stage: int) -> None:
     """Says that a parameter is used in a stage other than that of the sublayer that has it.
 
-    MindSpore's ``Parameter.add_pipeline_stage``. A parameter that two sublayers share, each with a
-    stage, needs no such call.
+    ``parameter.add_pipeline_stage(stage)`` does the same. A parameter that two sublayers share,
+    each with a stage, needs no such call.
 
     Args:
         parameter: The parameter.
@@ -167,6 +168,9 @@ def add_pipeline_stage(parameter: Tensor, stage: int) -> None:
     _require_stage(stage, parameter.name)
     stages: frozenset[int] = getattr(parameter, _OF_PARAMETER, frozenset())
     setattr(parameter, _OF_PARAMETER, stages | {stage})
+
+
+give_parameters_a_method("add_pipeline_stage", add_pipeline_stage)
 
 
 def infer_param_pipeline_stage(network: Layer) -> list[Tensor]:

@@ -86,6 +86,8 @@ def test_the_inner_stage_counts_and_shared_parameters_have_several() -> None:
     }
     nn.add_pipeline_stage(net.two.bias, 0)
     assert told(net)["two.bias"] == {0, 2}
+    net.one[0].bias.add_pipeline_stage(1)
+    assert told(net)["one.0.bias"] == {0, 1}
 
 
 def test_the_loss_is_the_sum_over_micro_batches_in_order() -> None:
