@@ -28,6 +28,11 @@ COLUMNS = 104
 FLEETPIPE = [sys.executable, "-m", "fleetpipe"]
 #: What is typed; the bar is that of verbose=1.
 TRAIN = "python train.py --set data.rows=10000 train.epochs=6"
+#: So much work for each action that the picture is of it.
+LARGER = (
+    *("--set", "model.width=512", "data.rows=4000", "train.batch_size=400"),
+    "train.learning_rate=0.002",
+)
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -47,10 +52,10 @@ def main() -> None:
         home = Path(folder)
         subprocess.run([*FLEETPIPE, "new", "spirals"], cwd=home, check=True)
         project = home / "spirals"
-        chaos = ["chaos", "--kill", "rank=1,at=B1.3", "--every", "250", "--nproc_per_node", "2"]
-        subprocess.run([*FLEETPIPE, *chaos, "train.py"], cwd=project, check=True)
+        chaos = ["chaos", "--kill", "rank=1,at=B1.3", "--every", "120", "--nproc_per_node", "2"]
+        subprocess.run([*FLEETPIPE, *chaos, "train.py", *LARGER], cwd=project, check=True)
         subprocess.run([*FLEETPIPE, "report", "run"], cwd=project, check=True)
-        photograph(project / "report.html", ASSETS / "report.png", 1180, 1560, home)
+        photograph(project / "report.html", ASSETS / "report.png", 1180, 1600, home)
         screen = home / "screen.html"
         lines = terminal(project)
         screen.write_text(SCREEN.format(html.escape("\n".join(lines))), encoding="utf-8")

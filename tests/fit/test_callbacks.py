@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,3 +252,15 @@ def test_a_bar_in_a_terminal(model: Any, monkeypatch: Any, capsys: Any) -> None:
     assert "epoch 1/1: 100%" in shown.err
     assert "acc_top1" in shown.err
     assert "samples/s" in shown.err
+
+
+def test_a_line_does_not_stand_in_the_bar(model: Any, monkeypatch: Any, capsys: Any) -> None:
+    """Both go to one stream here, as in a terminal."""
+    monkeypatch.setattr("sys.stderr", sys.stdout)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    model.fit(Digits(0, 4 * BATCH), batch_size=BATCH, verbose=1, callbacks=[LossMonitor(1)])
+    shown = capsys.readouterr().out
+    said = re.findall(r"(.*)(epoch: 1 step: \d, loss is [\d.]+)\n", shown)
+    assert len(said) == 4
+    # Before each line the bar is wiped away.
+    assert [before.rpartition("\r")[2] for before, _ in said] == [""] * 4

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.errors import ConfigError
@@ -66,6 +68,9 @@ def _here(callback: Any, is_place: Callable[[str], bool]) -> Any:
 
 
 def say(text: str) -> None:
-    """Writes a line to standard output at once: of a log file it can be read while training."""
-    sys.stdout.write(text + "\n")
+    """Writes a line to standard output at once: of a log file it can be read while training.
+
+    A bar that stands in the terminal is moved below it.
+    """
+    tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
