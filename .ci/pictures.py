@@ -95,7 +95,10 @@ def shown(text: str) -> list[str]:
             lines.append("")
         elif part != "\r" and part:
             lines[-1] = part + lines[-1][len(part) :]
-    return [line.rstrip() for line in lines if line.strip() and not _QUIET.search(line)]
+    kept = [line.rstrip() for line in lines if line.strip() and not _QUIET.search(line)]
+    return [
+        line[start : start + COLUMNS] for line in kept for start in range(0, len(line), COLUMNS)
+    ]
 
 
 def photograph(page: Path, target: Path, width: int, height: int, home: Path) -> None:
@@ -106,7 +109,7 @@ def photograph(page: Path, target: Path, width: int, height: int, home: Path) ->
     command = [browser, *FLAGS, *window, f"--screenshot={target}", page.as_uri()]
     subprocess.run(command, check=True, timeout=120, stderr=subprocess.DEVNULL)
     image = Image.open(target).convert("RGB")
-    image.quantize(128, dither=Image.Dither.NONE).save(target, optimize=True)
+    image.quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)
 
 
 if __name__ == "__main__":

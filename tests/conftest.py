@@ -41,6 +41,7 @@ CLOCK = {
     "tests/processes/test_run.py",
     "tests/processes/test_start.py",
     "tests/processes/test_two_hosts.py",
+    "tests/starter/test_new.py",
     "tests/test_launching.py",
 }
 

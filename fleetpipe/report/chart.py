@@ -12,6 +12,9 @@ from fleetpipe.report.numbers import labels, short, ticks
 #: The drawing's own units; it is stretched to its place, with lines of one width.
 _SIZE = 1000
 _ROOM = 0.06
+#: Figures that differ by less of their size are one; those that are smaller than this are zero.
+_FLAT = 1e-9
+_TINY = 1e-200
 
 #: From a step or a figure to a place in the drawing.
 Scale = Callable[[float], float]
@@ -89,8 +92,8 @@ def chart(
 
 def _range(low: float, high: float) -> tuple[float, float]:
     """Returns the ends of the axis: a little room, and zero where it is near."""
-    if low == high:
-        room = abs(low) / 2 or 1.0
+    if high - low <= max(abs(low), abs(high), _TINY) * _FLAT:
+        room = abs(low) / 2 if abs(low) > _TINY else 1.0
         return (0.0 if low > 0 else low - room), high + room
     room = (high - low) * _ROOM
     return (0.0 if 0 <= low < (high - low) / 2 else low - room), high + room

@@ -14,6 +14,7 @@ from fleetpipe.report import files
 from fleetpipe.report.lives import Life, lives_of
 from fleetpipe.report.timelines import Pipeline, pipeline_of
 
+_MOST = 1e200
 #: What stands in a row beside its figures.
 _KEYS = ("step", "epoch", "phase", "time")
 
@@ -161,13 +162,18 @@ def _row(line: Mapping[str, Any]) -> Row | None:
     if not all(_is_number(value) and math.isfinite(value) for value in (step, epoch, when)):
         return None
     values = {name: value for name, value in line.items() if name not in _KEYS}
-    figures = {name: float(value) for name, value in values.items() if _is_number(value)}
+    figures = {name: _figure(value) for name, value in values.items() if _is_number(value)}
     lists = {
-        name: [float(number) for number in value]
+        name: [_figure(number) for number in value]
         for name, value in values.items()
         if isinstance(value, list) and value and all(map(_is_number, value))
     }
     return Row(int(step), int(epoch), float(when), figures, lists)
+
+
+def _figure(value: float) -> float:
+    """Returns a figure; one beyond all that can be drawn is infinite."""
+    return float(value) if not abs(value) > _MOST else math.copysign(math.inf, value)
 
 
 def _is_number(value: Any) -> bool:

@@ -12,7 +12,10 @@ from fleetpipe.report.run import Row, Run
 
 #: A column: its heading, and whether it holds numbers.
 Column = tuple[str, bool]
-_MOST_NAMES = 60
+#: Letters of the names of a stage's layers.
+_MOST_LETTERS = 60
+#: Of settings in settings; what is deeper is written as it is.
+_MOST_LEVELS = 8
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[Child]]) -> Element:
@@ -131,7 +134,7 @@ def settings(values: Mapping[str, Any]) -> Element:
 def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
     for name, value in values.items():
         path = f"{above}{name}"
-        if isinstance(value, dict) and value and path.count(".") < _MOST_NAMES:
+        if isinstance(value, dict) and value and above.count(".") < _MOST_LEVELS:
             yield from _flat(value, f"{path}.")
         elif isinstance(value, list):
             yield path, ", ".join(map(_text, value))
@@ -154,7 +157,7 @@ def _names(layers: object) -> str:
     names = [str(name).lstrip("_") for name in layers] if isinstance(layers, list) else []
     counted = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
     text = ", ".join(each.removeprefix("1 ") for each in counted)
-    return text if len(text) <= _MOST_NAMES else text[: _MOST_NAMES - 2].rstrip(", ") + " .."
+    return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 2].rstrip(", ") + " .."
 
 
 def _stages(found: object) -> list[dict[str, Any]]:

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fleetpipe.cli import main
+from fleetpipe.report.chart import chart
 from fleetpipe.report.curves import Curve, with_mean
+from fleetpipe.report.markup import written as written_page
 from fleetpipe.report.numbers import aligned, labels, seconds, short, size, ticks
 from fleetpipe.report.page import page
 from fleetpipe.report.run import read
@@ -123,6 +127,17 @@ def test_it_loads_nothing_and_runs_one_script(folder: Path) -> None:
     assert not re.search(r"url\(|@import|https?:", text)
 
 
+def test_the_folder_of_a_trace_alone_has_a_page(
+    tmp_path: Path, traced: Callable[[Path], None]
+) -> None:
+    traced(tmp_path / "trace.json")
+    parsed = Parsed(page(read(tmp_path)))
+    assert list(parsed.sections) == ["head", "missing", "pipeline"]
+    assert "Measured, the last of 2 traced steps" in parsed.sections["pipeline"]
+    for name in ("metrics.jsonl", "run.json"):
+        assert f"{name} is missing" in parsed.sections["missing"]
+
+
 def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
     rows = [row(1, 1.0, **{EVIL: 0.5}), row(1, 1.0, "eval", **{EVIL: 0.5})]
     about = {
@@ -172,6 +187,14 @@ def test_a_curve_of_many_steps_keeps_its_peaks() -> None:
     assert (faint.kind, mean.name) == ("faint", "mean of 5")
     assert mean.ys[:3] == [0.0, 0.5, 1.0]
     assert mean.ys[-1] == 97.0
+
+
+@given(st.lists(st.floats(-1e200, 1e200) | st.just(math.nan), min_size=1, max_size=80))
+def test_any_figures_can_be_drawn(values: list[float]) -> None:
+    drawn = written_page(chart("x", with_mean(Curve("training", range(len(values)), values))))
+    assert not re.search(r'(?:d|style)="[^"]*(?:nan|inf)', drawn)
+    for place in map(float, re.findall(r"(?:top|left):(-?[\d.e+-]+)%", drawn)):
+        assert -0.01 <= place <= 100.01
 
 
 @pytest.mark.parametrize(
