@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo docs check test test-fast test-262 test-libraries test-libraries-short test-models types lint clean distclean
+.PHONY: help demo benchmark-mnist docs check test test-fast test-262 test-libraries test-libraries-short test-models types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # A crashed worker ends the run: xdist would wait for ever for the last tests of the one in its place.
@@ -19,6 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo 'make demo      train AlexNet on two CPU ranks and compare with the single-device model'
+	@echo 'make benchmark-mnist  a multilayer perceptron on two CPU ranks under four schedules: a table'
 	@echo 'make check     ruff, mypy and the tests that start no processes, on paddlepaddle 3.3'
 	@echo 'make test      ruff, mypy and all tests, on paddlepaddle 3.3'
 	@echo 'make test-262  all tests, on paddlepaddle 2.6.2'
@@ -62,6 +63,11 @@ demo: .venv/.installed
 	    echo "demo: FAILED (exit code $$status): see build/demo/log"; \
 	fi; \
 	exit $$status
+
+# MNIST=FOLDER: that of its .gz files, in the place of scikit-learn's digits.
+benchmark-mnist: .venv/.installed
+	.venv/bin/python -m fleetpipe run --nproc 2 --log-dir build/benchmark-mnist \
+	    --log-level $(LOG_LEVEL) examples/mnist_mlp_benchmark.py $(if $(MNIST),--data $(MNIST))
 
 lint: .venv/.installed
 	.venv/bin/python -m ruff check .

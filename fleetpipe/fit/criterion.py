@@ -13,6 +13,7 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.dygraph.nest import mapped
 from fleetpipe.fit.feeding import as_tensor
 
 #: A ``paddle.metric.Metric``, or any object with its methods.
@@ -71,15 +72,14 @@ class Counting:
         self._real = real
         self._computed = {}
 
-    def look(self, columns: Sequence[Tensor]) -> None:
+    def look(self, columns: Sequence[Nest]) -> None:
         """Has the metrics compute what they want to count of outputs and labels."""
         if not self._metrics:
             return
         number = self._micro_batch()
         real = self._real[number] if number < len(self._real) else 0
         with paddle.no_grad():
-            whole = [column.detach() for column in columns]
-            seen = [c if c.shape[0] == real else c[:real] for c in whole]
+            seen = [mapped(lambda tensor: _rows(tensor, real), column) for column in columns]
             self._computed[number] = [
                 [as_tensor(value) for value in _listed(metric.compute(*seen))]
                 for metric in (self._metrics if real else ())
@@ -99,6 +99,12 @@ class Counting:
             for micro_batch in replica:
                 for metric, values in zip(self._metrics, micro_batch):
                     metric.update(*(np.asarray(value.numpy()) for value in values))
+
+
+def _rows(tensor: Tensor, count: int) -> Tensor:
+    """Returns the first rows of a tensor, cut from its graph."""
+    tensor = tensor.detach()
+    return tensor if tensor.shape[0] == count else tensor[:count]
 
 
 def _listed(value: Nest) -> list[Nest]:

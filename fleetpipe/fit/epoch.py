@@ -134,7 +134,7 @@ class Pass:
 
     def _step(self, waiting: list[tuple[int, Rows]]) -> None:
         losses = self._runner.train([rows for _, rows in waiting])
-        for (step, rows), loss in zip(waiting, losses):
+        for loss, (step, rows) in zip(losses, waiting):
             self._runner.trained += 1
             self._tell("train", step, rows, loss)
         waiting.clear()

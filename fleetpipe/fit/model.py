@@ -15,7 +15,7 @@ from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.fit import networks, saved
+from fleetpipe.fit import given, networks, saved
 from fleetpipe.fit.callbacks import checkpoint, on_ranks
 from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.fit.criterion import Metric
@@ -103,6 +103,7 @@ class Model(paddle.Model):
             ConfigError: One of these does not fit a pipeline.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
+        given.require_prepared(optimizer, loss, _listed(metrics))
         self._metrics, self._criterion = _listed(metrics), loss
         # Callbacks see the user's own optimizer, whose learning rate they change.
         is_wrapped = isinstance(optimizer, PipelineOptimizer)
@@ -261,8 +262,15 @@ class Model(paddle.Model):
             SystemExit: The job was asked to stop, and has saved; see ``fleetpipe.resume``.
         """
         go_on = _goes_on(resume, self._trainer().trained)
+        given.require_numbers(
+            epochs=epochs,
+            eval_freq=eval_freq,
+            save_freq=save_freq,
+            accumulate_grad_batches=accumulate_grad_batches,
+            num_iters=num_iters,
+        )
         self._require_steady(accumulate_grad_batches)
-        train_size, eval_size = _sizes(batch_size)
+        train_size, eval_size = given.sizes_of(batch_size)
         source = self._source(
             train_data, train_size, shuffle=shuffle, drop_last=drop_last, workers=num_workers
         )
@@ -455,11 +463,22 @@ class Model(paddle.Model):
             )
 
     def _source(self, data: Nest, batch_size: int, **options: Any) -> Source:
+        given.require_data(data)
+        given.require_numbers(num_workers=options["workers"])
         pipeline = self.pipeline
         ends = (pipeline.is_pipeline_first_stage, pipeline.is_pipeline_last_stage)
         loads = any(owns(ignore_virtual=True) for owns in ends)
         inputs = len(self._input_specs) or 1
-        return source_of(data, batch_size, inputs, self._job, loads=loads, **options)
+        source = source_of(data, batch_size, inputs, self._job, loads=loads, **options)
+        if source.steps == 0:
+            raise ConfigError(
+                "the data has no batch",
+                got=f"{len(data)} rows and batch_size={batch_size}"
+                if isinstance(data, paddle.io.Dataset)
+                else f"an empty {type(data).__name__}",
+                fix="give more data, a smaller batch_size, or drop_last=False",
+            )
+        return source
 
     def _callbacks(
         self,
@@ -471,11 +490,14 @@ class Model(paddle.Model):
         save_dir: str | None,
         verbose: int,
     ) -> Callbacks:
+        given.require_numbers(log_freq=log_freq)
         found = on_ranks.chosen(callbacks, self.is_rank)
         # Where these are not among them, Paddle would add its own.
         if not any(isinstance(callback, on_ranks.ModelCheckpoint) for callback in found):
             whole = any(isinstance(c, checkpoint.PipelineCheckpoint) for c in found)
             found.append(on_ranks.ModelCheckpoint(save_freq, None if whole else save_dir))
+        if not any(isinstance(c, paddle.callbacks.LRScheduler) for c in found):
+            found.append(on_ranks.LRScheduler())
         if verbose and not any(isinstance(c, paddle.callbacks.ProgBarLogger) for c in found):
             found.insert(0, Progress(log_freq, verbose))
         called: Callbacks = _configured(
@@ -530,13 +552,6 @@ def _goes_on(resume: str | None, trained: int) -> bool:
             "resume is 'auto' or None", got=repr(resume), fix='pass resume="auto" to go on'
         )
     return resume == "auto" or (life.number() > 0 and trained == 0)
-
-
-def _sizes(batch_size: int | Sequence[int]) -> tuple[int, int]:
-    if isinstance(batch_size, int):
-        return batch_size, batch_size
-    train, evaluation = batch_size
-    return train, evaluation
 
 
 def _listed(value: Nest) -> list[Nest]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from itertools import accumulate
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.losses import weighted
+from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.criterion import Counting, Criterion, Metric
 from fleetpipe.fit.feeding import Cut, Rows, as_given, in_micro_batches, joined, whole
@@ -61,10 +61,11 @@ class Runner:
         #: Number of batches trained so far.
         self.trained = 0
 
-    def train(self, batches: Sequence[Rows]) -> list[float]:
-        """Trains on some batches with one step; returns the loss of each.
+    def train(self, batches: Sequence[Rows]) -> Iterator[float]:
+        """Trains on some batches with one step, before it yields the loss of the first.
 
-        Each batch counts as a mean over its rows, and their gradients are added up, as Paddle's
+        Before it yields the loss of a batch, the metrics count that batch. Each batch counts as a
+        mean over its rows, and the gradients of all are added up, as Paddle's
         ``accumulate_grad_batches`` has it.
         """
         alone = len(batches) == 1
@@ -79,13 +80,15 @@ class Runner:
                 weights=self._weights(cuts),
                 return_micro_batch_loss=True,
             )
-        self._count()
+        computed = self._computed()
         shares = _on_host(shares)
         self.shares = weighted(shares, self._undivided).tolist()
-        if alone:
-            return [_number(weighted(_total(shares), self._undivided))]
-        ends = list(accumulate(len(one.rows) for one in cuts))
-        return [_number(_total(shares[begin:end])) for begin, end in zip([0, *ends], ends)]
+        begin = 0
+        for one in cuts:
+            part = slice(begin, begin + len(one.rows))
+            self._counting.update([replica[part] for replica in computed])
+            yield _number(weighted(_total(shares[part]), self._undivided))
+            begin = part.stop
 
     def _cut(self, rows: Rows, alone: bool) -> Cut:
         """Returns the micro-batches of a batch; one of the usual size, alone, is cut later."""
@@ -124,7 +127,7 @@ class Runner:
             if labels is None:
                 labels = [None] * len(starts)
             loss = self.pipeline.eval_batch([inputs, labels], compute_loss=True)
-        self._count()
+        self._counting.update(self._computed())
         if rows.everywhere == rows.rows * self.pipeline.replicas.ranks:
             return float(loss)
         own = self.pipeline.total_loss
@@ -137,8 +140,7 @@ class Runner:
         kept = max(rows.real, 1)
         with self._forward_only(kept):
             output = self.pipeline.predict_batch(whole(rows.inputs, kept), broadcast=False)
-        columns = output if isinstance(output, (list, tuple)) else [output]
-        own = None if output is None else [column[: rows.real] for column in columns]
+        own = None if output is None else [c[: rows.real] for c in tensors_of(output)]
         everyone = self.pipeline.from_last_stage(own)
         return [np.concatenate([part.numpy() for part in parts]) for parts in zip(*everyone)]
 
@@ -154,9 +156,11 @@ class Runner:
         with self._job.guarded(lambda: "asking all ranks whether to stop"):
             return any(self._job.everyone().all_gather(wish))
 
-    def _count(self) -> None:
-        if self._metrics:
-            self._counting.update(self.pipeline.from_last_stage(self._counting.computed()))
+    def _computed(self) -> list[Nest]:
+        """Returns what the metrics computed of a batch, by replica. Collective if there are any."""
+        if not self._metrics:
+            return []
+        return self.pipeline.from_last_stage(self._counting.computed())
 
     @contextmanager
     def _forward_only(self, rows: int) -> Iterator[int]:

@@ -112,19 +112,21 @@ def source_of(
             all other data are read by every rank, for nothing else says how many rows there are.
     """
     samples: int | None = None
+    read = True
     replicas = job.degrees.replicas
     if isinstance(data, paddle.io.IterableDataset):
         data = DataLoader(data, batch_size=batch_size, drop_last=drop_last, num_workers=workers)
     elif isinstance(data, paddle.io.Dataset):
         samples = None if shuffle else len(data)
-        options = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
-        if loads:
-            data = DataLoader(data, num_workers=workers, **options)
-        else:
-            data = DataLoader(Numbers(len(data)), **options)
-            together = batch_size * replicas
-            return Source(data, samples, together, inputs, job.replica, replicas, loads=False)
-    return Source(data, samples, batch_size * replicas, inputs, job.replica, replicas)
+        read = loads
+        data = DataLoader(
+            data if read else Numbers(len(data)),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            num_workers=workers if read else 0,
+        )
+    return Source(data, samples, batch_size * replicas, inputs, job.replica, replicas, read)
 
 
 class Numbers(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6.2 takes no argument

@@ -48,12 +48,16 @@ def main(folder: Path, dp: int, pp: int) -> None:
         told,
         paddle.callbacks.VisualDL("visual"),
         paddle.callbacks.LRScheduler(),
-        paddle.callbacks.EarlyStopping("acc_top1", mode="max", patience=1, save_best_model=False),
+        paddle.callbacks.EarlyStopping("acc_top1", mode="max", patience=1),
+        paddle.callbacks.ModelCheckpoint(2, str(folder / "kept")),
+        paddle.callbacks.ProgBarLogger(log_freq=6, verbose=2),
         paddle.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, verbose=0, min_delta=9),
     ]
     options: Any = {"batch_size": BATCH // dp, "verbose": 0}
     evaluation = Digits(1000, 1045)
-    model.fit(Digits(0, 6 * BATCH), evaluation, epochs=3, callbacks=callbacks, **options)
+    kept = str(folder / "kept")
+    data = Digits(0, 6 * BATCH)
+    model.fit(data, evaluation, epochs=3, callbacks=callbacks, save_dir=kept, **options)
     result = model.evaluate(evaluation, **options)
     model.save(str(folder / "saved"))
     model.load(str(folder / "saved"))

@@ -20,7 +20,12 @@ Launch = Callable[..., Finished]
 def reports(launch: Launch, folder: Path, nproc: int | None, dp: int) -> list[Any]:
     home = folder / f"{nproc}-{dp}"
     home.mkdir()
-    launch(WORKER, nproc, args=[str(home), str(dp), "2"])
+    logs = launch(WORKER, nproc, args=[str(home), str(dp), "2"]).logs
+    # Paddle's ProgBarLogger tells on the first rank alone.
+    assert [log.count("step 6/6 - loss: ") for log in logs] == [3, *[0] * (len(logs) - 1)]
+    # Of ModelCheckpoint epochs 0 and 2 and the end, of EarlyStopping the best: whole models.
+    kept = {file.name for file in (home / "kept").glob("*.pdparams")}
+    assert kept == {f"{name}.pdparams" for name in ("0", "2", "final", "best_model")}
     return [json.loads(file.read_text()) for file in sorted(home.glob("rank*.json"))]
 
 

@@ -87,3 +87,19 @@ def test_the_stages_are_those_of_the_benchmark(launch: Launch) -> None:
 def test_it_learns_to_read_digits(launch: Launch) -> None:
     job = launch(EXAMPLE, None, args=["--hidden", "64", "--epochs", "10"])
     assert float(ACCURACY.findall(job.logs[0])[0]) > 0.85
+
+
+def test_the_table_of_schedules(launch: Launch, tmp_path: Path) -> None:
+    report = tmp_path / "table.json"
+    tiny = ["--hidden", "8", "--epochs", "2", "--batch-size", "256", "--micro-batch-size", "64"]
+    example = ROOT / "examples" / "mnist_mlp_benchmark.py"
+    log = launch(example, 2, args=[*tiny, "--report", str(report)]).logs[0]
+    rows = json.loads(report.read_text())["rows"]
+    assert list(rows) == ["sequential", "FThenB", "1F1B", "Interleaved1F1B"]
+    for name, row in rows.items():
+        figures = "images_per_second", "train_loss", "test_loss", "accuracy"
+        speed, train, test, accuracy = (row[figure] for figure in figures)
+        assert speed > 0
+        pattern = rf"^{name} +{speed:.0f} +\S+x +{train:.6f} +{test:.6f} +{accuracy:.4f}$"
+        assert re.search(pattern, log, re.MULTILINE), log
+    assert "losses and accuracy are equal" in log

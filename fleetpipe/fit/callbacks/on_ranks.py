@@ -16,6 +16,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.errors import ConfigError
+from fleetpipe.fit.given import require_callback
 
 _PLACES = ("all", "first", "loss")
 
@@ -33,6 +34,31 @@ class ModelCheckpoint(paddle.callbacks.ModelCheckpoint):
         return bool(self.model and self.save_dir)
 
 
+class LRScheduler(paddle.callbacks.LRScheduler):
+    """Paddle's, where callbacks hear of several batches after the one step that they make.
+
+    Between the batches of a step it goes on when the next of them begins: the optimizer steps with
+    the learning rate that it has under Paddle, where each batch ends before the next begins.
+    """
+
+    def __init__(self, by_step: bool = True, by_epoch: bool = False) -> None:
+        """Takes what Paddle's takes."""
+        super().__init__(by_step, by_epoch)
+        self._begun = 0
+
+    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
+        """Goes on for the batch before, where that is one of the same step."""
+        if self._begun:
+            super().on_train_batch_end(step, logs)
+        self._begun += 1
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Goes on for the last batch of a step."""
+        self._begun -= 1
+        if not self._begun:
+            super().on_train_batch_end(step, logs)
+
+
 class Elsewhere(Callback):
     """Stands for a callback on the ranks that do not run it."""
 
@@ -45,13 +71,14 @@ def chosen(callbacks: Nest, is_place: Callable[[str], bool]) -> list[Any]:
         is_place: Whether this rank is ``"first"`` or ``"loss"``.
 
     Raises:
-        ConfigError: The ``on_rank`` of a callback is none of the places.
+        ConfigError: One is no callback, or its ``on_rank`` is none of the places.
     """
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
     return [_here(callback, is_place) for callback in given if callback]
 
 
 def _here(callback: Any, is_place: Callable[[str], bool]) -> Any:
+    require_callback(callback)
     place = getattr(callback, "on_rank", "all")
     if place not in _PLACES:
         raise ConfigError(
@@ -64,6 +91,8 @@ def _here(callback: Any, is_place: Callable[[str], bool]) -> Any:
     theirs = paddle.callbacks.ModelCheckpoint
     if isinstance(callback, theirs) and not isinstance(callback, ModelCheckpoint):
         return ModelCheckpoint(callback.save_freq, callback.save_dir)
+    if type(callback) is paddle.callbacks.LRScheduler:
+        return LRScheduler(callback.by_step, callback.by_epoch)
     return callback
 
 

@@ -1,0 +1,139 @@
+"""What newcomers give a ``Model``: refusals that say what to do, and outputs of other forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe.errors import ConfigError
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests import jobs
+from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
+
+Model = Any
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+        yield prepared(fleetpipe.Model(layers()))
+
+
+def fitted(**options: Any) -> Callable[[Model], Any]:
+    given = {"batch_size": BATCH, "verbose": 0, **options}
+    return lambda model: model.fit(given.pop("data", Digits(0, BATCH)), **given)
+
+
+def loss_of(loss: Any) -> Callable[[Model], Any]:
+    return lambda model: model.prepare(None, loss)
+
+
+def metric_of(metric: Any) -> Callable[[Model], Any]:
+    return lambda model: model.prepare(None, nn.CrossEntropyLoss(), metric)
+
+
+MISUSE: list[tuple[Callable[[Model], Any], str]] = [
+    (loss_of(nn.CrossEntropyLoss), r"pass CrossEntropyLoss\(\)"),
+    (loss_of("ce"), "a function or a built layer"),
+    (metric_of(paddle.metric.Accuracy), r"pass Accuracy\(\)"),
+    (metric_of(["acc"]), "'acc' without compute, update"),
+    (lambda model: model.prepare("adam"), "one of Paddle's"),
+    (fitted(data=None), "no data"),
+    (fitted(data=5), "got: int"),
+    (fitted(data=Digits(0, 0)), "0 rows and batch_size=32"),
+    (fitted(data=[]), "an empty list"),
+    (fitted(data=Digits(0, 5), drop_last=True), "drop_last=False"),
+    (fitted(batch_size=None), "batch_size=None"),
+    (fitted(batch_size=(8, 8, 8)), "a pair for training and evaluation"),
+    (fitted(epochs="2"), "epochs='2'"),
+    (fitted(eval_freq=0), "eval_freq=0"),
+    (fitted(save_freq=0), "save_freq=0"),
+    (fitted(log_freq=0), "log_freq=0"),
+    (fitted(accumulate_grad_batches=0), "accumulate_grad_batches=0"),
+    (fitted(num_iters=-1), "num_iters=-1"),
+    (fitted(num_workers=-1), "num_workers=-1"),
+    (fitted(callbacks=[Losses]), r"pass Losses\(\.\.\)"),
+    (fitted(callbacks=[print]), "an object of paddle.callbacks.Callback"),
+]
+
+
+def test_what_does_not_fit_is_refused_by_name(model: Model) -> None:
+    for attempt, said in MISUSE:
+        with pytest.raises(ConfigError, match=said):
+            attempt(model)
+    # Nothing of it is left.
+    fitted()(prepared(model))
+
+
+def test_a_folder_that_cannot_be_written_is_named(model: Model, tmp_path: Any) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(fleetpipe.errors.CheckpointError, match="file/run"):
+        fitted(save_dir=str(tmp_path / "file" / "run"))(model)
+
+
+class Named(nn.Layer):
+    """Its outputs have names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(48, 10)
+
+    def forward(self, value: Any) -> Any:
+        return {"logits": self.inner(value), "mean": value.mean(axis=1)}
+
+
+class NamedAccuracy(paddle.metric.Accuracy):
+    """Looks at one of them."""
+
+    def compute(self, pred: Any, label: Any, *args: Any) -> Any:
+        return super().compute(pred["logits"], label)
+
+
+def test_outputs_may_be_named() -> None:
+    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+        model = fleetpipe.Model([LayerDesc(nn.Linear, 64, 48), LayerDesc(Named)])
+        sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        loss = nn.CrossEntropyLoss()
+        model.prepare(sgd, lambda output, label: loss(output["logits"], label), NamedAccuracy())
+        data = Digits(0, BATCH + 5)
+        fitted(data=data)(model)
+        assert 0 <= model.evaluate(data, batch_size=BATCH, verbose=0)["acc"] <= 1
+        logits, means = model.predict(data, batch_size=BATCH, stack_outputs=True, verbose=0)
+        assert (logits.shape, means.shape) == ((BATCH + 5, 10), (BATCH + 5,))
+
+
+@pytest.mark.parametrize("group", [2, 3])
+def test_batches_of_one_step_are_told_as_paddle_tells_them(group: int) -> None:
+    """The metrics of each batch, and the learning rate with which the step is done."""
+
+    def momentum(parameters: Any) -> Any:
+        rate = paddle.optimizer.lr.StepDecay(0.1, step_size=2)
+        return paddle.optimizer.Momentum(rate, parameters=parameters)
+
+    with jobs.job(pp=2, micro_batches=1, rows=BATCH):
+        model = fleetpipe.Model(layers())
+        given = nn.CrossEntropyLoss(), paddle.metric.Accuracy()
+        model.prepare(momentum(model.parameters()), *given)
+        network = model.network.single_model()
+        model.network.copy_to(network)
+        reference = paddle.Model(network)
+        reference.prepare(
+            momentum(network.parameters()), nn.CrossEntropyLoss(), paddle.metric.Accuracy()
+        )
+        ours, theirs = Losses(), Losses()
+        options: Any = {"epochs": 2, "shuffle": True, "verbose": 0, "batch_size": BATCH}
+        data = Digits(0, 5 * BATCH - 3)
+        model.fit(data, callbacks=ours, accumulate_grad_batches=group, **options)
+        reference.fit(data, callbacks=theirs, accumulate_grad_batches=group, **options)
+        for name in ("loss", "acc"):
+            assert [logs[name] for logs in ours.train] == [logs[name] for logs in theirs.train]
+        state = model.network.full_state_dict().values()
+        for mine, other in zip(state, network.state_dict().values()):
+            assert np.array_equal(mine.numpy(), other.numpy())
+        assert model.learning_rate == pytest.approx(0.1 * 0.1**5)
