@@ -48,7 +48,10 @@ class Piece:
         functions = list(functions)
         self.name = name
         self.has_parameters = any(
-            function.parameters() for function in functions if isinstance(function, paddle.nn.Layer)
+            layer.parameters()
+            for function in functions
+            if _is_layer(function) or getattr(function, "counts_as_layer", False)
+            for layer in layers_in(function)
         )
         self._layers = [
             part

@@ -53,7 +53,7 @@ class Sample(NamedTuple):
     held_split: float
     waiting: float
     working: float
-    recompute: float
+    saved: float
 
 
 class LayerMeter:
@@ -106,7 +106,7 @@ class LayerMeter:
         meter = _Meter(loss, {})
         meter.run = lambda value, _: loss(value, label)
         _, sample = meter.sample([mapped(leaf_like, output)], None)
-        self.samples[number].append(sample._replace(output=0, recompute=0))
+        self.samples[number].append(sample._replace(output=0, saved=0))
 
 
 def _run(
@@ -149,13 +149,15 @@ class _Meter:
         forward, backward, held, working = self._whole(run, box[0])
         split_forward, input_grad, weight_grad, held_split, waiting = self._parted(run, box[0])
         output = run(box[0])
+        # Where it is recomputed it holds what it makes, and nothing else.
+        saved = max(held - bytes_of(output, box[0]), 0) if recompute else 0
         before = allocated_bytes()
         box.clear()
         releases = max(before - allocated_bytes(), 0)
         output = mapped(leaf_like, output)
         sample = Sample(
             *(forward, backward, split_forward, input_grad, weight_grad, bytes_of(output)),
-            *(held, releases, held_split, waiting, working, recompute),
+            *(held, releases, held_split, waiting, working, saved),
         )
         return output, sample
 
@@ -212,9 +214,10 @@ def _gradients_for(output: Nest, value: Nest) -> tuple[list[Tensor], list[Tensor
     return made, [paddle.ones_like(tensor) for tensor in made]
 
 
-def bytes_of(value: Nest) -> int:
-    """Returns the bytes of the tensors in a value, each once."""
-    tensors = {id(tensor): tensor for tensor in tensors_of(value)}
+def bytes_of(value: Nest, given: Nest = None) -> int:
+    """Returns the bytes of the tensors in a value, each once, without those that were given."""
+    known = set(map(id, tensors_of(given)))
+    tensors = {id(tensor): tensor for tensor in tensors_of(value) if id(tensor) not in known}
     return sum(map(tensor_bytes, tensors.values()))
 
 

@@ -220,7 +220,7 @@ def _profile(
                     held_split=int(one.held_split),
                     waiting=int(one.waiting),
                     working=int(one.working),
-                    recompute=bool(one.recompute),
+                    saved=int(one.saved),
                 )
             )
     default = Link()

@@ -30,12 +30,14 @@ class Candidate(NamedTuple):
 
     Attributes:
         seconds: From the first action to the end of the last.
+        peak: The most bytes of any rank.
         schedule: What runs.
         boundaries: The cut.
         recompute: For each stage the layers that are recomputed.
     """
 
     seconds: float
+    peak: int
     schedule: Schedule
     boundaries: Boundaries
     recompute: Recompute
@@ -168,22 +170,21 @@ class Task:
         """Returns what a schedule and a cut cost, with what must be recomputed to fit."""
         layers, stages = self.profile.layers, self.stages
         chosen: Recompute = ((),) * (len(boundaries) - 1)
-        costs, fits = stages.cut(boundaries), True
-        if not math.isinf(self.cap):
-            fits = max(peak_bytes(schedule, costs, self.optimizer_copies)) <= self.cap
-        if not fits and "recompute" in self.search:
+        costs = stages.cut(boundaries)
+        peaks = peak_bytes(schedule, costs, self.optimizer_copies)
+        if max(peaks) > self.cap and "recompute" in self.search:
             found = recomputed(
                 schedule, layers, stages, boundaries, self.cap, self.optimizer_copies
             )
-            fits = found is not None
             chosen = everything(layers, boundaries) if found is None else found
             costs = stages.cut(boundaries, chosen)
-        if not fits:
             peaks = peak_bytes(schedule, costs, self.optimizer_copies)
-            return Lack(max(peaks), peaks.index(max(peaks)), schedule, boundaries)
+        most = max(peaks)
+        if most > self.cap:
+            return Lack(most, peaks.index(most), schedule, boundaries)
         times = replay(schedule, None, self.costs(schedule.placement, costs))
         seconds = max(ends[-1] for ends in times.ends)
-        return Candidate(seconds, schedule, boundaries, chosen)
+        return Candidate(seconds, most, schedule, boundaries, chosen)
 
     def searched(self, found: Candidate) -> Schedule | None:
         """Returns what the search ``auto`` makes for the cut of a candidate; None for nothing."""

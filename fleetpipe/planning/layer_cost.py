@@ -51,7 +51,7 @@ class LayerCost:
         held_split: As ``held``, where backward is split.
         waiting: Bytes that stay allocated between I and W.
         working: Most bytes that an action takes besides, while it runs.
-        recompute: Whether a recomputed F lets ``held`` go, except for its output.
+        saved: Bytes of ``held`` that are not held where it is recomputed; 0: it never is.
     """
 
     name: str
@@ -68,7 +68,7 @@ class LayerCost:
     held_split: int = 0
     waiting: int = 0
     working: int = 0
-    recompute: bool = True
+    saved: int = 0
 
     @property
     def whole(self) -> float:
@@ -89,15 +89,15 @@ class LayerCost:
         return self.forward + (min(self.whole, apart) if self.splits else self.whole)
 
     @property
-    def saved(self) -> int:
-        """Bytes that are not held where it is recomputed."""
-        return max(self.held - self.output, 0) if self.recompute else 0
+    def saved_split(self) -> int:
+        """Bytes of ``held_split`` that are not held where it is recomputed."""
+        return max(self.held_split - (self.held - self.saved), 0) if self.saved else 0
 
 
 def check_layer(layer: LayerCost, where: str) -> None:
     """Raises ConfigError for a figure that cannot be, or where no backward is known."""
     for field in fields(LayerCost):
-        if field.name not in ("name", "recompute"):
+        if field.name != "name":
             value = getattr(layer, field.name)
             if value is not None or field.name not in _OPTIONAL:
                 check_figure(field.name, value, where)

@@ -114,10 +114,9 @@ def _gain(layer: LayerCost, stage: int, peak: Peak) -> int:
     """Returns the bytes that a rank holds less at its peak if a layer is recomputed."""
     if not layer.saved:
         return 0
-    split = max(layer.held_split - layer.output, 0)
     return (
         peak.whole[stage] * layer.saved
-        + peak.split[stage] * split
+        + peak.split[stage] * layer.saved_split
         + peak.waiting[stage] * layer.waiting
     )
 

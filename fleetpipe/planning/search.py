@@ -30,10 +30,11 @@ Found = Union[Candidate, Lack]
 
 
 class _Score(NamedTuple):
-    """How good something is, the smaller the better: what fits comes first, then what is faster."""
+    """How good something is, the smaller the better: what fits first, then what is faster."""
 
     lack: float
     seconds: float
+    peak: int = 0
 
 
 def best_plan(task: Task) -> Found:
@@ -69,7 +70,7 @@ class _Search:
     def _score(self, found: Found) -> _Score:
         if isinstance(found, Lack):
             return _Score(found.peak, math.inf)
-        return _Score(0, round(found.seconds / self.unit, 9))
+        return _Score(0, round(found.seconds / self.unit, 9), found.peak)
 
     def _improved(self, first: Found) -> Found:
         """Moves the cut and searches a schedule for it in turn, for as long as that helps."""

@@ -120,7 +120,7 @@ class Stages:
             times[2] += layer.forward + moved
             times[3] -= moved
             held -= layer.saved
-            held_split -= max(layer.held_split - layer.output, 0)
+            held_split -= layer.saved_split
             waiting -= layer.waiting
         if not all(layer.splits for layer in self._all[start:last]):
             times[2:] = 0, 0

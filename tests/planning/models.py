@@ -22,6 +22,7 @@ BLOCK = LayerCost(
     held_split=9 * MIB,
     waiting=5 * MIB,
     working=2 * MIB,
+    saved=7 * MIB,
 )
 
 

@@ -52,6 +52,8 @@ def entries(trace: Trace, signature: Signature) -> list[Callable[[Nest], Nest]]:
 
 def _named(function: functools.partial[Nest], name: str) -> functools.partial[Nest]:
     function.__name__ = name  # type: ignore[attr-defined]
+    # What calls a layer is recomputed as that layer would be.
+    function.counts_as_layer = True  # type: ignore[attr-defined]
     return function
 
 
