@@ -52,6 +52,7 @@ PUBLIC = (
     "fleetpipe.io",
     "fleetpipe.parity",
     "fleetpipe.partition",
+    "fleetpipe.planning",
     "fleetpipe.schedules",
     "fleetpipe.schedules.forms",
     "fleetpipe.static",

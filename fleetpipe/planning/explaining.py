@@ -62,7 +62,7 @@ def shown(facts: Facts) -> str:
             (
                 str(part.stage),
                 str(placement.rank_of(part.stage)),
-                _range(range(part.start, part.end)),
+                shown_range(range(part.start, part.end)),
                 " .. ".join(names) if part.end - part.start > 1 else names[0],
                 f"{1e3 * cost.forward:.3f}",
                 f"{1e3 * cost.backward:.3f}",
@@ -96,7 +96,7 @@ def _time(facts: Facts) -> Iterator[str]:
     )
     yield (
         f"busiest: rank {rank} computes {share:.1%} of the time; its slowest stage is {slowest}"
-        f" (layers {_range(range(part.start, part.end))})"
+        f" (layers {shown_range(range(part.start, part.end))})"
     )
     if share >= _BUSY:
         yield f"what binds: the work of rank {rank}"
@@ -132,7 +132,8 @@ def _recompute(facts: Facts) -> Iterator[str]:
             yield f"recompute: layers {_ranges(layers)} of stage {stage} on rank {rank}"
 
 
-def _range(numbers: range) -> str:
+def shown_range(numbers: range) -> str:
+    """Writes neighbouring numbers: ``3-5``, or ``3``."""
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
 
 
@@ -144,4 +145,4 @@ def _ranges(numbers: Sequence[int]) -> str:
             found[-1] = range(found[-1].start, number + 1)
         else:
             found.append(range(number, number + 1))
-    return ", ".join(map(_range, found))
+    return ", ".join(map(shown_range, found))

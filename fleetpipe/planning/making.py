@@ -9,6 +9,7 @@ from pathlib import Path
 from fleetpipe.errors import ConfigError, PartitionError, nearest
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.planning.candidates import Lack, Task
+from fleetpipe.planning.explaining import shown_range
 from fleetpipe.planning.plan import PipelinePlan
 from fleetpipe.planning.profile import Profile
 from fleetpipe.planning.search import best_plan
@@ -105,7 +106,7 @@ def _too_small(lack: Lack, task: Task) -> ConfigError:
     owned = lack.schedule.placement.stages_of(lack.rank)
     stages = " and ".join(str(stage) for stage in owned)
     layers = ", ".join(
-        f"{lack.boundaries[stage]} to {lack.boundaries[stage + 1] - 1}" for stage in owned
+        shown_range(range(lack.boundaries[stage], lack.boundaries[stage + 1])) for stage in owned
     )
     least = math.ceil(lack.peak)
     return ConfigError(
