@@ -52,6 +52,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--mp", type=int, default=1, help="ranks that share each layer")
     parser.add_argument("--pp", type=int, help="pipeline ranks; default: world / dp / mp")
     parser.add_argument("--chunks", type=int, help="chunks of each rank; default: the schedule's")
+    parser.add_argument("--slices", type=int, help="of Seq1F1B: slices of a row; default: 2")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--recompute", type=int, default=0, help="layers of a recomputed segment")
@@ -96,7 +97,7 @@ def pipeline(args: argparse.Namespace) -> Any:
         "micro_batch_size": args.micro_batch_size,
         "schedule_mode": args.schedule,
     }
-    strategy.fleetpipe_configs = {"trace": args.trace}
+    strategy.fleetpipe_configs = {"trace": args.trace, "slices": args.slices}
     fleet.init(is_collective=True, strategy=strategy)
     paddle.seed(2026)
     hcg = fleet.get_hybrid_communicate_group()

@@ -15,6 +15,7 @@ import paddle
 from paddle import nn
 from paddle.nn import functional as F
 
+from fleetpipe.dygraph import slices
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,
@@ -31,6 +32,8 @@ NORMAL = nn.initializer.Normal(0.0, 0.02)
 
 class Embedding(nn.Layer):
     """Vectors of tokens, int64 [rows, length]: the first layer, and with its rows the last."""
+
+    takes_slices = True
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -57,6 +60,8 @@ def logits(embedding: Embedding, hidden: Any) -> Any:
 class Positions(nn.Layer):
     """Adds a learnt vector for each place in the row."""
 
+    takes_slices = True
+
     def __init__(self, length: int, width: int, dropout: float) -> None:
         super().__init__()
         self.table = nn.Embedding(length, width, weight_attr=paddle.ParamAttr(initializer=NORMAL))
@@ -64,11 +69,16 @@ class Positions(nn.Layer):
 
     def forward(self, hidden: Any) -> Any:
         """Takes and returns [rows, length, width]."""
-        return self.dropout(hidden + self.table(paddle.arange(hidden.shape[1])))
+        length = hidden.shape[1]
+        begin = sum(slices.earlier(self))
+        slices.keep(self, length)
+        return self.dropout(hidden + self.table(paddle.arange(begin, begin + length)))
 
 
 class Block(nn.Layer):
     """Causal self-attention, then a multilayer perceptron, each added to what came in."""
+
+    takes_slices = True
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -93,8 +103,14 @@ class Block(nn.Layer):
         rows, length, _ = hidden.shape
         qkv = self.qkv(hidden).reshape([rows, length, -1, 3 * self.head_width])
         query, key, value = qkv.transpose([0, 2, 1, 3]).split(3, axis=-1)
+        kept = slices.earlier(self)
+        slices.keep(self, (key, value))
+        if kept:
+            # A slice of the sequence sees the ones before it.
+            keys, values = zip(*kept, (key, value))
+            key, value = paddle.concat(keys, axis=2), paddle.concat(values, axis=2)
         scores = paddle.matmul(query, key, transpose_y=True) / math.sqrt(self.head_width)
-        seen = paddle.matmul(F.softmax(scores + _causal(length)), value)
+        seen = paddle.matmul(F.softmax(scores + _causal(length, key.shape[2])), value)
         return self.projection(seen.transpose([0, 2, 1, 3]).reshape([rows, length, -1]))
 
 
@@ -109,9 +125,9 @@ def _row(inputs: int, outputs: int) -> Any:
 
 
 @functools.cache
-def _causal(length: int) -> Any:
-    """Returns what keeps a place from seeing later ones, [length, length]."""
-    return paddle.triu(paddle.full([length, length], -1e9), diagonal=1)
+def _causal(length: int, seen: int) -> Any:
+    """Returns what keeps the last ``length`` of the ``seen`` places from seeing later ones."""
+    return paddle.triu(paddle.full([length, seen], -1e9), diagonal=1 + seen - length)
 
 
 class NextTokenLoss(nn.Layer):

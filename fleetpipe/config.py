@@ -22,6 +22,7 @@ FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     "fetch_broadcast": False,
     "costs": None,
     "groups": None,
+    "slices": None,
     "loss_reduction": "mean",
     "memory_cap": None,
     "post_validation": False,
@@ -54,6 +55,7 @@ class PipelineConfig:
         costs: What actions cost, for the schedule ``auto`` and for a memory cap in bytes.
         groups: Sizes of the groups of micro-batches, for Interleaved1F1B and kFkB.
         warmup_slack: Forwards in advance for each later rank, for Interleaved1F1B.
+        slices: Slices that each sequence is cut into, for Seq1F1B.
     """
 
     micro_batches: int = 1
@@ -70,6 +72,7 @@ class PipelineConfig:
     costs: Costs | None = None
     groups: tuple[int, ...] | None = None
     warmup_slack: int | None = None
+    slices: int | None = None
 
     @classmethod
     def from_strategy(cls, strategy: Strategy) -> PipelineConfig:
@@ -98,6 +101,7 @@ class PipelineConfig:
             costs=_costs(options["costs"]),
             groups=_groups(options["groups"]),
             warmup_slack=options["warmup_slack"],
+            slices=options["slices"],
         )
 
     def resized(self, micro_batches: int, micro_batch_size: int) -> PipelineConfig:
@@ -166,6 +170,7 @@ def _schedule_for(
             chunks=chunks,
             groups=config.groups,
             warmup_slack=config.warmup_slack,
+            slices=config.slices,
             memory_cap=config.memory_cap,
             costs=config.costs,
             edges=edges,

@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         *("config", "engine", "job", "static/cut"),
         "dygraph/_paddle dygraph/backports dygraph/nest dygraph/random_keys dygraph/gradients"
-        " dygraph/broadcast",
+        " dygraph/broadcast dygraph/slices",
     ),
     (
         *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),

@@ -65,6 +65,7 @@ class Losses:
         chosen: int = 0,
         delayed: bool = False,
         complete: Callable[[], None] | None = None,
+        slices: int = 1,
     ) -> None:
         """Begins with no micro-batch.
 
@@ -75,7 +76,9 @@ class Losses:
             delayed: Whether backward starts from the loss as it is; the gradients are then to be
                 weighted afterwards, all at once (``delay_scale_loss``).
             complete: Called once all micro-batches are taken.
+            slices: Slices of a micro-batch. More than 1: the micro-batches are such slices.
         """
+        self._slices = slices
         self._functions = functions
         self._weights = weights
         self._chosen = chosen
@@ -116,10 +119,13 @@ class Losses:
 
     def by_micro_batch(self) -> list[Tensor]:
         """Returns a Tensor [micro-batches] for each function; weighted unless delayed."""
-        return [
+        stacked = [
             paddle.stack([shares[index].reshape([]) for index in sorted(shares)])
             for shares in self._shares
         ]
+        if self._slices == 1:
+            return stacked
+        return [losses.reshape([-1, self._slices]).sum(axis=1) for losses in stacked]
 
     def __bool__(self) -> bool:
         """Whether any micro-batch was taken."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Callable, NamedTuple, Optional, Protocol
 
 from fleetpipe._paddle import paddle
@@ -15,6 +15,7 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
+from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.schedules import Edge
@@ -147,12 +148,17 @@ class DygraphStage:
         self._batch = _NO_BATCH
         self._hooks: StageHooks | None = None
         self._first_micro_batch = 0
+        self._slices: SliceStates | None = None
         self._crossings: dict[int, Crossing] | None = None
         #: The number within the batch of the micro-batch whose forward runs, or else the next.
         self.micro_batch_id = 0
 
     def begin(
-        self, batch: Batch, first_micro_batch: int = 0, hooks: StageHooks | None = None
+        self,
+        batch: Batch,
+        first_micro_batch: int = 0,
+        hooks: StageHooks | None = None,
+        slices: int = 1,
     ) -> None:
         """Takes up a batch.
 
@@ -160,8 +166,11 @@ class DygraphStage:
             batch: The batch.
             first_micro_batch: The global number of its micro-batch 0.
             hooks: What to call around its forwards and backwards.
+            slices: Slices of a micro-batch. More than 1: all that is called a micro-batch here is
+                a slice of one, and counted so.
         """
         self._batch = batch
+        self._slices = SliceStates(slices) if slices > 1 else None
         self._hooks = hooks
         self._first_micro_batch = first_micro_batch
         self.micro_batch_id = 0
@@ -170,6 +179,7 @@ class DygraphStage:
         """Lets go of the batch and of all that is kept for it, whether it was finished or not."""
         self._batch = _NO_BATCH
         self._hooks = None
+        self._slices = None
         self._kept.clear()
         self._split.end()
 
@@ -180,7 +190,8 @@ class DygraphStage:
         value = self._borders.joined(received) if stage else self._inputs_of(micro_batch)
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
-        with self._split.recording(stage, self._within(micro_batch)):
+        number = self._within(micro_batch)
+        with self._split.recording(stage, number), self._slice_forward(stage, number):
             output = self._run_of(stage)(value, micro_batch)
         if self._hooks is not None:
             self._hooks.after_forward(stage, value, output)
@@ -205,7 +216,7 @@ class DygraphStage:
             self._hooks.before_backward(stage, value, output, arrived)
         if arrived is not None:
             outputs = [tensor for edge in edges for tensor in differentiable(handed[edge])]
-            _backward(*_roots(outputs, arrived))
+            self._run_backward(stage, micro_batch, *_roots(outputs, arrived))
         elif output.stop_gradient:
             raise BoundaryError(
                 "the loss does not depend on any parameter that is trained",
@@ -214,7 +225,7 @@ class DygraphStage:
                 fix="compute the loss from the output as it is, and train at least one parameter",
             )
         else:
-            _backward([output])
+            self._run_backward(stage, micro_batch, [output], [None])
         if self._crossings is not None:
             self._crossings[stage] = crossing_of(differentiable(value), differentiable(output))
         grads = {
@@ -245,6 +256,8 @@ class DygraphStage:
     def release(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Drops the activations of a stage and micro-batch."""
         self._kept.pop((stage, micro_batch), None)
+        if self._slices is not None:
+            self._slices.release(stage, self._within(micro_batch))
         self._split.release(stage, self._within(micro_batch))
 
     @contextmanager
@@ -259,6 +272,23 @@ class DygraphStage:
             yield self._crossings
         finally:
             self._crossings = None
+
+    def _slice_forward(self, stage: int, number: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._slices is None else self._slices.forward(stage, number)
+
+    def _run_backward(
+        self,
+        stage: int,
+        micro_batch: GlobalMicroBatch,
+        tensors: list[Tensor],
+        grads: list[Tensor | None],
+    ) -> None:
+        """Runs autograd from ``tensors``, and from what layers kept for later slices."""
+        if self._slices is None:
+            _backward(tensors, grads)
+            return
+        with self._slices.backward(stage, self._within(micro_batch)) as (kept, kept_grads):
+            _backward([*tensors, *kept], [*grads, *kept_grads])
 
     def _within(self, micro_batch: GlobalMicroBatch) -> MicroBatch:
         return MicroBatch(micro_batch - self._first_micro_batch)
@@ -287,7 +317,9 @@ def _received(value: Nest) -> Nest:
     return mapped(leaf_like, value)
 
 
-def _roots(tensors: list[Tensor], grads: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+def _roots(
+    tensors: list[Tensor], grads: tuple[Tensor, ...]
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """Returns where to start from; a tensor that left twice gets the sum of its gradients."""
     roots: dict[int, tuple[Tensor, Tensor]] = {}
     for tensor, grad in zip(tensors, grads):
@@ -298,7 +330,7 @@ def _roots(tensors: list[Tensor], grads: tuple[Tensor, ...]) -> tuple[list[Tenso
     return [tensor for tensor, _ in roots.values()], [grad for _, grad in roots.values()]
 
 
-def _backward(tensors: list[Tensor], grads: list[Tensor] | None = None) -> None:
+def _backward(tensors: list[Tensor], grads: list[Tensor | None]) -> None:
     """Runs autograd from ``tensors``, if there are any."""
     if tensors:
         try:

@@ -220,6 +220,11 @@ class PipelineLayer(paddle.nn.Layer):
         return self._arrangement.schedule(config)
 
     @property
+    def recomputes(self) -> bool:
+        """Whether pieces of the stages are recomputed in backward (``recompute_interval``)."""
+        return bool(self._recompute_interval)
+
+    @property
     def borders(self) -> Borders | None:
         """What crosses between the stages; None for a chain."""
         return None

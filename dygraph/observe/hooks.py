@@ -81,7 +81,7 @@ class UserHooks:
             schedule: The schedule that is run.
             bubbles: Number of bubbles; 0 where they cannot be hooked.
         """
-        steps = schedule.micro_batches * schedule.placement.chunks
+        steps = schedule.units * schedule.placement.chunks
         self.forward = NumberedHooks("forward", steps)
         self.backward = NumberedHooks("backward", steps)
         self.bubble = NumberedHooks("bubble", bubbles)

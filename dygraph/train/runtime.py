@@ -18,6 +18,7 @@ from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.broadcast import broadcast_state
 from fleetpipe.dygraph.gradients import drop_gradients
+from fleetpipe.dygraph.layers.sliceable import require_sliceable
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite
 from fleetpipe.dygraph.observe.hooks import HookCalls, UserHooks
@@ -222,7 +223,9 @@ class Runtime:
 
         A failure elsewhere ends this rank's waits within it, and one here reaches all others.
         """
-        self.stage.begin(batch, self.first_micro_batch, self.hook_calls.begin(training))
+        slices = self.schedule.slices if training else 1
+        first = self.first_micro_batch * slices
+        self.stage.begin(batch, first, self.hook_calls.begin(training), slices)
         self.losses = batch.losses if self.plays(self.last_owner) else None
         trace = self.trace if training else None
         try:
@@ -278,6 +281,9 @@ class Runtime:
     def _arrange(self, config: PipelineConfig) -> None:
         """Builds the schedule, verified and lowered, and what runs its actions."""
         schedule = self.layers.schedule(config)
+        if schedule.slices > 1:
+            require_sliceable(self.layers.layers)
+            self._refuse_beside_slices()
         plan = schedule.lower(self.layers.edges(training=True))
         plan.verify()
         # Nothing is refused from here on: after an error all is as it was.
@@ -291,6 +297,20 @@ class Runtime:
         self.stage = DygraphStage(
             self.layers.function, placement.stages, self.split, self.layers.borders
         )
+
+    def _refuse_beside_slices(self) -> None:
+        """Refuses what cannot be had together with slices of sequences."""
+        if self.switches.delay_scale_loss:
+            raise ConfigError(
+                "delay_scale_loss weights all losses alike, and slices need not be of one length",
+                fix="leave delay_scale_loss out, or choose a schedule without slices",
+            )
+        if self.layers.recomputes:
+            raise ConfigError(
+                "recompute_interval cannot be had together with slices of sequences",
+                cause="a layer that is run again cannot tell which slice it runs",
+                fix="leave recompute_interval out: slices save memory too",
+            )
 
     def _connect(self) -> None:
         """Makes the engines. Collective over the pipeline the first time in a job."""

@@ -9,6 +9,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer, Scaler
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.batch.losses import Losses
+from fleetpipe.dygraph.batch.slicing import sliced
 from fleetpipe.dygraph.batch.stage import Batch
 from fleetpipe.dygraph.gradients import divide_gradients
 from fleetpipe.dygraph.train.runtime import Runtime
@@ -59,9 +60,12 @@ class TrainingBatch:
         delayed = runtime.switches.delay_scale_loss
         if weights is not None:
             _require_weights(weights, len(runtime.weights), delayed)
+        weights, slices = weights or runtime.weights, runtime.schedule.slices
+        if slices > 1:
+            batches, weights = sliced(batches, weights, slices)
         # Replicas add their losses up, which none of them is to wait for between actions.
         early = self._share_losses if runtime.job.replicas().ranks == 1 else None
-        self._losses = Losses(functions, weights or runtime.weights, loss_fn_idx, delayed, early)
+        self._losses = Losses(functions, weights, loss_fn_idx, delayed, early, slices)
         self._shared = False
         self._batch = Batch(batches, self._losses, None if scaler is None else scaler.scale)
         self._runtime = runtime
@@ -89,7 +93,8 @@ class TrainingBatch:
             random_keys.keyed(self._keys, runtime.job.model_parallel()),
         ):
             collectives = {"REDUCE": self._reduce, "STEP": self._step}
-            runtime.engine.run(collectives, runtime.first_micro_batch)
+            first = runtime.first_micro_batch * runtime.schedule.slices
+            runtime.engine.run(collectives, first)
         runtime.hook_calls.end(runtime.job.connect())
         if runtime.timers is not None:
             runtime.timers.log(runtime.timers.timers)

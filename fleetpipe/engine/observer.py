@@ -53,7 +53,7 @@ class Observer(Protocol):
 
 def message_of(op: Send | Recv) -> MessageKey:
     """Returns what names the message that ``op`` is one end of."""
-    return MessageKey(op.kind, op.edge.source, op.edge.target, op.edge.name, op.micro_batch)
+    return MessageKey(op.kind, op.edge.source, op.edge.target, op.edge.name, int(op.micro_batch))
 
 
 def wrapped(

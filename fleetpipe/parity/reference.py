@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from fractions import Fraction
 from typing import Callable
 
@@ -18,7 +19,10 @@ from fleetpipe.dygraph import (
     twin_optimizer,
     weighted,
 )
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.slicing import sliced
 from fleetpipe.dygraph.gradients import drop_gradients
+from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import pipeline_group
 from fleetpipe.parity.cutting import copy_of
@@ -113,26 +117,32 @@ class Reference:
         labels: Sequence[Nest],
         weights: Sequence[Fraction],
         first: int = 0,
+        slices: int = 1,
     ) -> list[Tensor]:
         """Runs all micro-batches forward and backward, one after another.
 
         Under the keys of a batch (``randomness.keyed``) the micro-batches have theirs in order,
-        from that of micro-batch ``first`` on.
+        from that of micro-batch ``first`` on. Of slices each micro-batch's run forward one after
+        another, and backward the other way round, as the slices of a stage do.
 
         Returns:
             The losses of the batch, detached; the gradients stand on the parameters.
         """
         self.model.train()
-        shares = []
+        if slices > 1:
+            (inputs, labels), weights = sliced(MicroBatches(inputs, labels), weights, slices)
+        states = SliceStates(slices)
         keys = random_keys.current()
-        for number, (value, label, weight) in enumerate(zip(inputs, labels, weights), first):
+        shares: list[list[Tensor]] = []
+        for number, (value, label, weight) in enumerate(zip(inputs, labels, weights)):
             if keys is not None:
-                keys.micro_batch = GlobalMicroBatch(number)
-            # Of copies, for the same micro-batches may run again.
-            losses = self.losses_of(copy_of(value), copy_of(label))
-            losses = [weighted(loss, weight) for loss in losses]
-            losses[0].backward()
-            shares.append([loss.detach() for loss in losses])
+                keys.micro_batch = GlobalMicroBatch(first * slices + number)
+            with states.forward(0, number) if slices > 1 else nullcontext():
+                # Of copies, for the same micro-batches may run again.
+                losses = self.losses_of(copy_of(value), copy_of(label))
+            shares.append([weighted(loss, weight) for loss in losses])
+            for last in range(number, number - slices, -1) if (number + 1) % slices == 0 else ():
+                _backward(states if slices > 1 else None, last, shares[last])
         return [sum_in_order(by_function) for by_function in zip(*shares)]
 
     def take_gradients(self) -> list[Tensor | None]:
@@ -184,6 +194,17 @@ class Reference:
         for part in pipeline_group().all_gather(own):
             for name in part.keys() - self._stepped_here:
                 tensors[name].set_value(part[name])
+
+
+def _backward(states: SliceStates | None, number: int, losses: list[Tensor]) -> None:
+    """Runs the backward of a micro-batch, or slice, from its first loss; detaches them all."""
+    if states is None:
+        losses[0].backward()
+    else:
+        with states.backward(0, number) as (kept, grads):
+            paddle.autograd.backward([losses[0], *kept], [None, *grads])
+        states.release(0, number)
+    losses[:] = [loss.detach() for loss in losses]
 
 
 def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ floors only (``tests/test_house.py``)::
 
 from __future__ import annotations
 
-from fleetpipe.schedules.action import Action, Fused, Item
+from fleetpipe.schedules.action import Action, Fused, Item, SliceNumber
 from fleetpipe.schedules.api import Plan, Schedule, forward_only, read_csv
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, Edge, chain
@@ -41,6 +41,7 @@ __all__ = [
     "Reduce",
     "Schedule",
     "Send",
+    "SliceNumber",
     "Step",
     "Timeline",
     "build",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType, Union
 
@@ -17,7 +17,43 @@ GlobalMicroBatch = NewType("GlobalMicroBatch", int)
 #: Forward, full backward, input-gradient and weight-gradient. B is I followed by W.
 KINDS = ("F", "B", "I", "W")
 
-_ACTION = re.compile(r"([FBIW])(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
+_ACTION = re.compile(r"([FBIW])(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)(?:/(0|[1-9][0-9]*))?")
+
+#: Slices of a micro-batch that are taken for granted where a text alone does not say.
+_MOST_SLICES = 10**6
+
+
+class SliceNumber(int):
+    """The number of a slice of a micro-batch: ``str(SliceNumber(3, 1, 2)) == "3/1"``.
+
+    Where sequences are cut into slices, actions have this in the place of the micro-batch. It
+    counts the slices of a batch: ``micro_batch * slices + index``.
+    """
+
+    slices: int
+
+    def __new__(cls, micro_batch: int, index: int, slices: int) -> SliceNumber:
+        """Names slice ``index``, 0..slices-1, of a micro-batch."""
+        number = super().__new__(cls, micro_batch * slices + index)
+        number.slices = slices
+        return number
+
+    def __reduce__(self) -> tuple[type[SliceNumber], tuple[int, int, int]]:
+        """Returns what a copy is made of."""
+        return SliceNumber, (*divmod(int(self), self.slices), self.slices)
+
+    def __str__(self) -> str:
+        micro_batch, index = divmod(int(self), self.slices)
+        return f"{micro_batch}/{index}"
+
+    __repr__ = __str__
+
+
+def numbers(micro_batches: int, slices: int) -> Sequence[int]:
+    """Returns what actions of a batch have as micro-batches: their numbers, or those of slices."""
+    if slices == 1:
+        return range(micro_batches)
+    return [SliceNumber(k, index, slices) for k in range(micro_batches) for index in range(slices)]
 
 
 class Action(NamedTuple):
@@ -26,7 +62,8 @@ class Action(NamedTuple):
     Attributes:
         kind: "F" forward, "B" full backward, "I" input-gradient, "W" weight-gradient.
         stage: Global stage, 0..stages-1, never a chunk of a rank.
-        micro_batch: Micro-batch, 0..micro_batches-1.
+        micro_batch: Micro-batch, 0..micro_batches-1; or the :class:`SliceNumber` of one of its
+            slices, written ``F0.3/1``.
     """
 
     kind: str
@@ -81,13 +118,39 @@ def flatten(row: Iterable[Item]) -> Iterator[Action]:
         yield from parts(item)
 
 
-def parse_item(token: str) -> Item | None:
-    """Reads ``F0.3`` or ``(F0.3|B1.2)``; None where the whole token is neither."""
-    match = _ACTION.fullmatch(token)
-    if match is not None:
-        return Action(match[1], int(match[2]), int(match[3]))
+def parse_number(micro_batch: str, index: str | None, slices: int | None) -> int | None:
+    """Reads ``3``, or ``3`` and ``1`` of ``3/1``; None where there are not as many slices.
+
+    Args:
+        micro_batch: The digits of the micro-batch.
+        index: Those of the slice, if any.
+        slices: Slices of a micro-batch; None where that is not known.
+    """
+    if index is None:
+        return int(micro_batch) if slices in (None, 1) else None
+    count = _MOST_SLICES if slices is None else slices
+    known = count > 1 and int(index) < count
+    return SliceNumber(int(micro_batch), int(index), count) if known else None
+
+
+def parse_item(token: str, slices: int | None = None) -> Item | None:
+    """Reads ``F0.3``, ``F0.3/1`` or ``(F0.3|B1.2)``; None where the whole token is none of them.
+
+    Args:
+        token: The text.
+        slices: Slices of a micro-batch; None where that is not known.
+    """
+    action = _parse_action(token, slices)
+    if action is not None:
+        return action
     if not (token.startswith("(") and token.endswith(")")):
         return None
-    inner = [_ACTION.fullmatch(part) for part in token[1:-1].split("|")]
-    found = tuple(Action(m[1], int(m[2]), int(m[3])) for m in inner if m is not None)
+    inner = [_parse_action(part, slices) for part in token[1:-1].split("|")]
+    found = tuple(action for action in inner if action is not None)
     return Fused(found) if len(found) == len(inner) and len(found) > 1 else None
+
+
+def _parse_action(token: str, slices: int | None) -> Action | None:
+    match = _ACTION.fullmatch(token)
+    number = None if match is None else parse_number(match[3], match[4], slices)
+    return None if match is None or number is None else Action(match[1], int(match[2]), number)

@@ -34,7 +34,14 @@ class Schedule(ScheduleRows):
     @classmethod
     def of(cls, rows: ScheduleRows) -> Schedule:
         """Returns the schedule of these rows."""
-        return cls(rows.name, rows.placement, rows.micro_batches, rows.actions, rows.forward_only)
+        return cls(
+            rows.name,
+            rows.placement,
+            rows.micro_batches,
+            rows.actions,
+            rows.forward_only,
+            rows.slices,
+        )
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -112,7 +119,13 @@ class Plan(PlanRows):
     def of(cls, rows: PlanRows) -> Plan:
         """Returns the plan of these rows."""
         return cls(
-            rows.name, rows.placement, rows.micro_batches, rows.edges, rows.ops, rows.forward_only
+            rows.name,
+            rows.placement,
+            rows.micro_batches,
+            rows.edges,
+            rows.ops,
+            rows.forward_only,
+            rows.slices,
         )
 
     @classmethod

@@ -20,7 +20,7 @@ from fleetpipe.schedules.forms.picture import plot
 from fleetpipe.schedules.forms.terminal import render, summary
 from fleetpipe.schedules.placement import PLACEMENTS
 from fleetpipe.schedules.play.timeline import Timeline
-from fleetpipe.schedules.registry import AUTO, canonical_name, default_chunks, names
+from fleetpipe.schedules.registry import AUTO, canonical_name, default_chunks, default_slices, names
 from fleetpipe.schedules.verified import build_verified
 
 _TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
@@ -62,6 +62,12 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="of Interleaved1F1B: forwards to warm up with for each rank after this one, 1 or 2",
+    )
+    parser.add_argument(
+        "--slices",
+        type=int,
+        metavar="K",
+        help="of Seq1F1B: slices that the sequence of a micro-batch is cut into; 2 by default",
     )
     parser.add_argument(
         "--memory-cap",
@@ -130,6 +136,7 @@ def run_schedule(arguments: argparse.Namespace) -> int:
         chunks=arguments.chunks,
         groups=arguments.groups,
         warmup_slack=arguments.warmup_slack,
+        slices=arguments.slices,
         memory_cap=arguments.memory_cap,
         costs=costs,
     )
@@ -158,7 +165,8 @@ def _check_size(arguments: argparse.Namespace) -> None:
     name = canonical_name(arguments.name)
     most = MOST_SEARCHED if name == AUTO else MOST_FORWARDS
     chunks = arguments.chunks or default_chunks(name)
-    forwards = arguments.ranks * chunks * arguments.micro_batches
+    slices = arguments.slices or default_slices(name)
+    forwards = arguments.ranks * chunks * arguments.micro_batches * slices
     if arguments.ranks > MOST_RANKS or forwards > most:
         raise ConfigError(
             "this schedule is too large to be built on the command line",

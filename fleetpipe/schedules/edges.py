@@ -95,6 +95,8 @@ class Dependencies:
     - B(s) and I(s) wait for F(s), and for the backward of e.target of every edge e out of s;
     - W(s) waits for I(s).
 
+    Where sequences are cut into slices, see also :func:`slice_before`.
+
     In the answers "B" stands for the backward of a stage that hands gradients on: the B where the
     backward is whole, the I where it is split.
 
@@ -119,3 +121,13 @@ class Dependencies:
         if kind == "W":
             return (("B", stage),)
         return (("F", stage), *(("B", target) for target in self._targets[stage]))
+
+
+def slice_before(kind: str, index: int, slices: int) -> int:
+    """Returns how far away the slice is whose ``kind`` has to run before; 0 where there is none.
+
+    A forward needs what those before it leave behind, -1. Backwards run the other way round, +1.
+    """
+    if kind == "F":
+        return -1 if index > 0 else 0
+    return 1 if kind != "W" and index + 1 < slices else 0

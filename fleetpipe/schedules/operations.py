@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, Union
 
-from fleetpipe.schedules.action import Action, Fused, parse_item
+from fleetpipe.schedules.action import Action, Fused, parse_item, parse_number
 from fleetpipe.schedules.edges import Edge, parse_edge
 from fleetpipe.schedules.placement import Placement
 
-_TRANSFER = re.compile(r"([SR])([FB])([^.]+)\.(0|[1-9][0-9]*)")
-_FREE = re.compile(r"FREE(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
+_NUMBER = r"(0|[1-9][0-9]*)(?:/(0|[1-9][0-9]*))?"
+_TRANSFER = re.compile(r"([SR])([FB])([^.]+)\." + _NUMBER)
+_FREE = re.compile(r"FREE(0|[1-9][0-9]*)\." + _NUMBER)
 
 # The last field of each class is not for callers: it tells apart tuples of the same content.
 
@@ -83,23 +84,30 @@ class Step(NamedTuple):
 Op = Union[Action, Fused, Send, Recv, Free, Reduce, Step]
 
 
-def parse_op(token: str) -> Op | None:
-    """Reads one token of a plan; None where the whole token is none."""
+def parse_op(token: str, slices: int | None = None) -> Op | None:
+    """Reads one token of a plan; None where the whole token is none.
+
+    Args:
+        token: The text.
+        slices: Slices of a micro-batch; None where that is not known.
+    """
     if token == "REDUCE":
         return Reduce()
     if token == "STEP":
         return Step()
-    item = parse_item(token)
+    item = parse_item(token, slices)
     if item is not None:
         return item
     match = _FREE.fullmatch(token)
     if match is not None:
-        return Free(int(match[1]), int(match[2]))
+        number = parse_number(match[2], match[3], slices)
+        return None if number is None else Free(int(match[1]), number)
     match = _TRANSFER.fullmatch(token)
     edge = None if match is None else parse_edge(match[3])
     if match is None or edge is None:
         return None
-    return (Send if match[1] == "S" else Recv)(match[2], edge, int(match[4]))
+    number = parse_number(match[4], match[5], slices)
+    return None if number is None else (Send if match[1] == "S" else Recv)(match[2], edge, number)
 
 
 def ranks_of(op: Send | Recv, placement: Placement) -> tuple[int, int]:

@@ -12,7 +12,14 @@ from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.check.groups import refuse_groups
 from fleetpipe.schedules.check.schedule import verify
-from fleetpipe.schedules.families.table import FAMILIES, Family, Rows, check_options, schedule_rows
+from fleetpipe.schedules.families.table import (
+    FAMILIES,
+    Family,
+    Rows,
+    check_options,
+    schedule_rows,
+    slices_of,
+)
 from fleetpipe.schedules.placement import Placement, check_count
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.search.auto import auto
@@ -47,6 +54,11 @@ def canonical_name(name: str) -> str:
 def default_chunks(name: str) -> int:
     """Returns the chunks on a rank where none are named, by canonical name."""
     return 1 if name == AUTO else FAMILIES[name].chunks
+
+
+def default_slices(name: str) -> int:
+    """Returns the slices of a micro-batch where none are named, by canonical name."""
+    return 1 if name == AUTO else int(slices_of(name, {}))
 
 
 def register(
@@ -149,8 +161,9 @@ def build(
         micro_batches: Micro-batches of a batch, m; any number, also fewer than ranks.
         chunks: Model parts that each rank owns, v; None means the schedule's own default: 2 for
             Interleaved1F1B, on a vee and a wave, else 1.
-        **options: Options of that schedule: ``groups`` and ``warmup_slack`` of Interleaved1F1B;
-            ``groups`` of kFkB; ``memory_cap``, ``costs`` and ``placed`` of auto.
+        **options: Options of that schedule: ``groups`` and ``warmup_slack`` of Interleaved1F1B,
+            ``groups`` of kFkB, ``slices`` of Seq1F1B; ``memory_cap``, ``costs`` and ``placed`` of
+            auto.
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.

@@ -7,9 +7,10 @@ Whatever is done with them takes them as arguments. What users hold has methods 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from fleetpipe.errors import ConfigError, ScheduleError
-from fleetpipe.schedules.action import Action, Fused, Item
+from fleetpipe.schedules.action import Action, Fused, Item, flatten
 from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.operations import Op
 from fleetpipe.schedules.placement import Placement, check_count
@@ -25,10 +26,12 @@ class ScheduleRows:
         micro_batches: Micro-batches of a batch, m.
         actions: For each rank the actions (or fused units) in the order in which it runs them.
         forward_only: There is no backward: evaluation and prediction.
+        slices: Slices that each micro-batch's sequence is cut into. More than 1: actions are of
+            slices, and have :class:`SliceNumber` in the place of the micro-batch.
 
     Raises:
-        ScheduleError: Not one row for each rank.
-        ConfigError: A name with a space, or fewer than one micro-batch.
+        ScheduleError: Not one row for each rank, or an action that names no slice.
+        ConfigError: A name with a space, or fewer than one micro-batch or slice.
     """
 
     name: str
@@ -36,6 +39,7 @@ class ScheduleRows:
     micro_batches: int
     actions: tuple[tuple[Item, ...], ...]
     forward_only: bool = False
+    slices: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
@@ -46,6 +50,7 @@ class ScheduleRows:
                 fix="join its words with hyphens",
             )
         check_count("micro_batches", self.micro_batches)
+        check_count("slices", self.slices)
         if len(self.actions) != self.placement.ranks:
             raise ScheduleError(
                 "a schedule has one row of actions for each rank",
@@ -53,11 +58,24 @@ class ScheduleRows:
                 got=f"{len(self.actions)}",
                 fix="give each rank a row, an empty one where it is idle",
             )
+        for action in flatten(chain.from_iterable(self.actions)) if self.slices > 1 else ():
+            if getattr(action.micro_batch, "slices", 1) != self.slices:
+                raise ScheduleError(
+                    f"{action} is of no slice",
+                    expected=f"a SliceNumber of {self.slices} slices in the place of a micro-batch",
+                    fix=f"name it with SliceNumber(micro_batch, index, {self.slices})",
+                )
+
+    @property
+    def units(self) -> int:
+        """What actions of one stage count: the micro-batches of a batch, or the slices of all."""
+        return self.micro_batches * self.slices
 
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} {self.name}: {self.placement.ranks} ranks,"
-            f" {self.micro_batches} micro-batches, {self.placement.chunks} chunks,"
+            f" {self.micro_batches} micro-batches{_in_slices(self.slices)},"
+            f" {self.placement.chunks} chunks,"
             f" {self.placement.name}>"
         )
 
@@ -73,6 +91,7 @@ class PlanRows:
         edges: The values that pass between stages, sorted.
         ops: For each rank what it does, in order.
         forward_only: There is no backward: evaluation and prediction.
+        slices: Slices that each micro-batch's sequence is cut into.
     """
 
     name: str
@@ -81,15 +100,28 @@ class PlanRows:
     edges: tuple[Edge, ...]
     ops: tuple[tuple[Op, ...], ...]
     forward_only: bool = False
+    slices: int = 1
+
+    @property
+    def units(self) -> int:
+        """As that of :class:`ScheduleRows`."""
+        return self.micro_batches * self.slices
 
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} {self.name}: {self.placement.ranks} ranks,"
-            f" {self.micro_batches} micro-batches, {sum(map(len, self.ops))} ops>"
+            f" {self.micro_batches} micro-batches{_in_slices(self.slices)},"
+            f" {sum(map(len, self.ops))} ops>"
         )
 
 
 def computations(plan: PlanRows) -> ScheduleRows:
     """Returns the computations of a plan alone."""
     rows = tuple(tuple([op for op in row if isinstance(op, (Action, Fused))]) for row in plan.ops)
-    return ScheduleRows(plan.name, plan.placement, plan.micro_batches, rows, plan.forward_only)
+    return ScheduleRows(
+        plan.name, plan.placement, plan.micro_batches, rows, plan.forward_only, plan.slices
+    )
+
+
+def _in_slices(slices: int) -> str:
+    return f" of {slices} slices" if slices > 1 else ""

@@ -18,6 +18,7 @@ def build_verified(
     chunks: int | None = None,
     groups: Sequence[int] | None = None,
     warmup_slack: int | None = None,
+    slices: int | None = None,
     memory_cap: float | None = None,
     costs: Costs | None = None,
     edges: Iterable[Edge] | None = None,
@@ -32,6 +33,7 @@ def build_verified(
         chunks: Model parts of each rank, v; None for the schedule's own default.
         groups: Sizes of the groups of micro-batches; None for those of the schedule.
         warmup_slack: Forwards in advance for each later rank; None for those of the schedule.
+        slices: Slices of each micro-batch's sequence; None for those of the schedule.
         memory_cap: Most that a rank may hold: forwards of one stage, or bytes where ``costs`` has
             bytes. A search keeps within it, any other schedule is refused where it does not.
         costs: What actions cost, for a search, and what the stages hold.
@@ -43,6 +45,7 @@ def build_verified(
         ScheduleError: The schedule passes the cap, or cannot run on these edges.
     """
     asked: dict[str, object] = {"groups": groups, "warmup_slack": warmup_slack}
+    asked["slices"] = slices
     if canonical_name(name) == AUTO:
         asked.update(memory_cap=memory_cap, costs=costs, placed=placed)
     options = {option: value for option, value in asked.items() if value is not None}

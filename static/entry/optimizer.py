@@ -118,6 +118,7 @@ class StaticOptimizer:
             )
         degrees, chunks = self._degrees(cut)
         schedule = self._config.schedule_for(degrees.pp, chunks, cut.edges)
+        _refuse_slices(schedule)
         if not is_pir(program):
             _refuse_split_backward(schedule)
         job = self._begin(degrees, self._config)
@@ -170,6 +171,15 @@ def refuse_stages(program: Program) -> None:
             "the program is built in stages, and strategy.pipeline is False",
             where=f"{tagged[max(tagged)]} is of stage {max(tagged)}",
             fix="strategy.pipeline = True, and fleet.distributed_optimizer(optimizer, strategy)",
+        )
+
+
+def _refuse_slices(schedule: Schedule) -> None:
+    if schedule.slices > 1:
+        raise ConfigError(
+            f"a static pipeline does not run {schedule.name}, which cuts sequences into slices",
+            cause="a program cannot keep keys and values between slices",
+            fix="schedule_mode 1F1B, FThenB, Eager1F1B or Interleaved1F1B",
         )
 
 

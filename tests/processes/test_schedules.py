@@ -17,6 +17,7 @@ sys.path.insert(0, {str(ROOT)!r})
 import paddle
 from fleetpipe import fleet, parity
 from fleetpipe.schedules import names
+from tests.dygraph import sliced
 from tests.dygraph.models import MODELS
 from tests.pipelines import job, pipeline
 
@@ -24,7 +25,7 @@ ranks, models = int(sys.argv[2]), sys.argv[3].split(",")
 found = {{}}
 for schedule in names():
     for model in models:
-        case = MODELS[model]
+        case = sliced.MODEL if schedule == "Seq1F1B" else MODELS[model]
         with job(ranks, 5, schedule):
             pipe = pipeline(case.layers(), loss_fn=case.loss)
             optimizer = fleet.distributed_optimizer(

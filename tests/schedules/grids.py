@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from fleetpipe.schedules import Action, Item, build
+from fleetpipe.schedules.action import SliceNumber
 
 
 def grid(name: str, ranks: int, micro_batches: int, until: int = 28) -> str:
     """Returns three characters for each unit of time, up to time ``until``.
 
     ``F0`` is of a rank's first chunk and micro-batch 0, ``f0`` of its second; ``F3|b0`` is fused.
+    Where sequences are cut in two, ``f0`` is of the second slice.
     """
     schedule = build(name, ranks=ranks, micro_batches=micro_batches)
     timeline = schedule.simulate()
@@ -28,8 +30,10 @@ def grid(name: str, ranks: int, micro_batches: int, until: int = 28) -> str:
 def _token(item: Item, first: int) -> str:
     if not isinstance(item, Action):
         return "|".join(_token(action, first) for action in item.actions)
-    kind = item.kind if item.stage == first else item.kind.lower()
-    return f"{kind}{item.micro_batch}"
+    number, later = int(item.micro_batch), item.stage != first
+    if isinstance(item.micro_batch, SliceNumber):
+        number, later = divmod(number, item.micro_batch.slices)
+    return f"{item.kind.lower() if later else item.kind}{number}"
 
 
 #: For each family's file: name, p and m of the schedules that it draws.
@@ -43,4 +47,5 @@ GRIDS = {
     "controllable_memory": (("VHalf", 4, 4), ("VMin", 4, 4)),
     "dualpipev": (("DualPipeV", 3, 6),),
     "hanayo": (("Hanayo", 2, 3),),
+    "seq_one_f_one_b": (("Seq1F1B", 3, 3),),
 }

@@ -8,7 +8,12 @@ import pytest
 from fleetpipe.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS / "schedules.md", DOCS / "schedules/search.md", DOCS / "schedules/reading-a-trace.md"]
+PAGES = [
+    DOCS / "schedules.md",
+    DOCS / "schedules/search.md",
+    DOCS / "schedules/reading-a-trace.md",
+    DOCS / "schedules/seq_one_f_one_b.md",
+]
 
 
 def blocks(language: str) -> list[str]:

@@ -105,4 +105,4 @@ def test_what_a_schedule_does_not_take_is_refused(arguments: dict[str, int], mes
 
 
 def test_names_are_those_of_the_table() -> None:
-    assert tuple(name for name in names() if name != "auto") == (*NAMES, "Hanayo")
+    assert tuple(name for name in names() if name != "auto") == (*NAMES, "Seq1F1B", "Hanayo")

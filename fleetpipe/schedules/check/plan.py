@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from fleetpipe.errors import ScheduleError
-from fleetpipe.schedules.action import Action, Fused
+from fleetpipe.schedules.action import Action, Fused, numbers
 from fleetpipe.schedules.check.channels import check_channels
 from fleetpipe.schedules.check.deadlock import can_meet, check_rendezvous
 from fleetpipe.schedules.check.schedule import verify
@@ -31,7 +31,7 @@ def verify_plan(plan: PlanRows) -> None:
     try:
         encoding_of(schedule)
         codes = plan_codes(plan)
-        if codes is not None and in_order(codes, plan.micro_batches) and can_meet(codes):
+        if codes is not None and in_order(codes, plan.units) and can_meet(codes):
             return
         verify(schedule, plan.edges)
     except ScheduleError as error:
@@ -42,29 +42,28 @@ def verify_plan(plan: PlanRows) -> None:
     explain_plan(plan)
 
 
-def in_order(codes: PlanCodes, micro_batches: int) -> bool:
+def in_order(codes: PlanCodes, units: int) -> bool:
     """Whether each op stands after what it needs, once, and all activations are released.
 
-    The actions are known to be complete.
+    The actions are known to be complete: of so many micro-batches, or slices of all of them.
     """
     width, stages, needs = codes.width, codes.stages, codes.needs
     # B, which comes first among the columns, is I and W as well.
     to_input, to_weight = 2 * stages, 3 * stages
-    marks = bytearray(width * micro_batches)
+    marks, period = bytearray(width * units), len(needs)
     for row in codes.rows:
         for entry in row:
             for code in (entry,) if entry >= 0 else codes.fused[-1 - entry]:
-                column = code % width
-                for distance in needs[column]:
+                for distance in needs[code % period]:
                     if not marks[code + distance]:
                         return False
                 if marks[code]:
                     return False
                 marks[code] = 1
-                if column < stages:
+                if code % width < stages:
                     marks[code + to_input] = marks[code + to_weight] = 1
     frees = range(4 * stages, 5 * stages)
-    return all(marks[column::width].count(1) == micro_batches for column in frees)
+    return all(marks[column::width].count(1) == units for column in frees)
 
 
 def explain_plan(plan: PlanRows) -> None:
@@ -105,7 +104,7 @@ class _RankChecker:
 
     def _add(self, subject: int | Edge, *kinds: str) -> None:
         for kind in kinds:
-            self.marks[kind, subject] = bytearray(self.plan.micro_batches)
+            self.marks[kind, subject] = bytearray(self.plan.units)
 
     def check(self, position: int, op: Op) -> None:
         """Checks the next op of the rank and notes that it happened."""
@@ -167,10 +166,10 @@ class _RankChecker:
             )
 
     def _once(self, op: Send | Recv | Free, marks: bytearray, micro_batch: int) -> None:
-        if micro_batch >= self.plan.micro_batches:
+        if micro_batch >= self.plan.units:
             self._fail(
                 f"{op} is of a micro-batch that does not exist",
-                f"a micro-batch in 0..{self.plan.micro_batches - 1}",
+                f"a micro-batch in 0..{numbers(self.plan.micro_batches, self.plan.slices)[-1]}",
             )
         if marks[micro_batch]:
             self._fail(f"{op} stands twice", f"one {op}, earlier in the row")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from fleetpipe.errors import FleetPipeError, ScheduleError
-from fleetpipe.schedules.action import KINDS, Action, parts
+from fleetpipe.schedules.action import KINDS, Action, numbers, parts
 from fleetpipe.schedules.explain.window import where, window
 from fleetpipe.schedules.rows import ScheduleRows
 
@@ -43,11 +43,11 @@ def _check_place(schedule: ScheduleRows, action: Action, rank: int, position: in
             expected=f"a stage in 0..{placement.stages - 1}",
             fix="leave it out, or give the placement more ranks or chunks",
         )
-    if not isinstance(micro_batch, int) or not 0 <= micro_batch < schedule.micro_batches:
+    if not isinstance(micro_batch, int) or not 0 <= micro_batch < schedule.units:
         raise ScheduleError(
             f"{culprit} is of a micro-batch that does not exist",
             where=here,
-            expected=f"a micro-batch in 0..{schedule.micro_batches - 1}",
+            expected=f"a micro-batch in 0..{numbers(schedule.micro_batches, schedule.slices)[-1]}",
             fix="leave it out, or raise the number of micro-batches",
         )
     if placement.rank_of(stage) != rank:
@@ -94,7 +94,8 @@ def _check_backwards(schedule: ScheduleRows, found: dict[Action, tuple[int, int]
 
 
 def _missing(schedule: ScheduleRows, found: dict[Action, tuple[int, int]]) -> FleetPipeError:
-    for micro_batch in range(schedule.micro_batches):
+    unit = "slice" if schedule.slices > 1 else "micro-batch"
+    for micro_batch in numbers(schedule.micro_batches, schedule.slices):
         for stage in range(schedule.placement.stages):
             lacking = _lacking(schedule, found, stage, micro_batch)
             if lacking is not None:
@@ -104,7 +105,7 @@ def _missing(schedule: ScheduleRows, found: dict[Action, tuple[int, int]]) -> Fl
                     f"{lacking} is missing",
                     where=f"rank {rank}, which has {len(row)} entries:"
                     f" {window(row, len(row)) or 'none'}",
-                    expected="for each stage and micro-batch one F"
+                    expected=f"for each stage and {unit} one F"
                     + ("" if schedule.forward_only else ", and one B or one I and one W"),
                     fix=f"add {lacking} to rank {rank}",
                 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, parts
-from fleetpipe.schedules.edges import Dependencies
+from fleetpipe.schedules.edges import Dependencies, slice_before
 from fleetpipe.schedules.explain.window import where
 from fleetpipe.schedules.rows import ScheduleRows
 
@@ -43,13 +43,25 @@ def raise_stalled(
     for rank, row in enumerate(schedule.actions):
         for position in range(reached[rank], len(row)):
             for action in parts(row[position]):
-                for kind, stage in dependencies.of(action.kind, action.stage):
-                    needed, place = places[kind, stage, action.micro_batch]
+                for needs in _needs(action, dependencies, schedule.slices):
+                    needed, place = places[needs]
                     if place.rank == rank and place.position >= position:
                         _raise_out_of_order(schedule, action, needed, _Place(rank, position), place)
                     if position == reached[rank] and place.position >= reached[place.rank]:
                         waits.setdefault(rank, []).append(_Wait(action, needed, place))
     _raise_cycle(schedule, shortest_cycle(waits), reached)
+
+
+def _needs(
+    action: Action, dependencies: Dependencies, slices: int
+) -> Iterator[tuple[str, int, int]]:
+    """Yields what an action waits for; "B" stands for I as well."""
+    own, stage, number = action
+    for kind, other in dependencies.of(own, stage):
+        yield kind, other, number
+    away = slice_before(own, number % slices, slices)
+    if away:
+        yield "B" if own == "I" else own, stage, number + away
 
 
 def _raise_out_of_order(

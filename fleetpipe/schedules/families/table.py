@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.schedules.action import Item
@@ -15,10 +15,11 @@ from fleetpipe.schedules.families.hanayo import hanayo
 from fleetpipe.schedules.families.interleaved import interleaved_one_f_one_b
 from fleetpipe.schedules.families.k_f_k_b import k_f_k_b
 from fleetpipe.schedules.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from fleetpipe.schedules.families.seq_one_f_one_b import seq_one_f_one_b
 from fleetpipe.schedules.families.zbv import zb_v
 from fleetpipe.schedules.families.zero_bubble import zb_h1, zb_h2
 from fleetpipe.schedules.garbage import collector_paused
-from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.placement import Placement, check_count
 from fleetpipe.schedules.rows import ScheduleRows
 
 #: Makes the rows of all ranks from a placement, m, and options of its own given by keyword.
@@ -36,6 +37,7 @@ class Family(NamedTuple):
         most_chunks: Most chunks on a rank; None where there is no limit.
         interleaved: The schedule that is meant where a rank has several chunks; empty for itself.
         own: A user registered it.
+        sliced: It runs slices of sequences, as many as its option ``slices`` says.
     """
 
     rows: Rows
@@ -45,6 +47,7 @@ class Family(NamedTuple):
     most_chunks: int | None = 1
     interleaved: str = ""
     own: bool = False
+    sliced: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -59,6 +62,7 @@ FAMILIES: dict[str, Family] = {
     "VHalf": Family(v_half, (), "vee", 2, 2),
     "VMin": Family(v_min, (), "vee", 2, 2),
     "DualPipeV": Family(dual_pipe_v, (), "vee", 2, 2),
+    "Seq1F1B": Family(seq_one_f_one_b, sliced=True),
     "Hanayo": Family(hanayo, ("Wave",), "wave", 2, None),
 }
 
@@ -90,9 +94,19 @@ def schedule_rows(
             fix=f"give chunks={family.most_chunks}, or leave it out",
         )
     check_options(name, family.rows, options)
+    slices = slices_of(name, options)
+    check_count("slices", slices)
     with collector_paused():
         rows = tuple(map(tuple, family.rows(placement, micro_batches, **options)))
-    return ScheduleRows(name, placement, micro_batches, rows)
+    return ScheduleRows(name, placement, micro_batches, rows, slices=slices)
+
+
+def slices_of(name: str, options: Mapping[str, object]) -> Any:
+    """Returns the slices of a micro-batch under a family, given its options."""
+    if not FAMILIES[name].sliced:
+        return 1
+    own = inspect.signature(FAMILIES[name].rows).parameters["slices"].default
+    return options.get("slices", own)
 
 
 def options_of(rows: Callable[..., object]) -> list[str]:

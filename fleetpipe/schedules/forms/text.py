@@ -38,6 +38,7 @@ class _Header(NamedTuple):
         micro_batches: Micro-batches of a batch.
         forward_only: There is no backward: evaluation and prediction.
         edges: The edges of a plan in text form; None in a schedule.
+        slices: Slices of a micro-batch.
     """
 
     name: str
@@ -45,6 +46,7 @@ class _Header(NamedTuple):
     micro_batches: int
     forward_only: bool = False
     edges: str | None = None
+    slices: int = 1
 
 
 def write_schedule(schedule: ScheduleRows) -> str:
@@ -63,7 +65,12 @@ def read_schedule(text: str) -> ScheduleRows:
     )
     header, rows = document
     return ScheduleRows(
-        header.name, header.placement, header.micro_batches, rows, header.forward_only
+        header.name,
+        header.placement,
+        header.micro_batches,
+        rows,
+        header.forward_only,
+        header.slices,
     )
 
 
@@ -81,7 +88,13 @@ def read_plan(text: str) -> PlanRows:
     header, rows = document
     edges = _read_edges(header.edges or "", header.placement.stages)
     return PlanRows(
-        header.name, header.placement, header.micro_batches, edges, rows, header.forward_only
+        header.name,
+        header.placement,
+        header.micro_batches,
+        edges,
+        rows,
+        header.forward_only,
+        header.slices,
     )
 
 
@@ -97,20 +110,21 @@ def _write(
         f"chunks={placement.chunks}",
         f"placement={placement.name}",
         *(["forward_only=true"] if value.forward_only else []),
+        *([f"slices={value.slices}"] if value.slices > 1 else []),
         *last,
     ]
     return "\n".join([" ".join(fields), *(" ".join(map(str, row)) or IDLE for row in rows)])
 
 
 def _read(
-    form: str, text: str, entry: Callable[[str], Entry | None], expected: str
+    form: str, text: str, entry: Callable[[str, int], Entry | None], expected: str
 ) -> tuple[_Header, tuple[tuple[Entry, ...], ...]]:
     """Reads a header and a row for each rank.
 
     Args:
         form: What kind of document it is.
         text: The document. Blank lines at its end are ignored.
-        entry: Reads one token, or returns None where the whole token cannot be read.
+        entry: Reads one token of so many slices, or returns None where it cannot be read whole.
         expected: What a token looks like, for the error.
 
     Raises:
@@ -127,7 +141,13 @@ def _read(
             got=f"{len(lines) - 1} lines",
             fix="write one line for each rank, or change ranks= in the header",
         )
-    rows = [_read_row(number, line, entry, expected) for number, line in enumerate(lines[1:], 2)]
+    if header.slices > 1:
+        expected += f", with one of {header.slices} slices after the micro-batch, as in F0.3/1"
+
+    def read(token: str) -> Entry | None:
+        return entry(token, header.slices)
+
+    rows = [_read_row(number, line, read, expected) for number, line in enumerate(lines[1:], 2)]
     return header, tuple(rows)
 
 
@@ -173,7 +193,7 @@ def _read_header(form: str, line: str) -> _Header:
     wanted = (*_KEYS, "edges") if form == _PLAN else _KEYS
     for word in words[3:]:
         key, equals, value = word.partition("=")
-        if not (equals and value) or key not in (*wanted, "forward_only"):
+        if not (equals and value) or key not in (*wanted, "forward_only", "slices"):
             raise _header_error(
                 f"cannot read {word!r}", "one of " + " ".join(f"{key}=" for key in wanted), line
             )
@@ -197,6 +217,7 @@ def _read_header(form: str, line: str) -> _Header:
         numbers["micro_batches"],
         "forward_only" in fields,
         "" if edges == IDLE else edges,
+        _read_number("slices", fields.get("slices", "1")),
     )
 
 

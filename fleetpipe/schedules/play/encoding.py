@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fleetpipe.schedules.action import Action, Fused, parts
 from fleetpipe.schedules.costs import Costs
-from fleetpipe.schedules.edges import Dependencies
+from fleetpipe.schedules.edges import Dependencies, slice_before
 from fleetpipe.schedules.explain.completeness import raise_incomplete
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
@@ -34,21 +34,29 @@ class Encoding:
         stages: Number of stages, S.
         rows: Codes of each rank's entries; ``-1 - i`` is the fused unit ``fused[i]``.
         fused: The codes in each fused unit, with the unit itself.
+        slices: Slices of a micro-batch. Each counts as a micro-batch does, and what an action
+            waits for depends on which slice it is of.
     """
 
     stages: int
     rows: list[list[int]]
     fused: list[tuple[tuple[int, ...], Fused]]
+    slices: int = 1
 
     @property
     def width(self) -> int:
-        """Distance between the codes of one action in consecutive micro-batches, 4S."""
+        """Distance between the codes of one action in consecutive micro-batches or slices, 4S."""
         return 4 * self.stages
+
+    @property
+    def period(self) -> int:
+        """The columns of all slices of a micro-batch: what a code stands for, it is modulo this."""
+        return self.width * self.slices
 
     @property
     def shifts(self) -> list[int]:
         """For each column the distance from a code to its slot: 0, or from B to I."""
-        return [0] * (3 * self.stages) + [2 * self.stages] * self.stages
+        return ([0] * (3 * self.stages) + [2 * self.stages] * self.stages) * self.slices
 
 
 def column(kind: str, stage: int, stages: int) -> int:
@@ -61,23 +69,32 @@ def slot_column(kind: str, stage: int, stages: int) -> int:
     return column("I" if kind == "B" else kind, stage, stages)
 
 
-def waits_of(placement: Placement, dependencies: Dependencies, costs: Costs) -> Waits:
+def waits_of(
+    placement: Placement, dependencies: Dependencies, costs: Costs, slices: int = 1
+) -> Waits:
     """Returns for each column the distances to what it waits for, with their latencies."""
     stages = placement.stages
-    return [
-        [
-            (
-                slot_column(other_kind, other, stages) - column(kind, stage, stages),
-                # A value and its gradient take the same edge, which the earlier stage names.
-                costs.comm_of(min(stage, other))
-                if placement.rank_of(other) != placement.rank_of(stage)
-                else 0,
-            )
-            for other_kind, other in dependencies.of(kind, stage)
-        ]
-        for kind in COLUMNS
-        for stage in range(stages)
-    ]
+    waits = []
+    for index in range(slices):
+        for kind in COLUMNS:
+            for stage in range(stages):
+                own = column(kind, stage, stages)
+                found = [
+                    (
+                        slot_column(other_kind, other, stages) - own,
+                        # A value and its gradient take one edge, which the earlier stage names.
+                        costs.comm_of(min(stage, other))
+                        if placement.rank_of(other) != placement.rank_of(stage)
+                        else 0,
+                    )
+                    for other_kind, other in dependencies.of(kind, stage)
+                ]
+                away = slice_before(kind, index, slices)
+                if away:
+                    same = slot_column(kind, stage, stages) - own
+                    found.append((same + away * 4 * stages, 0))
+                waits.append(found)
+    return waits
 
 
 def encoding_of(schedule: ScheduleRows) -> Encoding:
@@ -96,12 +113,12 @@ def encoding_of(schedule: ScheduleRows) -> Encoding:
 
 
 def _encode(schedule: ScheduleRows) -> Encoding:
-    stages, needed = schedule.placement.stages, schedule.placement.stages * schedule.micro_batches
+    stages, needed = schedule.placement.stages, schedule.placement.stages * schedule.units
     # Counted first, since the table of marks has a byte for every action that there should be.
     if sum(map(len, schedule.actions)) < needed and _count(schedule) < needed:
         raise_incomplete(schedule)
-    encoding = Encoding(stages, [], [])
-    marks = bytearray(encoding.width * schedule.micro_batches)
+    encoding = Encoding(stages, [], [], schedule.slices)
+    marks = bytearray(encoding.width * schedule.units)
     for rank in range(schedule.placement.ranks):
         _encode_row(schedule, rank, encoding, marks)
     whole, split, weights = (marks.count(_MARK[kind]) for kind in "BIW")
@@ -122,7 +139,7 @@ def _encode(schedule: ScheduleRows) -> Encoding:
 def _encode_row(schedule: ScheduleRows, rank: int, encoding: Encoding, marks: bytearray) -> None:
     """Adds a rank's row to the encoding, and marks the slot of each of its actions."""
     columns = _columns(schedule, rank)
-    width, micro_batches = encoding.width, schedule.micro_batches
+    width, micro_batches = encoding.width, schedule.units
     codes: list[int] = []
     encoding.rows.append(codes)
     for item in schedule.actions[rank]:

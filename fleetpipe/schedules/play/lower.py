@@ -8,7 +8,7 @@ from itertools import chain as concatenate
 from itertools import repeat
 from typing import TypeVar
 
-from fleetpipe.schedules.action import KINDS, Action
+from fleetpipe.schedules.action import KINDS, Action, numbers
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge, checked_edges, crossing_edges
 from fleetpipe.schedules.garbage import collector_paused
@@ -58,6 +58,7 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
         ordered_edges,
         tuple(map(tuple, emitter.rows)),
         schedule.forward_only,
+        schedule.slices,
     )
 
 
@@ -69,7 +70,8 @@ class _Emitter:
     """
 
     def __init__(self, schedule: ScheduleRows, edges: Sequence[Edge]) -> None:
-        placement, self.count = schedule.placement, schedule.micro_batches
+        placement = schedule.placement
+        self.numbers = numbers(schedule.micro_batches, schedule.slices)
         self.rows: list[list[Op]] = [[] for _ in range(placement.ranks)]
         leaving, entering = crossing_edges(placement, edges)
         #: By kind and stage: into which rows what of each micro-batch is written.
@@ -96,6 +98,6 @@ class _Emitter:
         ]
 
     def _all(self, written: type[_Written], *first: object, letter: str) -> Sequence[_Written]:
-        """Returns an op for each micro-batch, made without a call of Python for each."""
-        fields = zip(*map(repeat, first), range(self.count), repeat(letter))
+        """Returns an op for each micro-batch (or slice), made without a call of Python for each."""
+        fields = zip(*map(repeat, first), self.numbers, repeat(letter))
         return list(map(partial(tuple.__new__, written), fields))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Union
 
 from fleetpipe.schedules.action import Action, Fused
-from fleetpipe.schedules.edges import Dependencies, Edge, crossing_edges
+from fleetpipe.schedules.edges import Dependencies, Edge, crossing_edges, slice_before
 from fleetpipe.schedules.operations import Free, Recv, Reduce, Send, Step
 from fleetpipe.schedules.rows import PlanRows
 
@@ -32,7 +32,8 @@ class PlanCodes:
         width: Distance between the codes of one op in consecutive micro-batches.
         peers: For each column the rank at the other end of a transfer; -1 for other ops.
         partners: For each column the distance to the code at the other end of a transfer.
-        needs: For each column the distances to what has to stand before it on its rank.
+        needs: For each column of each slice of a micro-batch (of which there is one where nothing
+            is sliced) the distances to what has to stand before it on its rank.
         stages: Number of stages, S: the columns from ``4 * stages`` on are FREE.
     """
 
@@ -67,6 +68,7 @@ class _Columns:
     def needs(self) -> list[tuple[int, ...]]:
         """Returns for each column the distances to what has to stand before it on its rank."""
         found: list[tuple[int, ...]] = [()] * self.width
+        slices = self.plan.slices
 
         def note(column: int, *needed: int) -> None:
             found[column] = tuple(one - column for one in needed)
@@ -92,7 +94,16 @@ class _Columns:
         for edge in self.edges:
             note(self.of_edge("SF", edge), self.of_stage("F", edge.source))
             note(self.of_edge("SB", edge), self.of_stage("I", edge.target))
-        return found
+        needs = found * slices
+        for index in range(slices):
+            for kind in _KINDS:
+                away = slice_before(kind, index, slices) * self.width
+                done = (_KINDS.index("I") - _KINDS.index(kind)) * self.stages
+                for column in range(self.of_stage(kind, 0), self.of_stage(kind, self.stages)):
+                    if away:
+                        other = away + (0 if kind == "F" else done)
+                        needs[index * self.width + column] += (other,)
+        return needs
 
     def transfers(self) -> tuple[list[int], list[int]]:
         """Returns for each column the rank at the other end, and the distance to its code."""
@@ -151,7 +162,7 @@ def _row(
 ) -> list[int] | None:
     """Returns the codes of a rank's ops; raises KeyError for what is not of the rank."""
     actions, sends, receives, frees = columns.of_rank(rank)
-    width, micro_batches = columns.width, plan.micro_batches
+    width, units = columns.width, plan.units
     ops = plan.ops[rank]
     if not plan.forward_only:
         if ops[-2:] != (Reduce(), Step()):
@@ -171,7 +182,7 @@ def _row(
             else:
                 k = op[2]
                 column = (sends if isinstance(op, Send) else receives)[op[0]][op[1]]
-            if not 0 <= k < micro_batches:
+            if not 0 <= k < units:
                 return None
             row.append(k * width + column)
         else:

@@ -57,10 +57,13 @@ class _Player:
             [[] for _ in range(ranks)], [[] for _ in range(ranks)], [0 for _ in range(ranks)]
         )
         self.shifts = encoding.shifts
-        self.finished: list[float] = [-1] * (encoding.width * schedule.micro_batches)
-        self.waits = waits_of(schedule.placement, dependencies, costs)
+        self.finished: list[float] = [-1] * (encoding.width * schedule.units)
+        slices = schedule.slices
+        self.waits = waits_of(schedule.placement, dependencies, costs, slices)
         self.fused_waits = _fused_waits(encoding, self.waits)
-        self.durations = [costs.of(kind, stage) for kind in COLUMNS for stage in range(stages)]
+        self.durations = [
+            costs.of(kind, stage) for kind in COLUMNS for stage in range(stages)
+        ] * slices
         self.fused_durations = [costs.of_fused(unit) for _, unit in encoding.fused]
         # In the place of the time of a slot that is not finished: -1, or -2 - rank for the last of
         # the ranks that wait for it. The others are a linked list.
@@ -68,7 +71,7 @@ class _Player:
 
     def run(self) -> None:
         """Runs every rank as far as it gets; a rank that must wait is woken by what it lacks."""
-        width, rows, waits = self.encoding.width, self.encoding.rows, self.waits
+        period, rows, waits = self.encoding.period, self.encoding.rows, self.waits
         finished, shifts, durations = self.finished, self.shifts, self.durations
         ready = list(range(len(rows)))
         while ready:
@@ -77,7 +80,7 @@ class _Player:
             row, free, busy = rows[rank], ends[-1] if ends else 0, self.times.busy[rank]
             for position in range(len(ends), len(row)):
                 code = row[position]
-                column = code % width
+                column = code % period
                 begin = free
                 for distance, delay in waits[column] if code >= 0 else self.fused_waits[-1 - code]:
                     arrival = finished[code + distance]
@@ -127,7 +130,7 @@ def _fused_waits(encoding: Encoding, waits: Waits) -> Waits:
         [
             (code + distance - (-1 - index), delay)
             for code in codes
-            for distance, delay in waits[code % encoding.width]
+            for distance, delay in waits[code % encoding.period]
         ]
         for index, (codes, _) in enumerate(encoding.fused)
     ]

@@ -227,7 +227,7 @@ def _families(problem: Problem) -> Iterator[ScheduleRows]:
     """Yields the families' schedules for the placement of a problem."""
     placement = problem.placement
     for name, family in FAMILIES.items():
-        if family.placement != placement.name:
+        if family.placement != placement.name or family.sliced:
             continue
         slacks = "warmup_slack" in options_of(family.rows)
         for options in ({"warmup_slack": 1}, {"warmup_slack": 2}) if slacks else ({},):

@@ -14,6 +14,9 @@ from tests.pipelines import bits, job, pipeline
 
 MICRO_BATCHES = 4
 
+#: Seq1F1B needs layers that take slices: test_slices.py.
+SCHEDULES = [name for name in names() if name != "Seq1F1B"]
+
 
 def wrapped(model: Model, **options: Any) -> tuple[Any, Any]:
     """The model wrapped for the current job, and its optimizer."""
@@ -34,7 +37,7 @@ def check(model: Model, pipe: Any, optimizer: Any, micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_pipeline_has_the_bits_of_the_single_model(
     model: str, schedule: str, ranks: int
@@ -45,7 +48,7 @@ def test_the_pipeline_has_the_bits_of_the_single_model(
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 7])
-@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_number_of_micro_batches_will_do(schedule: str, micro_batches: int) -> None:
     with job(2, micro_batches, schedule):
         pipe, optimizer = wrapped(MODELS["mlp"])
@@ -64,7 +67,7 @@ def test_loops_take_any_number_of_chunks(schedule: str, ranks: int, chunks: int)
 @pytest.mark.parametrize("model", MODELS)
 def test_all_schedules_end_with_the_same_parameters(model: str) -> None:
     ends = set()
-    for schedule in names():
+    for schedule in SCHEDULES:
         with job(2, MICRO_BATCHES, schedule):
             pipe, optimizer = wrapped(MODELS[model])
             pipe.train_batch(MODELS[model].batch(MICRO_BATCHES, 0), optimizer)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from fleetpipe.schedules import (
     names,
 )
 from fleetpipe.schedules.action import parts
+from fleetpipe.schedules.edges import slice_before
 from tests.schedules.helpers import (
     random_edges,
     random_schedule,
@@ -202,7 +205,7 @@ def mutate(
             other = data.draw(st.sampled_from(others))
             rows[other].insert(data.draw(st.integers(0, len(rows[other]))), item)
     actions = tuple(map(tuple, rows))
-    return Schedule(schedule.name, schedule.placement, schedule.micro_batches, actions), culprits
+    return replace(schedule, actions=actions), culprits
 
 
 def dependent_pairs(schedule: Schedule, rank: int) -> list[tuple[int, int]]:
@@ -214,12 +217,16 @@ def dependent_pairs(schedule: Schedule, rank: int) -> list[tuple[int, int]]:
         for position, item in enumerate(schedule.actions[rank])
         for action in parts(item)
     }
-    return [
-        (places[(*need, micro_batch)], position)
+    waits = [
+        ((*need, micro_batch), position)
         for (kind, stage, micro_batch), position in places.items()
         for need in rule.of(kind, stage)
-        if (*need, micro_batch) in places
     ]
+    for (kind, stage, unit), position in places.items():
+        away = slice_before(kind, unit % schedule.slices, schedule.slices)
+        if away:
+            waits.append(((kind, stage, unit + away), position))
+    return [(places[need], position) for need, position in waits if need in places]
 
 
 def test_a_row_for_each_rank_is_required() -> None:

@@ -55,7 +55,7 @@ def lowered_csv_of(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name != "auto"])
+@pytest.mark.parametrize("name", [name for name in names() if name not in ("auto", "Seq1F1B")])
 def test_every_schedule_and_its_plan_are_read_back(name: str) -> None:
     schedule = build(name, ranks=3, micro_batches=7)
     read = read_csv(csv_of(schedule))

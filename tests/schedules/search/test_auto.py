@@ -20,6 +20,8 @@ def families_within(
             schedule = build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
         except ConfigError:
             continue
+        if schedule.slices > 1:
+            continue
         timeline = schedule.simulate(costs)
         if max(timeline.peak_activations) <= cap:
             spans.append(timeline.span)

@@ -141,14 +141,18 @@ def test_a_pipeline_ends_with_its_job() -> None:
             exe.run(feed=batches(1)[0])
 
 
-def test_a_schedule_that_is_unknown_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("Seq1F1B", "cuts sequences into slices"), ("1F2B", "there is no schedule")],
+)
+def test_schedules_that_are_refused(mode: str, words: str) -> None:
     with static_mode():
         strategy = fleet.DistributedStrategy()
         strategy.pipeline = True
-        strategy.pipeline_configs = {"accumulate_steps": 4, "schedule_mode": "1F2B"}
+        strategy.pipeline_configs = {"accumulate_steps": 4, "schedule_mode": mode}
         fleet.init(is_collective=True)
         try:
-            with pytest.raises(ConfigError, match="there is no schedule"):
+            with pytest.raises(ConfigError, match=words):
                 minimized(strategy, mlp(2))
         finally:
             fleet.shutdown()

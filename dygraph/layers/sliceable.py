@@ -1,0 +1,42 @@
+"""Refuses a model that does not say that its layers run on slices of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fleetpipe.errors import ConfigError
+
+#: Layers of Paddle, and those of its tensor parallelism, that see one place at a time.
+_PLACE_BY_PLACE = (
+    *("Linear", "Embedding", "LayerNorm", "RMSNorm", "Dropout", "Identity"),
+    *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
+    *("ReLU", "ReLU6", "LeakyReLU", "ELU", "GELU", "Silu", "Swish", "Tanh", "Sigmoid"),
+)
+_PADDLES = ("paddle.nn.", "paddle.distributed.", "fleetpipe.dygraph.tensor_parallel.")
+
+
+def require_sliceable(entries: Sequence[Any]) -> None:
+    """Refuses a list of layers of which one might not be right for a slice of a sequence.
+
+    Args:
+        entries: The whole list, as the user gave it.
+
+    Raises:
+        ConfigError: A layer, or function, is neither of Paddle's that see one place at a time, nor
+            says ``takes_slices = True``.
+    """
+    for number, entry in enumerate(entries):
+        found = getattr(entry, "layer_func", entry)
+        kind = found if isinstance(found, type) or not hasattr(found, "forward") else type(found)
+        name = getattr(kind, "__name__", repr(kind))
+        known = name in _PLACE_BY_PLACE and kind.__module__.startswith(_PADDLES)
+        if not known and getattr(kind, "takes_slices", False) is not True:
+            raise ConfigError(
+                f"layer {number}, {name}, does not say that it takes slices of a sequence",
+                cause="a schedule with slices gives a layer a part of the sequence at a time; one "
+                "whose places see others, as attention does, has to keep what later slices need",
+                fix=f"use fleetpipe.dygraph.slices in {name}.forward if its places see others, "
+                f"and set {name}.takes_slices = True; or choose another schedule_mode. A captured "
+                "model has no such layers: build a PipelineLayer",
+            )

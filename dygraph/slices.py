@@ -1,0 +1,155 @@
+"""What layers keep from slice to slice of a sequence, and the gradients that go the other way.
+
+Where a schedule cuts sequences into slices, a layer whose places see earlier ones (causal
+attention, a recurrent net) asks for what it kept of the earlier slices, and keeps its part for the
+later ones::
+
+    class Attention(nn.Layer):
+        takes_slices = True
+
+        def forward(self, hidden):
+            query, key, value = ...
+            kept = slices.earlier(self)
+            slices.keep(self, (key, value))
+            if kept:
+                key = paddle.concat([*(k for k, _ in kept), key], axis=-2)
+                ...
+
+A later slice gets leaves in the place of what was kept, so that its backward ends there. Backwards
+run from the last slice to the first: when one begins, the leaves hold the sum of the gradients of
+all later slices, and it begins from these as well as from its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped
+from fleetpipe.errors import UsageError
+
+
+class _Slice:
+    """One slice of a micro-batch in one stage: what its layers keep, and what they can ask for."""
+
+    def __init__(self, earlier: list[_Slice]) -> None:
+        self.before = list(earlier)
+        #: By the id of a layer, what it kept, within the graph of this slice.
+        self.kept: dict[int, Nest] = {}
+        #: Likewise, the leaves that later slices get in its place.
+        self.handed: dict[int, Nest] = {}
+
+
+class _Backward(NamedTuple):
+    """Stands for a slice while backwards run, when nothing can be kept."""
+
+
+_running: list[_Slice | _Backward] = []
+
+
+def earlier(layer: Layer) -> list[Nest]:
+    """Returns what ``layer`` kept in the earlier slices of this micro-batch, in order.
+
+    An empty list in the first slice, and wherever sequences are whole: in evaluation, under any
+    other schedule, and in a direct call.
+
+    Args:
+        layer: The layer that asks, ``self``.
+
+    Raises:
+        UsageError: It is called again in a backward, by recompute.
+    """
+    now = _now()
+    return [] if now is None else [one.handed[id(layer)] for one in now.before]
+
+
+def keep(layer: Layer, value: Nest) -> None:
+    """Keeps ``value`` for the later slices of this micro-batch; does nothing without slices.
+
+    Args:
+        layer: The layer that keeps it, ``self``. It keeps something in each slice, once.
+        value: Tensors and plain values in tuples, lists and dicts. Gradients of the tensors come
+            back from the later slices.
+
+    Raises:
+        UsageError: The layer kept something in this slice already; or it is called again in a
+            backward, by recompute.
+    """
+    now = _now()
+    if now is None:
+        return
+    if id(layer) in now.kept:
+        raise UsageError(
+            f"{type(layer).__name__} keeps two values in one slice",
+            cause="it is called twice in a stage",
+            fix="keep one value, a tuple say; build a layer for each call",
+        )
+    now.kept[id(layer)] = value
+    now.handed[id(layer)] = mapped(leaf_like, value)
+
+
+def _now() -> _Slice | None:
+    now = _running[-1] if _running else None
+    if isinstance(now, _Backward):
+        raise UsageError(
+            "a layer that keeps values between slices is called again in a backward",
+            cause="recompute, which cannot tell slices apart",
+            fix="leave recompute out for this layer: slices save memory too",
+        )
+    return now
+
+
+class SliceStates:
+    """What is kept of the slices of a batch, by stage and micro-batch, until their backwards."""
+
+    def __init__(self, slices: int) -> None:
+        """Begins with nothing.
+
+        Args:
+            slices: Slices of a micro-batch.
+        """
+        self._slices = slices
+        self._kept: dict[tuple[int, int], list[_Slice]] = {}
+
+    @contextmanager
+    def forward(self, stage: int, number: int) -> Iterator[None]:
+        """Within it the layers of a stage run slice ``number``, counted over the batch."""
+        done = self._kept.setdefault((stage, number // self._slices), [])
+        now = _Slice(done)
+        _running.append(now)
+        try:
+            yield
+        finally:
+            _running.pop()
+        now.before.clear()
+        done.append(now)
+
+    @contextmanager
+    def backward(self, stage: int, number: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Within it the backward of that slice runs, of which all later ones are done.
+
+        Yields:
+            What it begins from besides the output: tensors, and their gradients.
+        """
+        last = self._kept[stage, number // self._slices][-1]
+        tensors, grads = [], []
+        for layer, value in last.kept.items():
+            leaves = differentiable(last.handed[layer])
+            for tensor, leaf in zip(differentiable(value), leaves):
+                if leaf.grad is not None:
+                    tensors.append(tensor)
+                    grads.append(leaf.grad)
+        _running.append(_Backward())
+        try:
+            yield tensors, grads
+        finally:
+            _running.pop()
+
+    def release(self, stage: int, number: int) -> None:
+        """Drops what the layers of a stage kept in that slice, the last one that is left."""
+        key = stage, number // self._slices
+        self._kept[key].pop()
+        if not self._kept[key]:
+            del self._kept[key]

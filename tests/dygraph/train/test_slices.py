@@ -1,0 +1,153 @@
+"""Seq1F1B: sequences in slices, with what layers keep from one to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe import fleet, parity
+from fleetpipe.dygraph import slices
+from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.dygraph import sliced
+from tests.pipelines import ROWS, job, pipeline, sgd
+
+MICRO_BATCHES = 3
+
+
+def wrapped(**options: Any) -> tuple[Any, Any]:
+    options.setdefault("loss_fn", sliced.loss)
+    pipe = pipeline(options.pop("layers", None) or sliced.layers(), **options)
+    return pipe, sgd(pipe, 0.5)
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 6), (2, 6), (3, 7), (5, 5)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_it_has_the_bits_of_the_single_model_fed_the_same_slices(
+    ranks: int, count: int, length: int
+) -> None:
+    with job(ranks, MICRO_BATCHES, "Seq1F1B", slices=count):
+        pipe, optimizer = wrapped(layers=sliced.layers(dropout=0.1))
+        session = parity.begin(pipe, optimizer)
+        for step in range(2):
+            session.step(sliced.batch(MICRO_BATCHES * ROWS, length, step))
+        assert session.report.bit_exact, session.report.verdict()
+        assert tuple(pipe.peak_held.values()) == pipe.schedule.simulate().peak_activations
+        assert max(pipe.peak_held.values()) == min(MICRO_BATCHES * count, ranks + count - 1)
+        assert pipe._runtime.stage._kept == {}
+        assert pipe._runtime.stage._slices is None
+
+
+def trained(schedule: str, length: int, **options: Any) -> tuple[float, dict[str, Any], float]:
+    """Trains a step on two ranks; returns the loss, the parameters, and the loss after it."""
+    with job(2, MICRO_BATCHES, schedule, **options):
+        pipe, optimizer = wrapped()
+        data = sliced.batch(MICRO_BATCHES * ROWS, length)
+        loss = float(pipe.train_batch(data, optimizer))
+        state = {name: p.numpy() for name, p in pipe.layers.state_dict().items()}
+        return loss, state, float(pipe.eval_batch(data, compute_loss=True))
+
+
+@pytest.mark.parametrize(("count", "length"), [(2, 6), (3, 7), (4, 6)])
+def test_loss_and_gradients_are_those_of_whole_sequences(count: int, length: int) -> None:
+    loss, state, after = trained("1F1B", length)
+    ours = trained("Seq1F1B", length, slices=count)
+    assert ours[0] == pytest.approx(loss, rel=1e-6)
+    assert ours[2] == pytest.approx(after, rel=1e-6)
+    for name, value in state.items():
+        np.testing.assert_allclose(ours[1][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_the_losses_of_micro_batches_are_sums_over_their_slices() -> None:
+    with job(2, MICRO_BATCHES, "Seq1F1B", slices=2):
+        pipe, optimizer = wrapped()
+        data = sliced.batch(MICRO_BATCHES * ROWS, 5)
+        losses = pipe.train_batch(data, optimizer, return_micro_batch_loss=True)
+        assert losses.shape == [MICRO_BATCHES]
+    with job(1, MICRO_BATCHES):
+        pipe, optimizer = wrapped()
+        whole = pipe.train_batch(data, optimizer, return_micro_batch_loss=True)
+    np.testing.assert_allclose(losses.numpy(), whole.numpy(), rtol=1e-5)
+
+
+class Silent(nn.Layer):
+    """Says nothing of slices."""
+
+    def forward(self, hidden: Any) -> Any:
+        return hidden
+
+
+class Twice(Silent):
+    """Keeps two values."""
+
+    takes_slices = True
+
+    def forward(self, hidden: Any) -> Any:
+        slices.keep(self, hidden)
+        slices.keep(self, hidden)
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (LayerDesc(Silent), "Silent"),
+        (Silent(), "Silent"),
+        (nn.functional.tanh, "_?tanh"),
+        (LayerDesc(nn.MultiHeadAttention, 8, 2), "MultiHeadAttention"),
+    ],
+)
+def test_a_layer_that_does_not_say_that_it_takes_slices_is_refused(layer: Any, name: str) -> None:
+    named = pytest.raises(ConfigError, match=rf"layer 1, {name}, does not say")
+    with job(2, MICRO_BATCHES, "Seq1F1B"), named:
+        wrapped(layers=[LayerDesc(nn.Linear, 8, 8), layer, LayerDesc(nn.Linear, 8, 8)])
+
+
+def test_what_cannot_be_had_with_slices_is_refused() -> None:
+    refused = pytest.raises(ConfigError, match="recompute_interval cannot")
+    with job(2, MICRO_BATCHES, "Seq1F1B"), refused:
+        wrapped(recompute_interval=1, recompute_ctx={"mp_group": None})
+
+
+@pytest.mark.parametrize(("inputs", "labels"), [((6, 1), (6, 1)), ((6, 4), (6,)), ((6, 1), (6, 4))])
+def test_sequences_that_cannot_be_cut_are_refused(inputs: Any, labels: Any) -> None:
+    with job(2, MICRO_BATCHES, "Seq1F1B"):
+        pipe, optimizer = wrapped()
+        data = [paddle.zeros(inputs, "int64"), paddle.zeros(labels, "int64")]
+        with pytest.raises(ConfigError, match="at least 2"):
+            pipe.train_batch(data, optimizer)
+        pipe.train_batch(sliced.batch(6, 4), optimizer)
+
+
+def test_a_layer_keeps_one_value_in_a_slice() -> None:
+    with job(2, MICRO_BATCHES, "Seq1F1B"):
+        pipe, optimizer = wrapped(layers=[*sliced.layers(), LayerDesc(Twice)])
+        with pytest.raises(UsageError, match="Twice keeps two values"):
+            pipe.train_batch(sliced.batch(6, 4), optimizer)
+
+
+class Recomputing(sliced.Attention):
+    """Attention that is run again in backward."""
+
+    def forward(self, hidden: Any) -> Any:
+        attend = super().forward
+        return fleet.utils.recompute(attend, hidden)
+
+
+def test_a_layer_that_is_recomputed_is_refused() -> None:
+    first, *rest = sliced.layers()
+    with job(2, MICRO_BATCHES, "Seq1F1B"):
+        pipe, optimizer = wrapped(layers=[first, LayerDesc(Recomputing), *rest])
+        # Paddle raises an error of its own with the words of this one.
+        with pytest.raises(Exception, match="again in a backward"):
+            pipe.train_batch(sliced.batch(6, 4), optimizer)
+
+
+def test_nothing_is_kept_outside_of_slices() -> None:
+    layer = Silent()
+    slices.keep(layer, 1)
+    assert slices.earlier(layer) == []
