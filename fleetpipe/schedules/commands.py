@@ -21,6 +21,7 @@ from fleetpipe.schedules.forms.terminal import render, summary
 from fleetpipe.schedules.placement import PLACEMENTS
 from fleetpipe.schedules.play.timeline import Timeline
 from fleetpipe.schedules.registry import AUTO, canonical_name, default_chunks, default_slices, names
+from fleetpipe.schedules.rows import in_slices
 from fleetpipe.schedules.verified import build_verified
 
 _TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
@@ -185,6 +186,7 @@ def as_json(timeline: Timeline) -> dict[str, object]:
         "ranks": schedule.placement.ranks,
         "micro_batches": schedule.micro_batches,
         "chunks": schedule.placement.chunks,
+        **({"slices": schedule.slices} if schedule.slices > 1 else {}),
         "makespan": timeline.makespan,
         "span": timeline.span,
         "busy": timeline.busy,
@@ -225,8 +227,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     value.verify()
     kind, rows = ("plan", value.ops) if isinstance(value, Plan) else ("schedule", value.actions)
     _print(
-        f"valid {kind}: {value.name}, {value.placement.ranks} ranks, {value.micro_batches}"
-        f" micro-batches, chunks {value.placement.chunks} ({value.placement.name}),"
+        f"valid {kind}: {value.name}, {value.placement.ranks} ranks,"
+        f" {value.micro_batches} micro-batches{in_slices(value.slices)},"
+        f" chunks {value.placement.chunks} ({value.placement.name}),"
         f" {sum(map(len, rows))} entries"
     )
     return 0

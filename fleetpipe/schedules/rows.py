@@ -74,7 +74,7 @@ class ScheduleRows:
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} {self.name}: {self.placement.ranks} ranks,"
-            f" {self.micro_batches} micro-batches{_in_slices(self.slices)},"
+            f" {self.micro_batches} micro-batches{in_slices(self.slices)},"
             f" {self.placement.chunks} chunks,"
             f" {self.placement.name}>"
         )
@@ -110,7 +110,7 @@ class PlanRows:
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} {self.name}: {self.placement.ranks} ranks,"
-            f" {self.micro_batches} micro-batches{_in_slices(self.slices)},"
+            f" {self.micro_batches} micro-batches{in_slices(self.slices)},"
             f" {sum(map(len, self.ops))} ops>"
         )
 
@@ -123,5 +123,6 @@ def computations(plan: PlanRows) -> ScheduleRows:
     )
 
 
-def _in_slices(slices: int) -> str:
+def in_slices(slices: int) -> str:
+    """Returns what follows a number of micro-batches in words for people."""
     return f" of {slices} slices" if slices > 1 else ""

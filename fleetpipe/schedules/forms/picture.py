@@ -15,6 +15,7 @@ from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.forms.events import Event, events_of
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.play.timeline import Timeline
+from fleetpipe.schedules.rows import in_slices
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,7 +119,8 @@ def panel_of(timeline: Timeline, unit: str = "", name: str = "") -> Panel:
     placement = schedule.placement
     chunks = f", {placement.chunks} chunks ({placement.name})" if placement.chunks > 1 else ""
     title = (
-        f"{schedule.name}: {placement.ranks} ranks, {schedule.micro_batches} micro-batches{chunks}"
+        f"{schedule.name}: {placement.ranks} ranks,"
+        f" {schedule.micro_batches} micro-batches{in_slices(schedule.slices)}{chunks}"
         f" · bubble {timeline.bubble_rate:.2%}"
         f" · peak {max(timeline.peak_activations):g} forwards"
     )

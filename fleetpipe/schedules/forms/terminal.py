@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fleetpipe.schedules.action import Action, Item
 from fleetpipe.schedules.play.timeline import Timeline
+from fleetpipe.schedules.rows import in_slices
 
 #: Where the output is no terminal there is no width to fit.
 _WIDTH_OF_A_FILE = 160
@@ -58,7 +59,8 @@ def summary(timeline: Timeline) -> str:
     schedule = timeline.schedule
     figures = {
         "schedule": f"{schedule.name}, {schedule.placement.ranks} ranks,"
-        f" {schedule.micro_batches} micro-batches, chunks {schedule.placement.chunks}"
+        f" {schedule.micro_batches} micro-batches{in_slices(schedule.slices)},"
+        f" chunks {schedule.placement.chunks}"
         f" ({schedule.placement.name})",
         "makespan": f"{timeline.makespan:.10g}",
         "span": f"{timeline.span:.10g}",
