@@ -94,6 +94,12 @@ def plain_model(model: Layer) -> Layer:
             if is_class
             else "put the function into the forward of a Layer",
         )
+    if type(model.forward).__name__.endswith("StaticFunction"):
+        raise UsageError(
+            f"the {type(model).__name__} has gone through paddle.jit.to_static: what its forward "
+            "calls cannot be noted",
+            fix="give fleetpipe.pipeline the model as it was before",
+        )
     return model
 
 

@@ -120,20 +120,13 @@ def explain(
     look = signature_of(capturing.example)
     training, evaluation = capturing(look, True), capturing(look, False)
     named, refused = places(training, evaluation)
-    called = {scope.path for node in training.nodes for scope in node.scopes[-1:]}
-    unopened = {
-        path: reason
-        for path, layer in model.named_sublayers()
-        if path in called and layer._sub_layers
-        if (reason := capturing.unopened.reason(layer)) is not None
-    }
     return Explanation(
         training,
         named,
         refused,
         _crossing(training),
         parameter_bytes(training),
-        unopened,
+        training.unopened,
         measured(capturing, training) if measure else None,
     )
 

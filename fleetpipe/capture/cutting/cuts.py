@@ -64,11 +64,15 @@ class AtCall(NamedTuple):
         ]
         if not inside:
             paths = {scope.path for node in trace.nodes for scope in node.scopes if scope.path}
+            within = [
+                f"{path} is not opened: {reason}"
+                for path, reason in trace.unopened.items()
+                if self.path.startswith(f"{path}.")
+            ]
             raise ConfigError(
                 f"split_spec cuts {self}, where the model's forward does not come",
                 got=nearest_path(self.path, paths),
-                cause="there is no such sublayer, its forward is called by no other, or it is in "
-                "one that is not opened",
+                cause=within[0] if within else "its forward is called by no other",
                 fix="name a sublayer that fleetpipe.explain(model, example) shows",
             )
         return inside[0] if self.point is SplitPoint.BEGINNING else inside[-1] + 1

@@ -114,6 +114,8 @@ class _Tracer(Walk):
         self._tensors: list[Tensor] = []
         self._likes: list[Like] = []
         self._marks: list[int] = []
+        #: Why layers with sublayers are nodes.
+        self._whole: dict[str, str] = {}
         #: What is no operation and no read, each once.
         self._left_out: dict[str, None] = {}
         #: How much is in the lists and dicts of each opened layer.
@@ -134,6 +136,7 @@ class _Tracer(Walk):
             self._noted(output),
             tuple(self._likes),
             tuple(self._marks),
+            unopened=self._whole,
             left_out=tuple(self._left_out),
         )
 
@@ -197,6 +200,9 @@ class _Tracer(Walk):
     def node(self, call: NodeCall) -> Any:
         """Notes what a call takes and makes."""
         args, named = self._noted(call.args), self._noted(call.named)
+        layer: Layer = call.function
+        if isinstance(layer, paddle.nn.Layer) and layer._sub_layers:
+            self._whole[call.scopes[-1].path] = self._unopened.reason(layer) or "it has hooks"
         given = list(tensors_of((call.args, call.named)))
         versions = [tensor.inplace_version for tensor in given]
         with lent(_state_of(call.function, given)):

@@ -6,7 +6,7 @@ which they ran, which is the order of every later run. A value is a tensor of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple
 
@@ -158,6 +158,7 @@ class Trace:
         likes: What is known of each value.
         marks: The node before which each call of ``pipe_split`` came.
         changed: The ids of the buffers into which it wrote.
+        unopened: Why a layer that has sublayers is a node as a whole, by its path.
         left_out: What it did beside these, which no stage does again, with file and line.
     """
 
@@ -167,6 +168,7 @@ class Trace:
     likes: tuple[Like, ...]
     marks: tuple[int, ...] = ()
     changed: frozenset[int] = frozenset()
+    unopened: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     _made: dict[ValueId, int] = field(default_factory=dict, repr=False, compare=False)
 

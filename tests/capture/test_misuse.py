@@ -1,0 +1,130 @@
+"""What a newcomer does wrong at the door of ``fleetpipe.pipeline``, and reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import fleet
+from fleetpipe.errors import ConfigError, PartitionError, UsageError
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from tests.jobs import job
+from tests.pipelines import sgd
+
+X = paddle.to_tensor(np.random.default_rng(0).standard_normal((8, 3)).astype("float32"))
+LABELS = paddle.to_tensor([[0], [1], [2], [0]] * 2)
+
+
+class Net(nn.Layer):  # type: ignore[misc]
+    """Three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.second(self.first(x)))
+
+
+class Chosen(nn.Layer):  # type: ignore[misc]
+    """A condition in a sublayer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        return paddle.static.nn.cond(x.sum() > 0, lambda: self.one(x), lambda: self.other(x))
+
+
+def made(model: Any = None, **options: Any) -> Any:
+    """Makes a pipeline of two stages."""
+    options.setdefault("split_spec", ["second"])
+    return fleetpipe.pipeline(Net() if model is None else model, X[:2], **options)
+
+
+def listed() -> Any:
+    return PipelineLayer([LayerDesc(nn.Linear, 3, 3), LayerDesc(nn.Linear, 3, 3)], num_stages=1)
+
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: made(split_spec=["secnd"]), ConfigError, "'secnd', did you mean 'second'"),
+    (lambda: made(split_spec="Auto", num_stages=2), ConfigError, "did you mean 'auto'"),
+    (lambda: made(split_spec=["first"]), ConfigError, "without a node"),
+    (
+        lambda: made(nn.Sequential(nn.Linear(3, 3), Chosen()), split_spec=["1.one"]),
+        ConfigError,
+        r"1 is not opened: its forward reads the numbers in a tensor, .*test_misuse.py:\d+",
+    ),
+    (lambda: made(split_spec="auto", num_stages=9), PartitionError, "9 stages need 8 places"),
+    (lambda: made(num_stages=0), ConfigError, "num_stages is no number of stages: 0"),
+    (lambda: made(num_stages="2"), ConfigError, "num_stages is no number of stages: '2'"),
+    (lambda: made(num_chunks=True), ConfigError, "num_chunks is no number of stages: True"),
+    (lambda: made(split_spec=["second", "last"], num_chunks=2), ConfigError, "a multiple of num_"),
+    (lambda: made(no_split=nn.Linear), ConfigError, r"pass a tuple: \(Block,\)"),
+    (lambda: made(no_split=("Linaer",)), ConfigError, "'Linaer', did you mean 'Linear'"),
+    (lambda: made(loss_fn="mse"), ConfigError, "a function or a built layer"),
+    (lambda: made(lambda x: x), UsageError, "into the forward of a Layer"),
+    (lambda: made(Net), UsageError, r"build it: Net\(\.\.\)"),
+    (lambda: made(made()), UsageError, "a CapturedPipeline is a pipeline already"),
+    (lambda: made(listed()), UsageError, "a PipelineLayer is a pipeline already"),
+    (lambda: made(paddle.jit.to_static(Net())), UsageError, "the model as it was before"),
+]
+
+
+@pytest.mark.parametrize(("ask", "kind", "message"), REFUSED)
+def test_it_is_refused_with_what_to_do(
+    ask: Callable[[], Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        ask()
+
+
+def test_the_number_of_ranks_is_the_jobs() -> None:
+    with job(2):
+        with pytest.raises(ConfigError, match=r"num_stages=3, and pp_degree=2 of fleet\.init"):
+            made(num_stages=3)
+        assert made(num_stages=2).placement.stages == 2
+
+
+def test_sublayers_in_any_order_and_classes_by_name() -> None:
+    pipe = made(split_spec=["last", "second"])
+    assert pipe.segment_parts == [0, 2, 3, 5]
+    whole = nn.Sequential(Net(), nn.Linear(3, 3))
+    assert len(fleetpipe.explain(whole, X[:2], no_split=("Net",)).trace.nodes) == 2
+
+
+def test_a_model_in_evaluation_trains_and_goes_on_as_the_plain_model() -> None:
+    with job(2):
+        model = Net()
+        model.eval()
+        # Made for the plain model, as those do who wrap it later.
+        optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        pipe = made(model, loss_fn=nn.CrossEntropyLoss())
+        wrapped = fleet.distributed_model(pipe)
+        before = model.first.weight.numpy().copy()
+        wrapped.train_batch([X, LABELS], fleet.distributed_optimizer(optimizer))
+        assert (model.first.weight.numpy() != before).all()
+        model.eval()
+        assert np.array_equal(model(X[:2]), wrapped.predict_batch(X[:2]))
+
+
+def test_a_whole_batch_as_the_example_is_captured_anew_for_micro_batches() -> None:
+    with job(2):
+        pipe = fleetpipe.pipeline(Net(), X, nn.CrossEntropyLoss(), ["second"])
+        model = fleet.distributed_model(pipe)
+        assert np.isfinite(float(model.train_batch([X, LABELS], sgd(model))))
+
+
+def test_without_a_loss_it_predicts_and_does_not_train() -> None:
+    with job(2):
+        model = fleet.distributed_model(made())
+        assert model.predict_batch(X).shape == [8, 3]
+        with pytest.raises(ConfigError, match="loss_fn="):
+            model.train_batch([X, LABELS], sgd(model))
