@@ -182,13 +182,13 @@ class GradientArrivals:
 
 def _deferral(name: str, kinds: set[str], owner: Leaf | None) -> Deferral:
     if kinds == {"W"} and owner is not None:
-        if owner.divisible:
-            return Deferral(name, "W", "W", "")
-        return Deferral(name, "I", "W", "Paddle gives it together with the input's gradient")
+        return Deferral(name, "W", "W", "")
     if not kinds:
         reason = "no gradient reached it"
     elif owner is None:
         reason = "its layer has sublayers with parameters of their own"
+    elif not owner.divisible and not owner.reason:
+        reason = "Paddle gives it together with the input's gradient"
     else:
         reason = owner.reason or "it is used outside of its layer's own forward"
     return Deferral(name, "I", "I", reason)

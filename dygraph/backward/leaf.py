@@ -7,8 +7,8 @@ gradient, because Paddle then runs other operations backward.
 
 Some of Paddle's kernels cannot give a part of their gradients: asked for the input's alone,
 layer_norm forgets its weight on CPU, batch_norm computes something else where a channel has one
-value, and prelu crashes. A layer that uses any but the kernels in ``DIVISIBLE`` computes all of its
-gradients at once, and only their addition waits.
+value, and prelu crashes. A layer that uses any but the kernels in ``DIVISIBLE`` stays as it is: all
+of its gradients are computed and added in I.
 """
 
 from __future__ import annotations
@@ -172,12 +172,12 @@ def _follow(leaf: Leaf, inputs: list[Tensor], output: Nest) -> Nature:
         # Autograd would add each of these uses to those of other layers as it comes.
         raise CannotWait("its layer uses an input several times, and has vectors alone to wait for")
     reached = tuple(node in nodes for node in entries)
-    divisible = not any(reached) or all(
-        len(others) == 1 or node.name() in DIVISIBLE for node, others in below.items()
-    )
+    # Whatever the call takes: two calls of a layer are to add up their gradients together.
+    divisible = all(len(others) == 1 or node.name() in DIVISIBLE for node, others in below.items())
     ways = [_ways_to(set(entries), below)[root] for root in roots]
     depth = max((length for length, _ in ways), default=0)
-    straight = not any(reached) or sum(number for _, number in ways) == 1
+    # What stays as it is keeps its order.
+    straight = not divisible or not any(reached) or sum(number for _, number in ways) == 1
     return Nature("", divisible, reached, depth, straight)
 
 

@@ -10,6 +10,7 @@ with nothing but ``PyLayer`` and ``paddle.grad``.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Callable, NamedTuple
 
@@ -27,32 +28,39 @@ class Graph(NamedTuple):
 
     Attributes:
         inputs: The stand-ins that the outputs depend on.
-        outputs: The outputs that have a gradient.
-        divisible: Whether the gradients of inputs and parameters can be computed apart.
+        roots: Where backward starts: the outputs that have a gradient, or one tensor that stands
+            for the only one of them.
     """
 
     inputs: list[Tensor]
-    outputs: list[Tensor]
-    divisible: bool
+    roots: list[Tensor]
 
 
 class Call:
     """One call of a leaf layer: its own little graph, from its inputs to its outputs."""
 
-    def __init__(self, parameters: Sequence[Tensor], graph: Graph) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
         """Keeps the ends of the call's graph.
 
         Args:
             parameters: The layer's trainable parameters.
-            graph: What the call computes.
+            inputs: The stand-ins that the outputs depend on.
+            outputs: The outputs that have a gradient.
         """
         #: The layer's trainable parameters.
         self.parameters = list(parameters)
-        self._graph: Graph | None = graph
-        self._grads: list[tuple[Tensor, Tensor]] = []
-        self._found: list[tuple[Tensor, Tensor]] = []
-        #: The gradients of the outputs, on their way from one side of the border to the other.
+        #: The gradients of the outputs, on their way from one side of the border to the other, and
+        #: then until W. None for one that nobody used.
         self.arrived: Sequence[Tensor] = ()
+        self._leaving: Sequence[Tensor] = outputs
+        roots = list(outputs)
+        if len(roots) == 1:
+            # Else the output would have to be kept until W, though no operation may need it.
+            stand: Callable[..., Tensor] = _Root.apply
+            roots = [stand(self, roots[0])]
+        self._graph: Graph | None = Graph(list(inputs), roots)
         #: Bytes by address: what the layer took and gave, and the gradients of that.
         self.storages: dict[int, int] = {}
         self.hidden_bytes = 0
@@ -60,17 +68,14 @@ class Call:
     def measure(self, taken: Iterable[Tensor], outputs: Sequence[Tensor], allocated: int) -> None:
         """Notes what the call keeps, given that it left ``allocated`` bytes more in use."""
         returned = sum(map(_bytes, outputs))
-        self.storages = {tensor.data_ptr(): _bytes(tensor) for tensor in (*taken, *outputs)}
+        kept = (*taken, *outputs) if len(outputs) > 1 else taken
+        self.storages = {tensor.data_ptr(): _bytes(tensor) for tensor in kept}
         self.hidden_bytes = max(allocated - returned, 0)
 
     def leave(self) -> tuple[Tensor, ...]:
-        """Returns the outputs for the graph around the call."""
-        return tuple(output.detach() for output in self._open_graph().outputs)
-
-    def _open_graph(self) -> Graph:
-        if self._graph is None:
-            raise RuntimeError("backward ran twice through a call of a leaf layer")
-        return self._graph
+        """Returns the outputs for the graph around the call; to be called once."""
+        leaving, self._leaving = self._leaving, ()
+        return tuple(output.detach() for output in leaving)
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns the gradient of every input and keeps what the parameters' need.
@@ -78,48 +83,85 @@ class Call:
         Args:
             grads: The gradients of the outputs; None for one that nobody used.
         """
-        graph = self._open_graph()
-        used = [(y, grad) for y, grad in zip(graph.outputs, grads) if grad is not None]
-        wanted = graph.inputs if graph.divisible else [*graph.inputs, *self.parameters]
-        found = _gradients(used, wanted, retain_graph=graph.divisible)
-        of_inputs, rest = found[: len(graph.inputs)], found[len(graph.inputs) :]
+        if self._graph is None:
+            raise RuntimeError("backward ran twice through a call of a leaf layer")
+        self.arrived, inputs = grads, self._graph.inputs
+        found = self._gradients(inputs, retain_graph=True)
         # Paddle adds up gradients in place: one that lives in the memory of another is safe only
         # until the other is handed on.
-        if graph.divisible:
-            self._grads = [(y, _apart(grad, of_inputs)) for y, grad in used]
-            self.storages.update((grad.data_ptr(), _bytes(grad)) for _, grad in self._grads)
-        else:
-            shared = [*of_inputs, *(grad for _, grad in used)]
-            kept = [(p, _apart(grad, shared)) for p, grad in zip(self.parameters, rest)]
-            self._found = [(p, grad) for p, grad in kept if grad is not None]
-            self.storages = {grad.data_ptr(): _bytes(grad) for _, grad in self._found}
-            self.hidden_bytes = 0
-            self._graph = None
+        self.arrived = [_apart(grad, found) for grad in grads]
+        self.storages.update((g.data_ptr(), _bytes(g)) for g in self.arrived if g is not None)
         # None would crash Paddle where the input was made by an operation.
         return [
             paddle.zeros_like(tensor) if grad is None else grad
-            for tensor, grad in zip(graph.inputs, of_inputs)
+            for tensor, grad in zip(inputs, found)
         ]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that have a gradient, with it; frees the graph."""
-        if self._graph is None:
-            return self._found
-        found = _gradients(self._grads, self.parameters, retain_graph=False)
-        self._graph, self._grads = None, []
+        found = self._gradients(self.parameters, retain_graph=False)
+        self._graph, self.arrived = None, ()
         return [(p, grad) for p, grad in zip(self.parameters, found) if grad is not None]
 
+    def _gradients(self, wanted: Sequence[Tensor], retain_graph: bool) -> list[Tensor]:
+        """Returns the gradient of each of ``wanted``, or None, from those of the outputs."""
+        roots = [] if self._graph is None else self._graph.roots
+        used = [(root, grad) for root, grad in zip(roots, self.arrived) if grad is not None]
+        if not used or not wanted:
+            return [None] * len(wanted)
+        starts, grads = map(list, zip(*used))
+        stands = len(roots) == 1
+        return list(
+            paddle.grad(
+                starts,
+                list(wanted),
+                None if stands else grads,
+                retain_graph=retain_graph,
+                allow_unused=True,
+            )
+        )
 
-def _gradients(
-    outputs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor], retain_graph: bool
-) -> list[Tensor]:
-    """Returns the gradient of each of ``wanted``, or None, from outputs and their gradients."""
-    if not outputs or not wanted:
-        return [None] * len(wanted)
-    roots, grads = map(list, zip(*outputs))
-    return list(
-        paddle.grad(roots, list(wanted), grads, retain_graph=retain_graph, allow_unused=True)
-    )
+
+class _Root(paddle.autograd.PyLayer):
+    """Stands at the end of a call's graph, and gives it the gradient that has arrived."""
+
+    @staticmethod
+    def forward(ctx: Context, call: Call, _output: Tensor) -> Tensor:
+        ctx.call = weakref.ref(call)
+        return _TOKEN.detach()
+
+    @staticmethod
+    def backward(ctx: Context, _token: Tensor) -> Tensor:
+        return ctx.call().arrived[0]
+
+
+class _Sum(paddle.autograd.PyLayer):
+    """Adds gradients to parameters as autograd does, which copies those that it is started with."""
+
+    @staticmethod
+    def forward(ctx: Context, handed: _Handed, *_parameters: Tensor) -> Tensor:
+        ctx.handed = handed
+        return _TOKEN.detach()
+
+    @staticmethod
+    def backward(ctx: Context, _token: Tensor) -> Tensor:
+        grads, ctx.handed.grads = ctx.handed.grads, []
+        return tuple(grads) if len(grads) > 1 else grads[0]
+
+
+class _Handed:
+    """Gradients, where Paddle does not see them: of a list it would take each for an input."""
+
+    def __init__(self, grads: list[Tensor]) -> None:
+        self.grads = grads
+
+
+def accumulate(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Adds gradients to their parameters, hooks included."""
+    if grads:
+        parameters, found = map(list, zip(*grads))
+        add: Callable[..., Tensor] = _Sum.apply
+        add(_Handed(found), *parameters).backward()
 
 
 class _Border(paddle.autograd.PyLayer):
@@ -146,8 +188,7 @@ class _Entry(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
-        grads, ctx.call.arrived = ctx.call.arrived, ()
-        return _entered(ctx.call, ctx.tape, grads)
+        return _entered(ctx.call, ctx.tape, ctx.call.arrived)
 
 
 class _Exit(paddle.autograd.PyLayer):
@@ -238,7 +279,7 @@ def run(
         return forward(*args, **named)
     situation = leaf.situation(taken)
     nature = leaf.natures.get(situation) or examine(leaf, forward, args, named)
-    if nature.reason:
+    if nature.reason or not nature.divisible:
         output = forward(*args, **named)
     else:
         output = _cut_out(leaf, nature, forward, tape, taken, args, named)
@@ -269,7 +310,7 @@ def _cut_out(
         entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]
         inputs = [stand_ins[id(tensor)] for tensor in entries]
         parameters = [p for p in leaf.parameters if not p.stop_gradient]
-        call = Call(parameters, Graph(inputs, outputs, nature.divisible))
+        call = Call(parameters, inputs, outputs)
         call.measure(taken, outputs, allocated)
         borders = _bordered(call, tape, nature.depth, entries)
         borders = borders if isinstance(borders, (tuple, list)) else (borders,)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backward import leaf_call
 from fleetpipe.dygraph.backward.deferral_report import (
@@ -24,7 +23,7 @@ from fleetpipe.dygraph.backward.deferral_report import (
     Waiting,
 )
 from fleetpipe.dygraph.backward.leaf import Leaf, leaves_of
-from fleetpipe.dygraph.backward.leaf_call import Call
+from fleetpipe.dygraph.backward.leaf_call import Call, accumulate
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import MicroBatch, flatten
 
@@ -123,9 +122,9 @@ class SplitBackward:
                     total = grad if earlier is None else earlier[1] + grad
                     sums[id(parameter)] = (parameter, total)
                 # At once: the memory of these gradients is free again for those of the next call.
-                _accumulate(alone)
+                accumulate(alone)
             tape.clear()
-            _accumulate(list(sums.values()))
+            accumulate(list(sums.values()))
         self._waiting[stage].remove(micro_batch)
 
     def release(self, stage: int, micro_batch: MicroBatch) -> None:
@@ -176,10 +175,3 @@ def _wrapped(leaf: Leaf, forward: Callable[..., Nest], tape: list[Call]) -> Call
         return leaf_call.run(leaf, forward, tape, args, named)
 
     return run
-
-
-def _accumulate(grads: list[tuple[Tensor, Tensor]]) -> None:
-    """Adds gradients to their parameters."""
-    if grads:
-        # Backward from a leaf is accumulation and nothing else, hooks included.
-        paddle.autograd.backward(*map(list, zip(*grads)))

@@ -64,7 +64,6 @@ class Losses:
         weights: Sequence[Fraction],
         chosen: int = 0,
         delayed: bool = False,
-        complete: Callable[[], None] | None = None,
         slices: int = 1,
     ) -> None:
         """Begins with no micro-batch.
@@ -75,7 +74,6 @@ class Losses:
             chosen: The function whose loss backward starts from.
             delayed: Whether backward starts from the loss as it is; the gradients are then to be
                 weighted afterwards, all at once (``delay_scale_loss``).
-            complete: Called once all micro-batches are taken.
             slices: Slices of a micro-batch. More than 1: the micro-batches are such slices.
         """
         self._slices = slices
@@ -83,7 +81,8 @@ class Losses:
         self._weights = weights
         self._chosen = chosen
         self._delayed = delayed
-        self._complete = complete
+        #: Called once all micro-batches are taken.
+        self.complete: Callable[[], None] | None = None
         self._shares: list[dict[int, Tensor]] = [{} for _ in functions]
 
     def take(self, index: int, output: Nest, label: Nest) -> Tensor:
@@ -100,8 +99,8 @@ class Losses:
             self._shares[number][index] = share.detach()
             if number == self._chosen:
                 start = share
-        if self._complete is not None and len(self._shares[0]) == len(self._weights):
-            self._complete()
+        if self.complete is not None and len(self._shares[0]) == len(self._weights):
+            self.complete()
         return start
 
     def totals(self) -> list[Tensor]:

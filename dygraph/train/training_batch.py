@@ -63,9 +63,7 @@ class TrainingBatch:
         weights, slices = weights or runtime.weights, runtime.schedule.slices
         if slices > 1:
             batches, weights = sliced(batches, weights, slices)
-        # Replicas add their losses up, which none of them is to wait for between actions.
-        early = self._share_losses if runtime.job.replicas().ranks == 1 else None
-        self._losses = Losses(functions, weights, loss_fn_idx, delayed, early, slices)
+        self._losses = Losses(functions, weights, loss_fn_idx, delayed, slices)
         self._shared = False
         self._batch = Batch(batches, self._losses, None if scaler is None else scaler.scale)
         self._runtime = runtime
@@ -88,13 +86,20 @@ class TrainingBatch:
         self._optimizer = optimizer
         runtime = self._runtime
         runtime.layers.train()
-        with (
-            runtime.running(self._batch, runtime.engine, training=True),
-            random_keys.keyed(self._keys, runtime.job.model_parallel()),
-        ):
-            collectives = {"REDUCE": self._reduce, "STEP": self._step}
-            first = runtime.first_micro_batch * runtime.schedule.slices
-            runtime.engine.run(collectives, first)
+        if runtime.job.replicas().ranks == 1:
+            # Replicas add their losses up, which none of them is to wait for between actions.
+            self._losses.complete = self._share_losses
+        try:
+            with (
+                runtime.running(self._batch, runtime.engine, training=True),
+                random_keys.keyed(self._keys, runtime.job.model_parallel()),
+            ):
+                collectives = {"REDUCE": self._reduce, "STEP": self._step}
+                first = runtime.first_micro_batch * runtime.schedule.slices
+                runtime.engine.run(collectives, first)
+        finally:
+            # The losses hold on to this batch, and this to the data.
+            self._losses.complete = None
         runtime.hook_calls.end(runtime.job.connect())
         if runtime.timers is not None:
             runtime.timers.log(runtime.timers.timers)
