@@ -340,7 +340,7 @@ class Leader:
             self._running.discard(who)
             address = "" if host is None else host.address
             gone = f"host {address} is gone: its supervisor ended, or cannot be reached"
-            self._ended(Verdict(1, culprit=gone))
+            self._ended(Verdict(1, culprit=gone, gone=True))
 
     def _let_in(self, link: Link) -> None:
         self._selector.register(link, selectors.EVENT_READ, functools.partial(self._hear, link))

@@ -31,6 +31,7 @@ class Verdict:
         details: What its last words were, or where all ranks were.
         raised: Whether it raised an error, as it would again.
         own: Whether that rank was one of the host that judges.
+        gone: Whether a host was lost with it, which tells nothing of the step it was in.
     """
 
     code: int
@@ -40,6 +41,7 @@ class Verdict:
     details: str = ""
     raised: bool = False
     own: bool = True
+    gone: bool = False
 
     def __str__(self) -> str:
         """The text form, of which :meth:`parse` is the inverse."""
@@ -63,8 +65,10 @@ class Verdict:
         """Whether this failure is the one of ``other`` once more.
 
         That is one in the same step; before any step, where a rank may have been killed while it
-        loaded, one with the same error.
+        loaded, one with the same error. A host that is lost repeats nothing.
         """
+        if self.gone or other.gone:
+            return False
         if self.step is None or other.step is None:
             both = self.raised and other.raised
             return self.step is other.step and both and self.culprit == other.culprit
@@ -79,6 +83,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "details": (str,),
     "raised": (bool,),
     "own": (bool,),
+    "gone": (bool,),
 }
 
 
@@ -93,7 +98,8 @@ def joint(verdicts: Sequence[Verdict]) -> Verdict:
         return Verdict(0, max(saved, default=None))
     steps = [verdict.step for verdict in failed if verdict.step is not None]
     first = ([verdict for verdict in failed if verdict.own] or failed)[0]
-    return replace(first, step=max(steps, default=None))
+    gone = any(verdict.gone for verdict in failed)
+    return replace(first, step=max(steps, default=None), gone=gone)
 
 
 def judge(home: Path, code: int) -> Verdict:
