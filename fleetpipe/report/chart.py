@@ -35,10 +35,26 @@ def chart(
         A figure with a legend, which has the last figure of each curve.
     """
     gaps = max(curve.gaps for curve in curves)
-    curves = [curve.thinned() for curve in curves]
+    thin = [curve.thinned() for curve in curves]
+    left, right = span = _span([x for curve in thin for x in curve.xs])
+    shown = [x for x in marks if left <= x <= right]
+    return element(
+        "figure",
+        _caption(title, thin, unit, bool(shown)),
+        _plot(title, thin, span, shown),
+        _gaps(gaps),
+        data(_values(thin, span)),
+        class_="chart",
+    )
+
+
+def _plot(
+    title: str, curves: Sequence[Curve], span: tuple[int, int], marks: Sequence[int]
+) -> Element:
+    """Returns the lines, with the numbers of both axes around them."""
+    left, right = span
     finite = [y for curve in curves for y in curve.ys if math.isfinite(y)] or [0.0]
     low, high = _range(min(finite), max(finite))
-    left, right = _span([x for curve in curves for x in curve.xs])
 
     def across(x: float) -> float:
         return round(_SIZE * (x - left) / (right - left), 2)
@@ -51,42 +67,22 @@ def chart(
     drawing = element(
         "svg",
         element("path", class_="grid", d="".join(f"M0 {up(y)}H{_SIZE}" for y in rows)),
-        *(
-            element("path", class_="mark", d=f"M{across(x)} 0V{_SIZE}")
-            for x in marks
-            if left <= x <= right
-        ),
+        *(element("path", class_="mark", d=f"M{across(x)} 0V{_SIZE}") for x in marks),
         *(path for curve in curves for path in _paths(curve, across, up)),
         viewBox=f"0 0 {_SIZE} {_SIZE}",
         preserveAspectRatio="none",
         role="img",
         aria_label=f"{title} by step",
     )
-    texts = labels(rows)
+    beside = (_label(text, f"top:{up(y) / 10:g}%") for text, y in zip(labels(rows), rows))
+    below = (_label(f"{x:,.0f}", f"left:{across(x) / 10:g}%") for x in columns)
     return element(
-        "figure",
-        _caption(title, curves, unit, any(left <= x <= right for x in marks)),
-        element(
-            "div",
-            element(
-                "div",
-                *(_label(text, f"top:{up(y) / 10:g}%") for text, y in zip(texts, rows)),
-                class_="y",
-                aria_hidden="true",
-            ),
-            element("div", drawing, class_="area"),
-            element(
-                "div",
-                *(_label(f"{x:,.0f}", f"left:{across(x) / 10:g}%") for x in columns),
-                class_="x",
-                aria_hidden="true",
-            ),
-            element("div", "step", class_="axis"),
-            class_="plot",
-        ),
-        _gaps(gaps),
-        data(_values(curves, (left, right))),
-        class_="chart",
+        "div",
+        element("div", *beside, class_="y", aria_hidden="true"),
+        element("div", drawing, class_="area"),
+        element("div", *below, class_="x", aria_hidden="true"),
+        element("div", "step", class_="axis"),
+        class_="plot",
     )
 
 
