@@ -1,6 +1,8 @@
 """A training loop over a pipeline, with the signatures of ``paddle.Model``.
 
-Start at ``model.py``. ``feeding.py`` has what a loader yields on its way to micro-batches,
-``criterion.py`` what the last stage computes for the loss and the metrics, ``epoch.py`` the loop,
-``saved.py`` the files of ``Model.save``, ``callbacks.py`` what Paddle's callbacks need on ranks.
+Start at ``model.py``. ``given.py`` refuses what does not fit, ``sources.py`` is where batches come
+from, ``feeding.py`` what a loader yields on its way to micro-batches. ``runner.py`` runs these,
+with what ``criterion.py`` computes on the last stage for the loss and the metrics. ``training.py``
+is the loop over epochs, ``epoch.py`` one pass, ``saved.py`` the files of ``Model.save``;
+``callbacks/`` has a callback in each file.
 """

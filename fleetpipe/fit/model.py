@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from paddle.hapi.callbacks import config_callbacks
 
 from fleetpipe import fleet
 from fleetpipe._paddle import paddle
@@ -17,7 +16,7 @@ from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fit import given, networks, saved
 from fleetpipe.fit.callbacks import checkpoint, on_ranks
-from fleetpipe.fit.callbacks.progress import Progress
+from fleetpipe.fit.callbacks.configured import configured
 from fleetpipe.fit.criterion import Metric
 from fleetpipe.fit.epoch import Callbacks, Logs, Pass, names_of
 from fleetpipe.fit.feeding import Rows, rows_of
@@ -25,12 +24,11 @@ from fleetpipe.fit.position import Position
 from fleetpipe.fit.precision import precision_of
 from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import Source, source_of
+from fleetpipe.fit.training import Training
 from fleetpipe.job import life
 
 if TYPE_CHECKING:
     from paddle.hapi.model_summary import ModelSummary
-
-_configured: Callable[..., Any] = config_callbacks
 
 
 class Model(paddle.Model):
@@ -261,7 +259,8 @@ class Model(paddle.Model):
             CheckpointError: A checkpoint cannot be saved, is damaged, or does not fit.
             SystemExit: The job was asked to stop, and has saved; see ``fleetpipe.resume``.
         """
-        go_on = _goes_on(resume, self._trainer().trained)
+        runner = self._trainer()
+        go_on = _goes_on(resume, runner.trained)
         given.require_numbers(
             epochs=epochs,
             eval_freq=eval_freq,
@@ -282,30 +281,26 @@ class Model(paddle.Model):
             epochs, steps = -(-num_iters // steps), min(num_iters, steps)
         if go_on or save_steps is not None:
             callbacks = checkpoint.added(callbacks, save_steps, save_freq)
-        called = self._callbacks(callbacks, epochs, steps, log_freq, save_freq, save_dir, verbose)
-        position = Position(self._prepared(), source, self._metrics, called.callbacks)
+        called = configured(
+            self,
+            callbacks,
+            epochs=epochs,
+            steps=steps,
+            log_freq=log_freq,
+            save_freq=save_freq,
+            save_dir=save_dir,
+            verbose=verbose,
+        )
+
+        def evaluated(epoch: int) -> Logs:
+            return {} if epoch % eval_freq else self._evaluate(evaluation, called, None)
+
+        position = Position(runner, source, self._metrics, called.callbacks)
         with checkpoint.saved(called.callbacks, position, save_dir, go_on) as saver:
             left = None if num_iters is None else num_iters - position.taken
-            runs = Pass(self._prepared(), called, self._metrics, left)
-            logs: Logs = {}
-            called.on_begin("train")
-            if position.step == 0:
-                position.put_callbacks_back()
-            while position.epoch < epochs and runs.left != 0 and not position.stopped:
-                epoch = position.epoch
-                called.on_epoch_begin(epoch, {"step": position.step})
-                position.put_callbacks_back()
-                self.mode = "train"
-                logs = runs.train(source, position, accumulate_grad_batches, saver.step_done)
-                called.on_epoch_end(epoch, logs)
-                evaluated: Logs = {}
-                if evaluation is not None and epoch % eval_freq == 0:
-                    evaluated = self._evaluate(evaluation, called, None)
-                position.stopped = self._prepared().any_rank(self.stop_training)
-                if runs.left != 0:
-                    position.next_epoch()
-                saver.epoch_done(epoch, evaluated)
-            called.on_end("train", logs)
+            passes = Pass(runner, called, self._metrics, left)
+            training = Training(self, runner, passes, called, position, saver)
+            training.run(source, epochs, accumulate_grad_batches, evaluated)
 
     def evaluate(
         self,
@@ -329,7 +324,7 @@ class Model(paddle.Model):
             num_iters: Most batches to evaluate.
         """
         source = self._source(eval_data, batch_size, workers=num_workers)
-        called = self._callbacks(callbacks, None, None, log_freq, 1, None, verbose)
+        called = configured(self, callbacks, log_freq=log_freq, verbose=verbose)
         return {
             name: value
             for name, value in self._evaluate(source, called, num_iters).items()
@@ -360,7 +355,7 @@ class Model(paddle.Model):
         """
         self.mode = "test"
         source = self._source(test_data, batch_size, workers=num_workers)
-        called = self._callbacks(callbacks, None, None, 1, 1, None, verbose)
+        called = configured(self, callbacks, verbose=verbose)
         logs: Logs = {"steps": source.steps}
         called.on_begin("predict", logs)
         runs = Pass(self._prepared(), called, (), None)
@@ -443,7 +438,9 @@ class Model(paddle.Model):
         trainable = sum(layer.parameters for layer in self.network.counted_partition().layers)
         return {"total_params": total, "trainable_params": trainable}
 
-    def _evaluate(self, source: Source, called: Callbacks, most: int | None) -> Logs:
+    def _evaluate(self, source: Source | None, called: Callbacks, most: int | None) -> Logs:
+        if source is None:
+            return {}
         self.mode = "eval"
         steps = source.steps if most is None else min(most, source.steps or most)
         called.on_begin("eval", {"steps": steps, "metrics": self.metric_names})
@@ -463,53 +460,12 @@ class Model(paddle.Model):
             )
 
     def _source(self, data: Nest, batch_size: int, **options: Any) -> Source:
-        given.require_data(data)
         given.require_numbers(num_workers=options["workers"])
         pipeline = self.pipeline
         ends = (pipeline.is_pipeline_first_stage, pipeline.is_pipeline_last_stage)
         loads = any(owns(ignore_virtual=True) for owns in ends)
         inputs = len(self._input_specs) or 1
-        source = source_of(data, batch_size, inputs, self._job, loads=loads, **options)
-        if source.steps == 0:
-            raise ConfigError(
-                "the data has no batch",
-                got=f"{len(data)} rows and batch_size={batch_size}"
-                if isinstance(data, paddle.io.Dataset)
-                else f"an empty {type(data).__name__}",
-                fix="give more data, a smaller batch_size, or drop_last=False",
-            )
-        return source
-
-    def _callbacks(
-        self,
-        callbacks: Nest,
-        epochs: int | None,
-        steps: int | None,
-        log_freq: int,
-        save_freq: int,
-        save_dir: str | None,
-        verbose: int,
-    ) -> Callbacks:
-        given.require_numbers(log_freq=log_freq)
-        found = on_ranks.chosen(callbacks, self.is_rank)
-        # Where these are not among them, Paddle would add its own.
-        if not any(isinstance(callback, on_ranks.ModelCheckpoint) for callback in found):
-            whole = any(isinstance(c, checkpoint.PipelineCheckpoint) for c in found)
-            found.append(on_ranks.ModelCheckpoint(save_freq, None if whole else save_dir))
-        if not any(isinstance(c, paddle.callbacks.LRScheduler) for c in found):
-            found.append(on_ranks.LRScheduler())
-        if verbose and not any(isinstance(c, paddle.callbacks.ProgBarLogger) for c in found):
-            found.insert(0, Progress(log_freq, verbose))
-        called: Callbacks = _configured(
-            found,
-            model=self,
-            epochs=epochs,
-            steps=steps,
-            verbose=verbose,
-            save_dir=save_dir,
-            metrics=self.metric_names,
-        )
-        return called
+        return source_of(data, batch_size, inputs, self._job, loads=loads, **options)
 
     def _rows(self, inputs: Nest, labels: Nest) -> Rows:
         columns = _listed(inputs)

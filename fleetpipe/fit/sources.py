@@ -9,8 +9,9 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
-from fleetpipe.errors import UsageError
+from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fit.feeding import Rows, rows_of
+from fleetpipe.fit.given import require_data
 from fleetpipe.io import DataLoader
 from fleetpipe.job.job import Job
 
@@ -110,7 +111,11 @@ def source_of(
         loads: Whether this rank needs what is in the data. One that needs nothing draws the numbers
             of the samples of a ``Dataset`` alone, and is at the same place in it as the others;
             all other data are read by every rank, for nothing else says how many rows there are.
+
+    Raises:
+        ConfigError: The data is neither a ``Dataset`` nor iterable, or has no batch.
     """
+    require_data(data)
     samples: int | None = None
     read = True
     replicas = job.degrees.replicas
@@ -126,7 +131,16 @@ def source_of(
             drop_last=drop_last,
             num_workers=workers if read else 0,
         )
-    return Source(data, samples, batch_size * replicas, inputs, job.replica, replicas, read)
+    source = Source(data, samples, batch_size * replicas, inputs, job.replica, replicas, read)
+    if source.steps == 0:
+        raise ConfigError(
+            "the data has no batch",
+            got=f"{len(data.dataset)} rows and batch_size={batch_size}"
+            if isinstance(data, DataLoader)
+            else f"an empty {type(data).__name__}",
+            fix="give more data, a smaller batch_size, or drop_last=False",
+        )
+    return source
 
 
 class Numbers(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6.2 takes no argument

@@ -176,7 +176,7 @@ class PipelineCheckpoint(on_ranks.Callback):
             )
 
 
-class _Nothing:
+class Nothing:
     """Stands where nothing is saved."""
 
     def step_done(self) -> None:
@@ -198,11 +198,11 @@ def added(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[A
 @contextmanager
 def saved(
     callbacks: Sequence[Any], position: Position, save_dir: str | None, go_on: bool
-) -> Iterator[PipelineCheckpoint | _Nothing]:
+) -> Iterator[PipelineCheckpoint | Nothing]:
     """Within it what a callback among these says is saved; see :meth:`PipelineCheckpoint.going`."""
     found = [callback for callback in callbacks if isinstance(callback, PipelineCheckpoint)]
     if not found:
-        yield _Nothing()
+        yield Nothing()
         return
     with found[0].going(position, save_dir, go_on):
         yield found[0]
