@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/plan.py [--ranks 2,4] [--case gpt] [--steps 9] [--json FILE]
 
 On each number of ranks the model is profiled under a plain cut, planned, built anew by the plan and
-trained, the optimizer's step left out. Printed are seconds of a batch, and bytes of each rank, as
-predicted and as measured, and measured / predicted. The first steps are cold and do not count.
-Ranks that share a processor take longer than predicted: use as many processors as there are ranks.
+trained, the optimizer's step left out. Printed are the time of a batch, and the processor time and
+the most bytes of each rank, as predicted and as measured, and measured / predicted. The first steps
+are cold and do not count. Ranks that share a processor take longer than predicted: there look at
+the processor time.
 """
 
 from __future__ import annotations
@@ -122,21 +123,24 @@ def measure(name: str, ranks: int, steps: int, result: Path) -> None:
     gc.collect()
     before = core.host_memory_stat_current_value("Allocated", 0)
     model = fleet.distributed_model(build(plan))
-    seconds = []
+    seconds, computed = [], []
     for step in range(COLD + steps):
         if step == COLD:
             core.host_memory_stat_reset_peak_value("Allocated", 0)
-        start = time.perf_counter()
+        start, begun = time.perf_counter(), time.process_time()
         model.forward_backward_pipeline(data)
         seconds.append(time.perf_counter() - start)
+        computed.append(time.process_time() - begun)
     peak = core.host_memory_stat_peak_value("Allocated", 0) - before
     everyone: list[Any] = []
-    paddle.distributed.all_gather_object(everyone, (seconds[COLD:], peak))
+    paddle.distributed.all_gather_object(
+        everyone, (seconds[COLD:], statistics.median(computed[COLD:]), peak)
+    )
     rank = fleet.get_hybrid_communicate_group().get_stage_id()
     fleet.shutdown()
     if rank == 0:
         # A batch takes as long as its slowest rank.
-        slowest = [max(times) for times in zip(*(found for found, _ in everyone))]
+        slowest = [max(times) for times in zip(*(found for found, _, _ in everyone))]
         found = {
             "case": name,
             "ranks": ranks,
@@ -144,7 +148,9 @@ def measure(name: str, ranks: int, steps: int, result: Path) -> None:
             "predicted seconds": plan.predicted.time,
             "seconds": statistics.median(slowest),
             "predicted bytes": plan.predicted.peak_bytes,
-            "bytes": [size for _, size in everyone],
+            "bytes": [size for _, _, size in everyone],
+            "predicted busy": plan.predicted.busy,
+            "busy": [used for _, used, _ in everyone],
         }
         result.write_text(json.dumps(found))
 
@@ -157,8 +163,13 @@ def show(found: dict[str, Any]) -> None:
         f" {1e3 * predicted:8.1f} ms predicted {1e3 * measured:8.1f} ms measured"
         f"  {measured / predicted:6.3f}"
     )
-    pairs = zip(found["predicted bytes"], found["bytes"])
-    for rank, (predicted, measured) in enumerate(pairs):
+    times = zip(found["predicted busy"], found["busy"])
+    for rank, (predicted, measured) in enumerate(times):
+        print(
+            f"{'':<9} rank {rank} {'':<23} {1e3 * predicted:8.1f} ms predicted"
+            f" {1e3 * measured:8.1f} ms of processor  {measured / predicted:6.3f}"
+        )
+    for rank, (predicted, measured) in enumerate(zip(found["predicted bytes"], found["bytes"])):
         print(
             f"{'':<9} rank {rank} {'':<23} {predicted / 2**20:8.2f} MiB predicted"
             f" {measured / 2**20:7.2f} MiB measured  {measured / predicted:6.3f}"
