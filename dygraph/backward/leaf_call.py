@@ -22,6 +22,9 @@ from fleetpipe.dygraph.backward.leaf import CannotWait, Leaf, Nature, examine, t
 from fleetpipe.dygraph.nest import leaves_like, replace
 from fleetpipe.errors import ConfigError
 
+#: Bytes of an output from which it is worth the time of two more nodes not to keep it.
+_LARGE = 2**20
+
 
 class Graph(NamedTuple):
     """What one call of a layer computes.
@@ -56,8 +59,9 @@ class Call:
         self.arrived: Sequence[Tensor] = ()
         self._leaving: Sequence[Tensor] = outputs
         roots = list(outputs)
-        if len(roots) == 1:
-            # Else the output would have to be kept until W, though no operation may need it.
+        self._stands = len(roots) == 1 and _bytes(roots[0]) >= _LARGE
+        if self._stands:
+            # Else the output would be kept until W, though no operation may need it.
             stand: Callable[..., Tensor] = _Root.apply
             roots = [stand(self, roots[0])]
         self._graph: Graph | None = Graph(list(inputs), roots)
@@ -68,7 +72,7 @@ class Call:
     def measure(self, taken: Iterable[Tensor], outputs: Sequence[Tensor], allocated: int) -> None:
         """Notes what the call keeps, given that it left ``allocated`` bytes more in use."""
         returned = sum(map(_bytes, outputs))
-        kept = (*taken, *outputs) if len(outputs) > 1 else taken
+        kept = taken if self._stands else (*taken, *outputs)
         self.storages = {tensor.data_ptr(): _bytes(tensor) for tensor in kept}
         self.hidden_bytes = max(allocated - returned, 0)
 
@@ -110,12 +114,11 @@ class Call:
         if not used or not wanted:
             return [None] * len(wanted)
         starts, grads = map(list, zip(*used))
-        stands = len(roots) == 1
         return list(
             paddle.grad(
                 starts,
                 list(wanted),
-                None if stands else grads,
+                None if self._stands else grads,
                 retain_graph=retain_graph,
                 allow_unused=True,
             )

@@ -55,7 +55,10 @@ class PostValidation:
         self._stepped: set[str] = set()
         self._clipped = False
         self._untouched = False
-        self._copies: list[tuple[Tensor, Tensor]] | None = None
+        # By the id of a tensor, it and its copy. They stay from step to step: to get the memory for
+        # a copy takes longer than the step.
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._ahead = False
         for clip in clips:
             clip.assume = self._assume
 
@@ -72,7 +75,7 @@ class PostValidation:
         self._untouched = isinstance(clips_of_a_step(self._optimizer)[0], GlobalNormClip)
         try:
             result = step()
-            if self._copies is not None:
+            if self._ahead:
                 self.ahead += 1
                 if all(clip.right() for clip in self._clips):
                     for clip in self._clips:
@@ -81,14 +84,14 @@ class PostValidation:
                     self._put_back()
                     result = step()
         finally:
-            self._copies, self._untouched = None, False
+            self._ahead = self._untouched = False
         self._stepped.update(parameter.name for parameter in self._stepping())
         self._clipped = any(clip.clipped for clip in self._clips)
         return result
 
     def _assume(self, waits: Callable[[], bool]) -> bool:
         """Whether a clip goes on as if nothing were clipped; the first time keeps the state."""
-        if self._copies is not None:
+        if self._ahead:
             return waits()
         untouched, self._untouched = self._untouched, False
         if not untouched or self._clipped or not has_known_state(self._optimizer):
@@ -96,14 +99,25 @@ class PostValidation:
         stepping = self._stepping()
         if not self._stepped.issuperset(p.name for p in stepping) or not waits():
             return False
-        state = {id(tensor): tensor for tensor in [*stepping, *state_of(self._optimizer)]}
-        self._copies = [(tensor, tensor.detach().clone()) for tensor in state.values()]
+        self._keep([*stepping, *state_of(self._optimizer)])
+        self._ahead = True
         return True
+
+    @paddle.no_grad()
+    def _keep(self, tensors: Sequence[Tensor]) -> None:
+        before, self._copies = self._copies, {}
+        for tensor in tensors:
+            _, copy = before.get(id(tensor), (None, None))
+            if copy is None:
+                copy = tensor.detach().clone()
+            else:
+                paddle.assign(tensor, copy)
+            self._copies[id(tensor)] = tensor, copy
 
     @paddle.no_grad()
     def _put_back(self) -> None:
         self.taken_back += 1
-        for tensor, copy in self._copies or ():
+        for tensor, copy in self._copies.values():
             paddle.assign(copy, tensor)
         for clip in self._clips:
             clip.again()

@@ -777,18 +777,27 @@ def test_recomputed_layers_wait_as_well() -> None:
     assert len(steps.report().deferred) == 4
 
 
-def test_what_is_kept_between_i_and_w_is_counted() -> None:
-    rows, width = 4096, 8
+@pytest.mark.parametrize("rows", [4096, 65536])
+def test_what_is_kept_between_i_and_w_is_counted(rows: int) -> None:
+    width = 8
     steps = Steps(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)))
     for k in range(2):
         steps.input_grads(k, score(steps.forward(k, numbers(rows, width))))
     for k in range(2):
         steps.weight_grads(k)
     one = rows * width * 4
-    # Of each Linear the input and the gradient; and its product, which the bias was added to.
+    # Of each Linear the input, the gradient and, where it is small, the output; and its product,
+    # which the bias was added to.
+    outputs = 2 if rows == 4096 else 0
     peak = steps.report().peaks[0]
     assert peak.micro_batches == 2
-    assert peak.bytes in (2 * 4 * one, 2 * 6 * one)
+    assert peak.bytes in (2 * (4 + outputs) * one, 2 * (6 + outputs) * one)
+
+
+def test_a_large_output_is_dropped_and_the_bits_stay() -> None:
+    inputs = [numbers(65536, 8, seed=k) for k in range(2)]
+    expected, got, _ = fused_and_split(lambda: nn.Linear(8, 8), inputs)
+    assert got == expected
 
 
 def test_layers_whose_gradients_come_together_keep_nothing() -> None:

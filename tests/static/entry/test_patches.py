@@ -158,6 +158,13 @@ def test_schedules_that_are_refused(mode: str, words: str) -> None:
             fleet.shutdown()
 
 
+def test_post_validation_is_refused() -> None:
+    with static_mode():
+        fleet.init(is_collective=True)
+        with pytest.raises(ConfigError, match="post_validation is for dynamic graph"):
+            minimized(strategy_of(post_validation=True))
+
+
 def test_a_memory_cap_in_bytes_is_compared_with_bytes() -> None:
     costs = {"forward": [1, 1], "bytes": [100, 50]}
     for cap, schedule in ((250, "1F1B"), (399, "FThenB"), (400, "FThenB")):

@@ -1,0 +1,137 @@
+"""What a split backward costs beside a whole one, layer by layer: I + W over B.
+
+    OMP_NUM_THREADS=1 python benchmarks/split_backward.py [--repeats 15] [--json FILE]
+
+For each stack of layers two stages live in this process, of which one splits its backward. They run
+forward and backward in turn; each time is processor time, which other processes change least, and
+each ratio is the median of those of the pairs. F/F is what the split costs in the forward. Bytes
+are what is alive after I beside what is alive after F of a whole backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import gpt
+import paddle
+from paddle import nn
+
+import fleetpipe.fleet  # noqa: F401 (chooses MKL's code as a training does)
+from fleetpipe import schedules
+from fleetpipe.dygraph._paddle import allocated_bytes
+from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.losses import Losses
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
+
+HIDDEN, ROWS, LENGTH, WORDS = (256, 768, 1536), (128, 512), 128, 2000
+
+
+class Side:
+    """A stage with a schedule of its own."""
+
+    def __init__(self, make: Callable[[], list[Any]], schedule: str) -> None:
+        self.layers = make()
+        split = SplitBackward(
+            schedules.build(schedule, ranks=1, micro_batches=1),
+            lambda stage: dict(enumerate(self.layers)),
+        )
+        self.split = schedule == "ZBH1"
+        self.stage = DygraphStage(lambda stage: self._run, 1, split)
+        self.kept = 0
+
+    def _run(self, value: Any, micro_batch: int) -> Any:
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+    def times(self, x: Any, weights: Any) -> list[float]:
+        """Returns seconds of F and B, or of F, I and W."""
+        stage = self.stage
+        losses = Losses([lambda output, label: (output * label).sum()], [Fraction(1)])
+        stage.begin(Batch(MicroBatches([x], [weights]), losses))
+        before, marks = allocated_bytes(), [time.process_time()]
+        stage.forward(0, 0, {})
+        marks.append(time.process_time())
+        if self.split:
+            stage.input_grad(0, 0, {})
+            marks.append(time.process_time())
+            self.kept = allocated_bytes() - before
+            stage.weight_grad(0, 0)
+        else:
+            self.kept = allocated_bytes() - before
+            stage.backward(0, 0, {})
+        marks.append(time.process_time())
+        stage.release(0, 0)
+        stage.end()
+        return [after - earlier for earlier, after in zip(marks, marks[1:])]
+
+
+def measured(make: Callable[[], list[Any]], x: Any, weights: Any, repeats: int) -> dict[str, float]:
+    """Runs both sides in turn; milliseconds, ratios and bytes."""
+    whole, split = (Side(make, name) for name in ("1F1B", "ZBH1"))
+    found = [(whole.times(x, weights), split.times(x, weights)) for _ in range(repeats + 2)][2:]
+    names = ("F", "B"), ("F split", "I", "W")
+    row = {
+        name: statistics.median(pair[side][number] for pair in found) * 1e3
+        for side in range(2)
+        for number, name in enumerate(names[side])
+    }
+    row["F/F"] = statistics.median(split[0] / whole[0] for whole, split in found)
+    row["I+W/B"] = statistics.median((split[1] + split[2]) / whole[1] for whole, split in found)
+    row["kept"] = split.kept / max(whole.kept, 1)
+    return row
+
+
+def stacks(hidden: int, rows: int) -> dict[str, tuple[Callable[[], list[Any]], Any, Any]]:
+    """Returns what is measured: layers, their input, and the weights of their output's sum."""
+    x, weights = paddle.randn([rows, hidden]), paddle.randn([rows, hidden])
+    long = [rows // LENGTH, LENGTH, hidden]
+    wide, tall = x.reshape(long), weights.reshape(long)
+    words = paddle.randint(0, WORDS, [rows])
+    side = 4 if rows == ROWS[0] else 8
+    image, told = (paddle.randn([8, hidden // 8, side * 2, side * 2]) for _ in range(2))
+    for value in (x, wide, image):
+        value.stop_gradient = False
+    return {
+        "4 Linear": (lambda: [nn.Linear(hidden, hidden) for _ in range(4)], x, weights),
+        "4 LayerNorm": (lambda: [nn.LayerNorm(hidden) for _ in range(4)], x, weights),
+        "Embedding": (lambda: [nn.Embedding(WORDS, hidden)], words, weights),
+        "4 Conv2D": (
+            lambda: [nn.Conv2D(hidden // 8, hidden // 8, 3, padding=1) for _ in range(4)],
+            image,
+            told,
+        ),
+        "2 GPT blocks": (lambda: [gpt.Block(hidden, 8, LENGTH) for _ in range(2)], wide, tall),
+    }
+
+
+def main() -> None:
+    """Measures and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    columns = ("F", "B", "I", "W", "I+W/B", "F/F", "kept")
+    print("layers        hidden  rows" + "".join(f"{name:>9}" for name in columns))
+    table = []
+    for hidden in HIDDEN:
+        for rows in ROWS:
+            for name, (make, x, weights) in stacks(hidden, rows).items():
+                row = measured(make, x, weights, arguments.repeats)
+                table.append({"layers": name, "hidden": hidden, "rows": rows, **row})
+                cells = "".join(f"{row[column]:9.2f}" for column in columns)
+                print(f"{name:<13} {hidden:>6} {rows:>5}{cells}", flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
