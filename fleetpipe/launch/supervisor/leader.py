@@ -219,6 +219,10 @@ class Leader:
         for node, each in enumerate(self._taking_part, 1):
             neighbour = ring[(node + 1) % nodes] if ring else ""
             each.tell("begin", **place._replace(node=node, neighbour=neighbour)._asdict())
+            host = self._links[each]
+            if host is not None:
+                claim = Claim(self._number, nodes, node)
+                self._links[each] = host._replace(claim=claim)
         self._running = set(self._taking_part)
         self._local.start(place)
         while self._local.running or self._running:

@@ -221,3 +221,28 @@ def test_a_host_that_is_lost_while_it_is_given_back_its_memory_is_replaced_by_th
     assert (first.neighbour, then.neighbour) == ("b:1", "d:1")
     assert last.told[1]["neighbour"] == "a:1"
     assert last.told[1]["mark"] == then.mark != first.mark
+
+
+def test_a_host_that_stays_keeps_its_place_and_its_memory(
+    signals: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TURN_SECONDS", 0.01)
+    options = argparse.Namespace(
+        nnodes=(3, 3),
+        master=("127.0.0.1", 1),
+        max_restart=2,
+        grace=60.0,
+        elastic_timeout=30.0,
+        neighbour_every=3,
+    )
+    lives, memory = Lives(killed(4), killed(9), Verdict(0)), Memory()
+    job = Leader(options, lives, signals, None, memory)  # type: ignore[arg-type]
+    others = [Other(job, name, "", None) for name in ("b", "c")]
+    for other in others:
+        other.come()
+    assert job.run() == 0
+    assert memory.obeyed == []
+    for node, other in enumerate(others, 1):
+        begun = [told for told in other.told if told["kind"] == "begin"]
+        assert [(told["life"], told["node"]) for told in begun] == [(n, node) for n in (1, 2, 3)]
+        assert {told["kind"] for told in other.told} == {"begin", "says", "over"}
