@@ -40,7 +40,10 @@ _ALONE = Schedule("alone", Placement("loop", 1), 1, (tuple(Action(k, 0, 0) for k
 
 
 class Sample(NamedTuple):
-    """What one run of a layer cost: seconds, and bytes, as in ``LayerCost``."""
+    """What one run of a layer cost: seconds, and bytes, as in ``LayerCost``.
+
+    ``free`` is how much of its output its own graph does not keep, so that it may be let go.
+    """
 
     forward: float
     backward: float
@@ -54,6 +57,7 @@ class Sample(NamedTuple):
     waiting: float
     working: float
     saved: float
+    free: float
 
 
 class LayerMeter:
@@ -128,6 +132,7 @@ class _Meter:
         self._piece = Piece("", [function])
         self._split = SplitBackward(_ALONE, lambda _: layer)
         self._warm = False
+        self._free = 0
 
     def sample(self, box: list[Nest], micro_batch: GlobalMicroBatch | None) -> tuple[Nest, Sample]:
         """Returns the output, a leaf of no graph, and what a run cost.
@@ -144,6 +149,7 @@ class _Meter:
             # A first run makes room for gradients, and is slower; split, it examines the layer.
             self._whole(run, box[0])
             self._parted(run, box[0])
+            self._free = _not_kept(run, box[0])
             self._warm = True
         recompute = self._piece.needs_recompute(box[0])
         forward, backward, held, working = self._whole(run, box[0])
@@ -157,7 +163,7 @@ class _Meter:
         output = mapped(leaf_like, output)
         sample = Sample(
             *(forward, backward, split_forward, input_grad, weight_grad, bytes_of(output)),
-            *(held, releases, held_split, waiting, working, saved),
+            *(held, releases, held_split, waiting, working, saved, self._free),
         )
         return output, sample
 
@@ -205,6 +211,17 @@ class _Meter:
         split.release(0, _FIRST)
         split.end()
         return forward, input_grad, weight_grad, held, waiting
+
+
+def _not_kept(run: Callable[[Nest], Nest], value: Nest) -> int:
+    """Returns the bytes of a layer's output that are free once nobody but its graph has it."""
+    output = run(mapped(leaf_like, value))
+    graph = [tensor.grad_fn for tensor in differentiable(output)]
+    before = allocated_bytes()
+    del output
+    free = max(before - allocated_bytes(), 0)
+    del graph
+    return free
 
 
 def _gradients_for(output: Nest, value: Nest) -> tuple[list[Tensor], list[Tensor]]:

@@ -7,6 +7,7 @@ the times of a stage's layers are made to add up to the stage's own.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -194,6 +195,7 @@ def _profile(
     """Puts together what was measured."""
     names = [layer.name for layer in layers.partition.layers]
     costs: list[LayerCost] = []
+    free = math.inf
     bounds = [*layers.partition.boundaries[:-1], len(names) + 1]
     for stage, (start, end) in enumerate(zip(bounds, bounds[1:])):
         part = [samples[number] for number in range(start, end)]
@@ -204,6 +206,8 @@ def _profile(
         input_grad = _scale(split.of["I", stage] + slower, [sample.input_grad for sample in part])
         for number, one in zip(range(start, end), part):
             parameters, gradients, buffers = sizes.get(number, (0, 0, 0))
+            # What the layer before keeps, or one before that, stays.
+            releases, free = min(one.releases, free), one.free
             costs.append(
                 LayerCost(
                     names[number] if number < len(names) else "loss",
@@ -216,7 +220,7 @@ def _profile(
                     buffers=buffers,
                     output=int(one.output),
                     held=int(one.held),
-                    releases=int(one.releases),
+                    releases=int(releases),
                     held_split=int(one.held_split),
                     waiting=int(one.waiting),
                     working=int(one.working),
