@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo benchmark-mnist docs check test test-fast test-262 test-libraries test-libraries-short test-models types lint clean distclean
+.PHONY: help demo benchmark-mnist docs check test test-fast test-262 test-libraries test-libraries-short test-models benchmarks types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # A crashed worker ends the run: xdist would wait for ever for the last tests of the one in its place.
@@ -25,6 +25,7 @@ help:
 	@echo 'make test-262  all tests, on paddlepaddle 2.6.2'
 	@echo 'make test-libraries  PaddleNLP and PaddleFormers on fleetpipe, beside themselves'
 	@echo 'make test-models  every model of paddle.vision as a pipeline, beside itself: a table'
+	@echo 'make benchmarks  the tables of the documentation, in turn; wants an idle machine'
 	@echo 'make docs      the documentation as a site, in build/site'
 	@echo 'make lint      ruff alone;  make types: mypy alone;  make test-fast: the tests of make check'
 	@echo 'make clean     remove what was built;  make distclean: the environments too'
@@ -122,6 +123,18 @@ test-libraries-short: $(SHORT:%=.venv-%/.installed)
 # Every model of paddle.vision, for as long as that takes.
 test-models: .venv/.installed
 	.venv/bin/python -m tests.capture.vision
+
+# Those that measure by the clock want an idle machine. Each table is kept in build/benchmarks too.
+BENCHMARKS := pipeline transport start run_schedules split_backward slices captured_cuts plan fit \
+    async_save checkpoint restart static schedules search
+
+benchmarks: .venv/.installed
+	@mkdir -p build/benchmarks
+	@for name in $(BENCHMARKS); do \
+	    echo "== benchmarks/$$name.py"; \
+	    .venv/bin/python benchmarks/$$name.py 2> build/benchmarks/$$name.log \
+	        | tee build/benchmarks/$$name.txt || echo "failed: build/benchmarks/$$name.log"; \
+	done
 
 clean:
 	rm -rf build demo dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
