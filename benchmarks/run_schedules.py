@@ -1,6 +1,6 @@
 """Trains the GPT stack under several schedules side by side, on two CPU ranks.
 
-    OMP_NUM_THREADS=1 python benchmarks/run_schedules.py [--repeats 7] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/run_schedules.py [--repeats 7] [--hidden 256] [--json FILE]
 
 All schedules live in one job and train in turn, so that the machine's load hits all alike. Times
 are medians; the bubble is that of one traced step, beside what the simulator predicts from the mean
@@ -39,8 +39,8 @@ MICRO_BATCHES = (8, 16)
 class Contender:
     """A schedule with a model and an optimizer of its own."""
 
-    def __init__(self, schedule: str, micro_batches: int, folder: str) -> None:
-        self.case = replace(gpt.CASES["gpt"], micro_batches=micro_batches)
+    def __init__(self, schedule: str, micro_batches: int, hidden: int, folder: str) -> None:
+        self.case = replace(gpt.CASES["gpt"], micro_batches=micro_batches, hidden=hidden)
         self.batch = self.case.batch()
         self.plain = self._model(schedule, None)
         self.traced = self._model(schedule, folder)
@@ -91,12 +91,14 @@ class Contender:
         return figures_of(last).bubble_rate, predicted
 
 
-def measure(repeats: int, result: Path) -> None:
+def measure(repeats: int, hidden: int, result: Path) -> None:
     """What each rank does; rank 0 writes the result."""
     found = []
     for micro_batches in MICRO_BATCHES:
         with tempfile.TemporaryDirectory() as folder:
-            contenders = {name: Contender(name, micro_batches, folder) for name in SCHEDULES}
+            contenders = {
+                name: Contender(name, micro_batches, hidden, folder) for name in SCHEDULES
+            }
             for _ in range(repeats + 1):
                 for contender in contenders.values():
                     contender.step()
@@ -142,16 +144,17 @@ def main() -> int:
     """Launches two ranks of this file and shows what they measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--hidden", type=int, default=256, help="size of a vector")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if "PADDLE_TRAINER_ID" in os.environ:
-        measure(arguments.repeats, arguments.json)
+        measure(arguments.repeats, arguments.hidden, arguments.json)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         result = arguments.json or Path(folder) / "result.json"
         launcher = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
         command = [*launcher, "--log_dir", folder, __file__, "--json", str(result)]
-        command += ["--repeats", str(arguments.repeats)]
+        command += ["--repeats", str(arguments.repeats), "--hidden", str(arguments.hidden)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             print(done.stdout[-4000:], done.stderr[-4000:], file=sys.stderr)
