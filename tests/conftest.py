@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import random
 import shutil
@@ -94,6 +95,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if stacks := file.read_text(errors="replace"):
             terminalreporter.section(f"stacks of process {file.stem}")
             terminalreporter.write(stacks)
+
+
+def pytest_sessionfinish() -> None:
+    """Ends the workers of loaders that a test left: xdist leaves without Python's own farewell."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
