@@ -20,7 +20,7 @@ PACKAGE = "fleetpipe"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors aliases version",),
-    ("numerics _paddle arguments",),
+    ("numerics heap _paddle arguments",),
     (
         "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"
         " schedules/rows schedules/garbage",

@@ -6,11 +6,12 @@ modules below that are fleetpipe's.
 
 from __future__ import annotations
 
-from fleetpipe import numerics, static
+from fleetpipe import heap, numerics, static
 from fleetpipe._paddle import paddle_fleet
 from fleetpipe.fleet import overlay
 
 numerics.prepare()
+heap.prepare()
 overlay.install()
 static.install()
 
