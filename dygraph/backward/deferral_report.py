@@ -9,6 +9,7 @@ from typing import Any, Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.dygraph.backward.adding import count_own_hook
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.schedules.action import MicroBatch
 
@@ -122,7 +123,7 @@ class GradientArrivals:
         """Begins without any hooks."""
         self._kinds: dict[str, set[str]] = {}
         self._parameters: dict[str, Tensor] = {}
-        self._handles: list[Any] = []
+        self._handles: list[tuple[Tensor, Any]] = []
         self._stages: set[int] = set()
         self._kind = ""
         self._open = True
@@ -130,8 +131,9 @@ class GradientArrivals:
     def stop(self) -> None:
         """Takes the hooks away."""
         self._open = False
-        for handle in self._handles:
+        for parameter, handle in self._handles:
             handle.remove()
+            count_own_hook(parameter)
         self._handles.clear()
 
     def during(self, stage: int, kind: str, layers_of: LayersOf) -> AbstractContextManager[None]:
@@ -177,7 +179,7 @@ class GradientArrivals:
             if self._kind:
                 kinds.add(self._kind)
 
-        self._handles.append(parameter.register_hook(note))
+        self._handles.append((parameter, parameter.register_hook(note)))
 
 
 def _deferral(name: str, kinds: set[str], owner: Leaf | None) -> Deferral:

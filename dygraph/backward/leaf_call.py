@@ -15,12 +15,8 @@ from collections.abc import Iterable, Sequence
 from typing import Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Context, Nest, Tensor
-from fleetpipe.dygraph._paddle import allocated_bytes
-from fleetpipe.dygraph.backward import recompute
-from fleetpipe.dygraph.backward.leaf import CannotWait, Leaf, Nature, examine, tensors_in
-from fleetpipe.dygraph.nest import leaves_like, replace
-from fleetpipe.errors import ConfigError
+from fleetpipe.aliases import Context, Tensor
+from fleetpipe.dygraph.backward.adding import Sums
 
 #: Bytes of an output from which it is worth the time of two more nodes not to keep it.
 _LARGE = 2**20
@@ -59,7 +55,7 @@ class Call:
         self.arrived: Sequence[Tensor] = ()
         self._leaving: Sequence[Tensor] = outputs
         roots = list(outputs)
-        self._stands = len(roots) == 1 and _bytes(roots[0]) >= _LARGE
+        self._stands = len(roots) == 1 and bytes_of(roots[0]) >= _LARGE
         if self._stands:
             # Else the output would be kept until W, though no operation may need it.
             stand: Callable[..., Tensor] = _Root.apply
@@ -71,9 +67,9 @@ class Call:
 
     def measure(self, taken: Iterable[Tensor], outputs: Sequence[Tensor], allocated: int) -> None:
         """Notes what the call keeps, given that it left ``allocated`` bytes more in use."""
-        returned = sum(map(_bytes, outputs))
+        returned = sum(map(bytes_of, outputs))
         kept = taken if self._stands else (*taken, *outputs)
-        self.storages = {tensor.data_ptr(): _bytes(tensor) for tensor in kept}
+        self.storages = {tensor.data_ptr(): bytes_of(tensor) for tensor in kept}
         self.hidden_bytes = max(allocated - returned, 0)
 
     def leave(self) -> tuple[Tensor, ...]:
@@ -90,22 +86,34 @@ class Call:
         if self._graph is None:
             raise RuntimeError("backward ran twice through a call of a leaf layer")
         self.arrived, inputs = grads, self._graph.inputs
-        found = self._gradients(inputs, retain_graph=True)
+        found = self._found_in_i(inputs)
         # Paddle adds up gradients in place: one that lives in the memory of another is safe only
         # until the other is handed on.
         self.arrived = [_apart(grad, found) for grad in grads]
-        self.storages.update((g.data_ptr(), _bytes(g)) for g in self.arrived if g is not None)
+        self._note_kept()
         # None would crash Paddle where the input was made by an operation.
         return [
             paddle.zeros_like(tensor) if grad is None else grad
             for tensor, grad in zip(inputs, found)
         ]
 
+    def _found_in_i(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the gradients of ``inputs``."""
+        return self._gradients(inputs, retain_graph=True)
+
+    def _note_kept(self) -> None:
+        """Notes what is kept from I to W."""
+        self.storages.update((g.data_ptr(), bytes_of(g)) for g in self.arrived if g is not None)
+
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that have a gradient, with it; frees the graph."""
         found = self._gradients(self.parameters, retain_graph=False)
         self._graph, self.arrived = None, ()
         return [(p, grad) for p, grad in zip(self.parameters, found) if grad is not None]
+
+    def add_weight_grads(self, sums: Sums) -> None:
+        """Adds the gradients of the parameters to ``sums``; frees the graph."""
+        sums.add(self.weight_grads())
 
     def _gradients(self, wanted: Sequence[Tensor], retain_graph: bool) -> list[Tensor]:
         """Returns the gradient of each of ``wanted``, or None, from those of the outputs."""
@@ -136,35 +144,6 @@ class _Root(paddle.autograd.PyLayer):
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
         return ctx.call().arrived[0]
-
-
-class _Sum(paddle.autograd.PyLayer):
-    """Adds gradients to parameters as autograd does, which copies those that it is started with."""
-
-    @staticmethod
-    def forward(ctx: Context, handed: _Handed, *_parameters: Tensor) -> Tensor:
-        ctx.handed = handed
-        return _TOKEN.detach()
-
-    @staticmethod
-    def backward(ctx: Context, _token: Tensor) -> Tensor:
-        grads, ctx.handed.grads = ctx.handed.grads, []
-        return tuple(grads) if len(grads) > 1 else grads[0]
-
-
-class _Handed:
-    """Gradients, where Paddle does not see them: of a list it would take each for an input."""
-
-    def __init__(self, grads: list[Tensor]) -> None:
-        self.grads = grads
-
-
-def accumulate(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Adds gradients to their parameters, hooks included."""
-    if grads:
-        parameters, found = map(list, zip(*grads))
-        add: Callable[..., Tensor] = _Sum.apply
-        add(_Handed(found), *parameters).backward()
 
 
 class _Border(paddle.autograd.PyLayer):
@@ -216,7 +195,7 @@ def _entered(call: Call, tape: list[Call], grads: Sequence[Tensor]) -> Tensor:
     return tuple(found) if len(found) > 1 else found[0]
 
 
-def _bordered(call: Call, tape: list[Call], depth: int, entries: Sequence[Tensor]) -> Tensor:
+def bordered(call: Call, tape: list[Call], depth: int, entries: Sequence[Tensor]) -> Tensor:
     """Puts a call into the graph around it, as far from its outputs to its inputs as ``depth``.
 
     Autograd runs the operations that are ready in the order in which they became so, and adds up
@@ -245,94 +224,8 @@ def _one_zero(stop_gradient: bool) -> Tensor:
 _ANCHOR, _TOKEN = _one_zero(False), _one_zero(True)
 
 
-def run(
-    leaf: Leaf,
-    forward: Callable[..., Nest],
-    tape: list[Call],
-    args: tuple[Nest, ...],
-    named: dict[str, Nest],
-) -> Nest:
-    """Calls a leaf layer's forward so that its weight gradients can wait, if they can.
-
-    Args:
-        leaf: The layer.
-        forward: Its forward.
-        tape: Takes the call when its input gradients have been computed.
-        args: Positional arguments.
-        named: Keyword arguments.
-
-    Returns:
-        What ``forward`` returned, connected to the graph around it.
-
-    Raises:
-        ConfigError: The layer's earlier calls gave tensors that could be seen; this one has an
-            object of another class among them.
-    """
-    trained = any(not parameter.stop_gradient for parameter in leaf.parameters)
-    if not trained or not paddle.is_grad_enabled():
-        return forward(*args, **named)
-    if recompute.in_piece():
-        # What is cut out would keep the layer's inputs and outputs, which recompute lets go.
-        leaf.uncut = "its layer is recomputed"
-        return forward(*args, **named)
-    try:
-        taken = tensors_in((args, named), "was called with")
-    except CannotWait as cause:
-        leaf.uncut = str(cause)
-        return forward(*args, **named)
-    situation = leaf.situation(taken)
-    nature = leaf.natures.get(situation) or examine(leaf, forward, args, named)
-    if nature.reason or not nature.divisible:
-        output = forward(*args, **named)
-    else:
-        output = _cut_out(leaf, nature, forward, tape, taken, args, named)
-    # An error of the user's own comes again above, and says nothing of the layer.
-    leaf.natures[situation] = nature
-    return output
-
-
-def _cut_out(
-    leaf: Leaf,
-    nature: Nature,
-    forward: Callable[..., Nest],
-    tape: list[Call],
-    taken: Sequence[Tensor],
-    args: tuple[Nest, ...],
-    named: dict[str, Nest],
-) -> Nest:
-    """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
-    tensors = [tensor for tensor in taken if not tensor.stop_gradient]
-    stand_ins = leaves_like(tensors)
-    before = allocated_bytes()
-    output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
-    allocated = allocated_bytes() - before
-    originals = {id(stand_ins[id(tensor)]): tensor for tensor in tensors}
-    returned = [t for t in _returned(leaf, output) if not t.stop_gradient]
-    outputs = [tensor for tensor in returned if id(tensor) not in originals]
-    if outputs:
-        entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]
-        inputs = [stand_ins[id(tensor)] for tensor in entries]
-        parameters = [p for p in leaf.parameters if not p.stop_gradient]
-        call = Call(parameters, inputs, outputs)
-        call.measure(taken, outputs, allocated)
-        borders = _bordered(call, tape, nature.depth, entries)
-        borders = borders if isinstance(borders, (tuple, list)) else (borders,)
-        originals.update((id(output), border) for output, border in zip(outputs, borders))
-    return replace(output, originals)
-
-
-def _returned(leaf: Leaf, output: Nest) -> list[Tensor]:
-    try:
-        return tensors_in(output, "returned")
-    except CannotWait as cause:
-        raise ConfigError(
-            f"the gradients of layer {leaf.name!r} could wait for W, and now cannot",
-            cause=str(cause),
-            fix="call the layer the same way each time, or choose a schedule without W",
-        ) from None
-
-
-def _bytes(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor's numbers."""
     # Not tensor.size: Paddle asks NumPy for that, which takes as long as a small layer.
     return int(math.prod(tensor.shape)) * int(tensor.element_size())
 
@@ -346,4 +239,4 @@ def _apart(tensor: Tensor, others: Iterable[Tensor]) -> Tensor:
 
 def _overlap(tensor: Tensor, other: Tensor) -> bool:
     low, high = sorted((tensor, other), key=lambda either: int(either.data_ptr()))
-    return bool(high.data_ptr() < low.data_ptr() + _bytes(low))
+    return bool(high.data_ptr() < low.data_ptr() + bytes_of(low))

@@ -1,7 +1,7 @@
 """Splits the backward of stages into I and W: keeps a tape of leaf calls for each micro-batch.
 
 While a stage whose backward is split runs forward, the ``forward`` of its leaf layers is replaced
-by ``leaf_calls.run``; outside of that nothing is changed, so evaluation and the user's own calls
+by ``leaf_run.run``; outside of that nothing is changed, so evaluation and the user's own calls
 run as ever. I runs autograd as B does, and finds at each leaf only the way to its inputs; W empties
 the tape.
 """
@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Callable
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.backward import leaf_call
+from fleetpipe.dygraph.backward import leaf_run
+from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.deferral_report import (
     DeferralReport,
     GradientArrivals,
@@ -23,7 +24,7 @@ from fleetpipe.dygraph.backward.deferral_report import (
     Waiting,
 )
 from fleetpipe.dygraph.backward.leaf import Leaf, leaves_of
-from fleetpipe.dygraph.backward.leaf_call import Call, accumulate
+from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import MicroBatch, flatten
 
@@ -53,6 +54,7 @@ class SplitBackward:
         self._leaves: dict[int, list[Leaf]] = {}
         self._tapes: dict[tuple[int, MicroBatch], list[Call]] = {}
         self._waiting: dict[int, Waiting] = {}
+        self._sums = Sums()
         self._arrivals: GradientArrivals | None = None
 
     def end(self) -> None:
@@ -63,6 +65,7 @@ class SplitBackward:
                 # They saw a part of the parameters: the next batch has new ones from its beginning.
                 self._arrivals = None
         self._tapes.clear()
+        self._sums.end()
         for waiting in self._waiting.values():
             waiting.forget()
 
@@ -109,22 +112,20 @@ class SplitBackward:
         """Adds to the parameters' gradients what I left over, as autograd would have."""
         tape = self._tapes[stage, micro_batch]
         uses = Counter(id(parameter) for call in tape for parameter in call.parameters)
-        sums: dict[int, tuple[Tensor, Tensor]] = {}
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
         with self._noted(stage, "W"):
             for call in tape:
-                alone = []
+                if all(uses[id(parameter)] == 1 for parameter in call.parameters):
+                    # At once: the memory of these gradients is free again for those of the next.
+                    call.add_weight_grads(self._sums)
+                    continue
                 for parameter, grad in call.weight_grads():
-                    if uses[id(parameter)] == 1:
-                        alone.append((parameter, grad))
-                        continue
-                    earlier = sums.get(id(parameter))
+                    earlier = shared.get(id(parameter))
                     # Autograd too adds up all uses before it touches the parameter's gradient.
                     total = grad if earlier is None else earlier[1] + grad
-                    sums[id(parameter)] = (parameter, total)
-                # At once: the memory of these gradients is free again for those of the next call.
-                accumulate(alone)
+                    shared[id(parameter)] = (parameter, total)
             tape.clear()
-            accumulate(list(sums.values()))
+            self._sums.add(list(shared.values()))
         self._waiting[stage].remove(micro_batch)
 
     def release(self, stage: int, micro_batch: MicroBatch) -> None:
@@ -172,6 +173,6 @@ class SplitBackward:
 def _wrapped(leaf: Leaf, forward: Callable[..., Nest], tape: list[Call]) -> Callable[..., Nest]:
     @functools.wraps(forward)
     def run(*args: Nest, **named: Nest) -> Nest:
-        return leaf_call.run(leaf, forward, tape, args, named)
+        return leaf_run.run(leaf, forward, tape, args, named)
 
     return run

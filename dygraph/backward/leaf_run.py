@@ -1,0 +1,107 @@
+"""Runs the forward of a leaf layer where backward is split: cuts the call out, if it can wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph._paddle import allocated_bytes
+from fleetpipe.dygraph.backward import recompute
+from fleetpipe.dygraph.backward.leaf import CannotWait, Leaf, Nature, examine, tensors_in
+from fleetpipe.dygraph.backward.leaf_call import Call, bordered
+from fleetpipe.dygraph.backward.product import ProductCall, product_of
+from fleetpipe.dygraph.nest import leaves_like, replace
+from fleetpipe.errors import ConfigError
+
+
+def run(
+    leaf: Leaf,
+    forward: Callable[..., Nest],
+    tape: list[Call],
+    args: tuple[Nest, ...],
+    named: dict[str, Nest],
+) -> Nest:
+    """Calls a leaf layer's forward so that its weight gradients can wait, if they can.
+
+    Args:
+        leaf: The layer.
+        forward: Its forward.
+        tape: Takes the call when its input gradients have been computed.
+        args: Positional arguments.
+        named: Keyword arguments.
+
+    Returns:
+        What ``forward`` returned, connected to the graph around it.
+
+    Raises:
+        ConfigError: The layer's earlier calls gave tensors that could be seen; this one has an
+            object of another class among them.
+    """
+    trained = any(not parameter.stop_gradient for parameter in leaf.parameters)
+    if not trained or not paddle.is_grad_enabled():
+        return forward(*args, **named)
+    if recompute.in_piece():
+        # What is cut out would keep the layer's inputs and outputs, which recompute lets go.
+        leaf.uncut = "its layer is recomputed"
+        return forward(*args, **named)
+    try:
+        taken = tensors_in((args, named), "was called with")
+    except CannotWait as cause:
+        leaf.uncut = str(cause)
+        return forward(*args, **named)
+    situation = leaf.situation(taken)
+    nature = leaf.natures.get(situation) or examine(leaf, forward, args, named)
+    if nature.reason or not nature.divisible:
+        output = forward(*args, **named)
+    else:
+        output = _cut_out(leaf, nature, forward, tape, taken, args, named)
+    # An error of the user's own comes again above, and says nothing of the layer.
+    leaf.natures[situation] = nature
+    return output
+
+
+def _cut_out(
+    leaf: Leaf,
+    nature: Nature,
+    forward: Callable[..., Nest],
+    tape: list[Call],
+    taken: Sequence[Tensor],
+    args: tuple[Nest, ...],
+    named: dict[str, Nest],
+) -> Nest:
+    """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
+    tensors = [tensor for tensor in taken if not tensor.stop_gradient]
+    stand_ins = leaves_like(tensors)
+    before = allocated_bytes()
+    output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
+    allocated = allocated_bytes() - before
+    originals = {id(stand_ins[id(tensor)]): tensor for tensor in tensors}
+    returned = [t for t in _returned(leaf, output) if not t.stop_gradient]
+    outputs = [tensor for tensor in returned if id(tensor) not in originals]
+    if outputs:
+        entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]
+        inputs = [stand_ins[id(tensor)] for tensor in entries]
+        parameters = [p for p in leaf.parameters if not p.stop_gradient]
+        product = product_of(leaf, forward, taken, outputs)
+        if product is None:
+            call = Call(parameters, inputs, outputs)
+        else:
+            call = ProductCall(product, (inputs or taken)[0], parameters, inputs, outputs)
+        call.measure(taken, outputs, allocated)
+        borders = bordered(call, tape, nature.depth, entries)
+        borders = borders if isinstance(borders, (tuple, list)) else (borders,)
+        originals.update((id(output), border) for output, border in zip(outputs, borders))
+    return replace(output, originals)
+
+
+def _returned(leaf: Leaf, output: Nest) -> list[Tensor]:
+    try:
+        return tensors_in(output, "returned")
+    except CannotWait as cause:
+        raise ConfigError(
+            f"the gradients of layer {leaf.name!r} could wait for W, and now cannot",
+            cause=str(cause),
+            fix="call the layer the same way each time, or choose a schedule without W",
+        ) from None
