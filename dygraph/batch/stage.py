@@ -14,7 +14,7 @@ from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
+from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
@@ -309,12 +309,12 @@ class DygraphStage:
 
 
 def _received(value: Nest) -> Nest:
-    """Returns a value whose tensors are leaves: another stage of this rank hands over its graph."""
-    if isinstance(value, paddle.Tensor):
-        return value if value.is_leaf else leaf_like(value)
-    if all(tensor.is_leaf for tensor in tensors_of(value)):
-        return value
-    return mapped(leaf_like, value)
+    """Returns a value whose tensors are leaves of this stage's own.
+
+    Another stage of this rank hands over its graph, or what is a leaf of its own: a parameter, or
+    what it received and returns as it is. This stage's gradients are none of those.
+    """
+    return leaf_like(value) if isinstance(value, paddle.Tensor) else mapped(leaf_like, value)
 
 
 def _roots(

@@ -229,6 +229,40 @@ def test_a_received_tensor_that_nobody_uses_has_no_gradient(schedule: str) -> No
         assert gradients["0.right.weight"] is not None
 
 
+class GivesParameter(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.create_parameter([6])
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.tanh(x), self.scale
+
+
+#: What the two stages in the middle of four do, which one rank has under a vee.
+HANDED_ON: dict[str, list[Any]] = {
+    "what it took": [lambda x: x, lambda x: x * 2],
+    "a part of what it took": [lambda x: (x, 3), lambda pair: pair[0] * pair[1]],
+    "its parameter": [LayerDesc(GivesParameter), lambda pair: pair[0] * pair[1]],
+}
+
+
+@pytest.mark.parametrize("kind", HANDED_ON)
+@pytest.mark.parametrize(("ranks", "chunks", "schedule"), [(1, 4, "1F1B"), (2, 2, "ZBV")])
+def test_a_stage_may_hand_on_what_it_did_not_make(
+    kind: str, ranks: int, chunks: int, schedule: str
+) -> None:
+    layers = [LayerDesc(nn.Linear, 6, 6), *HANDED_ON[kind], LayerDesc(nn.Linear, 6, 4)]
+    ends = []
+    for degree, parts, name in ((1, 1, "1F1B"), (ranks, chunks, schedule)):
+        with job(degree, schedule=name):
+            model = pipeline(layers, num_virtual_pipeline_stages=parts)
+            optimizer = sgd(model)
+            # In the first batch a stage runs on copies.
+            losses = [float(model.train_batch(batch(seed=seed), optimizer)) for seed in range(3)]
+            ends.append((losses, list(bits(model.layers.state_dict()).values())))
+    assert ends[0] == ends[1]
+
+
 def test_a_frozen_first_stage_trains_the_rest() -> None:
     with job(2):
         model = pipeline([LayerDesc(nn.Linear, 6, 6), LayerDesc(nn.Linear, 6, 4)])
