@@ -22,7 +22,7 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import GradNode, Layer, Nest, Tensor
-from fleetpipe.dygraph._paddle import is_static
+from fleetpipe.dygraph._paddle import is_static, state_slots
 from fleetpipe.dygraph.nest import leaves, leaves_like, replace
 from fleetpipe.dygraph.random_keys import random_states_kept
 
@@ -235,10 +235,15 @@ def _side_effects_undone(layer: Layer) -> Iterator[None]:
     """Puts random states and running statistics back in the end."""
     statistics = [*layer.buffers(), *(p for p in layer.parameters() if not _needs_grad(p))]
     copies = [tensor.clone() for tensor in statistics]
+    places = [place for part in layer.sublayers(include_self=True) for place in state_slots(part)]
+    held = [(holder, name, holder[name]) for holder, name in places]
     try:
         with random_states_kept():
             yield
     finally:
+        # What was assigned, self.mean = .., stands in the place of the tensor that was there.
+        for holder, name, tensor in held:
+            holder[name] = tensor
         for tensor, copy in zip(statistics, copies):
             tensor.set_value(copy)
 

@@ -597,6 +597,23 @@ class Counts(nn.Linear):
         return nn.functional.dropout(super().forward(x), 0.5)
 
 
+class Averages(nn.Linear):
+    """Has a running mean of what it took, and assigns the new one to the old one's name."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mean", paddle.zeros([4]))
+
+    def forward(self, x: Any) -> Any:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.mean)
+
+
+def test_a_buffer_that_a_layer_assigns_is_put_back_too() -> None:
+    expected, got, _ = fused_and_split(Averages, [numbers(3, 4, seed=k) for k in range(3)])
+    assert got == expected
+
+
 def test_finding_out_about_a_layer_leaves_no_trace() -> None:
     expected, got, steps = fused_and_split(Counts, [numbers(3, 4, seed=k) for k in range(3)])
     assert steps.layer.count.tolist() == [3.0]
