@@ -67,7 +67,8 @@ class Schedule(ScheduleRows):
             edges: Values that pass between stages; None means the chain.
             memory_cap: Most that a rank may hold at once; None means no limit. In the sense of
                 ``Timeline.peak_bytes`` where ``costs`` gives bytes, else of
-                ``Timeline.peak_activations``: forwards of one stage.
+                ``Timeline.peak_activations``: forwards of one stage, where sequences are cut into
+                slices of all slices of a micro-batch together.
             costs: Says what I releases, and bytes; times do not matter here. Default ``Costs()``.
 
         Raises:

@@ -20,7 +20,14 @@ from fleetpipe.schedules.forms.picture import plot
 from fleetpipe.schedules.forms.terminal import render, summary
 from fleetpipe.schedules.placement import PLACEMENTS
 from fleetpipe.schedules.play.timeline import Timeline
-from fleetpipe.schedules.registry import AUTO, canonical_name, default_chunks, default_slices, names
+from fleetpipe.schedules.registry import (
+    AUTO,
+    canonical_name,
+    default_chunks,
+    default_slices,
+    names,
+    searched_costs,
+)
 from fleetpipe.schedules.rows import in_slices
 from fleetpipe.schedules.verified import build_verified
 
@@ -68,7 +75,8 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
         "--slices",
         type=int,
         metavar="K",
-        help="of Seq1F1B: slices that the sequence of a micro-batch is cut into; 2 by default",
+        help="of Seq1F1B: slices that the sequence of a micro-batch is cut into; 2 by default;"
+        " of auto: the most that it may be cut into; 1 by default",
     )
     parser.add_argument(
         "--memory-cap",
@@ -141,6 +149,8 @@ def run_schedule(arguments: argparse.Namespace) -> int:
         memory_cap=arguments.memory_cap,
         costs=costs,
     )
+    if canonical_name(arguments.name) == AUTO:
+        costs = searched_costs(schedule, costs)
     timeline = schedule.simulate(costs)
     if arguments.plot is not None:
         with using("--plot", arguments.plot, "a .png or .svg file that can be written"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Union
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Union
 
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.schedules.action import Action, Fused
@@ -37,9 +37,13 @@ class Costs:
         input_grad_frees: Share, 0..1, of a forward's activations that I releases. W releases the
             rest, and B everything.
         bytes: Activation bytes that a forward of a stage holds, for ``Timeline.peak_bytes``.
+        each_slice: Where sequences are cut into slices and these do not cost alike: the costs of
+            the first, the second, and so on. The others are then those of a whole micro-batch.
+            None: all slices cost what is said above.
 
     Raises:
-        ConfigError: A figure that is no number in 0..1e100, or a share above 1.
+        ConfigError: A figure that is no number in 0..1e100, a share above 1, or costs of slices
+            that are none.
     """
 
     forward: PerStage = 1
@@ -50,6 +54,7 @@ class Costs:
     overlapped: float | None = None
     input_grad_frees: float = 0
     bytes: PerStage | None = None
+    each_slice: tuple[Costs, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in _PER_STAGE:
@@ -68,6 +73,19 @@ class Costs:
                 got=str(self.input_grad_frees),
                 fix="give the share as a number from 0 to 1",
             )
+        if self.each_slice is not None:
+            object.__setattr__(self, "each_slice", tuple(self.each_slice))
+            self._check_slices()
+
+    def _check_slices(self) -> None:
+        for one in self.each_slice or (None,):
+            known = one if isinstance(one, Costs) else None
+            if known is None or known.each_slice or (known.bytes is None) != (self.bytes is None):
+                raise ConfigError(
+                    "`each_slice` has the costs of each slice, with bytes where the others have",
+                    got=reprlib.repr(one),
+                    fix="each_slice=(Costs(forward=1), Costs(forward=1.2))",
+                )
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
@@ -81,7 +99,7 @@ class Costs:
             ConfigError: No JSON object, an unknown key, or a figure that is not allowed.
         """
         try:
-            fields = json.loads(text)
+            found = json.loads(text)
         except ValueError as error:
             raise ConfigError(
                 "the costs are not JSON",
@@ -93,25 +111,34 @@ class Costs:
                 "the costs are nested too deeply",
                 fix='write an object such as {"forward": 1, "backward": 2}',
             ) from error
-        if not isinstance(fields, Mapping):
+        if not isinstance(found, Mapping):
             raise ConfigError(
                 "the costs are no JSON object",
-                got=type(fields).__name__,
+                got=type(found).__name__,
                 fix='write an object such as {"forward": 1, "backward": 2}',
             )
         # What a profile has besides, for each layer.
-        fields = {key: value for key, value in fields.items() if key != "profile"}
-        for key in fields:
-            if key not in _PER_STAGE + _SCALAR:
-                raise ConfigError(
-                    f"unknown cost {key!r}", fix=nearest(str(key), _PER_STAGE + _SCALAR)
-                )
-        return cls(**fields)
+        return cls._of({key: value for key, value in found.items() if key != "profile"})
+
+    @classmethod
+    def _of(cls, found: Mapping[str, Any]) -> Costs:
+        known = [field.name for field in fields(cls)]
+        for key in found:
+            if key not in known:
+                raise ConfigError(f"unknown cost {key!r}", fix=nearest(str(key), known))
+        slices = found.get("each_slice")
+        if not isinstance(slices, list):
+            return cls(**found)
+        parts = tuple(cls._of(one) if isinstance(one, Mapping) else one for one in slices)
+        return cls(**{**found, "each_slice": parts})
 
     def check_stages(self, stages: int) -> None:
         """Raises ConfigError where a per-stage figure does not have one entry for each stage."""
-        for name in _PER_STAGE:
-            value = getattr(self, name)
+        for name, value in (
+            (name, getattr(one, name))
+            for one in (self, *(self.each_slice or ()))
+            for name in _PER_STAGE
+        ):
             if isinstance(value, tuple) and len(value) != stages:
                 raise ConfigError(
                     f"`{name}` must have one figure for each stage",
@@ -119,6 +146,51 @@ class Costs:
                     got=f"{len(value)}",
                     fix=f"give {stages} figures, or one number for all stages",
                 )
+
+    def by_slice(self, slices: int) -> tuple[Costs, ...]:
+        """Returns the costs of each slice of a schedule, or of its whole micro-batches.
+
+        Raises:
+            ConfigError: ``each_slice`` is of another number of slices.
+        """
+        if self.each_slice is None or slices == 1:
+            return (self,) * slices
+        if len(self.each_slice) != slices:
+            raise ConfigError(
+                "these costs are of sequences that are cut into another number of slices",
+                expected=f"{len(self.each_slice)} slices",
+                got=f"{slices} slices",
+                fix=f"choose slices={len(self.each_slice)}, or measure the model with {slices}",
+            )
+        return self.each_slice
+
+    def parted(self, shares: Sequence[float]) -> Costs:
+        """Returns these costs, of whole micro-batches, with those of slices of their sequences.
+
+        Args:
+            shares: For each slice how large it is beside the others: its share of times and bytes.
+                A value of a slice is taken to travel as long as a whole one.
+        """
+        total = sum(shares)
+
+        def part(value: PerStage, share: float) -> PerStage:
+            if isinstance(value, tuple):
+                return tuple(one * share / total for one in value)
+            return value * share / total
+
+        slices = tuple(
+            replace(
+                self,
+                forward=part(self.forward, share),
+                input_grad=part(self.input_grad, share),
+                weight_grad=part(self.weight_grad, share),
+                backward=None if self.backward is None else part(self.backward, share),
+                bytes=None if self.bytes is None else part(self.bytes, share),
+                each_slice=None,
+            )
+            for share in shares
+        )
+        return replace(self, each_slice=slices)
 
     def of(self, kind: str, stage: int) -> float:
         """Returns the time of one action of ``kind`` on ``stage``."""

@@ -12,6 +12,7 @@ from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.check.groups import refuse_groups
 from fleetpipe.schedules.check.schedule import verify
+from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families.table import (
     FAMILIES,
     Family,
@@ -162,8 +163,8 @@ def build(
         chunks: Model parts that each rank owns, v; None means the schedule's own default: 2 for
             Interleaved1F1B, on a vee and a wave, else 1.
         **options: Options of that schedule: ``groups`` and ``warmup_slack`` of Interleaved1F1B,
-            ``groups`` of kFkB, ``slices`` of Seq1F1B; ``memory_cap``, ``costs`` and ``placed`` of
-            auto.
+            ``groups`` of kFkB, ``slices`` of Seq1F1B; ``memory_cap``, ``costs``, ``placed`` and
+            ``slices`` of auto.
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.
@@ -179,13 +180,26 @@ def build(
         placement = Placement("loop", ranks, 1 if chunks is None else chunks)
         check_options(AUTO, auto, options)
         schedule = Schedule.of(auto(placement, micro_batches, **options))
-        limits = ("memory_cap", "costs")
-        schedule.verify(**{option: options[option] for option in limits if option in options})
+        costs = searched_costs(schedule, options.get("costs"))
+        schedule.verify(memory_cap=options.get("memory_cap"), costs=costs)
         return schedule
     schedule = Schedule.of(schedule_rows(canonical, ranks, micro_batches, chunks, options))
     if schedule.name == _INTERLEAVED and options.get("groups") is not None:
         refuse_groups(schedule, options["groups"])
     return schedule
+
+
+def searched_costs(schedule: Schedule, costs: Costs | None) -> Costs:
+    """Returns the costs under which the search chose a schedule, those of its slices among them.
+
+    Args:
+        schedule: What ``build("auto", ..)`` returned.
+        costs: What it was given: costs of whole micro-batches; None for ``Costs()``.
+    """
+    costs = costs or Costs()
+    if schedule.slices == 1 or costs.each_slice is not None:
+        return costs
+    return costs.parted([1] * schedule.slices)
 
 
 def _spellings() -> Iterator[tuple[str, str]]:

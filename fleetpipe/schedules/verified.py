@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
-from fleetpipe.schedules.registry import AUTO, build, canonical_name
+from fleetpipe.schedules.registry import AUTO, build, canonical_name, searched_costs
 
 
 def build_verified(
@@ -33,9 +33,11 @@ def build_verified(
         chunks: Model parts of each rank, v; None for the schedule's own default.
         groups: Sizes of the groups of micro-batches; None for those of the schedule.
         warmup_slack: Forwards in advance for each later rank; None for those of the schedule.
-        slices: Slices of each micro-batch's sequence; None for those of the schedule.
-        memory_cap: Most that a rank may hold: forwards of one stage, or bytes where ``costs`` has
-            bytes. A search keeps within it, any other schedule is refused where it does not.
+        slices: Slices of each micro-batch's sequence, of a search the most; None for those of the
+            schedule.
+        memory_cap: Most that a rank may hold: forwards of one stage and a whole micro-batch, or
+            bytes where ``costs`` has bytes. A search keeps within it, any other schedule is refused
+            where it does not.
         costs: What actions cost, for a search, and what the stages hold.
         edges: The edges of the model; None for a chain of stages.
         placed: The placement of a model that stands, which a search keeps.
@@ -50,5 +52,7 @@ def build_verified(
         asked.update(memory_cap=memory_cap, costs=costs, placed=placed)
     options = {option: value for option, value in asked.items() if value is not None}
     schedule = build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks, **options)
+    if canonical_name(name) == AUTO:
+        costs = searched_costs(schedule, costs)
     schedule.verify(edges, memory_cap=memory_cap, costs=costs)
     return schedule

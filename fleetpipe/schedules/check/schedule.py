@@ -32,9 +32,11 @@ def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
         )
     in_bytes = costs.bytes is not None
     unit = "bytes of activations" if in_bytes else "forwards of one stage"
+    # Whatever a schedule cuts sequences into, a cap means as much: forwards of a micro-batch.
+    parts = 1 if in_bytes else schedule.slices
     costs.check_stages(schedule.placement.stages)
     for rank in range(schedule.placement.ranks):
-        held = list(held_after(schedule, rank, costs, in_bytes=in_bytes))
+        held = [amount / parts for amount in held_after(schedule, rank, costs, in_bytes=in_bytes)]
         peak = max(held, default=0)
         if peak > cap:
             position = next(index for index, amount in enumerate(held) if amount > cap)

@@ -26,6 +26,10 @@ from fleetpipe.schedules.rows import ScheduleRows
 Rows = Callable[..., Sequence[Sequence[Item]]]
 
 
+#: The schedule that runs slices of sequences.
+SLICED = "Seq1F1B"
+
+
 class Family(NamedTuple):
     """A schedule that a function makes.
 
@@ -62,7 +66,7 @@ FAMILIES: dict[str, Family] = {
     "VHalf": Family(v_half, (), "vee", 2, 2),
     "VMin": Family(v_min, (), "vee", 2, 2),
     "DualPipeV": Family(dual_pipe_v, (), "vee", 2, 2),
-    "Seq1F1B": Family(seq_one_f_one_b, sliced=True),
+    SLICED: Family(seq_one_f_one_b, sliced=True),
     "Hanayo": Family(hanayo, ("Wave",), "wave", 2, None),
 }
 

@@ -73,6 +73,7 @@ def waits_of(
     placement: Placement, dependencies: Dependencies, costs: Costs, slices: int = 1
 ) -> Waits:
     """Returns for each column the distances to what it waits for, with their latencies."""
+    by_slice = costs.by_slice(slices)
     stages = placement.stages
     waits = []
     for index in range(slices):
@@ -83,7 +84,7 @@ def waits_of(
                     (
                         slot_column(other_kind, other, stages) - own,
                         # A value and its gradient take one edge, which the earlier stage names.
-                        costs.comm_of(min(stage, other))
+                        by_slice[index].comm_of(min(stage, other))
                         if placement.rank_of(other) != placement.rank_of(stage)
                         else 0,
                     )

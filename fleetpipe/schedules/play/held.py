@@ -26,6 +26,12 @@ def held_after(
     """
     costs = costs or Costs()
     rest = 1 - costs.input_grad_frees
+    by_slice = costs.by_slice(schedule.slices)
+    slices = schedule.slices
+
+    def amount_of(action: Action) -> float:
+        return by_slice[action.micro_batch % slices].bytes_of(action)
+
     # Forwards of which nothing is released, and those of which only I is done. They are summed
     # apart and weighted last, so that no rounding error builds up.
     whole: float = 0
@@ -34,11 +40,11 @@ def held_after(
         actions = (item,) if isinstance(item, Action) else item.actions
         for action in actions:
             if action[0] == "F":
-                whole += costs.bytes_of(action) if in_bytes else 1
+                whole += amount_of(action) if in_bytes else 1
         yield whole + rest * halves
         for action in actions:
             kind = action[0]
-            amount = costs.bytes_of(action) if in_bytes else 1
+            amount = amount_of(action) if in_bytes else 1
             if kind == "B" or kind == "I" or schedule.forward_only:
                 whole -= amount
             if kind == "I":

@@ -62,8 +62,11 @@ class _Player:
         self.waits = waits_of(schedule.placement, dependencies, costs, slices)
         self.fused_waits = _fused_waits(encoding, self.waits)
         self.durations = [
-            costs.of(kind, stage) for kind in COLUMNS for stage in range(stages)
-        ] * slices
+            of_slice.of(kind, stage)
+            for of_slice in costs.by_slice(slices)
+            for kind in COLUMNS
+            for stage in range(stages)
+        ]
         self.fused_durations = [costs.of_fused(unit) for _, unit in encoding.fused]
         # In the place of the time of a slot that is not finished: -1, or -2 - rank for the last of
         # the ranks that wait for it. The others are a linked list.

@@ -3,7 +3,9 @@
 Orders of F and I are taken from each family's schedule, from a list scheduler, and (one stage on
 each rank) from a number of warm-ups. W is put into each by a handful of policies, and the best of
 all is improved by changing the warm-up of one rank at a time. The families' own schedules take part
-as they are, so the result is never worse than any of them that keeps within the cap.
+as they are, so the result is never worse than any of them that keeps within the cap: among them
+Hanayo's waves, kFkB with groups as large as latencies ask for, and Seq1F1B where sequences may be
+cut.
 
 The rules grew from the heuristic in section 3 of Zero Bubble Pipeline Parallelism
 (arXiv:2401.10241); how they are put together is fleetpipe's own.
@@ -19,13 +21,14 @@ from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules.costs import Costs
-from fleetpipe.schedules.families.table import FAMILIES, options_of, schedule_rows
-from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.families.table import FAMILIES, SLICED, schedule_rows
+from fleetpipe.schedules.placement import Placement, check_count
 from fleetpipe.schedules.play.timeline import simulate
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.search.fill_weight_grads import Policy, fill
 from fleetpipe.schedules.search.list_scheduler import Preference, listed_order
 from fleetpipe.schedules.search.problem import Problem
+from fleetpipe.schedules.search.variants import counts, variants
 from fleetpipe.schedules.search.warm_up import (
     WarmUp,
     allowed,
@@ -65,6 +68,7 @@ def auto(
     memory_cap: float | None = None,
     costs: Costs | None = None,
     placed: str | None = None,
+    slices: int | None = None,
 ) -> ScheduleRows:
     """Returns the schedule with the shortest span that is found; among equals, makespan.
 
@@ -75,8 +79,11 @@ def auto(
             gives bytes, in the sense of ``Timeline.peak_activations`` and ``.peak_bytes``. None
             means no limit.
         costs: What actions cost, latency included, and what I releases. Default ``Costs()``.
-        placed: "loop" or "vee", for stages that stand already. With two chunks both are tried where
-            it is left out.
+        placed: "loop", "vee" or "wave", for stages that stand already. Where it is left out, a loop
+            is tried, with two chunks a vee as well, and with 4, 6, .. chunks a wave.
+        slices: Most slices that each sequence may be cut into, with one chunk on a rank. None for
+            as many as ``costs.each_slice`` is of, or none. Of costs without that, each slice
+            takes its share.
 
     Raises:
         ConfigError: The cap does not let a single micro-batch pass (the message says what would),
@@ -86,7 +93,7 @@ def auto(
     costs.check_stages(placement.stages)
     cap = math.inf if memory_cap is None else memory_cap
     search = _Search()
-    possible = ("loop", "vee") if placement.chunks == 2 else ("loop",)
+    possible = _placements(placement.chunks)
     if placed is not None and placed not in possible:
         raise ConfigError(
             f"{placement.chunks} chunks on each rank cannot be placed like that",
@@ -94,12 +101,33 @@ def auto(
             got=f"placed={placed!r}",
             fix=f"give placed={possible[0]!r}, or leave it out",
         )
-    for name in possible if placed is None else (placed,):
+    # A wave of two chunks is a vee.
+    tried = possible[:2] if placed is None else (placed,)
+    parts = _parts(costs, slices)
+    for name in tried:
         standing = Placement(name, placement.ranks, placement.chunks)
         problem = Problem(standing, micro_batches, costs, cap)
         problem.check_cap()
         search.run(problem)
+        if standing.stages == standing.ranks:
+            search.cut(problem, parts)
     return search.result()
+
+
+def _placements(chunks: int) -> tuple[str, ...]:
+    if chunks == 2:
+        return ("loop", "vee", "wave")
+    return ("loop",) if chunks % 2 else ("loop", "wave")
+
+
+def _parts(costs: Costs, slices: int | None) -> list[int]:
+    """Returns the numbers of slices to try."""
+    if slices is not None:
+        check_count("slices", slices)
+    if costs.each_slice is None:
+        return counts(slices or 1)
+    known = len(costs.each_slice)
+    return [known] if 1 < known <= (slices or known) else []
 
 
 def _checked(memory_cap: object, costs: object) -> Costs:
@@ -138,6 +166,16 @@ class _Search:
         if starts:
             self._climb(problem)
 
+    def cut(self, problem: Problem, parts: Iterable[int]) -> None:
+        """Tries Seq1F1B with each of these numbers of slices."""
+        placement, costs = problem.placement, problem.costs
+        for slices in parts:
+            schedule = schedule_rows(
+                SLICED, placement.ranks, problem.micro_batches, None, {"slices": slices}
+            )
+            own = costs.parted([1] * slices) if costs.each_slice is None else costs
+            self._try_family(problem, schedule, own)
+
     def result(self) -> ScheduleRows:
         """Returns the best schedule."""
         if self.best is None:
@@ -147,8 +185,10 @@ class _Search:
             return dataclasses.replace(made, name="auto")
         return problem.schedule_of("auto", made)
 
-    def _try_family(self, problem: Problem, schedule: ScheduleRows) -> None:
-        timeline = simulate(schedule, problem.costs)
+    def _try_family(
+        self, problem: Problem, schedule: ScheduleRows, costs: Costs | None = None
+    ) -> None:
+        timeline = simulate(schedule, costs or problem.costs)
         if problem.holds(timeline):
             score = _score(problem, timeline.spans, timeline.makespan)
             self._keep(_Found(score, problem, schedule))
@@ -226,19 +266,22 @@ def _policies(problem: Problem, budget: int, orders: int) -> list[tuple[float, i
 def _families(problem: Problem) -> Iterator[ScheduleRows]:
     """Yields the families' schedules for the placement of a problem."""
     placement = problem.placement
+    stands = [placement.rank_of(stage) for stage in range(placement.stages)]
     for name, family in FAMILIES.items():
-        if family.placement != placement.name or family.sliced:
+        if family.sliced:
             continue
-        slacks = "warmup_slack" in options_of(family.rows)
-        for options in ({"warmup_slack": 1}, {"warmup_slack": 2}) if slacks else ({},):
+        for options in variants(name, problem.micro_batches, problem.hidden):
             try:
+                own = Placement(family.placement, placement.ranks, placement.chunks)
+                if stands != list(map(own.rank_of, range(own.stages))):
+                    continue
                 schedule = schedule_rows(
                     name, placement.ranks, problem.micro_batches, placement.chunks, options
                 )
             except ConfigError:  # it does not take these numbers
                 continue
-            if schedule.placement == placement:
-                yield schedule
+            # A wave of two chunks is a vee.
+            yield dataclasses.replace(schedule, placement=placement)
 
 
 def _unit(problem: Problem) -> float:

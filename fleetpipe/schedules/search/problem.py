@@ -123,8 +123,19 @@ class Problem:
 
     def holds(self, timeline: Timeline) -> bool:
         """Whether no rank of a simulated schedule passes the cap."""
-        peaks = timeline.peak_bytes
-        return max(timeline.peak_activations if peaks is None else peaks) <= self.cap
+        if timeline.peak_bytes is not None:
+            return max(timeline.peak_bytes) <= self.cap
+        return max(timeline.peak_activations) / timeline.schedule.slices <= self.cap
+
+    @property
+    def hidden(self) -> float:
+        """The longest latency, in times of the shortest F and B of a stage."""
+        stages, costs = range(self.placement.stages), self.costs
+        latency = max(costs.comm_of(stage) for stage in stages)
+        least = min(costs.of("F", stage) + costs.of("B", stage) for stage in stages)
+        if latency == 0:
+            return 0
+        return min(latency / least, self.micro_batches) if least else self.micro_batches
 
     def order_of(self, schedule: ScheduleRows) -> list[list[int]]:
         """Returns the order of F and I in the rows of a schedule; a B counts as its I."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.search import ROWS, measure
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Costs, Schedule, build, names
+from fleetpipe.schedules.registry import searched_costs
 
 
 def families_within(
@@ -150,6 +153,8 @@ def test_a_cap_that_cannot_be_kept_is_refused_with_the_least_that_can(
         ({"costs": Costs(forward=(1, 2, 3))}, "2 figures"),
         ({"memorycap": 4}, "did you mean 'memory_cap'"),
         ({"placed": "vee"}, "expected: loop"),
+        ({"slices": 0}, "slices"),
+        ({"chunks": 4, "placed": "vee"}, "expected: loop or wave"),
     ],
 )
 def test_what_it_does_not_take_is_refused(options: dict[str, object], message: str) -> None:
@@ -162,3 +167,65 @@ def test_stages_that_stand_stay_where_they_are(placed: str) -> None:
     for micro_batches in (2, 4):
         schedule = build("auto", ranks=3, micro_batches=micro_batches, chunks=2, placed=placed)
         assert schedule.placement.name == placed
+
+
+#: A split backward takes longer than a whole one here, as measured ones do.
+WHOLE = Costs(forward=1, input_grad=2, weight_grad=2, backward=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "options", "costs"),
+    [
+        ("kFkB", {"groups": [3]}, {"ranks": 4, "micro_batches": 24, "memory_cap": 12}, 3),
+        ("Hanayo", {"chunks": 4}, {"ranks": 2, "micro_batches": 2, "chunks": 4}, 0.5),
+        ("Hanayo", {}, {"ranks": 2, "micro_batches": 2, "chunks": 2, "placed": "wave"}, 0),
+        ("Seq1F1B", {"slices": 6}, {"ranks": 4, "micro_batches": 4, "slices": 6}, 0),
+        # Each slice waits as long as a whole micro-batch does, so that more of them do not pay.
+        ("Seq1F1B", {"slices": 3}, {"ranks": 4, "micro_batches": 4, "slices": 8}, 0.2),
+    ],
+)
+def test_waves_groups_and_slices_are_chosen_where_they_win(
+    name: str, own: dict[str, object], options: dict[str, object], costs: float
+) -> None:
+    known = dataclasses.replace(WHOLE, comm=costs)
+    shape = {key: options[key] for key in ("ranks", "micro_batches")}
+    chosen, again = (build("auto", costs=known, **options) for _ in range(2))
+    expected = build(name, **shape, **own)
+    assert chosen == again
+    assert chosen.actions == expected.actions
+    assert (chosen.slices, chosen.placement) == (expected.slices, expected.placement)
+    known = searched_costs(chosen, known)
+    chosen.verify(memory_cap=options.get("memory_cap"), costs=known)
+    chosen.lower().verify()
+    if "placed" not in options:
+        cap, chunks = options.get("memory_cap", 99), options.get("chunks", 1)
+        others = families_within(**shape, chunks=chunks, cap=cap, costs=known)
+        assert chosen.simulate(known).span <= min(others)
+
+
+def test_a_cap_counts_whole_micro_batches_whatever_they_are_cut_into() -> None:
+    chosen = build("auto", ranks=4, micro_batches=8, memory_cap=2, slices=4)
+    # Seven slices of four, where 1F1B holds four micro-batches.
+    assert chosen.simulate().peak_activations == (7, 6, 5, 4)
+    assert chosen.slices == 4
+    chosen.verify(memory_cap=1.75)
+    with pytest.raises(ScheduleError, match=r"1\.75 at the peak"):
+        chosen.verify(memory_cap=1.7)
+
+
+def test_slices_of_a_known_cost_are_the_only_ones_that_are_tried() -> None:
+    known = dataclasses.replace(WHOLE, bytes=9).parted([3, 2, 1])
+    chosen = build("auto", ranks=3, micro_batches=3, costs=known)
+    assert chosen.actions == build("Seq1F1B", ranks=3, micro_batches=3, slices=3).actions
+    timeline = chosen.simulate(known)
+    # The first slice takes as long as the others together, and holds 4.5 bytes; the last rank has
+    # one of the next micro-batch while it still has two of this one.
+    assert timeline.peak_bytes is not None
+    assert timeline.peak_bytes[2] == 12
+    assert timeline.starts[0][1] == 0.5
+    for limit in (1, 2):
+        assert build("auto", ranks=3, micro_batches=3, costs=known, slices=limit).slices == 1
+
+
+def test_slices_need_one_chunk_on_each_rank() -> None:
+    assert build("auto", ranks=2, micro_batches=4, chunks=2, slices=4).slices == 1
