@@ -55,7 +55,8 @@ class PipelineConfig:
         costs: What actions cost, for the schedule ``auto`` and for a memory cap in bytes.
         groups: Sizes of the groups of micro-batches, for Interleaved1F1B and kFkB.
         warmup_slack: Forwards in advance for each later rank, for Interleaved1F1B.
-        slices: Slices that each sequence is cut into, for Seq1F1B.
+        slices: Slices that each sequence is cut into, for Seq1F1B; their lengths, in proportion,
+            where these are not equal; the most slices, for auto.
     """
 
     micro_batches: int = 1
@@ -72,7 +73,7 @@ class PipelineConfig:
     costs: Costs | None = None
     groups: tuple[int, ...] | None = None
     warmup_slack: int | None = None
-    slices: int | None = None
+    slices: int | tuple[int, ...] | None = None
 
     @classmethod
     def from_strategy(cls, strategy: Strategy) -> PipelineConfig:
@@ -101,8 +102,13 @@ class PipelineConfig:
             costs=_costs(options["costs"]),
             groups=_groups(options["groups"]),
             warmup_slack=options["warmup_slack"],
-            slices=options["slices"],
+            slices=_slices(options["slices"]),
         )
+
+    @property
+    def most_slices(self) -> int:
+        """Most slices that are asked for; 1 where none are."""
+        return len(self.slices) if isinstance(self.slices, tuple) else self.slices or 1
 
     def resized(self, micro_batches: int, micro_batch_size: int) -> PipelineConfig:
         """Returns these options with another number and size of micro-batches.
@@ -162,6 +168,10 @@ def _schedule_for(
     edges: tuple[Edge, ...] | None,
     placed: str | None,
 ) -> Schedule:
+    costs = config.costs
+    if isinstance(config.slices, tuple) and (costs is None or costs.each_slice is None):
+        # A search is to know of the lengths. Costs for a schedule by name are those of a slice.
+        costs = (costs or Costs()).parted(config.slices) if config.schedule == "auto" else costs
     try:
         return build_verified(
             config.schedule,
@@ -170,9 +180,9 @@ def _schedule_for(
             chunks=chunks,
             groups=config.groups,
             warmup_slack=config.warmup_slack,
-            slices=config.slices,
+            slices=None if config.slices is None else config.most_slices,
             memory_cap=config.memory_cap,
-            costs=config.costs,
+            costs=costs,
             edges=edges,
             placed=placed,
         )
@@ -242,6 +252,19 @@ def _groups(value: object) -> tuple[int, ...] | None:
     if value is not None and not isinstance(value, (list, tuple)):
         raise ConfigError("`groups` is no list of sizes", got=repr(value), fix="groups=[4, 4]")
     return None if value is None else tuple(value)
+
+
+def _slices(value: Any) -> int | tuple[int, ...] | None:
+    """Returns the number of slices, or their lengths in proportion."""
+    sizes = value if isinstance(value, (list, tuple)) else [value]
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes)
+    if value is None or (whole and sizes):
+        return tuple(value) if isinstance(value, (list, tuple)) else value
+    raise ConfigError(
+        "fleetpipe_configs['slices'] is a whole number of at least 1, or the lengths of slices",
+        got=repr(value),
+        fix="set strategy.fleetpipe_configs = {'slices': 4}, or {'slices': [300, 260, 240, 224]}",
+    )
 
 
 def _switch(name: str, value: object) -> bool:

@@ -64,7 +64,7 @@ class Losses:
         weights: Sequence[Fraction],
         chosen: int = 0,
         delayed: bool = False,
-        slices: int = 1,
+        shares: Sequence[Sequence[Fraction]] = (),
     ) -> None:
         """Begins with no micro-batch.
 
@@ -74,9 +74,11 @@ class Losses:
             chosen: The function whose loss backward starts from.
             delayed: Whether backward starts from the loss as it is; the gradients are then to be
                 weighted afterwards, all at once (``delay_scale_loss``).
-            slices: Slices of a micro-batch. More than 1: the micro-batches are such slices.
+            shares: Where micro-batches are cut into slices, for each function the share of each
+                slice in the loss of its micro-batch; a slice stands for a micro-batch then.
         """
-        self._slices = slices
+        self._slices = len(shares[0]) // len(weights) if shares else 1
+        self._slice_shares = shares
         self._functions = functions
         self._weights = weights
         self._chosen = chosen
@@ -95,13 +97,18 @@ class Losses:
         for number, function in enumerate(self._functions):
             share = _loss(function, output, label)
             if not self._delayed:
-                share = weighted(share, self._weights[index])
+                share = weighted(share, self._weight(number, index))
             self._shares[number][index] = share.detach()
             if number == self._chosen:
                 start = share
-        if self.complete is not None and len(self._shares[0]) == len(self._weights):
+        units = len(self._weights) * self._slices
+        if self.complete is not None and len(self._shares[0]) == units:
             self.complete()
         return start
+
+    def _weight(self, function: int, index: int) -> Fraction:
+        weight = self._weights[index // self._slices]
+        return weight * self._slice_shares[function][index] if self._slice_shares else weight
 
     def totals(self) -> list[Tensor]:
         """Returns the loss of the batch by each function, detached, with its own shape and dtype.

@@ -1,73 +1,57 @@
-"""Cuts the sequences of micro-batches into slices, and their weights in the loss with them."""
+"""Cuts the sequences of micro-batches into slices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import partial
+from itertools import accumulate
+from typing import Union
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.nest import mapped, tensors_of
 from fleetpipe.errors import ConfigError
 
+#: How sequences are cut: into so many slices of lengths as equal as can be, or into slices whose
+#: lengths have these proportions.
+Slicing = Union[int, tuple[int, ...]]
 
-def sliced(
-    batches: MicroBatches, weights: Sequence[Fraction], slices: int
-) -> tuple[MicroBatches, list[Fraction]]:
-    """Cuts each micro-batch along axis 1 into slices of lengths as equal as can be.
+#: The first place of a slice, and the one after its last.
+Bounds = list[tuple[int, int]]
 
-    The first slices are one longer where the length is not divisible.
+
+def slices_in(slicing: Slicing) -> int:
+    """Returns the number of slices."""
+    return slicing if isinstance(slicing, int) else len(slicing)
+
+
+def sliced(batches: MicroBatches, slicing: Slicing) -> MicroBatches:
+    """Cuts each micro-batch along axis 1 into slices.
 
     Args:
         batches: Micro-batches of tensors [rows, length, ..].
-        weights: The weight of each micro-batch in the loss.
-        slices: The number of slices.
+        slicing: How. Of an equal cut the first slices are one longer where the length is not
+            divisible.
 
     Returns:
-        The slices of all micro-batches in order, and the weight of each: a slice counts by its
-        share of the length, as far as this rank has labels, or else inputs, to know it by.
+        The slices of all micro-batches, in order.
 
     Raises:
         ConfigError: A tensor has no axis 1, or a shorter one than there are slices; or the tensors
             of a micro-batch differ in it.
     """
-    parts = [_of_all(part, slices, name) for part, name in zip(batches, batches._fields)]
-    shares = [Fraction(1, slices)] * (len(weights) * slices)
-    known = next((part for part in (batches.labels, batches.inputs) if part), None)
-    if known is not None:
-        lengths = [_length(value, slices, "a micro-batch") for value in known]
-        shares = [
-            Fraction(end - begin, length)
-            for length in lengths
-            for begin, end in _bounds(length, slices)
-        ]
-    whole = [weight for weight in weights for _ in range(slices)]
-    return MicroBatches(*parts), [weight * share for weight, share in zip(whole, shares)]
+    return MicroBatches(
+        *(_of_all(part, slicing, name) for part, name in zip(batches, batches._fields))
+    )
 
 
-def _of_all(values: Sequence[Nest] | None, slices: int, name: str) -> list[Nest] | None:
-    if values is None:
-        return None
-    return [
-        mapped(partial(_places, begin, end), value)
-        for value in values
-        for begin, end in _bounds(_length(value, slices, name), slices)
-    ]
+def bounds_of(value: Nest, slicing: Slicing, name: str) -> Bounds:
+    """Returns where the slices of the sequences of a micro-batch are; ``name`` is for messages.
 
-
-def _places(begin: int, end: int, tensor: Tensor) -> Tensor:
-    return tensor[:, begin:end]
-
-
-def _bounds(length: int, slices: int) -> list[tuple[int, int]]:
-    size, longer = divmod(length, slices)
-    ends = [(index + 1) * size + min(index + 1, longer) for index in range(slices)]
-    return list(zip([0, *ends], ends))
-
-
-def _length(value: Nest, slices: int, name: str) -> int:
-    """Returns the length of the sequences of a micro-batch."""
+    Raises:
+        ConfigError: As for :func:`sliced`.
+    """
+    slices = slices_in(slicing)
     tensors: list[Tensor] = list(tensors_of(value))
     lengths = {tensor.shape[1] if tensor.ndim > 1 else 0 for tensor in tensors}
     if len(lengths) != 1 or min(lengths) < slices:
@@ -78,4 +62,44 @@ def _length(value: Nest, slices: int, name: str) -> int:
             got=" and ".join(str(list(tensor.shape)) for tensor in tensors) or "no tensors",
             fix="give the place in the sequence axis 1, fewer slices, or another schedule_mode",
         )
-    return int(lengths.pop())
+    return bounds(int(lengths.pop()), slicing)
+
+
+def bounds(length: int, slicing: Slicing) -> Bounds:
+    """Returns where the slices of a sequence are; each has at least one place.
+
+    Args:
+        length: Places of the sequence, at least as many as there are slices.
+        slicing: How it is cut.
+    """
+    slices = slices_in(slicing)
+    if isinstance(slicing, int):
+        size, longer = divmod(length, slices)
+        ends = [(index + 1) * size + min(index + 1, longer) for index in range(slices)]
+        return list(zip([0, *ends], ends))
+    total, before, ends = sum(slicing), 0, []
+    for index, share in enumerate(accumulate(slicing)):
+        # To the nearest place, half up; and a place is left for each slice that follows.
+        nearest = (2 * length * share + total) // (2 * total)
+        before = max(before + 1, min(nearest, length - (slices - 1 - index)))
+        ends.append(before)
+    return list(zip([0, *ends], ends))
+
+
+def part_of(value: Nest, begin: int, end: int) -> Nest:
+    """Returns the places ``begin`` to ``end - 1`` of the tensors of a micro-batch."""
+    return mapped(partial(_places, begin, end), value)
+
+
+def _of_all(values: Sequence[Nest] | None, slicing: Slicing, name: str) -> list[Nest] | None:
+    if values is None:
+        return None
+    return [
+        part_of(value, begin, end)
+        for value in values
+        for begin, end in bounds_of(value, slicing, name)
+    ]
+
+
+def _places(begin: int, end: int, tensor: Tensor) -> Tensor:
+    return tensor[:, begin:end]

@@ -13,6 +13,7 @@ from fleetpipe._paddle import user_strategy
 from fleetpipe.aliases import PaddleGroup, Strategy, Tensor, Topology
 from fleetpipe.checkpoint.contents.model_part import NamedTensors
 from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
+from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.hooks import NumberedHook
@@ -105,6 +106,11 @@ class PipelineFace(MetaParallelBase):
     def schedule(self) -> Schedule:
         """What is run."""
         return self._runtime.schedule
+
+    @property
+    def slicing(self) -> Slicing:
+        """How the sequences of a training batch are cut: the number of slices, or lengths."""
+        return self._runtime.slicing
 
     @property
     def timers(self) -> Timers | None:

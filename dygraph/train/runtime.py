@@ -15,6 +15,7 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import Cut, MicroBatches, split
 from fleetpipe.dygraph.batch.outputs import Evaluation
+from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.broadcast import broadcast_state
 from fleetpipe.dygraph.gradients import drop_gradients
@@ -113,6 +114,14 @@ class Runtime:
         """The weight of each of this replica's micro-batches in its loss of the batch."""
         count = self.config.micro_batches
         return [Fraction(1, count if self.config.loss_reduction == "mean" else 1)] * count
+
+    @property
+    def slicing(self) -> Slicing:
+        """How the sequences of a training batch are cut."""
+        asked = self.config.slices
+        if isinstance(asked, tuple) and self.schedule.slices > 1:
+            return asked
+        return self.schedule.slices
 
     @property
     def first_micro_batch(self) -> int:
@@ -281,9 +290,10 @@ class Runtime:
     def _arrange(self, config: PipelineConfig) -> None:
         """Builds the schedule, verified and lowered, and what runs its actions."""
         schedule = self.layers.schedule(config)
-        if schedule.slices > 1:
+        # A search may cut sequences as soon as it has other costs, or another batch.
+        if schedule.slices > 1 or config.most_slices > 1:
             require_sliceable(self.layers.layers)
-            self._refuse_beside_slices()
+            self._refuse_beside_slices(schedule, config)
         plan = schedule.lower(self.layers.edges(training=True))
         plan.verify()
         # Nothing is refused from here on: after an error all is as it was.
@@ -298,8 +308,15 @@ class Runtime:
             self.layers.function, placement.stages, self.split, self.layers.borders
         )
 
-    def _refuse_beside_slices(self) -> None:
+    def _refuse_beside_slices(self, schedule: Schedule, config: PipelineConfig) -> None:
         """Refuses what cannot be had together with slices of sequences."""
+        if isinstance(config.slices, tuple) and schedule.slices not in (1, len(config.slices)):
+            raise ConfigError(
+                "fleetpipe_configs['slices'] has the lengths of another number of slices",
+                expected=f"{schedule.slices} lengths, for the slices of {schedule.name}",
+                got=f"{len(config.slices)} lengths",
+                fix="give as many lengths as the plan was made for",
+            )
         if self.switches.delay_scale_loss:
             raise ConfigError(
                 "delay_scale_loss weights all losses alike, and slices need not be of one length",

@@ -8,6 +8,7 @@ from fractions import Fraction
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer, Scaler
 from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.batch.counted import slice_shares
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.slicing import sliced
 from fleetpipe.dygraph.batch.stage import Batch
@@ -60,10 +61,11 @@ class TrainingBatch:
         delayed = runtime.switches.delay_scale_loss
         if weights is not None:
             _require_weights(weights, len(runtime.weights), delayed)
-        weights, slices = weights or runtime.weights, runtime.schedule.slices
-        if slices > 1:
-            batches, weights = sliced(batches, weights, slices)
-        self._losses = Losses(functions, weights, loss_fn_idx, delayed, slices)
+        weights, shares = weights or runtime.weights, []
+        if runtime.schedule.slices > 1:
+            shares = slice_shares(functions, batches, runtime.slicing, len(weights))
+            batches = sliced(batches, runtime.slicing)
+        self._losses = Losses(functions, weights, loss_fn_idx, delayed, shares)
         self._shared = False
         self._batch = Batch(batches, self._losses, None if scaler is None else scaler.scale)
         self._runtime = runtime

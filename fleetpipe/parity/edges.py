@@ -73,7 +73,7 @@ class EdgeWatch:
         """Within it the gradients are kept.
 
         Args:
-            first_micro_batch: The global number of the batch's micro-batch 0.
+            first_micro_batch: The global number of the batch's micro-batch 0, or of its slice 0.
         """
         self._first_micro_batch = first_micro_batch
         self._gradients = Gradients()
@@ -164,7 +164,7 @@ def name_of(stage: int) -> str:
 
 
 def differences(
-    pipeline: Gradients, reference: Gradients, first: int, step: int
+    pipeline: Gradients, reference: Gradients, first: int, step: int, slices: int = 1
 ) -> list[Difference]:
     """Compares the gradients on the edges of this process.
 
@@ -173,6 +173,8 @@ def differences(
         reference: What had to arrive.
         first: The pipeline's number of the reference's micro-batch 0.
         step: The training step.
+        slices: Slices of a micro-batch. More than 1: all that is called a micro-batch here is a
+            slice of one, and counted so.
 
     Returns:
         One difference for each edge and value: in the first micro-batch in which it differs.
@@ -187,27 +189,29 @@ def differences(
             if at.stage not in stages or at.stage in known or place in found:
                 continue
             ours = ours_at.get(at._replace(micro_batch=first + at.micro_batch))
-            name = f"{name_of(at.stage)}, value{at.path}"
-            difference = _compare(name, at.micro_batch, step, ours, theirs)
+            lost = " (lost)" if ours is None else ""
+            name = f"{name_of(at.stage)}, value{at.path}{lost}, {_unit_name(at, slices)}"
+            difference = _compare(name, step, ours, theirs)
             if difference:
                 found[place] = difference
     return list(found.values())
 
 
-def _compare(
-    name: str, micro_batch: int, step: int, ours: Tensor | None, theirs: Tensor | None
-) -> Difference | None:
+def _unit_name(at: At, slices: int) -> str:
+    micro_batch, index = divmod(at.micro_batch, slices)
+    return f"micro-batch {micro_batch}" + (f", slice {index}" if slices > 1 else "")
+
+
+def _compare(name: str, step: int, ours: Tensor | None, theirs: Tensor | None) -> Difference | None:
     """Compares one gradient; where there is none, zeros stand for it."""
     if theirs is None:
         if ours is None:
             return None
         theirs = paddle.zeros_like(ours)
-    lost = ours is None
     if ours is None:
         ours = paddle.zeros_like(theirs)
     else:
         theirs = part_of(theirs, ours)
-    name += f"{' (lost)' if lost else ''}, micro-batch {micro_batch}"
     difference = compare("gradient", name, step, ours, theirs)
     if difference is None or difference.absolute == 0:
         return None

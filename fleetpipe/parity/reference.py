@@ -19,8 +19,9 @@ from fleetpipe.dygraph import (
     twin_optimizer,
     weighted,
 )
+from fleetpipe.dygraph.batch.counted import slice_shares
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.slicing import sliced
+from fleetpipe.dygraph.batch.slicing import Slicing, sliced, slices_in
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
@@ -117,33 +118,42 @@ class Reference:
         labels: Sequence[Nest],
         weights: Sequence[Fraction],
         first: int = 0,
-        slices: int = 1,
+        slicing: Slicing = 1,
+        functions: Sequence[LossOf] = (),
     ) -> list[Tensor]:
         """Runs all micro-batches forward and backward, one after another.
 
         Under the keys of a batch (``randomness.keyed``) the micro-batches have theirs in order,
         from that of micro-batch ``first`` on. Of slices each micro-batch's run forward one after
-        another, and backward the other way round, as the slices of a stage do.
+        another, and backward the other way round, as the slices of a stage do. What a slice counts
+        in the loss is up to ``functions``, the pipeline's loss functions.
 
         Returns:
             The losses of the batch, detached; the gradients stand on the parameters.
         """
         self.model.train()
+        slices, batches = slices_in(slicing), MicroBatches(inputs, labels)
+        by_function = [list(weights)] * max(len(functions), 1)
         if slices > 1:
-            (inputs, labels), weights = sliced(MicroBatches(inputs, labels), weights, slices)
+            of_slices = slice_shares(functions, batches, slicing, len(weights))
+            by_function = [
+                [weights[unit // slices] * share for unit, share in enumerate(found)]
+                for found in of_slices
+            ]
+            batches = sliced(batches, slicing)
         states = SliceStates(slices)
         keys = random_keys.current()
         shares: list[list[Tensor]] = []
-        for number, (value, label, weight) in enumerate(zip(inputs, labels, weights)):
+        for number, (value, label, *own) in enumerate(zip(*batches, *by_function)):
             if keys is not None:
                 keys.micro_batch = GlobalMicroBatch(first * slices + number)
             with states.forward(0, number) if slices > 1 else nullcontext():
                 # Of copies, for the same micro-batches may run again.
                 losses = self.losses_of(copy_of(value), copy_of(label))
-            shares.append([weighted(loss, weight) for loss in losses])
+            shares.append([weighted(loss, weight) for loss, weight in zip(losses, own)])
             for last in range(number, number - slices, -1) if (number + 1) % slices == 0 else ():
                 _backward(states if slices > 1 else None, last, shares[last])
-        return [sum_in_order(by_function) for by_function in zip(*shares)]
+        return [sum_in_order(found) for found in zip(*shares)]
 
     def take_gradients(self) -> list[Tensor | None]:
         """Returns the gradients, and leaves the parameters without."""

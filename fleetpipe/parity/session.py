@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from fractions import Fraction
@@ -109,7 +109,9 @@ class Session:
         with self._as_the_next_batch(keys), recorded(reference.model, reference.names) as expected:
             single = self._train_reference(everyone)
         with (
-            self._watch.watching(self._first_micro_batch) as arrived,
+            self._watch.watching(
+                self._first_micro_batch * self._pipeline.schedule.slices
+            ) as arrived,
             recorded_here(layers) as outputs,
             orders.crossings(self._pipeline, self.report) as crossings,
         ):
@@ -168,8 +170,7 @@ class Session:
         # Replica by replica, as they add up: the sum of two has the bits of the pipeline's.
         for first in range(0, replicas * count, count):
             inputs, labels = (part[first : first + count] for part in batches)
-            slices = pipeline.schedule.slices
-            losses.append(self._reference.accumulate(inputs, labels, weights, first, slices))
+            losses.append(self._accumulate(MicroBatches(inputs, labels), weights, first))
             if replicas > 1:
                 gradients.append(self._reference.take_gradients())
         if gradients:
@@ -201,16 +202,23 @@ class Session:
         step, model = self.report.steps, self._reference.model
         found = rates.used(step)
         wrong = any(not d.relative <= self.report.tolerance for d in gradients)
-        # Only under keys do layers draw the same once more. Slices are not told apart at the edges.
-        whole = self._pipeline.schedule.slices == 1
-        if not (wrong and whole and keys is not None and isinstance(model, SingleModel)):
+        # Only under keys do layers draw the same once more.
+        if not (wrong and keys is not None and isinstance(model, SingleModel)):
             return found
-        first = self._first_micro_batch
+        first, slices = self._first_micro_batch, self._pipeline.schedule.slices
         weights = self._pipeline.weights_in_backward
         copies = edges.copies_at_borders(model, self._pipeline.layers)
         with self._as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
-            self._reference.accumulate(own.inputs, own.labels, weights, first)
-        return found + edges.differences(arrived, expected, first, step)
+            self._accumulate(own, weights, first)
+        return found + edges.differences(arrived, expected, first * slices, step, slices)
+
+    def _accumulate(
+        self, batches: MicroBatches, weights: Sequence[Fraction], first: int
+    ) -> list[Tensor]:
+        """Runs the reference on the micro-batches of one replica, cut as the pipeline cuts them."""
+        pipeline = self._pipeline
+        functions = pipeline.layers.loss_functions()
+        return self._reference.accumulate(*batches, weights, first, pipeline.slicing, functions)
 
     @contextmanager
     def _as_the_next_batch(self, keys: random_keys.Keys | None) -> Iterator[None]:

@@ -62,6 +62,69 @@ def test_loss_and_gradients_are_those_of_whole_sequences(count: int, length: int
         np.testing.assert_allclose(ours[1][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("ignored", [-100, 0])
+@pytest.mark.parametrize("count", [2, (1, 1, 4)])
+def test_the_loss_is_that_of_whole_sequences_whatever_counts(count: Any, ignored: int) -> None:
+    """Slices in which other numbers of tokens are left out, and micro-batches too."""
+    inputs, labels = sliced.batch(MICRO_BATCHES * ROWS, 6)
+    labels[:2, 1:] = labels[2, :5] = labels[4:, 2] = ignored
+    loss_fn = nn.CrossEntropyLoss(ignore_index=ignored)
+
+    def run(schedule: str, **options: Any) -> tuple[float, dict[str, Any]]:
+        with job(2, MICRO_BATCHES, schedule, **options):
+            pipe, optimizer = wrapped(loss_fn=loss_fn)
+            if options:
+                session = parity.begin(pipe, optimizer)
+                loss = session.step([inputs, labels])[1]
+                assert session.report.bit_exact, session.report.verdict()
+            else:
+                loss = pipe.train_batch([inputs, labels], optimizer)
+            return float(loss), {n: p.numpy() for n, p in pipe.layers.state_dict().items()}
+
+    (loss, state), ours = run("1F1B"), run("Seq1F1B", slices=count)
+    assert ours[0] == pytest.approx(loss, rel=1e-6)
+    for name, value in state.items():
+        np.testing.assert_allclose(ours[1][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_several_losses_count_as_each_of_them_does() -> None:
+    inputs, labels = sliced.batch(MICRO_BATCHES * ROWS, 5)
+    labels[:, :2] = 0
+    functions = [nn.CrossEntropyLoss(ignore_index=0), sliced.loss]
+    found = []
+    for schedule in ("1F1B", "Seq1F1B"):
+        with job(2, MICRO_BATCHES, schedule):
+            pipe, optimizer = wrapped(loss_fn=functions)
+            session = parity.begin(pipe, optimizer)
+            found.append([float(loss) for loss in session.step([inputs, labels])[1]])
+            assert session.report.bit_exact, session.report.verdict()
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert abs(found[0][0] - found[0][1]) > 0.01
+
+
+def test_the_search_may_cut_sequences_of_a_model_that_takes_slices() -> None:
+    options = {"slices": 4, "costs": {"forward": 1, "backward": 2, "input_grad": 2, "comm": 0}}
+    with job(3, 2, "auto", memory_cap=2, **options):
+        pipe, optimizer = wrapped()
+        assert pipe.schedule.slices == 4
+        session = parity.begin(pipe, optimizer)
+        session.step(sliced.batch(2 * ROWS, 8))
+        assert session.report.bit_exact, session.report.verdict()
+    with job(3, 2, "auto", slices=(5, 4), costs=options["costs"]):
+        assert wrapped()[0].slicing == (5, 4)
+    refused = pytest.raises(ConfigError, match="layer 1, Silent, does not say")
+    # Whatever is chosen for this batch.
+    with job(2, 64, "auto", slices=2), refused:
+        wrapped(layers=[LayerDesc(nn.Linear, 8, 8), LayerDesc(Silent), LayerDesc(nn.Linear, 8, 8)])
+
+
+@pytest.mark.parametrize("slices", [0, True, 1.5, [], [2, 0], "2"])
+def test_what_is_no_cut_is_refused(slices: Any) -> None:
+    refused = pytest.raises(ConfigError, match=r"whole number of at least 1, or the lengths")
+    with refused, job(2, 2, "Seq1F1B", slices=slices):
+        wrapped()
+
+
 def test_the_losses_of_micro_batches_are_sums_over_their_slices() -> None:
     with job(2, MICRO_BATCHES, "Seq1F1B", slices=2):
         pipe, optimizer = wrapped()
