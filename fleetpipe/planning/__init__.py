@@ -7,10 +7,19 @@ and ``memory`` say what a choice costs, ``candidates`` what may be chosen, ``sea
 from __future__ import annotations
 
 from fleetpipe.planning.explaining import Predicted
-from fleetpipe.planning.layer_cost import LayerCost, Link
+from fleetpipe.planning.layer_cost import LayerCost, Link, Transfer
 from fleetpipe.planning.making import plan
 from fleetpipe.planning.plan import PipelinePlan
 from fleetpipe.planning.profile import Profile
 from fleetpipe.planning.stages import StageCost
 
-__all__ = ["LayerCost", "Link", "PipelinePlan", "Predicted", "Profile", "StageCost", "plan"]
+__all__ = [
+    "LayerCost",
+    "Link",
+    "PipelinePlan",
+    "Predicted",
+    "Profile",
+    "StageCost",
+    "Transfer",
+    "plan",
+]

@@ -143,7 +143,8 @@ class Task:
         return list(dict.fromkeys(found))
 
     def costs(self, shape: Placement, stages: Sequence[StageCost], **others: Any) -> Costs:
-        """Returns what the actions of some stages cost."""
+        """Returns what the actions of some stages cost, their transfers included."""
+        stages = self.with_transfers(shape, stages)
         return Costs(
             forward=tuple(stage.forward for stage in stages),
             backward=tuple(stage.backward for stage in stages),
@@ -152,6 +153,28 @@ class Task:
             comm=self.comm(shape, stages),
             **others,
         )
+
+    def with_transfers(
+        self, shape: Placement, stages: Sequence[StageCost]
+    ) -> tuple[StageCost, ...]:
+        """Returns the costs of stages whose actions send and receive, if between ranks."""
+        transfer, found = self.profile.transfer, []
+        for number, stage in enumerate(stages):
+            forward = backward = 0.0
+            if number and shape.rank_of(number - 1) != shape.rank_of(number):
+                forward += transfer.receives(stages[number - 1].output)
+                backward += transfer.sends(stages[number - 1].output)
+            if number + 1 < len(stages) and shape.rank_of(number) != shape.rank_of(number + 1):
+                forward += transfer.sends(stage.output)
+                backward += transfer.receives(stage.output)
+            found.append(
+                stage._replace(
+                    forward=stage.forward + forward,
+                    backward=stage.backward + backward,
+                    input_grad=stage.input_grad + backward,
+                )
+            )
+        return tuple(found)
 
     def comm(self, shape: Placement, stages: Sequence[StageCost]) -> tuple[float, ...]:
         """Returns how long a value takes from each stage to the next; 0 from the last."""

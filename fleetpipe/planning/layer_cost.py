@@ -30,6 +30,28 @@ class Link(NamedTuple):
         return self.latency + self.per_byte * size
 
 
+class Transfer(NamedTuple):
+    """What a value that crosses to another rank keeps both ranks busy with, beside its link.
+
+    Attributes:
+        sending: Seconds of the rank that sends it, whatever its size.
+        receiving: Seconds of the rank that receives it.
+        per_byte: Seconds of either for each byte.
+    """
+
+    sending: float = 0.0
+    receiving: float = 0.0
+    per_byte: float = 0.0
+
+    def sends(self, size: float) -> float:
+        """Returns how long a rank is busy that sends ``size`` bytes."""
+        return self.sending + self.per_byte * size
+
+    def receives(self, size: float) -> float:
+        """Returns how long a rank is busy that receives ``size`` bytes."""
+        return self.receiving + self.per_byte * size
+
+
 @dataclass(frozen=True)
 class LayerCost:
     """What a layer (or a node of a captured model) costs for one micro-batch.

@@ -87,7 +87,8 @@ def plan(
     found = best_plan(task)
     if isinstance(found, Lack):
         raise _too_small(found, task)
-    stages = task.stages.cut(found.boundaries, found.recompute)
+    placement = found.schedule.placement
+    stages = task.with_transfers(placement, task.stages.cut(found.boundaries, found.recompute))
     names = tuple(LayerInfo(layer.name) for layer in profile.layers)
     found.schedule.verify()
     return PipelinePlan(
@@ -95,7 +96,7 @@ def plan(
         Partition(found.boundaries, "plan", names),
         found.recompute,
         stages,
-        task.comm(found.schedule.placement, stages),
+        task.comm(placement, stages),
         cap,
         optimizer_copies,
         task.bound(),

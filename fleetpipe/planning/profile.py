@@ -12,11 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.errors import ConfigError, nearest
-from fleetpipe.planning.layer_cost import LayerCost, Link, check_figure, check_layer
+from fleetpipe.planning.layer_cost import (
+    LayerCost,
+    Link,
+    Transfer,
+    check_figure,
+    check_layer,
+)
 from fleetpipe.planning.stages import Stages
 
 #: Written into each file, and raised where an older reader would misunderstand a newer file.
 VERSION = 1
+
+#: Transfers that keep no rank busy.
+_NOTHING = Transfer()
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,7 @@ class Profile:
         links: One for all edges between ranks, or one for each rank and the one after it, the last
             of which leads back to rank 0.
         boundaries: The cut under which it was measured; may be left out.
+        transfer: What values that cross keep ranks busy with.
 
     Raises:
         ConfigError: No layer, a figure that is negative or no number, a layer with neither B nor
@@ -42,6 +52,7 @@ class Profile:
     places: tuple[int, ...] | None = None
     links: tuple[Link, ...] = (Link(),)
     boundaries: tuple[int, ...] = ()
+    transfer: Transfer = _NOTHING
 
     def __post_init__(self) -> None:
         if not self.layers or not self.links:
@@ -55,6 +66,8 @@ class Profile:
         for link in self.links:
             for name, value in link._asdict().items():
                 check_figure(name, value, "a link")
+        for name, value in self.transfer._asdict().items():
+            check_figure(name, value, "a transfer")
         places = self.places or ()
         if any(not 0 < place < len(self.layers) for place in places) or list(places) != sorted(
             set(places)
@@ -88,6 +101,7 @@ class Profile:
         """Returns it as JSON, which is a file for ``--costs`` as well where it has a cut."""
         content: dict[str, Any] = {"version": VERSION, **asdict(self)}
         content["links"] = [link._asdict() for link in self.links]
+        content["transfer"] = self.transfer._asdict()
         layers = [
             {name: value for name, value in layer.items() if value is not None}
             for layer in content.pop("layers")
@@ -149,6 +163,7 @@ class Profile:
                 None if places is None else tuple(places),
                 tuple(Link(**link) for link in links),
                 tuple(found.get("boundaries", ())),
+                Transfer(**(found.get("transfer") or {})),
             )
         except TypeError as error:
             raise _no_profile(str(error)) from error

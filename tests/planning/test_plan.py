@@ -13,11 +13,11 @@ import pytest
 import fleetpipe
 from fleetpipe.errors import ConfigError, PartitionError, ScheduleError
 from fleetpipe.partition import uniform
-from fleetpipe.planning import PipelinePlan, Profile, plan
+from fleetpipe.planning import Link, PipelinePlan, Profile, Transfer, plan
 from fleetpipe.planning.candidates import Candidate, Task
 from fleetpipe.planning.memory import peak_bytes
 from fleetpipe.planning.sizes import read_bytes
-from fleetpipe.schedules import build
+from fleetpipe.schedules import Placement, build
 from fleetpipe.schedules.action import flatten
 from tests.planning.models import (
     BLOCK,
@@ -196,3 +196,27 @@ def test_other_numbers_of_micro_batches_get_a_schedule_like_the_plans() -> None:
             schedule = made.schedule_for(count)
             assert (schedule.micro_batches, schedule.name) == (count, made.schedule.name)
             assert schedule.placement == made.schedule.placement
+
+
+def test_transfers_between_ranks_keep_the_actions_of_both_busy() -> None:
+    # Of a value of 1 MiB: 1 ms to send, 3 ms to receive.
+    transfer = Transfer(sending=0.5e-3, receiving=2.5e-3, per_byte=0.5e-3 / MIB)
+    free = even(4).with_links(Link(0, 0))
+    busy = replace(free, transfer=transfer)
+    search = frozenset(("partition",))
+    task = Task(busy, 2, 4, math.inf, search, 0)
+    stages = task.stages.cut((0, 1, 2, 3, 4))
+    vee = task.with_transfers(Placement("vee", 2, 2), stages)
+    # The two stages in the middle are on one rank.
+    extra = [after.forward - before.forward for before, after in zip(stages, vee)]
+    assert extra == pytest.approx([1e-3, 3e-3, 1e-3, 3e-3])
+    for name in ("backward", "input_grad"):
+        extra = [getattr(a, name) - getattr(b, name) for b, a in zip(stages, vee)]
+        assert extra == pytest.approx([3e-3, 1e-3, 3e-3, 1e-3])
+    loop = task.with_transfers(Placement("loop", 2, 2), stages)
+    assert loop[1].forward - stages[1].forward == pytest.approx(4e-3)
+    plain, made = (plan(each, 2, 4, search=("partition",)) for each in (free, busy))
+    # 1F1B: the first rank sends 4 values, 1 ms each, and receives 4 gradients.
+    assert made.predicted.busy[0] == pytest.approx(plain.predicted.busy[0] + 4 * 4e-3)
+    assert made.predicted.time > plain.predicted.time + 4 * 4e-3
+    assert plan(busy, 1, 4).predicted.time == plan(free, 1, 4).predicted.time

@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.planning import LayerCost, Link, Profile
+from fleetpipe.planning import LayerCost, Link, Profile, Transfer
 from fleetpipe.schedules import Costs
 from tests.planning.models import BLOCK, big_vocabulary, even, slow_link, whole_only
 
 
 def test_a_profile_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
-    full = replace(slow_link(4), loss=replace(BLOCK, name="loss"), places=(2, 5), boundaries=(0, 9))
+    full = replace(
+        slow_link(4),
+        loss=replace(BLOCK, name="loss"),
+        places=(2, 5),
+        boundaries=(0, 9),
+        transfer=Transfer(1e-4, 2e-4, 1e-9),
+    )
     for profile in (full, even(), whole_only(big_vocabulary())):
         assert Profile.loads(profile.dumps()) == profile
         profile.write(tmp_path / "profile.json")
@@ -94,5 +100,7 @@ def test_places_and_links_are_checked() -> None:
         replace(even(4), places=(2, 1))
     with pytest.raises(ConfigError, match="latency=-1"):
         even(4).with_links(Link(-1))
+    with pytest.raises(ConfigError, match="receiving=-1"):
+        replace(even(4), transfer=Transfer(receiving=-1))
     with pytest.raises(ConfigError, match="cannot be read"):
         Profile.read("nowhere.json")
