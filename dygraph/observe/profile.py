@@ -1,20 +1,22 @@
 """Measures what each layer costs, and each action of each stage: a profile, to plan with.
 
-One micro-batch is on its way at a time, so next to nothing is measured while another rank takes the
-processor away. Layers are measured by themselves; then whole stages are, forward and backward, and
-the times of a stage's layers are made to add up to the stage's own.
+Whole stages run as in a real batch: several micro-batches in flight, forward and backward in turn,
+all ranks at once, so that caches, memory and links are as they will be. Layers are measured by
+themselves, and the times of a stage's layers are made to add up to the stage's own.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
-from collections import defaultdict
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable
 
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
@@ -22,18 +24,24 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.observe.action_meter import ActionMeter, Doing
 from fleetpipe.dygraph.observe.layer_meter import LayerMeter, Sample, tensor_bytes
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.engine.engine import Engine
+from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
 from fleetpipe.job.job import Job
-from fleetpipe.planning import LayerCost, Link, Profile
+from fleetpipe.planning import LayerCost, Link, Profile, Transfer
 from fleetpipe.schedules import Action, Placement, Schedule, forward_only
 from fleetpipe.schedules.forms.events import Event
 from fleetpipe.schedules.operations import Recv, Send
+from fleetpipe.transport.joining.hosts import host_identity
 
-#: Batches that are run: the first warms up and is not counted.
-BATCHES = 3
+#: Batches that are run: the first ones warm up and are not counted.
+BATCHES, COLD = 7, 2
+
+#: What transfers keep ranks busy with where one process measures, which has none.
+TYPICAL = Transfer(sending=7e-5, receiving=9e-5, per_byte=6e-10)
 
 #: Least samples of each layer, of which the fastest counts.
 LEAST_SAMPLES = 6
@@ -41,39 +49,45 @@ LEAST_SAMPLES = 6
 #: Most micro-batches of a batch that are measured.
 MOST_MICRO_BATCHES = 8
 
-
-class _StageTimes(NamedTuple):
-    """Median seconds of the actions of each stage, by kind, and of a value on an edge."""
-
-    of: Mapping[tuple[str, int], float]
-    latency: float
+#: Seconds of a micro-batch by stage: its actions by kind, its sends ("S"), its receives ("R").
+_StageTimes = Mapping[Doing, float]
 
 
-def one_micro_batch(placement: Placement, kinds: str = "IW") -> Schedule:
-    """Returns the schedule of a single micro-batch: forward through all stages, and back again.
+def in_turn(placement: Placement, micro_batches: int, kinds: str) -> Schedule:
+    """Returns a schedule in which each stage runs forward and backward in turn, on any placement.
+
+    As many micro-batches are in flight as there are stages. With one stage on a rank it is 1F1B.
 
     Args:
         placement: Which rank has which stage.
-        kinds: What each stage does on the way back.
+        micro_batches: Micro-batches of a batch, m.
+        kinds: What each stage does on the way back: B, or I and then W.
     """
-    stages = range(placement.stages)
-    order = [
-        *(Action("F", stage, 0) for stage in stages),
-        *(Action(kind, stage, 0) for stage in reversed(stages) for kind in kinds),
+    stages = placement.stages
+    # Every action at a time after those that it waits for.
+    timed = [
+        *((s + 2 * k, Action("F", s, k)) for k in range(micro_batches) for s in range(stages)),
+        *(
+            (2 * stages - 1 - s + 2 * k, Action(kind, s, k))
+            for k in range(micro_batches)
+            for s in range(stages)
+            for kind in kinds
+        ),
     ]
+    timed.sort(key=lambda pair: pair[0])
     rows = tuple(
-        tuple(action for action in order if placement.rank_of(action.stage) == rank)
+        tuple(action for _, action in timed if placement.rank_of(action.stage) == rank)
         for rank in range(placement.ranks)
     )
-    return Schedule("one-micro-batch", placement, 1, rows)
+    return Schedule("in-turn", placement, micro_batches, rows)
 
 
 def measure(
     layers: PipelineLayer, job: Job, data: MicroBatches, weights: list[Fraction]
 ) -> Profile:
-    """Runs some batches one action at a time and returns what they cost, on every rank the same.
+    """Runs some batches and returns what their parts cost, on every rank the same.
 
-    Collective over the pipeline. Parameters, running statistics and the random state are as before
+    Collective over the job. Parameters, running statistics and the random state are as before
     afterwards; gradients are cleared.
 
     Args:
@@ -85,6 +99,7 @@ def measure(
     run = _Runs(layers, job, data, weights[:MOST_MICRO_BATCHES])
     with _state_kept(layers):
         # By themselves last: then each stage is warm.
+        latency = run.latency()
         whole, split = run.stages("B"), run.stages("IW")
         samples = run.layers()
     own = {str(number): [list(sample) for sample in found] for number, found in samples.items()}
@@ -94,42 +109,68 @@ def measure(
     if job.group().rank == 0:
         found = {int(n): _typical(s) for part, _ in everyone for n, s in part.items()}
         held = {int(n): size for _, part in everyone for n, size in part.items()}
-        profile = _profile(layers, found, held, whole, split).dumps()
+        profile = _profile(layers, found, held, whole, split, latency).dumps()
     return Profile.loads(job.group().broadcast(profile, 0))
 
 
 class _Runs:
-    """Runs micro-batches one at a time."""
+    """Runs the parts of a model."""
 
     def __init__(
         self, layers: PipelineLayer, job: Job, data: MicroBatches, weights: list[Fraction]
     ) -> None:
-        self._layers, self._job, self._data, self._weights = layers, job, data, weights
+        self._layers, self._job, self._weights = layers, job, weights
+        self._data = MicroBatches(*(part and part[: len(weights)] for part in data))
 
     def stages(self, kinds: str) -> _StageTimes:
-        """Returns the times of all stages, the same on every rank; collective."""
+        """Returns the median times of all stages, the same on every rank; collective."""
+        meter = ActionMeter(kinds[-1], clock_for(self._job))
+        schedule = in_turn(self._layers.placement, len(self._weights), kinds)
+        engine, stage = self._engine(schedule, meter)
+        for turn in range(BATCHES):
+            self._run(engine, stage, self._data, self._weights)
+            meter.end_batch(turn >= COLD)
+        merged: dict[Doing, float] = {}
+        for part in self._job.group().all_gather(list(meter.seconds().items())):
+            merged.update({(kind, number): seconds for (kind, number), seconds in part})
+        return {doing: seconds / len(self._weights) for doing, seconds in merged.items()}
+
+    def latency(self) -> float:
+        """Returns the median seconds from a send to the end of its receive; collective.
+
+        One micro-batch is on its way at a time: whoever is to receive waits already. 0 where one
+        process plays all ranks.
+        """
+        job = self._job
+        if job.group().ranks == 1:
+            return 0.0
+        schedule = in_turn(self._layers.placement, 1, "B")
+        trace = Trace(Path(), schedule, job.connect(), job.group())
+        engine, stage = self._engine(schedule, trace)
+        for index, weight in enumerate(self._weights):
+            trace.begin_step()
+            self._run(engine, stage, self._one(index), [weight])
+            trace.end_step()
+        found = [seconds for step in trace.steps() for seconds in latencies(step)]
+        latency: float = job.group().broadcast(statistics.median(found) if found else 0.0, 0)
+        return latency
+
+    def _engine(self, schedule: Schedule, observer: Observer) -> tuple[Engine, DygraphStage]:
         layers, job = self._layers, self._job
-        schedule = one_micro_batch(layers.placement, kinds)
         split = SplitBackward(schedule, layers.stage_layers)
         stage = DygraphStage(layers.function, layers.placement.stages, split, layers.borders)
-        steps = BATCHES * len(self._weights)
-        trace = Trace(Path(), schedule, job.connect(), job.group(), most_steps=steps)
         plan = schedule.lower(layers.edges(training=True))
-        engine = Engine(plan, stage, job.connect(), job.timeout, (trace,))
+        return Engine(plan, stage, job.connect(), job.timeout, (observer,)), stage
+
+    def _run(
+        self, engine: Engine, stage: DygraphStage, data: MicroBatches, weights: list[Fraction]
+    ) -> None:
+        """Runs a batch, and adds to the gradients."""
+        stage.begin(Batch(data, Losses([self._layers.loss_fn()], weights)))
         try:
-            for _ in range(BATCHES):
-                for index, weight in enumerate(self._weights):
-                    trace.begin_step()
-                    stage.begin(Batch(self._one(index), Losses([layers.loss_fn()], [weight])))
-                    engine.run({"REDUCE": lambda: None, "STEP": lambda: None})
-                    stage.end()
-                    trace.end_step()
+            engine.run({"REDUCE": lambda: None, "STEP": lambda: None})
         finally:
             stage.end()
-        events = [event for step in trace.steps()[len(self._weights) :] for event in step]
-        times = stage_times(events) if events else None
-        found = job.group().broadcast(times and [list(times.of.items()), times.latency], 0)
-        return _StageTimes({(kind, s): seconds for (kind, s), seconds in found[0]}, found[1])
 
     def layers(self) -> Mapping[int, list[Sample]]:
         """Returns the samples of this process's layers, the loss behind the last; collective."""
@@ -158,26 +199,32 @@ class _Runs:
         return MicroBatches(*(part and [part[index]] for part in self._data))
 
 
-def stage_times(events: Iterable[Event]) -> _StageTimes:
-    """Returns the medians of what was measured.
+def clock_for(job: Job) -> Callable[[], float]:
+    """Returns what measures actions; collective over the job.
+
+    Where a host has fewer processors than ranks, that is the processor time of the thread: by the
+    clock, ranks would wait for each other's processors.
+    """
+    ranks = job.everyone().all_gather((host_identity(), len(os.sched_getaffinity(0))))
+    hosts = Counter(host for host, _ in ranks)
+    shared = any(hosts[host] > processors for host, processors in ranks)
+    return time.thread_time if shared else time.perf_counter
+
+
+def latencies(events: Iterable[Event]) -> list[float]:
+    """Returns the seconds from the begin of each send to the end of its receive.
 
     Args:
-        events: Actions and transfers of all ranks, in seconds.
+        events: Transfers of all ranks in a step, in seconds.
     """
-    durations: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     sent: dict[str, float] = {}
     arrived: dict[str, float] = {}
     for event in events:
-        for action in event.actions:
-            durations[action.kind, action.stage].append(event.end - event.start)
         if isinstance(event.op, Send):
             sent[event.name[1:]] = event.start
         elif isinstance(event.op, Recv):
             arrived[event.name[1:]] = event.end
-    # In this schedule the receiver is waiting already: what passes is the latency of the edge.
-    latencies = [arrived[name] - start for name, start in sent.items() if name in arrived]
-    latency = max(statistics.median(latencies), 0.0) if latencies else 0.0
-    return _StageTimes({key: statistics.median(found) for key, found in durations.items()}, latency)
+    return [arrived[name] - start for name, start in sent.items()]
 
 
 def _typical(samples: Sequence[Sequence[float]]) -> Sample:
@@ -191,6 +238,7 @@ def _profile(
     sizes: Mapping[int, Sequence[int]],
     whole: _StageTimes,
     split: _StageTimes,
+    latency: float,
 ) -> Profile:
     """Puts together what was measured."""
     names = [layer.name for layer in layers.partition.layers]
@@ -199,11 +247,11 @@ def _profile(
     bounds = [*layers.partition.boundaries[:-1], len(names) + 1]
     for stage, (start, end) in enumerate(zip(bounds, bounds[1:])):
         part = [samples[number] for number in range(start, end)]
-        forward = _scale(whole.of["F", stage], [sample.forward for sample in part])
-        backward = _scale(whole.of["B", stage], [sample.backward for sample in part])
-        weight_grad = _scale(split.of["W", stage], [sample.weight_grad for sample in part])
-        slower = max(split.of["F", stage] - whole.of["F", stage], 0.0)
-        input_grad = _scale(split.of["I", stage] + slower, [sample.input_grad for sample in part])
+        forward = _scale(whole["F", stage], [sample.forward for sample in part])
+        backward = _scale(whole["B", stage], [sample.backward for sample in part])
+        weight_grad = _scale(split["W", stage], [sample.weight_grad for sample in part])
+        slower = max(split["F", stage] - whole["F", stage], 0.0)
+        input_grad = _scale(split["I", stage] + slower, [sample.input_grad for sample in part])
         for number, one in zip(range(start, end), part):
             parameters, gradients, buffers = sizes.get(number, (0, 0, 0))
             # What the layer before keeps, or one before that, stays.
@@ -227,17 +275,45 @@ def _profile(
                     saved=int(one.saved),
                 )
             )
-    default = Link()
-    crossing = [costs[end - 1].output for end in bounds[1:-1]]
-    sizes_sent = statistics.median(crossing) if crossing else 0
-    latency = max(whole.latency - default.per_byte * sizes_sent, 0.0) or default.latency
+    stages = [costs[end - 1].output for end in bounds[1:-1]]
+    link, transfer = between_ranks(layers.placement, whole, stages, latency)
     return Profile(
         tuple(costs[:-1]),
         costs[-1],
         layers.cut_places(),
-        (Link(latency),),
+        (link,),
         layers.partition.boundaries,
+        transfer,
     )
+
+
+def between_ranks(
+    placement: Placement, whole: _StageTimes, outputs: Sequence[int], latency: float
+) -> tuple[Link, Transfer]:
+    """Returns what values cost that cross between ranks; what is typical where none did.
+
+    Args:
+        placement: Which rank has which stage.
+        whole: What stages took.
+        outputs: Bytes that leave each stage but the last.
+        latency: Seconds from a send to the end of its receive; 0 where nothing was sent.
+    """
+    rank_of = placement.rank_of
+    sizes = [size for s, size in enumerate(outputs) if rank_of(s) != rank_of(s + 1)]
+    if not sizes or not latency:
+        return Link(), TYPICAL
+    copying = TYPICAL.per_byte * statistics.mean(sizes)
+    # Each micro-batch crosses twice: as a value, and as its gradient.
+    sending, receiving = (
+        max(
+            sum(seconds for (kind, _), seconds in whole.items() if kind == way) / (2 * len(sizes))
+            - copying,
+            0.0,
+        )
+        for way in "SR"
+    )
+    left = max(latency - sending - receiving - 2 * copying, 0.0)
+    return Link(left, 0.0), Transfer(sending, receiving, TYPICAL.per_byte)
 
 
 def _scale(measured: float, parts: Sequence[float]) -> float:

@@ -210,7 +210,10 @@ class PipelineParallel(PipelineFace):
         """
         self._runtime.require_running()
         batches, job = self.micro_batches(data), self._runtime.job
-        with job.guarded(lambda: "profiling"):
+        with (
+            job.guarded(lambda: "profiling"),
+            random_keys.keyed(self.next_keys(), job.model_parallel()),
+        ):
             measured = profiling.measure(self.layers, job, batches, self.weights)
         ranks = (self.stage_id, self.replicas.rank, job.model_parallel().rank)
         if path is not None and not any(ranks):

@@ -1,0 +1,75 @@
+"""Adds up what actions, transfers and releases take, for as long as they keep their rank busy."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from typing import Callable
+
+from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.schedules import Action, Free, Op, Recv, Send
+
+#: A kind of action, "S" for sends or "R" for receives; and the global stage that does it.
+Doing = tuple[str, int]
+
+
+class ActionMeter:
+    """An observer of the engine: seconds of each kind of work of each stage, batch by batch.
+
+    A release counts with the last action of its stage. A receive counts without its wait.
+    """
+
+    def __init__(self, last: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Begins before a first batch.
+
+        Args:
+            last: The kind of action after which a stage releases a micro-batch: B, or W.
+            clock: Measures actions and sends, in seconds.
+        """
+        self._last, self._clock = last, clock
+        self._now: defaultdict[Doing, float] = defaultdict(float)
+        self._batches: defaultdict[Doing, list[float]] = defaultdict(list)
+
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`."""
+        if isinstance(op, Action):
+            doing = op.kind, op.stage
+        elif isinstance(op, Free):
+            doing = self._last, op.stage
+        elif isinstance(op, Send):
+            doing = "S", op.edge.source if op.kind == "F" else op.edge.target
+        elif isinstance(op, Recv):
+            doing = "R", op.edge.target if op.kind == "F" else op.edge.source
+        else:
+            return instruction
+        # While it waits for another rank, a thread does not use its processor.
+        clock = time.thread_time if isinstance(op, (Send, Recv)) else self._clock
+        begun: float | None = None
+
+        def metered() -> Blocked | None:
+            nonlocal begun
+            if begun is None:
+                begun = clock()
+            blocked = instruction()
+            if blocked is None:
+                self._now[doing] += clock() - begun
+                begun = None
+            return blocked
+
+        return metered
+
+    def end_batch(self, counts: bool) -> None:
+        """Ends a batch.
+
+        Args:
+            counts: Whether it is one of those that are measured.
+        """
+        if counts:
+            for doing, seconds in self._now.items():
+                self._batches[doing].append(seconds)
+        self._now.clear()
+
+    def seconds(self) -> dict[Doing, float]:
+        """Returns the median seconds in a batch, all its micro-batches together."""
+        return {doing: statistics.median(found) for doing, found in self._batches.items()}
