@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fleetpipe.schedules.costs import Costs
@@ -12,7 +12,7 @@ from fleetpipe.schedules.play.encoding import COLUMNS, Encoding, Waits, encoding
 from fleetpipe.schedules.rows import ScheduleRows
 
 
-@dataclass
+@dataclass(frozen=True)
 class Replay:
     """When each entry of each rank begins and ends.
 
@@ -22,108 +22,120 @@ class Replay:
         busy: For each rank, the time that it computes in all.
     """
 
-    starts: list[list[float]]
-    ends: list[list[float]]
-    busy: list[float]
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+    busy: tuple[float, ...]
 
 
 def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -> Replay:
     """Returns the times of all entries.
 
     Every rank runs its row in order; an entry begins when its rank is free and all that it waits
-    for has arrived. The result does not depend on the order in which ranks are visited.
+    for has arrived. The result does not depend on the order in which ranks are visited. The last
+    one is kept with the schedule, for who verifies also simulates or lowers.
 
     Raises:
         ScheduleError: Ranks wait for each other, or for something later in their own row; or the
             schedule is incomplete.
     """
     stages = encoding_of(schedule).stages
-    dependencies = Dependencies(checked_edges(edges, stages), stages)
-    runner = _Player(schedule, dependencies, costs)
-    runner.run()
-    reached = [len(ends) for ends in runner.times.ends]
-    if reached != [len(row) for row in schedule.actions]:
-        raise_stalled(schedule, dependencies, reached)
-    return runner.times
+    # Costs of 1 and of 1.0 are equal, but times of one are whole numbers.
+    asked = checked_edges(edges, stages), repr(costs)
+    kept = vars(schedule)
+    if "_replay" not in kept or kept["_replay"][0] != asked:
+        kept["_replay"] = asked, _play(schedule, Dependencies(asked[0], stages), costs)
+    times: Replay = kept["_replay"][1]
+    return times
+
+
+def _play(schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> Replay:
+    player = _Player(schedule, dependencies, costs)
+    player.run()
+    if any(len(ends) < len(row) for ends, row in zip(player.ends, schedule.actions)):
+        raise_stalled(schedule, dependencies, list(map(len, player.ends)))
+    return Replay(
+        tuple(map(tuple, player.starts)), tuple(map(tuple, player.ends)), tuple(player.busy)
+    )
 
 
 class _Player:
-    """The state of a replay: how far each rank is, and which rank waits for which slot."""
+    """The state of a replay: what has run when, and which rank waits for which slot."""
 
     def __init__(self, schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> None:
         self.encoding = encoding = encoding_of(schedule)
-        ranks, stages = schedule.placement.ranks, encoding.stages
-        self.times = Replay(
-            [[] for _ in range(ranks)], [[] for _ in range(ranks)], [0 for _ in range(ranks)]
-        )
-        self.shifts = encoding.shifts
-        self.finished: list[float] = [-1] * (encoding.width * schedule.units)
-        slices = schedule.slices
-        self.waits = waits_of(schedule.placement, dependencies, costs, slices)
-        self.fused_waits = _fused_waits(encoding, self.waits)
-        self.durations = [
-            of_slice.of(kind, stage)
-            for of_slice in costs.by_slice(slices)
-            for kind in COLUMNS
-            for stage in range(stages)
-        ]
-        self.fused_durations = [costs.of_fused(unit) for _, unit in encoding.fused]
+        ranks = range(schedule.placement.ranks)
+        self.starts: list[list[float]] = [[] for _ in ranks]
+        self.ends: list[list[float]] = [[] for _ in ranks]
+        self.busy: list[float] = [0 for _ in ranks]
         # In the place of the time of a slot that is not finished: -1, or -2 - rank for the last of
         # the ranks that wait for it. The others are a linked list.
-        self.next_waiting: list[float] = [-1] * ranks
+        self.finished: list[float] = [-1] * (encoding.width * schedule.units)
+        self.next_waiting: list[float] = [-1 for _ in ranks]
+        self.ready = list(ranks)
+        waits = waits_of(schedule.placement, dependencies, costs, schedule.slices)
+        durations = [
+            of_slice.of(kind, stage)
+            for of_slice in costs.by_slice(schedule.slices)
+            for kind in COLUMNS
+            for stage in range(encoding.stages)
+        ]
+        #: By column what an entry waits for, its duration, and the distance to its slot.
+        self.columns = list(zip(waits, durations, encoding.shifts))
+        self.fused_waits = _fused_waits(encoding, waits)
+        self.fused_durations = [costs.of_fused(unit) for _, unit in encoding.fused]
 
     def run(self) -> None:
         """Runs every rank as far as it gets; a rank that must wait is woken by what it lacks."""
-        period, rows, waits = self.encoding.period, self.encoding.rows, self.waits
-        finished, shifts, durations = self.finished, self.shifts, self.durations
-        ready = list(range(len(rows)))
-        while ready:
-            rank = ready.pop()
-            starts, ends = self.times.starts[rank], self.times.ends[rank]
-            row, free, busy = rows[rank], ends[-1] if ends else 0, self.times.busy[rank]
-            for position in range(len(ends), len(row)):
-                code = row[position]
-                column = code % period
-                begin = free
-                for distance, delay in waits[column] if code >= 0 else self.fused_waits[-1 - code]:
-                    arrival = finished[code + distance]
-                    if arrival < 0:
-                        self.next_waiting[rank] = arrival
-                        finished[code + distance] = -2 - rank
-                        break
-                    if arrival + delay > begin:
-                        begin = arrival + delay
-                else:
-                    starts.append(begin)
-                    if code >= 0:
-                        busy += durations[column]
-                        free = begin + durations[column]
-                        slot = code - shifts[column]
-                        if finished[slot] < -1:
-                            self._wake(slot, ready)
-                        finished[slot] = free
-                    else:
-                        busy += self.fused_durations[-1 - code]
-                        free = begin + self.fused_durations[-1 - code]
-                        self._finish_fused(-1 - code, free, ready)
-                    ends.append(free)
-                    continue
-                break
-            self.times.busy[rank] = busy
+        ranks = [self._run(rank) for rank in self.ready]
+        while self.ready:
+            next(ranks[self.ready.pop()], None)
 
-    def _finish_fused(self, index: int, end: float, ready: list[int]) -> None:
+    def _run(self, rank: int) -> Iterator[None]:
+        """Runs a rank to its end, and yields wherever it has to wait."""
+        finished, columns, period = self.finished, self.columns, self.encoding.period
+        begins, ends = self.starts[rank].append, self.ends[rank].append
+        free: float = 0
+        busy: float = 0
+        for code in self.encoding.rows[rank]:
+            if code >= 0:
+                waits, duration, shift = columns[code % period]
+            else:
+                waits, duration = self.fused_waits[-1 - code], self.fused_durations[-1 - code]
+            begin = free
+            for distance, delay in waits:
+                arrival = finished[code + distance]
+                if arrival < 0:
+                    self.next_waiting[rank] = arrival
+                    finished[code + distance] = -2 - rank
+                    yield
+                    arrival = finished[code + distance]
+                if arrival + delay > begin:
+                    begin = arrival + delay
+            begins(begin)
+            free = begin + duration
+            ends(free)
+            busy += duration
+            if code >= 0:
+                if finished[code - shift] < -1:
+                    self._wake(code - shift)
+                finished[code - shift] = free
+            else:
+                self._finish_fused(-1 - code, free)
+        self.busy[rank] = busy
+
+    def _finish_fused(self, index: int, end: float) -> None:
         """Notes when a fused unit ended."""
         for code in self.encoding.fused[index][0]:
-            slot = code - self.shifts[code % len(self.shifts)]
-            self._wake(slot, ready)
+            slot = code - self.columns[code % self.encoding.period][2]
+            self._wake(slot)
             self.finished[slot] = end
 
-    def _wake(self, slot: int, ready: list[int]) -> None:
+    def _wake(self, slot: int) -> None:
         """Lets the ranks go on that wait for a slot."""
         waiting = self.finished[slot]
         while waiting < -1:
             rank = int(-2 - waiting)
-            ready.append(rank)
+            self.ready.append(rank)
             waiting = self.next_waiting[rank]
 
 

@@ -78,8 +78,8 @@ def simulate(
     spans = tuple(ends[-1] - starts[0] for starts, ends in zip(times.starts, times.ends))
     return Timeline(
         schedule,
-        tuple(map(tuple, times.starts)),
-        tuple(map(tuple, times.ends)),
+        times.starts,
+        times.ends,
         makespan=max(ends[-1] for ends in times.ends),
         spans=spans,
         busy=max(times.busy),

@@ -114,6 +114,18 @@ def test_free_actions_have_no_bubble_rate_to_divide_by() -> None:
     assert build("1F1B", ranks=2, micro_batches=1).simulate(costs).bubble_rate == 0
 
 
+def test_times_of_whole_numbers_are_not_those_of_equal_fractions() -> None:
+    schedule = build("1F1B", ranks=2, micro_batches=2)
+    spans = [schedule.simulate(Costs(forward=forward)).span for forward in (1, 1.0, 2, 1)]
+    assert list(map(repr, spans)) == ["9", "9.0", "12", "9"]
+
+
+def test_the_edges_of_one_simulation_are_not_those_of_the_next() -> None:
+    schedule = build("FThenB", ranks=2, micro_batches=1)
+    spans = [schedule.simulate(edges=edges).makespan for edges in (None, (), None)]
+    assert spans == [6, 3, 6]
+
+
 def test_an_invalid_schedule_is_not_simulated() -> None:
     with pytest.raises(ScheduleError, match=r"B0\.0 stands before F0\.0"):
         schedule_of(Placement("loop", 1), 1, "B0.0 F0.0").simulate()
