@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, Fused
+from fleetpipe.schedules.check.plan_columns import PlanColumns
 from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Op, Recv, Reduce, Send, Step, ranks_of
-from fleetpipe.schedules.play.plan_codes import PlanCodes
 from fleetpipe.schedules.rows import PlanRows
 
 _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -17,28 +18,36 @@ _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 _LAST = 10**15
 
 
-def can_meet(codes: PlanCodes) -> bool:
+def can_meet(transfers: Sequence[list[int]], columns: PlanColumns) -> bool:
     """Whether every rank reaches its end where sends wait for their receives.
 
-    Which rank is visited first does not matter: a rank has one next op, and a transfer that two
+    Which rank is visited first does not matter: a rank has one next transfer, and one that two
     ranks stand at stays possible until they make it. Where all reach their ends, the two ends of
     every channel agree in order too, since transfers are made by both ends at once.
+
+    Args:
+        transfers: The codes of each rank's sends and receives in order.
+        columns: What the codes mean.
     """
-    peers, partners, width = codes.peers, codes.partners, codes.width
-    # A fused unit is no transfer; -1 ends a row.
-    rows = [[code for code in row if code >= 0 <= peers[code % width]] + [-1] for row in codes.rows]
+    (peers, partners), width = columns.transfers(), columns.width
+    rows = [[*row, -1] for row in transfers]
     at = [0] * len(rows)
     ready = list(range(len(rows)))
+    queued = [True] * len(rows)
     while ready:
         rank = ready.pop()
+        queued[rank] = False
         row, position = rows[rank], at[rank]
         while (code := row[position]) >= 0:
-            peer = peers[code % width]
-            if rows[peer][at[peer]] != code + partners[code % width]:
+            column = code % width
+            peer = peers[column]
+            if rows[peer][at[peer]] != code + partners[column]:
                 break
             at[peer] += 1
-            ready.append(peer)
             position += 1
+            if not queued[peer]:
+                queued[peer] = True
+                ready.append(peer)
         at[rank] = position
     return all(row[position] < 0 for row, position in zip(rows, at))
 

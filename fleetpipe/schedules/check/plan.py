@@ -8,12 +8,12 @@ from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, Fused, numbers
 from fleetpipe.schedules.check.channels import check_channels
 from fleetpipe.schedules.check.deadlock import can_meet, check_rendezvous
+from fleetpipe.schedules.check.in_order import transfers_in_order
+from fleetpipe.schedules.check.plan_columns import PlanColumns
 from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.edges import Edge, crossing_edges
 from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step, ranks_of
-from fleetpipe.schedules.play.encoding import encoding_of
-from fleetpipe.schedules.play.plan_codes import PlanCodes, plan_codes
 from fleetpipe.schedules.rows import PlanRows, computations
 
 #: For each stage, its edges from or to another rank, with that rank.
@@ -23,47 +23,22 @@ _Crossing = list[list[tuple[Edge, int]]]
 def verify_plan(plan: PlanRows) -> None:
     """Checks a plan; see ``Plan.verify``.
 
-    Three quick checks say yes or no; what is wrong with a plan is found in a second reading. Where
+    Two quick checks say yes or no; what is wrong with a plan is found in a second reading. Where
     actions are complete, each stands after what it needs on its rank, and every transfer can be
     made, the schedule cannot deadlock either.
     """
-    schedule = computations(plan)
+    columns = PlanColumns(plan)
+    transfers = transfers_in_order(plan, columns)
+    if transfers is not None and can_meet(transfers, columns):
+        return
     try:
-        encoding_of(schedule)
-        codes = plan_codes(plan)
-        if codes is not None and in_order(codes, plan.units) and can_meet(codes):
-            return
-        verify(schedule, plan.edges)
+        verify(computations(plan), plan.edges)
     except ScheduleError as error:
         raise ScheduleError(
             f"the computations of the plan are no valid schedule: {error}",
             cause="positions count computations only, without sends, receives and releases",
         ) from error
     explain_plan(plan)
-
-
-def in_order(codes: PlanCodes, units: int) -> bool:
-    """Whether each op stands after what it needs, once, and all activations are released.
-
-    The actions are known to be complete: of so many micro-batches, or slices of all of them.
-    """
-    width, stages, needs = codes.width, codes.stages, codes.needs
-    # B, which comes first among the columns, is I and W as well.
-    to_input, to_weight = 2 * stages, 3 * stages
-    marks, period = bytearray(width * units), len(needs)
-    for row in codes.rows:
-        for entry in row:
-            for code in (entry,) if entry >= 0 else codes.fused[-1 - entry]:
-                for distance in needs[code % period]:
-                    if not marks[code + distance]:
-                        return False
-                if marks[code]:
-                    return False
-                marks[code] = 1
-                if code % width < stages:
-                    marks[code + to_input] = marks[code + to_weight] = 1
-    frees = range(4 * stages, 5 * stages)
-    return all(marks[column::width].count(1) == units for column in frees)
 
 
 def explain_plan(plan: PlanRows) -> None:

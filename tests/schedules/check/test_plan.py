@@ -72,6 +72,16 @@ def test_a_fused_pair_releases_and_sends_at_its_end() -> None:
     assert "(F1.1|B1.0) SB0>1.0 FREE1.0 B1.1" in str(plan)
 
 
+@pytest.mark.parametrize("row", ["(F1.0|B1.0)", "(F1.0|I1.0) W1.0", "F1.0 (I1.0|W1.0)"])
+def test_a_fused_unit_does_not_wait_for_itself(row: str) -> None:
+    plan = plan_of(
+        "F0.0 SF0>1.0 RB0>1.0 B0.0 FREE0.0 REDUCE STEP",
+        f"RF0>1.0 {row} SB0>1.0 FREE1.0 REDUCE STEP",
+    )
+    with pytest.raises(ScheduleError, match=r"is fused with .*, which it waits for"):
+        plan.verify()
+
+
 @pytest.mark.parametrize(
     ("placement", "m"),
     [

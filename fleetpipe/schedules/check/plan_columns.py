@@ -1,4 +1,4 @@
-"""The ops of a plan as integers, so that its checks cost about a microsecond an op.
+"""The ops of a plan as integers, so that its checks cost less than a microsecond an op.
 
 An op of micro-batch k has the code ``k * width + column``. With S stages and E edges between ranks
 the columns are B, F, I, W and FREE of each stage, then SF, RF, SB and RB of each edge. What an op
@@ -7,47 +7,22 @@ needs is a fixed distance from its code. REDUCE and STEP, which end a row, have 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Union
 
-from fleetpipe.schedules.action import Action, Fused
+from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.edges import Dependencies, Edge, crossing_edges, slice_before
-from fleetpipe.schedules.operations import Free, Recv, Reduce, Send, Step
+from fleetpipe.schedules.operations import Recv, Send
 from fleetpipe.schedules.rows import PlanRows
 
 _KINDS = "BFIW"
 _WAYS = ("SF", "RF", "SB", "RB")
 
 #: Where the columns of one class of op are: by kind, then by stage or edge.
-_Table = dict[str, dict[Union[int, Edge], int]]
+Table = dict[str, dict[Union[int, Edge], int]]
 
 
-@dataclass
-class PlanCodes:
-    """The rows of a plan as integers.
-
-    Args:
-        rows: Codes of each rank's ops; ``-1 - i`` is the fused unit ``fused[i]``.
-        fused: The codes in each fused unit.
-        width: Distance between the codes of one op in consecutive micro-batches.
-        peers: For each column the rank at the other end of a transfer; -1 for other ops.
-        partners: For each column the distance to the code at the other end of a transfer.
-        needs: For each column of each slice of a micro-batch (of which there is one where nothing
-            is sliced) the distances to what has to stand before it on its rank.
-        stages: Number of stages, S: the columns from ``4 * stages`` on are FREE.
-    """
-
-    rows: list[list[int]]
-    fused: list[tuple[int, ...]]
-    width: int
-    peers: list[int]
-    partners: list[int]
-    needs: list[tuple[int, ...]]
-    stages: int
-
-
-class _Columns:
-    """Which column is which."""
+class PlanColumns:
+    """Which column is which, for the ops of one plan."""
 
     def __init__(self, plan: PlanRows) -> None:
         self.plan = plan
@@ -63,10 +38,13 @@ class _Columns:
 
     def of_edge(self, way: str, edge: Edge) -> int:
         """Returns the column of SF, RF, SB or RB of an edge between ranks."""
-        return 5 * self.stages + _WAYS.index(way) * len(self.edges) + self.numbers[edge]
+        return self.first_transfer + _WAYS.index(way) * len(self.edges) + self.numbers[edge]
 
     def needs(self) -> list[tuple[int, ...]]:
-        """Returns for each column the distances to what has to stand before it on its rank."""
+        """Returns the distances to what has to stand before an op on its rank.
+
+        By column, once for each slice of a micro-batch (one where nothing is sliced).
+        """
         found: list[tuple[int, ...]] = [()] * self.width
         slices = self.plan.slices
 
@@ -105,8 +83,16 @@ class _Columns:
                         needs[index * self.width + column] += (other,)
         return needs
 
+    @property
+    def first_transfer(self) -> int:
+        """The first column of a send or receive; all that follow are such, too."""
+        return 5 * self.stages
+
     def transfers(self) -> tuple[list[int], list[int]]:
-        """Returns for each column the rank at the other end, and the distance to its code."""
+        """Returns for each column the rank at the other end, and the distance to its code.
+
+        The rank is -1 for ops that are no transfer.
+        """
         peers, partners = [-1] * self.width, [0] * self.width
         for edge in self.edges:
             source, target = map(self.plan.placement.rank_of, edge[:2])
@@ -118,73 +104,21 @@ class _Columns:
                 peers[column], partners[column] = peer, self.of_edge(other, edge) - column
         return peers, partners
 
-    def of_rank(self, rank: int) -> tuple[_Table, _Table, _Table, dict[int, int]]:
-        """Returns the columns that belong to a rank: of actions, sends, receives and releases."""
+    def of_rank(self, rank: int) -> tuple[dict[type, Table], dict[int, int]]:
+        """Returns the columns of a rank's actions, sends and receives, and those of releases."""
         own = self.plan.placement.stages_of(rank)
         out = [edge for stage in own for edge, _ in self.leaving[stage]]
         into = [edge for stage in own for edge, _ in self.entering[stage]]
         ends = {"SF": out, "RB": out, "SB": into, "RF": into}
 
-        def of_edges(letter: str) -> _Table:
+        def of_edges(letter: str) -> Table:
             return {
                 kind: {edge: self.of_edge(letter + kind, edge) for edge in ends[letter + kind]}
                 for kind in "FB"
             }
 
-        actions: _Table = {
+        actions: Table = {
             kind: {stage: self.of_stage(kind, stage) for stage in own} for kind in _KINDS
         }
         frees = {stage: self.of_stage("FREE", stage) for stage in own}
-        return actions, of_edges("S"), of_edges("R"), frees
-
-
-def plan_codes(plan: PlanRows) -> PlanCodes | None:
-    """Returns a plan as integers; None where an op does not belong on its rank.
-
-    REDUCE and STEP belong at the end of a row, unless the plan is forward-only, and each once.
-    """
-    columns = _Columns(plan)
-    peers, partners = columns.transfers()
-    codes = PlanCodes([], [], columns.width, peers, partners, columns.needs(), columns.stages)
-    for rank in range(plan.placement.ranks):
-        try:
-            row = _row(plan, rank, columns, codes.fused)
-        except (KeyError, TypeError):
-            return None
-        if row is None:
-            return None
-        codes.rows.append(row)
-    return codes
-
-
-def _row(
-    plan: PlanRows, rank: int, columns: _Columns, fused: list[tuple[int, ...]]
-) -> list[int] | None:
-    """Returns the codes of a rank's ops; raises KeyError for what is not of the rank."""
-    actions, sends, receives, frees = columns.of_rank(rank)
-    width, units = columns.width, plan.units
-    ops = plan.ops[rank]
-    if not plan.forward_only:
-        if ops[-2:] != (Reduce(), Step()):
-            return None
-        ops = ops[:-2]
-    row: list[int] = []
-    for op in ops:
-        if isinstance(op, Action):
-            row.append(op[2] * width + actions[op[0]][op[1]])
-        elif isinstance(op, Fused):
-            unit = tuple(k * width + actions[kind][stage] for kind, stage, k in op.actions)
-            fused.append(unit)
-            row.append(-len(fused))
-        elif isinstance(op, (Send, Recv, Free)):
-            if isinstance(op, Free):
-                k, column = op[1], frees[op[0]]
-            else:
-                k = op[2]
-                column = (sends if isinstance(op, Send) else receives)[op[0]][op[1]]
-            if not 0 <= k < units:
-                return None
-            row.append(k * width + column)
-        else:
-            return None
-    return row
+        return {Action: actions, Send: of_edges("S"), Recv: of_edges("R")}, frees
