@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from fleetpipe.schedules.action import Action, Item
@@ -14,7 +15,7 @@ from fleetpipe.schedules.rows import in_slices
 _WIDTH_OF_A_FILE = 160
 
 #: The events of one rank: entry, start, end.
-_Row = tuple[tuple[Item, float, float], ...]
+_Row = Iterable[tuple[Item, float, float]]
 
 
 def render(timeline: Timeline, width: int | None = None) -> str:
@@ -35,18 +36,19 @@ def render(timeline: Timeline, width: int | None = None) -> str:
     if width is None:
         width = shutil.get_terminal_size((_WIDTH_OF_A_FILE, 24)).columns
     drawing = _Drawing(timeline)
-    digits = len(str(len(drawing.events) - 1))
-    labels = [f"rank {rank:<{digits}}  " for rank in range(len(drawing.events))]
+    ranks = timeline.schedule.placement.ranks
+    digits = len(str(ranks - 1))
+    labels = [f"rank {rank:<{digits}}  " for rank in range(ranks)]
     room = max(width - len(labels[0]), 20)
     for style in drawing.styles(room):
         if style.columns <= room:
-            rows = [drawing.wide_row(row, style) for row in drawing.events]
+            rows = [drawing.wide_row(row, style) for row in drawing.rows()]
             legend = f"time 1 = {_count(style.scale)}"
             small = style.small
             break
     else:
         slices = min(room, drawing.slices)
-        rows = [drawing.narrow_row(row, slices) for row in drawing.events]
+        rows = [drawing.narrow_row(row, slices) for row in drawing.rows()]
         legend = f"time {timeline.makespan / slices:g} = 1 character"
         small = drawing.chunks == 2
     lines = [(label + row).rstrip() for label, row in zip(labels, rows)]
@@ -94,7 +96,7 @@ class _Drawing:
 
     def __init__(self, timeline: Timeline) -> None:
         placement = timeline.schedule.placement
-        self.events = timeline.events
+        self.timeline = timeline
         self.makespan = timeline.makespan
         self.chunks = placement.chunks
         self.second = {
@@ -103,11 +105,20 @@ class _Drawing:
             for stage in placement.stages_of(rank)[1:]
             if placement.chunks == 2
         }
-        lengths = [end - start for row in self.events for _, start, end in row if end > start]
+        lengths: set[float] = set()
+        for starts, ends in zip(timeline.starts, timeline.ends):
+            lengths.update(map(operator.sub, ends, starts))
+        lengths.discard(0)
         self.shortest = min(lengths, default=1)
         even = all(abs(length / self.shortest % 1) < 1e-9 for length in lengths)
         # Slices that say all there is, or where times are uneven all but a little.
         self.slices = max(1, round(self.makespan / self.shortest) * (1 if even else 4))
+
+    def rows(self) -> Iterator[_Row]:
+        """Yields the events of each rank, none of which is kept: there may be millions."""
+        timeline = self.timeline
+        for row in zip(timeline.schedule.actions, timeline.starts, timeline.ends):
+            yield zip(*row)
 
     def styles(self, room: int) -> Iterator[_Style]:
         """Yields the ways to write actions out, the widest first; none where no one can fit."""
@@ -121,7 +132,7 @@ class _Drawing:
     def _style(self, small: bool, space: int) -> _Style:
         sizes = [
             (start, end, len(self.token(item, small)) + space)
-            for row in self.events
+            for row in self.rows()
             for item, start, end in row
             if end > start
         ]
@@ -163,10 +174,14 @@ class _Drawing:
         filled: list[dict[str, float]] = [{".": length} for _ in range(slices)]
         for item, start, end in row:
             letter = self._letter(item) if isinstance(item, Action) else "*"
-            for index in range(int(start / length), min(slices, int(end / length) + 1)):
-                amount = min(end, (index + 1) * length) - max(start, index * length)
-                filled[index][letter] = filled[index].get(letter, 0) + amount
-                filled[index]["."] -= amount
+            first, last = int(start / length), min(slices - 1, int(end / length))
+            for index in range(first, last + 1):
+                amount = end - start
+                if first < last:
+                    amount = min(end, (index + 1) * length) - max(start, index * length)
+                amounts = filled[index]
+                amounts[letter] = amounts.get(letter, 0) + amount
+                amounts["."] -= amount
         return "".join(max(amounts, key=amounts.__getitem__) for amounts in filled)
 
 
