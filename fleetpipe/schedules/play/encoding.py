@@ -8,9 +8,11 @@ waits for a stage's gradient need not know which it is. A search orders F, I and
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from fleetpipe.schedules.action import Action, Fused, parts
+from fleetpipe.schedules.action import Action, Fused, Item, flatten, parts
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, slice_before
 from fleetpipe.schedules.explain.completeness import raise_incomplete
@@ -21,6 +23,9 @@ from fleetpipe.schedules.rows import ScheduleRows
 COLUMNS = "FIWB"
 
 _MARK = {"F": 1, "I": 2, "W": 3, "B": 4}
+
+#: From the marks in the slots of I, which are of I and of B, to those that W must have.
+_TO_WEIGHTS = bytes.maketrans(bytes([_MARK["I"], _MARK["B"]]), bytes([_MARK["W"], 0]))
 
 #: For each column what its action waits for: (distance to that slot, latency of the value).
 Waits = list[list[tuple[int, float]]]
@@ -122,43 +127,48 @@ def _encode(schedule: ScheduleRows) -> Encoding:
     marks = bytearray(encoding.width * schedule.units)
     for rank in range(schedule.placement.ranks):
         _encode_row(schedule, rank, encoding, marks)
-    whole, split, weights = (marks.count(_MARK[kind]) for kind in "BIW")
-    if marks.count(_MARK["F"]) != needed or split != weights:
+    whole, split = marks.count(_MARK["B"]), marks.count(_MARK["I"])
+    if marks.count(_MARK["F"]) != needed:
         raise_incomplete(schedule)
     if whole + split != (0 if schedule.forward_only else needed):
         raise_incomplete(schedule)
-    # As many I as W: each W must stand for a backward that is not whole.
-    if weights and any(
-        marks[code - stages] != _MARK["I"]
-        for code in range(len(marks))
-        if marks[code] == _MARK["W"]
-    ):
-        raise_incomplete(schedule)
+    for stage in range(stages):
+        gradients, weights = (marks[column(kind, stage, stages) :: encoding.width] for kind in "IW")
+        if gradients.translate(_TO_WEIGHTS) != weights:
+            raise_incomplete(schedule)
     return encoding
 
 
 def _encode_row(schedule: ScheduleRows, rank: int, encoding: Encoding, marks: bytearray) -> None:
     """Adds a rank's row to the encoding, and marks the slot of each of its actions."""
-    columns = _columns(schedule, rank)
-    width, micro_batches = encoding.width, schedule.units
+    row, columns, width = schedule.actions[rank], _columns(schedule, rank), encoding.width
+    whole = set(map(type, row)) <= {Action}
     codes: list[int] = []
-    encoding.rows.append(codes)
-    for item in schedule.actions[rank]:
-        first = len(codes)
-        for action in (item,) if isinstance(item, Action) else item.actions:
-            kind, stage, micro_batch = action
-            try:
-                place, shift, mark = columns[kind][stage]
-                code = micro_batch * width + place
-                if not 0 <= micro_batch < micro_batches or marks[code - shift]:
-                    raise_incomplete(schedule)
-            except (KeyError, TypeError):
+    try:
+        for kind, stage, micro_batch in row if whole else flatten(row):
+            place, shift, mark = columns[kind][stage]
+            code = micro_batch * width + place
+            if marks[code - shift] or micro_batch < 0:
                 raise_incomplete(schedule)
             marks[code - shift] = mark
             codes.append(code)
+    except (KeyError, TypeError, IndexError):
+        # No such kind, no such stage on this rank, or no such micro-batch.
+        raise_incomplete(schedule)
+    encoding.rows.append(codes if whole else _fused(row, codes, encoding))
+
+
+def _fused(row: Sequence[Item], codes: Iterable[int], encoding: Encoding) -> list[int]:
+    """Returns the codes of a row's entries, given those of its actions."""
+    each = iter(codes)
+    found = []
+    for item in row:
         if isinstance(item, Fused):
-            encoding.fused.append((tuple(codes[first:]), item))
-            codes[first:] = [-len(encoding.fused)]
+            encoding.fused.append((tuple(islice(each, len(item.actions))), item))
+            found.append(-len(encoding.fused))
+        else:
+            found.append(next(each))
+    return found
 
 
 def _columns(schedule: ScheduleRows, rank: int) -> dict[str, dict[int, tuple[int, int, int]]]:
