@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import cast
 
 from fleetpipe.schedules.action import Action, Fused, Item, flatten, parts
 from fleetpipe.schedules.costs import Costs
@@ -143,9 +144,10 @@ def _encode_row(schedule: ScheduleRows, rank: int, encoding: Encoding, marks: by
     """Adds a rank's row to the encoding, and marks the slot of each of its actions."""
     row, columns, width = schedule.actions[rank], _columns(schedule, rank), encoding.width
     whole = set(map(type, row)) <= {Action}
+    actions = cast("Iterable[Action]", row) if whole else flatten(row)
     codes: list[int] = []
     try:
-        for kind, stage, micro_batch in row if whole else flatten(row):
+        for kind, stage, micro_batch in actions:
             place, shift, mark = columns[kind][stage]
             code = micro_batch * width + place
             if marks[code - shift] or micro_batch < 0:
