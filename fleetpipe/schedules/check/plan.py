@@ -23,13 +23,9 @@ _Crossing = list[list[tuple[Edge, int]]]
 def verify_plan(plan: PlanRows) -> None:
     """Checks a plan; see ``Plan.verify``.
 
-    Two quick checks say yes or no; what is wrong with a plan is found in a second reading. Where
-    actions are complete, each stands after what it needs on its rank, and every transfer can be
-    made, the schedule cannot deadlock either.
+    A quick reading says yes or no; what is wrong with a plan is found in a second one.
     """
-    columns = PlanColumns(plan)
-    transfers = transfers_in_order(plan, columns)
-    if transfers is not None and can_meet(transfers, columns):
+    if _can_run(plan):
         return
     try:
         verify(computations(plan), plan.edges)
@@ -39,6 +35,20 @@ def verify_plan(plan: PlanRows) -> None:
             cause="positions count computations only, without sends, receives and releases",
         ) from error
     explain_plan(plan)
+
+
+def _can_run(plan: PlanRows) -> bool:
+    """Whether a plan is valid.
+
+    Where actions are complete, each stands after what it needs on its rank, and every transfer can
+    be made, the schedule cannot deadlock either.
+    """
+    # Counted first, since there are tables of every action and release that there should be.
+    if sum(map(len, plan.ops)) < plan.placement.stages * plan.units:
+        return False
+    columns = PlanColumns(plan)
+    transfers = transfers_in_order(plan, columns)
+    return transfers is not None and can_meet(transfers, columns)
 
 
 def explain_plan(plan: PlanRows) -> None:

@@ -72,6 +72,14 @@ def test_a_fused_pair_releases_and_sends_at_its_end() -> None:
     assert "(F1.1|B1.0) SB0>1.0 FREE1.0 B1.1" in str(plan)
 
 
+@pytest.mark.parametrize("number", ["micro_batches", "chunks"])
+def test_a_number_that_no_plan_can_have_costs_no_memory(number: str) -> None:
+    text = str(build("1F1B", ranks=1, micro_batches=1).lower())
+    large = text.replace(f"{number}=1", f"{number}={10**15}")
+    with pytest.raises(ScheduleError, match="is missing"):
+        Plan.parse(large).verify()
+
+
 @pytest.mark.parametrize("row", ["(F1.0|B1.0)", "(F1.0|I1.0) W1.0", "F1.0 (I1.0|W1.0)"])
 def test_a_fused_unit_does_not_wait_for_itself(row: str) -> None:
     plan = plan_of(
