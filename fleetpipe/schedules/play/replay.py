@@ -81,8 +81,7 @@ class _Player:
         ]
         #: By column what an entry waits for, its duration, and the distance to its slot.
         self.columns = list(zip(waits, durations, encoding.shifts))
-        self.fused_waits = _fused_waits(encoding, waits)
-        self.fused_durations = [costs.of_fused(unit) for _, unit in encoding.fused]
+        self.units = _Units(encoding, waits, costs)
 
     def run(self) -> None:
         """Runs every rank as far as it gets; a rank that must wait is woken by what it lacks."""
@@ -99,16 +98,17 @@ class _Player:
         for code in self.encoding.rows[rank]:
             if code >= 0:
                 waits, duration, shift = columns[code % period]
+                first = code
             else:
-                waits, duration = self.fused_waits[-1 - code], self.fused_durations[-1 - code]
+                waits, duration, first = self.units.of(-1 - code)
             begin = free
             for distance, delay in waits:
-                arrival = finished[code + distance]
+                arrival = finished[first + distance]
                 if arrival < 0:
                     self.next_waiting[rank] = arrival
-                    finished[code + distance] = -2 - rank
+                    finished[first + distance] = -2 - rank
                     yield
-                    arrival = finished[code + distance]
+                    arrival = finished[first + distance]
                 if arrival + delay > begin:
                     begin = arrival + delay
             begins(begin)
@@ -139,13 +139,23 @@ class _Player:
             waiting = self.next_waiting[rank]
 
 
-def _fused_waits(encoding: Encoding, waits: Waits) -> Waits:
-    """Returns the same for each fused unit, as distances from its (negative) code."""
-    return [
-        [
-            (code + distance - (-1 - index), delay)
-            for code in codes
-            for distance, delay in waits[code % encoding.period]
-        ]
-        for index, (codes, _) in enumerate(encoding.fused)
-    ]
+class _Units:
+    """What fused units wait for: one answer for all whose actions lie alike to the first."""
+
+    def __init__(self, encoding: Encoding, waits: Waits, costs: Costs) -> None:
+        self.encoding, self.waits, self.costs = encoding, waits, costs
+        self.found: dict[tuple[int, ...], tuple[list[tuple[int, float]], float]] = {}
+
+    def of(self, index: int) -> tuple[list[tuple[int, float]], float, int]:
+        """Returns what a unit waits for, its duration, and the code that distances begin at."""
+        codes, unit = self.encoding.fused[index]
+        first, period = codes[0], self.encoding.period
+        alike = (first % period, *(code - first for code in codes))
+        if alike not in self.found:
+            waits = [
+                (code + distance - first, delay)
+                for code in codes
+                for distance, delay in self.waits[code % period]
+            ]
+            self.found[alike] = waits, self.costs.of_fused(unit)
+        return *self.found[alike], first
