@@ -14,8 +14,8 @@ from heapq import heappop, heappush
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.placement import Placement
 
-#: The time of an action, by which the ranks are played against each other.
-_TIMES = {"F": 1, "B": 2}
+#: The times of an action, by which the ranks are played against each other.
+_FORWARD, _BACKWARD = 1, 2
 
 
 def hanayo(placement: Placement, micro_batches: int) -> list[list[Action]]:
@@ -36,45 +36,69 @@ def hanayo(placement: Placement, micro_batches: int) -> list[list[Action]]:
 
 
 class _Player:
-    """All ranks at one time: what each could run, and what runs until when."""
+    """All ranks at one time: what each could run, and what runs until when.
+
+    An action is a number, which is smaller the sooner a rank is to run it: backwards come first,
+    then the oldest micro-batch, and of that the deepest stage.
+    """
 
     def __init__(self, placement: Placement, micro_batches: int) -> None:
-        self.rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
-        self.last = placement.stages - 1
-        self.owners = [placement.rank_of(stage) for stage in range(placement.stages)]
-        #: What each rank could run: backwards first, then the oldest, of these the deepest.
-        self.ready: list[list[tuple[bool, int, int, Action]]] = [[] for _ in self.rows]
-        self.running: list[tuple[int, int, Action]] = []
+        self.stages = placement.stages
+        #: The number of the first forward.
+        self.forwards = self.stages * micro_batches
+        self.owners = [placement.rank_of(stage) for stage in reversed(range(self.stages))]
+        self.order: list[list[int]] = [[] for _ in range(placement.ranks)]
+        self.ready: list[list[int]] = [[] for _ in self.order]
+        #: End, rank and action.
+        self.running: list[tuple[int, int, int]] = []
+        self.free = [True] * placement.ranks
+        #: Ranks that may have something to begin, since they became free or were given work.
+        self.woken: set[int] = set()
         for micro_batch in range(micro_batches):
-            self._add(Action("F", 0, micro_batch))
+            self._add(self.forwards + micro_batch * self.stages + self.stages - 1)
+
+    @property
+    def rows(self) -> list[list[Action]]:
+        """What each rank has run."""
+        return [list(map(self._action, row)) for row in self.order]
 
     def run(self) -> None:
         """Lets a rank that is free run the first thing that it could, until nothing is left."""
-        now, free = 0, set(range(len(self.rows)))
-        while True:
-            for rank in sorted(free):
-                if self.ready[rank]:
-                    *_, action = heappop(self.ready[rank])
-                    self.rows[rank].append(action)
-                    heappush(self.running, (now + _TIMES[action.kind], rank, action))
-                    free.remove(rank)
-            if not self.running:
-                return
-            now = self.running[0][0]
+        now = 0
+        while self.woken:
+            for rank in self.woken:
+                if self.free[rank] and self.ready[rank]:
+                    self._begin(rank, heappop(self.ready[rank]), now)
+            self.woken = set()
+            now = self.running[0][0] if self.running else now
             while self.running and self.running[0][0] == now:
-                _, rank, action = heappop(self.running)
-                free.add(rank)
-                self._follow(action)
+                _, rank, number = heappop(self.running)
+                self.free[rank] = True
+                self.woken.add(rank)
+                self._follow(number)
 
-    def _follow(self, action: Action) -> None:
+    def _begin(self, rank: int, number: int, now: int) -> None:
+        """Notes that a rank runs an action from now on."""
+        self.order[rank].append(number)
+        self.free[rank] = False
+        time = _FORWARD if number >= self.forwards else _BACKWARD
+        heappush(self.running, (now + time, rank, number))
+
+    def _follow(self, number: int) -> None:
         """Makes ready what waited for an action."""
-        kind, stage, micro_batch = action
-        if kind == "F":
-            deeper = stage < self.last
-            self._add(Action("F", stage + 1, micro_batch) if deeper else action._replace(kind="B"))
-        elif stage > 0:
-            self._add(Action("B", stage - 1, micro_batch))
+        above = number % self.stages
+        if number < self.forwards:
+            if above < self.stages - 1:
+                self._add(number + 1)
+        else:
+            self._add(number - 1 if above > 0 else number - self.forwards)
 
-    def _add(self, action: Action) -> None:
-        kind, stage, micro_batch = action
-        heappush(self.ready[self.owners[stage]], (kind == "F", micro_batch, -stage, action))
+    def _add(self, number: int) -> None:
+        rank = self.owners[number % self.stages]
+        heappush(self.ready[rank], number)
+        self.woken.add(rank)
+
+    def _action(self, number: int) -> Action:
+        kind, rest = divmod(number, self.forwards)
+        micro_batch, above = divmod(rest, self.stages)
+        return Action("BF"[kind], self.stages - 1 - above, micro_batch)
