@@ -50,7 +50,7 @@ class _Channel:
         variable = (self.announced, key.micro_batch, len(announcement), structure.nbytes)
         try:
             return pack_header(self.fixed + variable) + announcement
-        except struct.error:
+        except (struct.error, TypeError):
             check_key(key)
             raise
 

@@ -221,7 +221,7 @@ class Inbox:
         if self._seal is not None:
             seal = self._stage[end : end + SEAL_BYTES]
             self._seal.check([self._stage[self._begin : end]], seal)
-        frame = self._frame = _Frame(unpack_header(self._stage, self._begin))
+        frame = self._frame = _Frame(unpack_header(bytes(self._stage[self._begin : end])))
         self._begin += self._header_bytes
         if frame.header.announcement:
             self._expect(frame, [memoryview(frame.announcement)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from typing import NamedTuple
@@ -20,6 +21,9 @@ _FIELDS = struct.Struct("<4sBBBxIIIIIIQ")
 _CHECKSUM = struct.Struct("<I")
 _WHOLE = struct.Struct(_FIELDS.format + "I")
 HEADER_BYTES = _WHOLE.size
+# Every step has the headers of the one before. To make or check one takes 7 us between a backward
+# and a forward, where neither code nor data are in the caches; to look it up takes 1 us.
+_KNOWN_HEADERS = 4096
 
 
 class MessageKey(NamedTuple):
@@ -125,28 +129,29 @@ class Header(NamedTuple):
     payload: int
 
 
+@functools.lru_cache(_KNOWN_HEADERS)
 def pack_header(header: Header | tuple[int, ...]) -> bytes:
     """Returns the ``HEADER_BYTES`` bytes of a header, its checksum at the end."""
     fields = _FIELDS.pack(MAGIC, VERSION, *header)
     return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
 
-def unpack_header(data: bytes | memoryview, offset: int = 0) -> Header:
+@functools.lru_cache(_KNOWN_HEADERS)
+def unpack_header(data: bytes) -> Header:
     """Reads a header.
 
     Args:
-        data: A buffer with at least ``HEADER_BYTES`` bytes from ``offset`` on.
-        offset: Where the header begins.
+        data: The ``HEADER_BYTES`` bytes of it.
 
     Raises:
         TransportError: The bytes are no header of this version, or are damaged.
     """
-    magic, version, *fields, checksum = _WHOLE.unpack_from(data, offset)
-    if magic != MAGIC or checksum != zlib.crc32(data[offset : offset + _FIELDS.size]):
+    magic, version, *fields, checksum = _WHOLE.unpack(data)
+    if magic != MAGIC or checksum != zlib.crc32(data[: _FIELDS.size]):
         raise TransportError(
             "a frame begins with a damaged header",
             expected=f"{HEADER_BYTES} bytes that begin with {MAGIC!r} and end with their checksum",
-            got=bytes(data[offset : offset + HEADER_BYTES]).hex(),
+            got=data.hex(),
         )
     header = Header._make(fields)
     if version != VERSION or header.frame not in (MESSAGE, GOODBYE) or header.kind not in KINDS:
