@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +76,18 @@ def test_frames_in_pieces(cuts: list[int], size: int) -> None:
     assert same(received, [tensor, tensor])
     theirs.close()
     transport.close()
+
+
+def test_tensors_made_ahead_belong_to_one_message_each(
+    ends: tuple[SocketTransport, socket.socket],
+) -> None:
+    transport, theirs = ends
+    theirs.sendall(frame(FOUR_BYTES, struct.pack("<f", 0.0)))
+    for number in range(1, 40):
+        theirs.sendall(frame(b"", struct.pack("<f", number)))
+    received = [transport.receive(1, forward(3), LIMIT) for _ in range(40)]
+    assert [tensor.item() for tensor in received] == [float(number) for number in range(40)]
+    assert len({tensor.data_ptr() for tensor in received}) == 40
 
 
 def test_garbage(ends: tuple[SocketTransport, socket.socket]) -> None:
