@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import socket
 import struct
 import termios
@@ -16,6 +17,7 @@ from fleetpipe.transport.base import Value
 from fleetpipe.transport.sockets.inbox import Inbox
 from fleetpipe.transport.sockets.outbox import Buffer, Outbox
 from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.bridge import Tensor
 from fleetpipe.transport.wire.message import (
     GOODBYE,
     HEADER_BYTES,
@@ -114,10 +116,11 @@ class Connection:
         if structure is None or structure.tree != tree:
             structure = Structure(tree)
             announcement = encode(channel.name, structure, Route(key, self._rank, self.peer))
-        kept, memories = bridge.readable(tensors, structure.leaves)
+        tensors = bridge.plain(tensors)
+        memories = bridge.memories(tensors, structure.leaves)
         head = channel.header(key, structure, announcement)
         try:
-            self._put(head, memories, len(head) + structure.nbytes, kept)
+            self._put(head, memories, len(head) + structure.nbytes, tensors)
         except OSError as error:
             raise self.failure(Route(key, self._rank, self.peer), error) from error
         return structure.nbytes, bool(announcement)
@@ -148,7 +151,7 @@ class Connection:
         text = reason.encode("utf-8", "replace")[:LONGEST_REASON]
         header = pack_header((GOODBYE, ord("C"), 0, 0, 0, 0, 0, len(text), 0))
         with contextlib.suppress(OSError):
-            self._put(header + text, [], len(header) + len(text), None)
+            self._put(header + text, [], len(header) + len(text), [])
 
     def close(self, limit: float) -> None:
         """Closes the socket and ends the writer thread; what is still queued is dropped.
@@ -171,7 +174,9 @@ class Connection:
         """Closes this process's copy of the socket without a word to the peer."""
         self._sock.close()
 
-    def _put(self, head: bytes, memories: list[memoryview], nbytes: int, kept: object) -> None:
+    def _put(
+        self, head: bytes, memories: list[memoryview], nbytes: int, tensors: list[Tensor]
+    ) -> None:
         """Sends a header, what is announced or said behind it, and the bytes of tensors."""
         pieces: list[Buffer] = [head, *memories]
         if self._seal is not None:
@@ -181,7 +186,7 @@ class Connection:
                 if part:
                     pieces += [*part, self._seal.of(part)]
             nbytes = sum(map(len, pieces))
-        self.outbox.put(pieces, nbytes, kept)
+        self.outbox.put(pieces, nbytes, functools.partial(bridge.detached, tensors))
 
     def _unacknowledged(self) -> bool:
         """Tells whether TCP still holds bytes; a unix-domain socket has handed them over."""

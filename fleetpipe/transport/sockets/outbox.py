@@ -53,13 +53,14 @@ class Outbox:
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
 
-    def put(self, pieces: Sequence[Buffer], nbytes: int, kept: object) -> None:
+    def put(self, pieces: Sequence[Buffer], nbytes: int, keep: Callable[[], object]) -> None:
         """Sends pieces in order, behind what was put before; never blocks.
 
         Args:
             pieces: The bytes, gathered by the kernel without being joined.
             nbytes: Bytes of all pieces.
-            kept: What must stay alive until the kernel has taken them.
+            keep: Returns what must stay alive until the kernel has taken them; only called where
+                it does not take them at once.
 
         Raises:
             OSError: The stream has ended.
@@ -72,7 +73,7 @@ class Outbox:
         with self._changed:
             if self.error is not None:
                 raise self.error
-            self._queue.append(_Entry(_after(pieces, sent), nbytes - sent, kept))
+            self._queue.append(_Entry(_after(pieces, sent), nbytes - sent, keep()))
             self.backlog += nbytes - sent
             self._changed.notify()
         if self._writer is None:

@@ -66,7 +66,6 @@ def detached(tensors: list[Tensor]) -> list[Tensor]:
     return leaves
 
 
-@_in_dynamic_mode
 def readable(
     tensors: list[Tensor], leaves: Iterable[TensorLeaf]
 ) -> tuple[list[Tensor], list[memoryview]]:
@@ -75,8 +74,18 @@ def readable(
     The bytes are those of the tensor itself where it is contiguous and on the CPU.
     """
     # A detached tensor keeps the data alive when the stage clears its own handle to it.
-    kept = [_plain(tensor.detach()) for tensor in tensors]
-    return kept, [_memory(t, leaf.nbytes) for t, leaf in zip(kept, leaves) if leaf.nbytes]
+    kept = plain(detached(tensors))
+    return kept, memories(kept, leaves)
+
+
+def plain(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns tensors with the same data, in order and on the CPU: themselves where they are so."""
+    return [tensor if _is_plain(tensor) else _made_plain(tensor) for tensor in tensors]
+
+
+def memories(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[memoryview]:
+    """Returns the bytes of each plain tensor that has data, for as long as it has them."""
+    return [_memory(t, leaf.nbytes) for t, leaf in zip(tensors, leaves) if leaf.nbytes]
 
 
 @_in_dynamic_mode
@@ -124,10 +133,13 @@ def _moved(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
     return moved
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    if not _CPU_ONLY and not tensor.place.is_cpu_place():
-        tensor = tensor.cpu()
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+def _is_plain(tensor: Tensor) -> bool:
+    return (_CPU_ONLY or tensor.place.is_cpu_place()) and tensor.is_contiguous()
+
+
+@_in_dynamic_mode
+def _made_plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
 
 
 def _new(leaf: TensorLeaf) -> Tensor:

@@ -46,6 +46,9 @@ def take_apart(value: Any) -> tuple[Tree, list[Tensor]]:
     """
     if isinstance(value, Tensor):
         return _tensor(value, ()), [value]
+    if type(value) is tuple and len(value) == 1 and isinstance(value[0], Tensor):
+        # What goes back over an edge of one tensor: the walk would take as long as the rest.
+        return ("tuple", _tensor(value[0], (0,))), [value[0]]
     walk = _Walk()
     return walk.tree(value, (), DEEPEST), walk.tensors
 

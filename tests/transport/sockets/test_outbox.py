@@ -10,6 +10,10 @@ import pytest
 from fleetpipe.transport.sockets.outbox import Outbox
 
 
+def nothing() -> None:
+    """What is sent stays alive by itself."""
+
+
 def drain(sock: socket.socket, count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
@@ -21,7 +25,7 @@ def test_what_the_kernel_takes_needs_no_thread() -> None:
     mine, theirs = socket.socketpair()
     outbox = Outbox(mine, lambda: None)
     for _ in range(20):
-        outbox.put([b"ab", memoryview(b"cd")], 4, None)
+        outbox.put([b"ab", memoryview(b"cd")], 4, nothing)
         assert drain(theirs, 4) == b"abcd"
     assert outbox.backlog == 0
     assert "fleetpipe-writer" not in {thread.name for thread in threading.enumerate()}
@@ -33,7 +37,7 @@ def test_more_pieces_than_one_call_takes() -> None:
     mine, theirs = socket.socketpair()
     outbox = Outbox(mine, lambda: None)
     pieces = [bytes([number % 251]) for number in range(5000)]
-    outbox.put(pieces, 5000, None)
+    outbox.put(pieces, 5000, nothing)
     assert drain(theirs, 5000) == b"".join(pieces)
     mine.close()
     theirs.close()
@@ -44,8 +48,8 @@ def test_the_rest_goes_in_order_through_the_writer() -> None:
     told = threading.Event()
     outbox = Outbox(mine, told.set)
     large = bytes(range(256)) * (1 << 14)
-    outbox.put([large[:100], memoryview(large)[100:]], len(large), None)
-    outbox.put([b"after"], 5, None)
+    outbox.put([large[:100], memoryview(large)[100:]], len(large), nothing)
+    outbox.put([b"after"], 5, nothing)
     assert 0 < outbox.backlog <= len(large) + 5
     outbox.ask()
     assert drain(theirs, len(large) + 5) == large + b"after"
@@ -62,12 +66,12 @@ def test_a_broken_stream_is_told_to_the_next_caller(size: int) -> None:
     mine, theirs = socket.socketpair()
     told = threading.Event()
     outbox = Outbox(mine, told.set)
-    outbox.put([bytes(size)], size, None)
+    outbox.put([bytes(size)], size, nothing)
     outbox.ask()
     theirs.close()
     assert size == 10 or told.wait(5.0)
     with pytest.raises(OSError, match=r"Broken pipe|reset"):
-        outbox.put([b"x"], 1, None)
+        outbox.put([b"x"], 1, nothing)
     assert outbox.backlog == 0
     outbox.close()
     mine.close()
