@@ -35,6 +35,8 @@ def tensors_of(value: Nest) -> Iterator[Tensor]:
 
 def differentiable(value: Nest) -> list[Tensor]:
     """Returns the tensors in ``value``, in order, whose gradient travels back over the edge."""
+    if isinstance(value, paddle.Tensor):
+        return [] if value.stop_gradient else [value]
     return [tensor for tensor in tensors_of(value) if not tensor.stop_gradient]
 
 

@@ -9,6 +9,7 @@ from typing import Callable, NamedTuple, Optional, Protocol
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph._paddle import run_backward
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
@@ -321,6 +322,8 @@ def _roots(
     tensors: list[Tensor], grads: tuple[Tensor, ...]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Returns where to start from; a tensor that left twice gets the sum of its gradients."""
+    if len(tensors) == len(grads) == 1 and grads[0] is not None:
+        return tensors, [grads[0]]
     roots: dict[int, tuple[Tensor, Tensor]] = {}
     for tensor, grad in zip(tensors, grads):
         # None: the next stage did not use the tensor. Paddle would take None for a gradient of one.
@@ -334,6 +337,6 @@ def _backward(tensors: list[Tensor], grads: list[Tensor | None]) -> None:
     """Runs autograd from ``tensors``, if there are any."""
     if tensors:
         try:
-            paddle.autograd.backward(tensors, grads)
+            run_backward(tensors, grads)
         except Exception as error:
             raise recompute.cause_of(error)  # noqa: B904 (it is the error itself, or its cause)
