@@ -26,6 +26,7 @@ from fleetpipe.errors import StateError
 _clips: ModuleType = _stock_clip
 _optimizers: ModuleType = _hybrid
 _mixed: ModuleType = _mixed_precision
+_eager: ModuleType = core.eager
 HybridParallelOptimizer = _optimizers.HybridParallelOptimizer
 
 #: Whether Fleet's ``PipelineLayer._loss_fn`` is a list (3.x) or what the user passed (2.6.2).
@@ -50,7 +51,7 @@ def run_backward(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> N
         tensors: Where to start, each once.
         grads: The gradient of each; None for ones.
     """
-    core.eager.run_backward(tensors, grads, *_PLAINLY)
+    _eager.run_backward(tensors, grads, *_PLAINLY)
 
 
 def base_optimizer(optimizer: Optimizer) -> Optimizer:
