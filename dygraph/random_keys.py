@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe._paddle import CPU_ONLY, paddle, paddle_fleet
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph._paddle import is_patched, stream_seeds, track_streams
 from fleetpipe.schedules.action import GlobalMicroBatch
@@ -157,6 +157,7 @@ class Keys:
         self._common: frozenset[str] = frozenset()
         self._call: tuple[int, GlobalMicroBatch] | None = None
         self._streams: dict[str, GeneratorStates] = {}
+        self._generator: Any = None
 
     def agree(self, group: Group) -> None:
         """Takes the draw of the first of the ranks that hold slices of one layer. Collective.
@@ -178,7 +179,7 @@ class Keys:
         self._call = (layer, self.micro_batch)
         self._streams.clear()
         if function is None or not draws_nothing(function):
-            paddle.seed(key(self._draw, layer, self.micro_batch))
+            self._seed(key(self._draw, layer, self.micro_batch))
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
@@ -194,13 +195,21 @@ class Keys:
             layer, micro_batch = call or (_LOSS, self.micro_batch)
             number = zlib.crc32(name.encode())
             part = 0 if name in self._common else self._slice
-            paddle.seed(key(self._draw, layer, micro_batch, part, number))
+            self._seed(key(self._draw, layer, micro_batch, part, number))
         try:
             yield
         finally:
             if call == self._call:
                 self._streams[name] = GeneratorStates()
             states.put_back()
+
+    def _seed(self, seed: int) -> None:
+        """Does what ``paddle.seed`` does, which looks for devices each time."""
+        if self._generator is not None:
+            self._generator.manual_seed(seed)
+        else:
+            generator = paddle.seed(seed)
+            self._generator = generator if CPU_ONLY else None
 
 
 _keys: Keys | None = None

@@ -34,6 +34,13 @@ from paddle.distributed import fleet as _fleet
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.base import topology as _topology
 
+#: Whether this Paddle can compute on nothing but CPUs.
+CPU_ONLY = not (
+    paddle.device.is_compiled_with_cuda()
+    or paddle.device.is_compiled_with_xpu()
+    or paddle.device.get_all_custom_device_type()
+)
+
 
 @contextmanager
 def dynamic_mode() -> Iterator[None]:
@@ -170,6 +177,7 @@ def forget_topology() -> None:
 
 
 __all__ = [
+    "CPU_ONLY",
     "LocalTopology",
     "beginning",
     "dynamic_mode",
