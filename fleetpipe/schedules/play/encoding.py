@@ -55,11 +55,6 @@ class Encoding:
         return 4 * self.stages
 
     @property
-    def period(self) -> int:
-        """The columns of all slices of a micro-batch: what a code stands for, it is modulo this."""
-        return self.width * self.slices
-
-    @property
     def shifts(self) -> list[int]:
         """For each column the distance from a code to its slot: 0, or from B to I."""
         return ([0] * (3 * self.stages) + [2 * self.stages] * self.stages) * self.slices

@@ -91,7 +91,7 @@ class _Player:
 
     def _run(self, rank: int) -> Iterator[None]:
         """Runs a rank to its end, and yields wherever it has to wait."""
-        finished, columns, period = self.finished, self.columns, self.encoding.period
+        finished, columns, period = self.finished, self.columns, len(self.columns)
         begins, ends = self.starts[rank].append, self.ends[rank].append
         free: float = 0
         busy: float = 0
@@ -126,7 +126,7 @@ class _Player:
     def _finish_fused(self, index: int, end: float) -> None:
         """Notes when a fused unit ended."""
         for code in self.encoding.fused[index][0]:
-            slot = code - self.columns[code % self.encoding.period][2]
+            slot = code - self.columns[code % len(self.columns)][2]
             self._wake(slot)
             self.finished[slot] = end
 
@@ -149,7 +149,7 @@ class _Units:
     def of(self, index: int) -> tuple[list[tuple[int, float]], float, int]:
         """Returns what a unit waits for, its duration, and the code that distances begin at."""
         codes, unit = self.encoding.fused[index]
-        first, period = codes[0], self.encoding.period
+        first, period = codes[0], len(self.waits)
         alike = (first % period, *(code - first for code in codes))
         if alike not in self.found:
             waits = [
