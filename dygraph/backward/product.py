@@ -8,9 +8,8 @@ the sizes, as products are made in blocks; it is tried out once for each.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
@@ -25,6 +24,14 @@ from fleetpipe.dygraph.backward.leaf_call import Call, bytes_of
 _ALIGNMENT = 64
 
 _DTYPES = {paddle.float32: np.float32, paddle.float64: np.float64}
+
+
+#: Shapes of the input that are tried for a size of weight. Where each batch has a length of its own,
+#: to try them all would take longer than it saves.
+_MOST_SHAPES = 8
+
+#: What was tried, by what does not change with the batch, and then by the shape of the input.
+_found: dict[Hashable, dict[tuple[int, ...], Ways | None]] = {}
 
 
 class Ways(NamedTuple):
@@ -143,8 +150,19 @@ def product_of(
     return None if ways is None else Product(weight, ways)
 
 
-@functools.cache
 def _ways(
+    shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: type[np.floating[Any]]
+) -> Ways | None:
+    """Returns what :func:`_try` finds for a call, from the one time that it is tried."""
+    found = _found.setdefault((shape[-1], outputs, has_bias, dtype), {})
+    if shape not in found:
+        if len(found) >= _MOST_SHAPES:
+            return None
+        found[shape] = _try(shape, outputs, has_bias, dtype)
+    return found[shape]
+
+
+def _try(
     shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: type[np.floating[Any]]
 ) -> Ways | None:
     """Tries out which ways have autograd's bits, on random numbers: each of a gradient and a sum.
@@ -157,9 +175,7 @@ def _ways(
     """
     generator = np.random.default_rng(0)
     sizes = shape, (*shape[:-1], outputs), (shape[-1], outputs)
-    x, grad, total = (
-        paddle.to_tensor(generator.standard_normal(size).astype(dtype)) for size in sizes
-    )
+    x, grad, total = (paddle.to_tensor(generator.standard_normal(size, dtype)) for size in sizes)
     parameters = [paddle.zeros_like(total), *[paddle.zeros_like(total[0])] * has_bias]
     for tensor in (x, *parameters):
         tensor.stop_gradient = False

@@ -1,0 +1,195 @@
+"""W of a Linear as products: autograd's bits in every batch, seen by all that watch gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe.dygraph._paddle import CAN_RUN_REDUCE_HOOKS
+from fleetpipe.dygraph.backward import product
+from tests.dygraph.backward.test_split import Steps, grads_of, numbers, score
+
+MICRO_BATCHES = 3
+#: Shapes of inputs, and numbers of a row of the output.
+SIZES: list[tuple[tuple[int, ...], int]] = [
+    ((1, 1), 1),
+    ((8, 16), 16),
+    ((2, 3, 5), 7),
+    ((128, 64), 64),
+    ((128, 256), 256),
+    ((4, 32, 96), 200),
+    ((700, 24), 40),
+]
+
+
+@pytest.fixture(autouse=True)
+def _ways_forgotten() -> Iterator[None]:
+    product._found.clear()
+    yield
+    product._found.clear()
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the sums that were added to while their product was made, in order."""
+    shapes: list[tuple[int, ...]] = []
+    original = paddle.addmm_
+
+    def addmm_(total: Any, *factors: Any) -> Any:
+        shapes.append(tuple(total.shape))
+        return original(total, *factors)
+
+    monkeypatch.setattr(paddle, "addmm_", addmm_)
+    return shapes
+
+
+def two(make: Callable[[], Any]) -> tuple[Any, Steps]:
+    """The same layer twice: plain, and one whose backward is split."""
+    paddle.seed(3)
+    plain = make()
+    paddle.seed(3)
+    return plain, Steps(make())
+
+
+def batch(plain: Any, steps: Steps, shape: tuple[int, ...], seed: int) -> None:
+    """Trains one batch on both sides, all W at its end; the inputs' gradients must agree."""
+    inputs = [numbers(*shape, seed=seed + k) for k in range(MICRO_BATCHES)]
+    copies = [numbers(*shape, seed=seed + k) for k in range(MICRO_BATCHES)]
+    for x in copies:
+        score(plain(x)).backward()
+    for k, x in enumerate(inputs):
+        steps.input_grads(k, score(steps.forward(k, x)))
+    for k in range(MICRO_BATCHES):
+        steps.weight_grads(k)
+    steps.split.end()
+    for x, copy in zip(inputs, copies):
+        assert x.grad.numpy().tobytes() == copy.grad.numpy().tobytes()
+
+
+@pytest.mark.parametrize(("shape", "outputs"), SIZES)
+@pytest.mark.parametrize("bias", [None, False])
+@pytest.mark.parametrize("cleared", ["zeroed", "dropped", "kept"])
+def test_every_batch_has_the_bits_of_autograd(
+    shape: tuple[int, ...], outputs: int, bias: bool | None, cleared: str
+) -> None:
+    plain, steps = two(lambda: nn.Linear(shape[-1], outputs, bias_attr=bias))
+    for number in range(3):
+        batch(plain, steps, shape, 10 * number)
+        assert grads_of(steps.layer) == grads_of(plain)
+        for parameter in (*plain.parameters(), *steps.layer.parameters()):
+            if cleared != "kept":
+                parameter.clear_gradient(cleared == "zeroed")
+
+
+@pytest.mark.skipif(
+    not CAN_RUN_REDUCE_HOOKS, reason="this Paddle has no way to run the hooks behind a gradient"
+)
+def test_products_are_added_as_they_are_made(added: list[tuple[int, ...]]) -> None:
+    plain, steps = two(lambda: nn.Linear(256, 256))
+    assert product._ways((128, 256), 256, True, np.float32) is not None
+    added.clear()
+    batch(plain, steps, (128, 256), 0)
+    assert added == []  # Hooks tell where the gradients of the first batch arrive.
+    batch(plain, steps, (128, 256), 10)
+    ways = product._ways((128, 256), 256, True, np.float32)
+    # The first goes through autograd, which may replace what an optimizer left.
+    assert len(added) == (MICRO_BATCHES - 1 if ways is not None and ways.added else 0)
+    assert grads_of(steps.layer) == grads_of(plain)
+
+
+def test_a_product_of_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = paddle.addmm_
+
+    def off_by_a_bit(total: Any, *factors: Any) -> Any:
+        return original(total, *factors).scale_(1 + 2**-20)
+
+    monkeypatch.setattr(paddle, "addmm_", off_by_a_bit)
+    plain, steps = two(lambda: nn.Linear(16, 16))
+    for number in range(2):
+        batch(plain, steps, (8, 16), 10 * number)
+    assert grads_of(steps.layer) == grads_of(plain)
+    ways = product._ways((8, 16), 16, True, np.float32)
+    assert ways is None or not ways.added
+
+
+def test_a_hook_sees_every_gradient_from_when_it_is_there(added: list[tuple[int, ...]]) -> None:
+    plain, steps = two(lambda: nn.Linear(16, 16))
+    seen: list[list[bytes]] = [[], []]
+    batch(plain, steps, (8, 16), 0)
+    for layer, notes in zip((plain, steps.layer), seen):
+        for parameter in layer.parameters():
+
+            def note(grad: Any, notes: list[bytes] = notes) -> Any:
+                notes.append(grad.numpy().tobytes())
+                return grad * 2
+
+            parameter.register_hook(note)
+    added.clear()
+    batch(plain, steps, (8, 16), 10)
+    assert len(seen[0]) == 2 * MICRO_BATCHES
+    assert sorted(seen[0]) == sorted(seen[1])
+    assert grads_of(steps.layer) == grads_of(plain)
+    assert added == []
+
+
+def test_what_runs_behind_a_gradient_runs_for_each() -> None:
+    plain, steps = two(lambda: nn.Linear(16, 16))
+    calls: list[int] = []
+    for number in range(2):
+        if number:
+            for parameter in steps.layer.parameters():
+                parameter._register_backward_hook(lambda: calls.append(1))
+        batch(plain, steps, (8, 16), 10 * number)
+    assert len(calls) == 2 * MICRO_BATCHES
+    assert grads_of(steps.layer) == grads_of(plain)
+
+
+def test_a_frozen_part_gets_no_gradient() -> None:
+    for frozen in ("weight", "bias"):
+
+        def make(frozen: str = frozen) -> Any:
+            layer = nn.Linear(8, 8)
+            getattr(layer, frozen).stop_gradient = True
+            return layer
+
+        plain, steps = two(make)
+        for number in range(2):
+            batch(plain, steps, (4, 8), 10 * number)
+        assert grads_of(steps.layer) == grads_of(plain)
+        assert getattr(steps.layer, frozen).grad is None
+
+
+def test_an_input_changed_before_w_is_refused() -> None:
+    steps = Steps(nn.Linear(4, 4))
+    x = numbers(3, 4).detach()
+    steps.input_grads(0, score(steps.forward(0, x)))
+    x.scale_(2.0)
+    with pytest.raises(RuntimeError, match="changed in place before W"):
+        steps.weight_grads(0)
+
+
+def test_a_second_split_of_the_same_layer_adds_as_well(added: list[tuple[int, ...]]) -> None:
+    plain, steps = two(lambda: nn.Linear(256, 256))
+    batch(plain, steps, (128, 256), 0)
+    again = Steps(steps.layer)
+    for number in range(1, 3):
+        added.clear()
+        batch(plain, again, (128, 256), 10 * number)
+    ways = product._ways((128, 256), 256, True, np.float32)
+    expected = MICRO_BATCHES - 1 if CAN_RUN_REDUCE_HOOKS and ways is not None and ways.added else 0
+    assert len(added) == expected
+    assert grads_of(steps.layer) == grads_of(plain)
+
+
+def test_not_every_length_of_a_batch_is_tried() -> None:
+    plain, steps = two(lambda: nn.Linear(4, 4))
+    for rows in range(1, 21):
+        batch(plain, steps, (rows, 4), rows)
+    assert grads_of(steps.layer) == grads_of(plain)
+    (tried,) = product._found.values()
+    assert set(tried) == {(rows, 4) for rows in range(1, product._MOST_SHAPES + 1)}
