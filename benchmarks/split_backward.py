@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/split_backward.py [--repeats 15] [--json FILE]
 
 For each stack of layers two stages live in this process, of which one splits its backward. They run
-forward and backward in turn; each time is processor time, which other processes change least, and
-each ratio is the median of those of the pairs. F/F is what the split costs in the forward. Bytes
+forward and backward in turn, two micro-batches each, of which the second is measured: the gradients
+of the first are there. Times are processor time, which other processes change least, and each ratio
+is the median of those of the pairs. F/F is what the split costs in the forward. Bytes
 are what is alive after I beside what is alive after F of a whole backward.
 """
 
@@ -40,7 +41,7 @@ class Side:
     def __init__(self, make: Callable[[], list[Any]], schedule: str) -> None:
         self.layers = make()
         split = SplitBackward(
-            schedules.build(schedule, ranks=1, micro_batches=1),
+            schedules.build(schedule, ranks=1, micro_batches=2),
             lambda stage: dict(enumerate(self.layers)),
         )
         self.split = schedule == "ZBH1"
@@ -53,25 +54,30 @@ class Side:
         return value
 
     def times(self, x: Any, weights: Any) -> list[float]:
-        """Returns seconds of F and B, or of F, I and W."""
-        stage = self.stage
-        losses = Losses([lambda output, label: (output * label).sum()], [Fraction(1)])
-        stage.begin(Batch(MicroBatches([x], [weights]), losses))
-        before, marks = allocated_bytes(), [time.process_time()]
-        stage.forward(0, 0, {})
+        """Returns seconds of F and B, or of F, I and W, of the second of two micro-batches."""
+        losses = Losses([lambda output, label: (output * label).sum()], [Fraction(1)] * 2)
+        self.stage.begin(Batch(MicroBatches([x, x], [weights, weights]), losses))
+        self._micro_batch(0)
+        marks = self._micro_batch(1)
+        self.stage.end()
+        return [after - earlier for earlier, after in zip(marks, marks[1:])]
+
+    def _micro_batch(self, number: int) -> list[float]:
+        """Returns when each action began, and when the last ended."""
+        stage, before, marks = self.stage, allocated_bytes(), [time.process_time()]
+        stage.forward(0, number, {})
         marks.append(time.process_time())
         if self.split:
-            stage.input_grad(0, 0, {})
+            stage.input_grad(0, number, {})
             marks.append(time.process_time())
             self.kept = allocated_bytes() - before
-            stage.weight_grad(0, 0)
+            stage.weight_grad(0, number)
         else:
             self.kept = allocated_bytes() - before
-            stage.backward(0, 0, {})
+            stage.backward(0, number, {})
         marks.append(time.process_time())
-        stage.release(0, 0)
-        stage.end()
-        return [after - earlier for earlier, after in zip(marks, marks[1:])]
+        stage.release(0, number)
+        return marks
 
 
 def measured(make: Callable[[], list[Any]], x: Any, weights: Any, repeats: int) -> dict[str, float]:

@@ -380,6 +380,12 @@ def switch_gradients_on() -> None:
     framework._dygraph_tracer()._has_grad = True
 
 
+def casts_automatically() -> bool:
+    """Whether tensors are cast automatically now, as within ``auto_cast``."""
+    framework: ModuleType = paddle.framework
+    return bool(framework._dygraph_tracer()._amp_level.name != "O0")
+
+
 def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
     """Returns what makes the context in which tensors are cast automatically as they are now."""
     framework: ModuleType = paddle.framework

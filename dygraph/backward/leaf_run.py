@@ -9,6 +9,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.backward import recompute
+from fleetpipe.dygraph.backward.graph_call import GraphCall
 from fleetpipe.dygraph.backward.leaf import CannotWait, Leaf, Nature, examine, tensors_in
 from fleetpipe.dygraph.backward.leaf_call import Call, bordered
 from fleetpipe.dygraph.backward.product import ProductCall, product_of
@@ -55,6 +56,11 @@ def run(
     nature = leaf.natures.get(situation) or examine(leaf, forward, args, named)
     if nature.reason or not nature.divisible:
         output = forward(*args, **named)
+    elif (product := product_of(leaf, forward, taken)) is not None:
+        with paddle.no_grad():
+            output = forward(*args, **named)
+        entries = [tensor for tensor in taken if not tensor.stop_gradient]
+        (output,) = bordered(ProductCall(product, taken[0], output), tape, nature.depth, entries)
     else:
         output = _cut_out(leaf, nature, forward, tape, taken, args, named)
     # An error of the user's own comes again above, and says nothing of the layer.
@@ -84,14 +90,9 @@ def _cut_out(
         entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]
         inputs = [stand_ins[id(tensor)] for tensor in entries]
         parameters = [p for p in leaf.parameters if not p.stop_gradient]
-        product = product_of(leaf, forward, taken, outputs)
-        if product is None:
-            call = Call(parameters, inputs, outputs)
-        else:
-            call = ProductCall(product, (inputs or taken)[0], parameters, inputs, outputs)
+        call = GraphCall(parameters, inputs, outputs)
         call.measure(taken, outputs, allocated)
         borders = bordered(call, tape, nature.depth, entries)
-        borders = borders if isinstance(borders, (tuple, list)) else (borders,)
         originals.update((id(output), border) for output, border in zip(outputs, borders))
     return replace(output, originals)
 

@@ -1,9 +1,10 @@
-"""A call of Linear, whose W is two products: of its weight's gradient, and of its bias's.
+"""A call of Linear as three products: of the input's gradient in I, of weight's and bias's in W.
 
-Autograd makes the first in memory of its own and then adds it: two more passes over as many numbers
-as the weight has. ``paddle.addmm_`` adds while it multiplies. The second, by ones, takes a tenth of
-the time of the sum that Paddle's kernels make. Whether either gives the bits of autograd depends on
-the sizes, as products are made in blocks; it is tried out once for each.
+Autograd makes the weight's gradient in memory of its own and then adds it: two more passes over as
+many numbers as the weight has. ``paddle.addmm_`` adds while it multiplies. The bias's, as a product
+with ones, takes a tenth of the time of the sum that Paddle's kernels make. Whether any of them has
+the bits of autograd depends on the sizes, as products are made in blocks; it is tried out once for
+each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.aliases import DType, Nest, Tensor
+from fleetpipe.dygraph._paddle import casts_automatically
 from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.leaf_call import Call, bytes_of
@@ -23,11 +25,10 @@ from fleetpipe.dygraph.backward.leaf_call import Call, bytes_of
 #: Bytes to which the memory of tensors is aligned; the product of others may have other bits.
 _ALIGNMENT = 64
 
-_DTYPES = {paddle.float32: np.float32, paddle.float64: np.float64}
+_DTYPES: dict[DType, Any] = {paddle.float32: np.float32, paddle.float64: np.float64}
 
-
-#: Shapes of the input that are tried for a size of weight. Where each batch has a length of its own,
-#: to try them all would take longer than it saves.
+#: Shapes of the input that are tried for each size of weight: where every batch has a length of its
+#: own, to try them all would take longer than it saves.
 _MOST_SHAPES = 8
 
 #: What was tried, by what does not change with the batch, and then by the shape of the input.
@@ -35,7 +36,7 @@ _found: dict[Hashable, dict[tuple[int, ...], Ways | None]] = {}
 
 
 class Ways(NamedTuple):
-    """How W of a Linear can have the bits of autograd.
+    """How a Linear can have the bits of autograd.
 
     Attributes:
         ones: [rows, 1]; the factor that makes the bias's gradient a product.
@@ -47,47 +48,49 @@ class Ways(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Why a call can be a :class:`ProductCall`: the weight, and how W may be done."""
+    """A Linear whose calls can be products.
+
+    Attributes:
+        weight: [inputs, outputs].
+        trained: The parameters that need a gradient, the weight among them.
+        ways: How to have the bits of autograd.
+    """
 
     weight: Tensor
+    trained: list[Tensor]
     ways: Ways
 
 
 class ProductCall(Call):
-    """A call of Linear. I frees its graph: W needs the input and the gradient of the output."""
+    """A call of Linear without a graph: it keeps the input, and then the output's gradient."""
 
-    def __init__(
-        self,
-        product: Product,
-        taken: Tensor,
-        parameters: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-    ) -> None:
-        """Keeps what W needs.
+    def __init__(self, product: Product, taken: Tensor, output: Tensor) -> None:
+        """Keeps what I and W need.
 
         Args:
-            product: The weight, [inputs, outputs], and how W may be done.
-            taken: What the layer was called with, [.., inputs].
-            parameters: The layer's trainable parameters, the weight among them.
-            inputs: ``taken``, if it needs a gradient.
-            outputs: What the layer returned.
+            product: The layer.
+            taken: What it was called with, [.., inputs].
+            output: What it returned, [.., outputs].
         """
-        super().__init__(parameters, inputs, outputs)
-        self._weight, self._ways = product
-        self._taken = taken
-        self._version = taken.inplace_version
-        self._bias = [p for p in parameters if p is not self._weight]
+        super().__init__(product.trained, [output])
+        self._weight, self._ways = product.weight, product.ways
+        self._taken: Tensor | None = taken
+        self._versions = taken.inplace_version, self._weight.inplace_version
+        self.storages[taken.data_ptr()] = bytes_of(taken)
 
-    def _found_in_i(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        found = self._gradients(inputs, retain_graph=False)
-        self._graph = None
-        return found
+    def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the gradient of the input, if it needs one, and keeps that of the output.
 
-    def _note_kept(self) -> None:
-        kept = (self._taken, *self.arrived)
-        self.storages = {t.data_ptr(): bytes_of(t) for t in kept if t is not None}
-        self.hidden_bytes = 0
+        Args:
+            grads: The gradient of the output; None if nobody used it.
+        """
+        taken = self._unchanged()
+        self.arrived, (grad,) = grads, grads
+        if grad is not None:
+            self.storages[grad.data_ptr()] = bytes_of(grad)
+        if taken.stop_gradient:
+            return []
+        return [paddle.zeros_like(taken) if grad is None else _back(grad, self._weight)]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that have a gradient, with it."""
@@ -114,45 +117,49 @@ class ProductCall(Call):
             sums.add([(self._weight, _product(left, right))])
 
     def _bias_grads(self, right: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [(bias, _product(self._ways.ones, right).reshape([-1])) for bias in self._bias]
+        biases = [parameter for parameter in self.parameters if parameter is not self._weight]
+        return [(bias, _product(self._ways.ones, right).reshape([-1])) for bias in biases]
 
     def _operands(self) -> tuple[Tensor, Tensor] | None:
         """Returns the two factors of the weight's gradient as matrices; to be called once."""
+        taken, self._taken = self._unchanged(), None
         (grad,), self.arrived = self.arrived, ()
-        if grad is None:
-            return None
-        if self._taken.inplace_version != self._version:
-            raise RuntimeError("the input of a Linear was changed in place before W")
-        return _matrix(self._taken), _matrix(grad)
+        return None if grad is None else (_matrix(taken), _matrix(grad))
+
+    def _unchanged(self) -> Tensor:
+        """Returns the input, which is what it was in the forward."""
+        taken = self._taken
+        if taken is None:
+            raise RuntimeError("backward ran twice through a call of a leaf layer")
+        if (taken.inplace_version, self._weight.inplace_version) != self._versions:
+            raise RuntimeError("the input or the weight of a Linear was changed in place before W")
+        return taken
 
 
-def product_of(
-    leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> Product | None:
+def product_of(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]) -> Product | None:
     """Returns what a :class:`ProductCall` needs if a call of ``leaf`` can be one, else None.
 
     Args:
         leaf: The layer.
         forward: Its forward.
         taken: The tensors that the call takes.
-        outputs: The tensors with a gradient that it returned.
     """
     layer = leaf.layer
     if getattr(forward, "__func__", None) is not paddle.nn.Linear.forward:
         return None
-    weight, (x,), (y,) = layer.weight, taken, outputs
-    ours = any(parameter is weight for parameter in leaf.parameters) and not weight.stop_gradient
-    # Within auto_cast they differ, and there are more operations than one.
-    alike = x.dtype == y.dtype == weight.dtype and weight.dtype in _DTYPES
-    if not ours or not alike or not math.prod(y.shape) * math.prod(x.shape):
+    weight, (x,) = layer.weight, taken
+    trained = [parameter for parameter in leaf.parameters if not parameter.stop_gradient]
+    ours = any(parameter is weight for parameter in trained)
+    if not ours or x.dtype != weight.dtype or weight.dtype not in _DTYPES or casts_automatically():
         return None
-    ways = _ways(tuple(x.shape), y.shape[-1], layer.bias is not None, _DTYPES[x.dtype])
-    return None if ways is None else Product(weight, ways)
+    shape = tuple(x.shape)
+    if not math.prod(shape) * weight.shape[1]:
+        return None
+    ways = _ways(shape, weight.shape[1], layer.bias is not None, _DTYPES[x.dtype])
+    return None if ways is None else Product(weight, trained, ways)
 
 
-def _ways(
-    shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: type[np.floating[Any]]
-) -> Ways | None:
+def _ways(shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any) -> Ways | None:
     """Returns what :func:`_try` finds for a call, from the one time that it is tried."""
     found = _found.setdefault((shape[-1], outputs, has_bias, dtype), {})
     if shape not in found:
@@ -162,9 +169,7 @@ def _ways(
     return found[shape]
 
 
-def _try(
-    shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: type[np.floating[Any]]
-) -> Ways | None:
+def _try(shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any) -> Ways | None:
     """Tries out which ways have autograd's bits, on random numbers: each of a gradient and a sum.
 
     Args:
@@ -176,18 +181,19 @@ def _try(
     generator = np.random.default_rng(0)
     sizes = shape, (*shape[:-1], outputs), (shape[-1], outputs)
     x, grad, total = (paddle.to_tensor(generator.standard_normal(size, dtype)) for size in sizes)
-    parameters = [paddle.zeros_like(total), *[paddle.zeros_like(total[0])] * has_bias]
+    parameters = [total.clone(), *[paddle.zeros_like(total[0])] * has_bias]
     for tensor in (x, *parameters):
         tensor.stop_gradient = False
     with paddle.amp.auto_cast(enable=False):
         with paddle.enable_grad():
             linear: Callable[..., Tensor] = paddle.nn.functional.linear
             output = linear(x, *parameters)
-            _, wanted, *of_bias = paddle.grad(output, [x, *parameters], grad)
+            of_input, wanted, *of_bias = paddle.grad(output, [x, *parameters], grad)
         with paddle.no_grad():
             left, right = _matrix(x), _matrix(grad)
             ones = paddle.ones_like(left[:, :1])
-            same = bool((_product(left, right) == wanted).all())
+            same = bool((_back(grad, parameters[0]) == of_input).all())
+            same &= bool((_product(left, right) == wanted).all())
             same &= all(bool((_product(ones, right)[0] == found).all()) for found in of_bias)
             wanted.add_(total)
             paddle.addmm_(total, left.t(), right)
@@ -198,6 +204,12 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     multiply: Callable[..., Tensor] = paddle.matmul
     with paddle.no_grad():
         return multiply(left, right, transpose_x=True)
+
+
+def _back(grad: Tensor, weight: Tensor) -> Tensor:
+    multiply: Callable[..., Tensor] = paddle.matmul
+    with paddle.no_grad():
+        return multiply(grad, weight, transpose_y=True)
 
 
 def _matrix(tensor: Tensor) -> Tensor:
