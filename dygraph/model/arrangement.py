@@ -98,6 +98,7 @@ def _planned(
 
     Raises:
         ConfigError: Something else than the plan's was asked for as well.
+        ScheduleError: The plan's schedule passes the memory cap of the strategy.
     """
     ranks, chunks, use_dualpipev = asked
     usual = config.schedule in (PipelineConfig.schedule, plan.schedule.name) and not use_dualpipev
@@ -109,7 +110,11 @@ def _planned(
             f"schedule_mode={config.schedule!r}, use_dualpipev={use_dualpipev}",
             fix="set pp_degree to plan.ranks and leave the others out, or plan anew",
         )
-    return plan.schedule_for(config.micro_batches)
+    schedule = plan.schedule_for(config.micro_batches)
+    if config.memory_cap is not None:
+        # Bytes where the strategy's own costs have them: the plan's own cap is kept already.
+        schedule.verify(memory_cap=config.memory_cap, costs=config.costs)
+    return schedule
 
 
 def _dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:

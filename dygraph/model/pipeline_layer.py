@@ -114,7 +114,8 @@ class PipelineLayer(paddle.nn.Layer):
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
         self.take_loss(loss_fn)
         interval = checked_interval(recompute_interval, recompute_ctx)
-        plan = PipelinePlan.read(plan) if isinstance(plan, (str, Path)) else plan
+        if plan is not None and not isinstance(plan, PipelinePlan):
+            plan = PipelinePlan.read(plan)
         if plan is not None and (interval or seg_method != "uniform"):
             raise ConfigError(
                 "the plan says where to cut, and what to recompute",

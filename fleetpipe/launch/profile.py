@@ -37,7 +37,10 @@ def run(options: argparse.Namespace) -> int:
         except SystemExit as stop:
             if stop.code:
                 raise
-    sys.stderr.write("fleetpipe profile: the script never called train_batch\n")
+    sys.stderr.write(
+        "fleetpipe profile: the script never called train_batch, so nothing was measured; give one "
+        "that trains a pipeline, with the arguments that it trains with\n"
+    )
     return 2
 
 

@@ -49,9 +49,8 @@ def configure_estimate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks",
         type=lambda text: [positive(part) for part in text.split(",")],
-        default=[1, 2, 4, 8],
         metavar="P,P,..",
-        help="numbers of ranks to compare (default: 1,2,4,8)",
+        help="numbers of ranks to compare (default: those of 1,2,4,8 that have layers enough)",
     )
     parser.add_argument(
         "--format", choices=("text", "json"), default="text", help="a table, or JSON"
@@ -100,8 +99,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def run_estimate(arguments: argparse.Namespace) -> int:
     """Prints what each schedule costs on several numbers of ranks; returns the exit code."""
     profile = Profile.read(arguments.file)
+    for ranks in arguments.ranks or ():
+        profile.require_cuts_for(ranks)
     copies = arguments.optimizer_copies
-    found = estimates(profile, arguments.ranks, arguments.micro_batches, copies)
+    found = estimates(profile, arguments.ranks or (1, 2, 4, 8), arguments.micro_batches, copies)
     if arguments.format == "json":
         sys.stdout.write(json.dumps([one._asdict() for one in found]) + "\n")
         return 0

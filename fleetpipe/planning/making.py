@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from fleetpipe.errors import ConfigError, PartitionError, nearest
+from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.planning.candidates import Lack, Task
 from fleetpipe.planning.explaining import shown_range
@@ -67,14 +67,7 @@ def plan(
             got=repr(optimizer_copies),
             fix="give 2 for Adam, 1 with momentum, 0 for SGD",
         )
-    most = len(profile.cuts) + 1
-    if ranks > most:
-        raise PartitionError(
-            f"stage {most} would be empty: the model cannot be cut into {ranks} stages",
-            expected=f"at most {most} ranks",
-            got=f"{len(profile.layers)} layers, {ranks} ranks",
-            fix="use fewer ranks, or list the model's layers more finely",
-        )
+    profile.require_cuts_for(ranks)
     cap = None if memory_cap is None else read_bytes(memory_cap)
     task = Task(
         profile,

@@ -194,7 +194,7 @@ class PipelinePlan:
         """Reads a file that :meth:`write` wrote; raises as :meth:`loads`, and for no such file."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, TypeError) as error:
             raise ConfigError(
                 f"the plan cannot be read from {path}",
                 cause=str(error),

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.errors import ConfigError, PartitionError, nearest
 from fleetpipe.planning.layer_cost import (
     LayerCost,
     Link,
@@ -26,6 +26,9 @@ VERSION = 1
 
 #: Transfers that keep no rank busy.
 _NOTHING = Transfer()
+
+#: Layers that one entry of a list by hand may stand for.
+_MOST_ALIKE = 10_000
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,21 @@ class Profile:
     def splits(self) -> bool:
         """Whether I and W are known of every layer, so that schedules may split backward."""
         return all(layer.splits for layer in self.layers)
+
+    def require_cuts_for(self, ranks: int) -> None:
+        """Checks that every one of ``ranks`` ranks gets a layer.
+
+        Raises:
+            PartitionError: There are fewer layers than ranks, or fewer places for a cut.
+        """
+        most = len(self.cuts) + 1
+        if ranks > most:
+            raise PartitionError(
+                f"stage {most} would be empty: the model cannot be cut into {ranks} stages",
+                expected=f"at most {most} ranks",
+                got=f"{len(self.layers)} layers, {ranks} ranks",
+                fix="use fewer ranks, or list the model's layers more finely",
+            )
 
     def with_links(self, *links: Link) -> Profile:
         """Returns this profile with other links, such as those of the machines it is meant for."""
@@ -180,13 +198,14 @@ class Profile:
             ConfigError: As :meth:`loads`, or there is no such file.
         """
         try:
-            return cls.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, TypeError) as error:
             raise ConfigError(
                 f"the profile cannot be read from {path}",
                 cause=str(error),
                 fix="write it with model.profile(batch, path), or with fleetpipe profile",
             ) from error
+        return cls.loads(text)
 
     def __str__(self) -> str:
         """A table: milliseconds of F, B, I and W, and bytes, of each layer."""
@@ -220,8 +239,8 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
 def _layers(found: object) -> list[LayerCost]:
     """Reads an entry of the list of layers, which may say how many of a kind there are."""
     times = found.get("repeat", 1) if isinstance(found, Mapping) else 1
-    if isinstance(times, bool) or not isinstance(times, int) or times < 1:
-        raise _no_profile(f'"repeat": {times!r} is no whole number of 1 or more')
+    if isinstance(times, bool) or not isinstance(times, int) or not 1 <= times <= _MOST_ALIKE:
+        raise _no_profile(f'"repeat": {times!r} is no whole number of 1 to {_MOST_ALIKE}')
     if isinstance(found, Mapping):
         found = {name: value for name, value in found.items() if name != "repeat"}
     return [_layer(found)] * times
@@ -244,5 +263,5 @@ def _no_profile(cause: str) -> ConfigError:
     return ConfigError(
         "this is no profile of a model's layers",
         cause=cause,
-        fix="write one with model.profile(batch, path), or with fleetpipe profile SCRIPT -o FILE",
+        fix="write one with model.profile(batch, path), or with fleetpipe profile -o FILE SCRIPT",
     )

@@ -11,7 +11,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe.dygraph._paddle import allocated_bytes
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.planning import LayerCost, PipelinePlan, Profile, plan
 from tests.jobs import job
@@ -137,3 +137,21 @@ def test_a_plan_for_other_ranks_or_micro_batches_or_schedules_is_refused() -> No
 def test_a_plan_that_was_read_is_the_plan() -> None:
     made = plan(costs(), 3, M)
     assert PipelinePlan.loads(made.dumps()) == made
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    refused = pytest.raises(ConfigError, match=r"(?s)the plan cannot be read.*not Profile")
+    with job(2, micro_batches=M), refused:
+        pipeline(mlp_layers(), plan=costs())
+
+
+def test_a_plan_does_not_lift_the_memory_cap_of_the_strategy() -> None:
+    made = plan(costs(splits=False), 2, M)
+    most = max(made.schedule.simulate().peak_activations)
+    with job(2, micro_batches=M, memory_cap=most):
+        trained(plan=made)
+    with (
+        job(2, micro_batches=M, memory_cap=most - 1),
+        pytest.raises(ScheduleError, match="passes the memory cap"),
+    ):
+        pipeline(mlp_layers(), plan=made)

@@ -58,6 +58,15 @@ def test_estimates_are_a_table_of_every_schedule(
     assert len(json.loads(capsys.readouterr().out)[0]["peak_bytes"]) == 2
 
 
+def test_an_estimate_for_more_ranks_than_layers_is_refused(
+    profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", profile, "--ranks", "2,40"]) == 2
+    captured = capsys.readouterr()
+    assert "cannot be cut into 40 stages" in captured.err
+    assert captured.out == ""
+
+
 def test_one_rank_holds_the_whole_model() -> None:
     one, *_ = estimates(even(4), [1], 2)
     assert one.seconds == pytest.approx(2 * 4 * 3e-3)

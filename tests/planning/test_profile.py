@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.planning import LayerCost, Link, Profile, Transfer
+from fleetpipe.planning import LayerCost, Link, Profile, Transfer, plan
 from fleetpipe.schedules import Costs
 from tests.planning.models import BLOCK, big_vocabulary, even, slow_link, whole_only
 
@@ -87,6 +87,11 @@ def test_figures_that_cannot_be_are_refused_by_layer(
         ('{"profile": {"layers": [{"name": "a"}]}}', "no 'forward'"),
         ('{"profile": {"layers": [{"name": "a", "foward": 1}]}}', "did you mean 'forward'"),
         ('{"profile": {"layers": [{"name": "a", "forward": 1, "repeat": 0}]}}', "repeat"),
+        ('{"profile": {"layers": [{"name": "a", "forward": 1, "repeat": 1e99}]}}', "to 10000"),
+        (
+            '{"profile": {"layers": [{"name": "a", "forward": 1, "repeat": 1000000000000}]}}',
+            "1000000000000 is no whole number of 1 to 10000",
+        ),
         ('{"profile": {"version": 9, "layers": []}}', "version 9"),
     ],
 )
@@ -104,3 +109,5 @@ def test_places_and_links_are_checked() -> None:
         replace(even(4), transfer=Transfer(receiving=-1))
     with pytest.raises(ConfigError, match="cannot be read"):
         Profile.read("nowhere.json")
+    with pytest.raises(ConfigError, match=r"(?s)cannot be read from None.*not NoneType"):
+        plan(None, 2, 4)  # type: ignore[arg-type]
