@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -39,7 +40,9 @@ class SingleProgram:
         with paddle.utils.unique_name.guard():
             with static.program_guard(self._main, startup):
                 self._fetches = list(build())
-                pairs = static.append_backward(self._fetches[0])
+                # Divided before backward, not after it: that is another rounding.
+                share = paddle.scale(self._fetches[0], 1.0 / micro_batches)
+                pairs = static.append_backward(share)
             self._gradients = {p.name: grad for p, grad in pairs if grad is not None}
             self.optimizer = optimizer()
             with static.program_guard(self._update, update_startup):
@@ -80,7 +83,7 @@ class SingleProgram:
         """
         shares = []
         sums: dict[str, np.ndarray] = {}
-        count, weight = self._micro_batches, np.float32(1 / self._micro_batches)
+        count = self._micro_batches
         with static.scope_guard(self._scope):
             for index in range(count):
                 found = self._executor.run(
@@ -92,12 +95,15 @@ class SingleProgram:
                 for name, grad in zip(self._gradients, found[len(self._fetches) :]):
                     sums[name] = sums[name] + grad if name in sums else grad
             self._executor.run(
-                self._update, feed={f"{name}.sum": total * weight for name, total in sums.items()}
+                self._update, feed={f"{name}.sum": total for name, total in sums.items()}
             )
         rate = learning_rate(self.optimizer)
         if isinstance(rate, paddle.optimizer.lr.LRScheduler):
             rate.step()
-        return [np.sum(values, axis=0, dtype="float32") * weight for values in zip(*shares)]
+        return [
+            functools.reduce(np.add, [value / np.float32(count) for value in values])
+            for values in zip(*shares)
+        ]
 
 
 def _apply(optimizer: Optimizer, parameters: Sequence[Variable]) -> None:

@@ -44,6 +44,11 @@ def test_an_mlp_is_bit_equal(stages: int, schedule: str) -> None:
     compare(mlp(stages), momentum, strategy_of(schedule))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3, 5, 6])
+def test_any_number_of_micro_batches_is_bit_equal(micro_batches: int) -> None:
+    compare(mlp(2), momentum, strategy_of("1F1B", micro_batches), micro_batches)
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
 def test_every_optimizer_is_bit_equal(name: str) -> None:
     compare(mlp(2), lambda: getattr(paddle.optimizer, name)(0.05), strategy_of())
