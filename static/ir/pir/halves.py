@@ -106,6 +106,8 @@ class _Division:
     def halves(self) -> Halves:
         ends, wanted = self._ends()
         inputs = self._needed(ends)
+        # A list of gradients, such as rnn_grad gives, cannot wait: its parts can.
+        inputs |= {index for index in self._backward if self._parts_one_of(index, inputs)}
         weights = {index for index in self._backward if index not in inputs}
         # What has results for both runs in both.
         divided = {index for index in inputs if self._divided(index, inputs, wanted)}
@@ -119,6 +121,11 @@ class _Division:
             if not (maker in divided and self._late(maker, number, inputs, wanted))
         }
         return Halves(frozenset(inputs), frozenset(weights), tuple(sorted(crossing)))
+
+    def _parts_one_of(self, index: int, makers: Collection[int]) -> bool:
+        """Whether an operation takes a list apart that one of ``makers`` made."""
+        parts = self._ops[index].name() == "builtin.split"
+        return parts and any(maker in makers for maker, _ in self._operands(index))
 
     def _operands(self, index: int) -> Iterator[tuple[int, int]]:
         """Yields the results of the backward that an operation takes."""
