@@ -100,7 +100,7 @@ def test_an_lstm_is_bit_equal() -> None:
     assert [loss.tobytes() for loss in expected] == [one[0].tobytes() for one in got]
     # What a GPU would have its weights in is nobody's on a CPU.
     assert_same({name: expected_state[name] for name in got_state}, got_state)
-    assert len(got_state) == 8
+    assert {"linear_0.w_0", "lstm_cell_0.w_0", "linear_1.b_0"} <= set(got_state)
 
 
 @pir_only
