@@ -1,0 +1,80 @@
+"""Random lists of layers under a split backward have the bits of a plain loop over them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe import fleet
+from tests.dygraph.random_lists import random_batch, random_list
+from tests.pipelines import ROWS, bits, job, pipeline
+
+#: ``python -m tests.dygraph.train.test_random_lists FIRST LAST`` tries others.
+NUMBERS = range(40)
+
+SCHEDULES = ["ZBH1", "ZBH2", "ZBV", "VHalf", "VMin", "DualPipeV"]
+
+#: What clips: nothing, something that clips, something that does not, each gradient alone.
+CLIPS = [None, nn.ClipGradByGlobalNorm(0.5), nn.ClipGradByGlobalNorm(100.0), nn.ClipGradByNorm(0.1)]
+
+
+def optimizer_of(number: int, parameters: list[Any]) -> Any:
+    draw = random.Random(number)
+    kind = draw.choice(["SGD", "Momentum", "Adam", "AdamW", "RMSProp", "Adagrad"])
+    made = getattr(paddle.optimizer, kind)
+    return made(0.05, parameters=parameters, grad_clip=draw.choice(CLIPS))
+
+
+def require_same(number: int) -> None:
+    """Trains a random list three steps, and the same layers in a plain loop."""
+    draw = random.Random(number)
+    ranks, micro_batches = draw.choice([2, 3, 4]), draw.choice([1, 2, 3, 5])
+    options = {"post_validation": draw.random() < 0.5}
+    interval = draw.choice([0, 0, 1, 2])
+    with job(ranks, micro_batches, draw.choice(SCHEDULES), **options):
+        more = {"recompute_interval": interval, "recompute_ctx": {}} if interval else {}
+        model = pipeline(random_list(number), **more)
+        plain = model.layers.single_model()
+        model.layers.copy_to(plain)
+        plain.train()
+        ours = fleet.distributed_optimizer(optimizer_of(number, model.parameters()))
+        theirs = optimizer_of(number, plain.parameters())
+        for step in range(3):
+            inputs, labels = random_batch(10 * number + step, micro_batches * ROWS)
+            loss = model.forward_backward_pipeline([inputs, labels])
+            total = None
+            for k in range(micro_batches):
+                rows = slice(k * ROWS, (k + 1) * ROWS)
+                share = nn.CrossEntropyLoss()(plain(inputs[rows]), labels[rows]) / micro_batches
+                share.backward()
+                total = share.detach() if total is None else total + share.detach()
+            where = (number, step)
+            assert loss.numpy().tobytes() == total.numpy().tobytes(), where
+            assert gradients(model.layers) == gradients(plain), where
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.clear_grad(set_to_zero=bool(number % 2))
+            assert bits(model.layers.state_dict()) == bits(plain.state_dict()), where
+
+
+def gradients(model: Any) -> dict[str, bytes]:
+    """The bytes of the gradients that there are."""
+    found = {name: p.grad for name, p in model.named_parameters()}
+    return bits({name: grad for name, grad in found.items() if grad is not None})
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_random_list_has_the_bits_of_a_plain_loop(number: int) -> None:
+    require_same(number)
+
+
+if __name__ == "__main__":
+    import sys
+
+    for one in range(*map(int, sys.argv[1:])):
+        require_same(one)
+        print(one, "is equal", flush=True)
