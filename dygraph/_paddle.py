@@ -23,6 +23,7 @@ from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.aliases import Clip, Layer, Optimizer, Scaler, Scheduler, Tensor, Topology
 from fleetpipe.errors import StateError
 
+_eager: ModuleType = core.eager
 _clips: ModuleType = _stock_clip
 _optimizers: ModuleType = _hybrid
 _mixed: ModuleType = _mixed_precision
@@ -33,7 +34,7 @@ HybridParallelOptimizer = _optimizers.HybridParallelOptimizer
 LOSS_FUNCTIONS_ARE_A_LIST = hasattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc")
 
 
-#: What ``core.eager.run_backward`` takes behind the graph's roots: whether to keep the graph and,
+#: What ``run_backward`` of Paddle's takes behind the graph's roots: whether to keep the graph and,
 #: on 3.x, where to draw it.
 _PLAINLY: tuple[object, ...] = (
     (False, None)
