@@ -23,7 +23,6 @@ from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.aliases import Clip, Layer, Optimizer, Scaler, Scheduler, Tensor, Topology
 from fleetpipe.errors import StateError
 
-_eager: ModuleType = core.eager
 _clips: ModuleType = _stock_clip
 _optimizers: ModuleType = _hybrid
 _mixed: ModuleType = _mixed_precision
