@@ -216,11 +216,13 @@ class _Meter:
 def _not_kept(run: Callable[[Nest], Nest], value: Nest) -> int:
     """Returns the bytes of a layer's output that are free once nobody but its graph has it."""
     output = run(mapped(leaf_like, value))
-    graph = [tensor.grad_fn for tensor in differentiable(output)]
+    # Their sums keep the graph. Its nodes as Python sees them, ``grad_fn``, would never be freed.
+    roots = [tensor.sum() for tensor in differentiable(output)]
     before = allocated_bytes()
     del output
     free = max(before - allocated_bytes(), 0)
-    del graph
+    if roots:
+        paddle.autograd.backward(roots)
     return free
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.observe.profile import TYPICAL, between_ranks, clock_for, in_turn
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.planning import Profile
@@ -98,3 +100,15 @@ def test_ranks_that_share_processors_are_measured_in_processor_time(
         assert clock_for(running) is time.perf_counter
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: ())
         assert clock_for(running) is time.thread_time
+
+
+def test_nothing_stays_in_memory() -> None:
+    relu = nn.functional.relu
+    with job(2):
+        model = pipeline([LayerDesc(nn.Linear, 6, 64), relu, LayerDesc(nn.Linear, 64, 4)])
+        model.profile(batch())
+        gc.collect()
+        before = allocated_bytes()
+        model.profile(batch())
+        gc.collect()
+        assert allocated_bytes() == before
