@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fleetpipe.planning.explaining import Predicted
 from fleetpipe.planning.layer_cost import LayerCost, Link, Transfer
-from fleetpipe.planning.making import plan
+from fleetpipe.planning.making import plan, recosted
 from fleetpipe.planning.plan import PipelinePlan
 from fleetpipe.planning.profile import Profile
 from fleetpipe.planning.stages import StageCost
@@ -22,4 +22,5 @@ __all__ = [
     "StageCost",
     "Transfer",
     "plan",
+    "recosted",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from fleetpipe.errors import ConfigError, nearest
@@ -94,6 +95,26 @@ def plan(
         optimizer_copies,
         task.bound(),
     )
+
+
+def recosted(plan: PipelinePlan, profile: Profile) -> PipelinePlan:
+    """Returns the same plan with what it is to cost by another profile of the model.
+
+    Args:
+        plan: What runs.
+        profile: Measured on another day, or on other machines.
+
+    Raises:
+        ConfigError: The profile is of another model.
+    """
+    plan.require_layers([layer.name for layer in profile.layers])
+    copies = plan.optimizer_copies
+    cap = math.inf if plan.memory_cap is None else plan.memory_cap
+    task = Task(profile, plan.ranks, plan.micro_batches, cap, frozenset(SEARCH), copies)
+    placement = plan.schedule.placement
+    plain = task.stages.cut(plan.partition.boundaries, plan.recompute)
+    stages = task.with_transfers(placement, plain)
+    return replace(plan, stages=stages, comm=task.comm(placement, stages), bound=task.bound())
 
 
 def _too_small(lack: Lack, task: Task) -> ConfigError:

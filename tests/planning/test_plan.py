@@ -13,7 +13,7 @@ import pytest
 import fleetpipe
 from fleetpipe.errors import ConfigError, PartitionError, ScheduleError
 from fleetpipe.partition import uniform
-from fleetpipe.planning import Link, PipelinePlan, Profile, Transfer, plan
+from fleetpipe.planning import Link, PipelinePlan, Profile, Transfer, plan, recosted
 from fleetpipe.planning.candidates import Candidate, Task
 from fleetpipe.planning.memory import peak_bytes
 from fleetpipe.planning.sizes import read_bytes
@@ -220,3 +220,14 @@ def test_transfers_between_ranks_keep_the_actions_of_both_busy() -> None:
     assert made.predicted.busy[0] == pytest.approx(plain.predicted.busy[0] + 4 * 4e-3)
     assert made.predicted.time > plain.predicted.time + 4 * 4e-3
     assert plan(busy, 1, 4).predicted.time == plan(free, 1, 4).predicted.time
+
+
+def test_a_plan_has_other_costs_by_another_profile() -> None:
+    made = plan(slow_link(4), 4, 8, memory_cap="130MiB")
+    assert recosted(made, slow_link(4)) == made
+    slower = replace(slow_link(4), layers=tuple(times(layer, 2) for layer in slow_link(4).layers))
+    after = recosted(made, slower)
+    assert after.schedule == made.schedule
+    assert after.predicted.busy == pytest.approx([2 * busy for busy in made.predicted.busy])
+    with pytest.raises(ConfigError, match="another model"):
+        recosted(made, even(3))
