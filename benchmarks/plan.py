@@ -1,12 +1,18 @@
 """Plans AlexNet, ResNet-50 and the GPT example from a profile, and runs what was planned.
 
-    OMP_NUM_THREADS=1 python benchmarks/plan.py [--ranks 2,4] [--case gpt] [--steps 9] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/plan.py [--ranks 2,4] [--case gpt] [--rounds 5]
 
 On each number of ranks the model is profiled under a plain cut, planned, built anew by the plan and
-trained, the optimizer's step left out. Printed are the time of a batch, and the processor time and
-the most bytes of each rank, as predicted and as measured, and measured / predicted. The first steps
-are cold and do not count. Ranks that share a processor take longer than predicted: there look at
-the processor time.
+trained, the optimizer's step left out. As machines are faster at one minute than at another, model
+and plan take turns: in each round the model is profiled again, which gives what the same plan is to
+cost now, and some batches of the plan are run, the first of them cold and not counted. Printed are
+the medians of the rounds, with the range of all batches, and the ratio measured / predicted.
+
+The time of a batch is measured in two ways. By the clock, which says nothing where ranks share a
+processor. And played: the processor time of every action, send, receive and release of a batch is
+put through the order in which the ranks did them, each beginning when its rank is free and its
+message is there, as if every rank had a processor. On as many processors as ranks the two can be
+compared.
 """
 
 from __future__ import annotations
@@ -20,8 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import paddle
@@ -36,7 +43,10 @@ from resnet import ResNet
 
 import fleetpipe
 from fleetpipe import fleet
+from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.fleet.meta_parallel import PipelineLayer
+from fleetpipe.planning import recosted
+from fleetpipe.schedules import Op, Recv, Reduce, Send, Step
 
 MICRO_BATCHES, COLD = 8, 2
 
@@ -110,69 +120,171 @@ def begin(ranks: int, rows: int) -> None:
     fleet.init(is_collective=True, strategy=strategy)
 
 
-def measure(name: str, ranks: int, steps: int, result: Path) -> None:
+class Processor:
+    """An observer of the engine: the processor time of what a rank does in a batch, in order.
+
+    Attributes:
+        done: What it did, and the seconds that this took.
+    """
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Op, float]] = []
+
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`."""
+        if isinstance(op, (Reduce, Step)):
+            return instruction
+        begun: float | None = None
+
+        def timed() -> Blocked | None:
+            nonlocal begun
+            if begun is None:
+                begun = time.thread_time()
+            blocked = instruction()
+            if blocked is None:
+                self.done.append((op, time.thread_time() - begun))
+                begun = None
+            return blocked
+
+        return timed
+
+
+def played(ranks: Sequence[Sequence[tuple[Op, float]]], latency: float) -> float:
+    """Returns how long a batch takes whose ranks have a processor each.
+
+    Args:
+        ranks: What each rank does, in order, and the seconds that it is busy with it.
+        latency: Seconds from the end of a send to the moment at which it can be received.
+    """
+    now, at = [0.0] * len(ranks), [0] * len(ranks)
+    sent: dict[str, float] = {}
+    while any(position < len(row) for position, row in zip(at, ranks)):
+        for rank, row in enumerate(ranks):
+            while at[rank] < len(row):
+                op, seconds = row[at[rank]]
+                message = str(op)[1:]
+                if isinstance(op, Recv):
+                    if message not in sent:
+                        break
+                    now[rank] = max(now[rank], sent[message] + latency)
+                now[rank] += seconds
+                if isinstance(op, Send):
+                    sent[message] = now[rank]
+                at[rank] += 1
+    return max(now)
+
+
+class Round(NamedTuple):
+    """What one round found on a rank.
+
+    Attributes:
+        predicted: Seconds of a batch.
+        busy: Predicted seconds that each rank is busy.
+        latency: Seconds that a message is on its way.
+        seconds: Of each batch, by the clock.
+        done: Of each batch what the rank did, and its processor time.
+    """
+
+    predicted: float
+    busy: tuple[float, ...]
+    latency: float
+    seconds: list[float]
+    done: list[list[tuple[Op, float]]]
+
+
+def measure(name: str, ranks: int, rounds: int, steps: int, result: Path) -> None:
     """What each rank does; rank 0 writes the result."""
     case, rows = CASES[name]
     begin(ranks, rows)
     build, data = case(rows)
-    model = fleet.distributed_model(build(None))
+    plain = fleet.distributed_model(build(None))
     for _ in range(COLD):
-        model.forward_backward_pipeline(data)
-    plan = fleetpipe.plan(model.profile(data), ranks, MICRO_BATCHES, optimizer_copies=0)
-    del model
+        plain.forward_backward_pipeline(data)
+    plan = fleetpipe.plan(plain.profile(data), ranks, MICRO_BATCHES, optimizer_copies=0)
     gc.collect()
     before = core.host_memory_stat_current_value("Allocated", 0)
     model = fleet.distributed_model(build(plan))
-    seconds, computed = [], []
-    for step in range(COLD + steps):
-        if step == COLD:
-            core.host_memory_stat_reset_peak_value("Allocated", 0)
-        start, begun = time.perf_counter(), time.process_time()
-        model.forward_backward_pipeline(data)
-        seconds.append(time.perf_counter() - start)
-        computed.append(time.process_time() - begun)
+    processor = Processor()
+    model.observe(processor)
+    found = []
+    for _ in range(rounds):
+        profile = plain.profile(data)
+        gc.collect()
+        now = recosted(plan, profile).predicted
+        one = Round(now.time, now.busy, profile.link(0).latency, [], [])
+        for step in range(COLD + steps):
+            if step == COLD:
+                core.host_memory_stat_reset_peak_value("Allocated", 0)
+            processor.done = []
+            start = time.perf_counter()
+            model.forward_backward_pipeline(data)
+            if step >= COLD:
+                one.seconds.append(time.perf_counter() - start)
+                one.done.append(processor.done)
+        found.append(one)
     peak = core.host_memory_stat_peak_value("Allocated", 0) - before
     everyone: list[Any] = []
-    paddle.distributed.all_gather_object(
-        everyone, (seconds[COLD:], statistics.median(computed[COLD:]), peak)
-    )
+    paddle.distributed.all_gather_object(everyone, (found, peak))
     rank = fleet.get_hybrid_communicate_group().get_stage_id()
     fleet.shutdown()
     if rank == 0:
-        # A batch takes as long as its slowest rank.
-        slowest = [max(times) for times in zip(*(found for found, _, _ in everyone))]
-        found = {
+        of_ranks = [list(each) for each in zip(*(rounds for rounds, _ in everyone))]
+        written = {
             "case": name,
             "ranks": ranks,
             "schedule": f"{plan.schedule.name}, v = {plan.chunks}",
-            "predicted seconds": plan.predicted.time,
-            "seconds": statistics.median(slowest),
+            "rounds": [summary(each) for each in of_ranks],
             "predicted bytes": plan.predicted.peak_bytes,
-            "bytes": [size for _, _, size in everyone],
-            "predicted busy": plan.predicted.busy,
-            "busy": [used for _, used, _ in everyone],
+            "bytes": [size for _, size in everyone],
         }
-        result.write_text(json.dumps(found))
+        result.write_text(json.dumps(written))
 
 
-def show(found: dict[str, Any]) -> None:
+def summary(ranks: Sequence[Round]) -> dict[str, Any]:
+    """Returns the figures of a round of all ranks."""
+    first = ranks[0]
+    batches = list(zip(*(each.done for each in ranks)))
+    return {
+        "predicted": first.predicted,
+        "predicted busy": first.busy,
+        # A batch takes as long as its slowest rank.
+        "clock": [max(seconds) for seconds in zip(*(each.seconds for each in ranks))],
+        "played": [played(batch, first.latency) for batch in batches],
+        "busy": [
+            statistics.median(sum(seconds for _, seconds in done) for done in each.done)
+            for each in ranks
+        ],
+    }
+
+
+def show(found: Mapping[str, Any]) -> None:
     """Prints a case."""
-    predicted, measured = found["predicted seconds"], found["seconds"]
+    rounds = found["rounds"]
+    predicted = statistics.median(one["predicted"] for one in rounds)
     print(
-        f"{found['case']:<9} {found['ranks']} ranks  {found['schedule']:<22}"
-        f" {1e3 * predicted:8.1f} ms predicted {1e3 * measured:8.1f} ms measured"
-        f"  {measured / predicted:6.3f}"
+        f"{found['case']:<9} {found['ranks']} ranks  {found['schedule']}:"
+        f" {1e3 * predicted:.1f} ms predicted"
     )
-    times = zip(found["predicted busy"], found["busy"])
-    for rank, (predicted, measured) in enumerate(times):
+    ways = ["played"]
+    if found["ranks"] <= len(os.sched_getaffinity(0)):
+        ways.insert(0, "clock")
+    for way in ways:
+        seconds = [1e3 * one for each in rounds for one in each[way]]
+        ratios = [statistics.median(each[way]) / each["predicted"] for each in rounds]
         print(
-            f"{'':<9} rank {rank} {'':<23} {1e3 * predicted:8.1f} ms predicted"
-            f" {1e3 * measured:8.1f} ms of processor  {measured / predicted:6.3f}"
+            f"{'':<9} by the {way}:" if way == "clock" else f"{'':<9} {way}:      ",
+            f"{statistics.median(seconds):8.1f} ms ({min(seconds):.1f} to {max(seconds):.1f}),"
+            f" ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
         )
-    for rank, (predicted, measured) in enumerate(zip(found["predicted bytes"], found["bytes"])):
+    for rank, (size, measured) in enumerate(zip(found["predicted bytes"], found["bytes"])):
+        busy, used = (
+            statistics.median(one[name][rank] for one in rounds)
+            for name in ("predicted busy", "busy")
+        )
         print(
-            f"{'':<9} rank {rank} {'':<23} {predicted / 2**20:8.2f} MiB predicted"
-            f" {measured / 2**20:7.2f} MiB measured  {measured / predicted:6.3f}"
+            f"{'':<9} rank {rank}: busy {1e3 * busy:8.1f} ms predicted {1e3 * used:8.1f} ms of"
+            f" processor {used / busy:6.3f}; peak {size / 2**20:7.2f} MiB predicted"
+            f" {measured / 2**20:7.2f} MiB measured {measured / size:6.3f}"
         )
 
 
@@ -181,11 +293,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default: 2,4)")
     parser.add_argument("--case", choices=CASES, help="one of the models alone")
-    parser.add_argument("--steps", type=int, default=9, help="steps that are measured")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of a profile and batches")
+    parser.add_argument("--steps", type=int, default=8, help="batches measured in a round")
     parser.add_argument("--json", type=Path, help="write the figures")
     arguments = parser.parse_args()
     if "PADDLE_TRAINER_ID" in os.environ:
-        measure(arguments.case, int(arguments.ranks), arguments.steps, arguments.json)
+        ranks = int(arguments.ranks)
+        measure(arguments.case, ranks, arguments.rounds, arguments.steps, arguments.json)
         return 0
     found = []
     for ranks in arguments.ranks.split(","):
@@ -195,7 +309,7 @@ def main() -> int:
                 command = [sys.executable, "-m", "paddle.distributed.launch"]
                 command += ["--nproc_per_node", ranks, "--log_dir", folder, __file__]
                 command += ["--ranks", ranks, "--case", name, "--json", str(result)]
-                command += ["--steps", str(arguments.steps)]
+                command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
                     print(done.stdout[-4000:], done.stderr[-4000:], file=sys.stderr)
