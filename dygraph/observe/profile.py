@@ -135,32 +135,36 @@ class _Runs:
             merged.update({(kind, number): seconds for (kind, number), seconds in part})
         return {doing: seconds / len(self._weights) for doing, seconds in merged.items()}
 
-    def latency(self) -> float:
-        """Returns the median seconds from a send to the end of its receive; collective.
+    def latency(self) -> float | None:
+        """Returns the seconds that a message is on its way while no rank is busy; collective.
 
-        One micro-batch is on its way at a time: whoever is to receive waits already. 0 where one
-        process plays all ranks.
+        One micro-batch is on its way at a time: whoever is to receive waits already. None where
+        one process plays all ranks.
         """
-        job = self._job
-        if job.group().ranks == 1:
-            return 0.0
+        job, crossings = self._job, len(_crossed(self._layers.placement))
+        if job.group().ranks == 1 or not crossings:
+            return None
         schedule = in_turn(self._layers.placement, 1, "B")
         trace = Trace(Path(), schedule, job.connect(), job.group())
-        engine, stage = self._engine(schedule, trace)
+        meter = ActionMeter("B")
+        engine, stage = self._engine(schedule, trace, meter)
         for index, weight in enumerate(self._weights):
             trace.begin_step()
             self._run(engine, stage, self._one(index), [weight])
             trace.end_step()
+            meter.end_batch(counts=True)
+        own = sum(seconds for (kind, _), seconds in meter.seconds().items() if kind in "SR")
+        busy = sum(job.group().all_gather(own)) / (2 * crossings)
         found = [seconds for step in trace.steps() for seconds in latencies(step)]
-        latency: float = job.group().broadcast(statistics.median(found) if found else 0.0, 0)
-        return latency
+        whole: float = job.group().broadcast(statistics.median(found) if found else 0.0, 0)
+        return max(whole - busy, 0.0)
 
-    def _engine(self, schedule: Schedule, observer: Observer) -> tuple[Engine, DygraphStage]:
+    def _engine(self, schedule: Schedule, *observers: Observer) -> tuple[Engine, DygraphStage]:
         layers, job = self._layers, self._job
         split = SplitBackward(schedule, layers.stage_layers)
         stage = DygraphStage(layers.function, layers.placement.stages, split, layers.borders)
         plan = schedule.lower(layers.edges(training=True))
-        return Engine(plan, stage, job.connect(), job.timeout, (observer,)), stage
+        return Engine(plan, stage, job.connect(), job.timeout, observers), stage
 
     def _run(
         self, engine: Engine, stage: DygraphStage, data: MicroBatches, weights: list[Fraction]
@@ -238,7 +242,7 @@ def _profile(
     sizes: Mapping[int, Sequence[int]],
     whole: _StageTimes,
     split: _StageTimes,
-    latency: float,
+    latency: float | None,
 ) -> Profile:
     """Puts together what was measured."""
     names = [layer.name for layer in layers.partition.layers]
@@ -288,7 +292,7 @@ def _profile(
 
 
 def between_ranks(
-    placement: Placement, whole: _StageTimes, outputs: Sequence[int], latency: float
+    placement: Placement, whole: _StageTimes, outputs: Sequence[int], latency: float | None
 ) -> tuple[Link, Transfer]:
     """Returns what values cost that cross between ranks; what is typical where none did.
 
@@ -296,24 +300,25 @@ def between_ranks(
         placement: Which rank has which stage.
         whole: What stages took.
         outputs: Bytes that leave each stage but the last.
-        latency: Seconds from a send to the end of its receive; 0 where nothing was sent.
+        latency: Seconds that a message is on its way; None where nothing was sent.
     """
-    rank_of = placement.rank_of
-    sizes = [size for s, size in enumerate(outputs) if rank_of(s) != rank_of(s + 1)]
-    if not sizes or not latency:
+    if latency is None:
         return Link(), TYPICAL
+    sizes = [outputs[stage] for stage in _crossed(placement)]
     copying = TYPICAL.per_byte * statistics.mean(sizes)
     # Each micro-batch crosses twice: as a value, and as its gradient.
     sending, receiving = (
-        max(
-            sum(seconds for (kind, _), seconds in whole.items() if kind == way) / (2 * len(sizes))
-            - copying,
-            0.0,
-        )
+        sum(seconds for (kind, _), seconds in whole.items() if kind == way) / (2 * len(sizes))
         for way in "SR"
     )
-    left = max(latency - sending - receiving - 2 * copying, 0.0)
-    return Link(left, 0.0), Transfer(sending, receiving, TYPICAL.per_byte)
+    fixed = max(sending - copying, 0.0), max(receiving - copying, 0.0)
+    return Link(latency, 0.0), Transfer(*fixed, TYPICAL.per_byte)
+
+
+def _crossed(placement: Placement) -> list[int]:
+    """Returns the stages whose values go to another rank."""
+    rank_of = placement.rank_of
+    return [s for s in range(placement.stages - 1) if rank_of(s) != rank_of(s + 1)]
 
 
 def _scale(measured: float, parts: Sequence[float]) -> float:
