@@ -16,6 +16,7 @@ from typing import Callable
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.dygraph.backward.adding import Sums
+from fleetpipe.dygraph.backward.output_hooks import OutputHooks
 
 
 class Call(ABC):
@@ -34,6 +35,8 @@ class Call(ABC):
         #: then until W. None for one that nobody used.
         self.arrived: Sequence[Tensor] = ()
         self._leaving: Sequence[Tensor] = outputs
+        #: What a user put on the gradients of the outputs.
+        self.hooks = OutputHooks()
         #: Bytes by address of what the call keeps from I to W, as far as it can be seen.
         self.storages: dict[int, int] = {}
         #: Bytes of what else it keeps.
@@ -72,7 +75,7 @@ class _Border(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
-        return _entered(ctx.call, ctx.tape, grads)
+        return _entered(ctx.call, ctx.tape, ctx.call.hooks.changed(grads))
 
 
 class _Entry(paddle.autograd.PyLayer):
@@ -99,7 +102,7 @@ class _Exit(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
-        ctx.call.arrived = grads
+        ctx.call.arrived = ctx.call.hooks.changed(grads)
         return _TOKEN
 
 
@@ -138,7 +141,9 @@ def bordered(
             token = paddle.scale(token)
         leave: Callable[..., Tensor] = _Exit.apply
         left = leave(call, token)
-    return left if isinstance(left, (tuple, list)) else [left]
+    outputs = left if isinstance(left, (tuple, list)) else [left]
+    call.hooks.watch(outputs)
+    return outputs
 
 
 def _one_zero(stop_gradient: bool) -> Tensor:
