@@ -125,8 +125,8 @@ test-models: .venv/.installed
 	.venv/bin/python -m tests.capture.vision
 
 # Those that measure by the clock want an idle machine. Each table is kept in build/benchmarks too.
-BENCHMARKS := pipeline transport start run_schedules split_backward slices captured_cuts plan fit \
-    async_save checkpoint restart static schedules search
+BENCHMARKS := run_schedules split_backward pipeline transport start schedules search plan slices \
+    captured_cuts fit async_save checkpoint static restart
 
 benchmarks: .venv/.installed
 	@mkdir -p build/benchmarks

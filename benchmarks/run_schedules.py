@@ -1,6 +1,6 @@
 """Trains the GPT stack under several schedules side by side, on two CPU ranks.
 
-    OMP_NUM_THREADS=1 python benchmarks/run_schedules.py [--repeats 7] [--hidden 256] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/run_schedules.py [--repeats 7] [--hidden 256 768]
 
 All schedules live in one job and train in turn, so that the machine's load hits all alike. Times
 are medians; the bubble is that of one traced step, beside what the simulator predicts from the mean
@@ -33,7 +33,8 @@ from fleetpipe.fleet.meta_parallel import PipelineLayer
 from fleetpipe.schedules.forms import figures_of
 
 SCHEDULES = ("FThenB", "1F1B", "Interleaved1F1B", "ZBH1", "ZBV")
-MICRO_BATCHES = (8, 16)
+#: Numbers of micro-batches by the size of a vector.
+MICRO_BATCHES = {256: (8, 16), 768: (8,)}
 
 
 class Contender:
@@ -91,10 +92,10 @@ class Contender:
         return figures_of(last).bubble_rate, predicted
 
 
-def measure(repeats: int, hidden: int, result: Path) -> None:
+def measure(repeats: int, sizes: list[int], result: Path) -> None:
     """What each rank does; rank 0 writes the result."""
     found = []
-    for micro_batches in MICRO_BATCHES:
+    for hidden, micro_batches in ((size, m) for size in sizes for m in MICRO_BATCHES[size]):
         with tempfile.TemporaryDirectory() as folder:
             contenders = {
                 name: Contender(name, micro_batches, hidden, folder) for name in SCHEDULES
@@ -107,10 +108,12 @@ def measure(repeats: int, hidden: int, result: Path) -> None:
                 bubbles, peak = contender.bubbles(), contender.peak_bytes()
                 found.append(
                     {
+                        "hidden": hidden,
                         "schedule": name,
                         "micro_batches": micro_batches,
                         "seconds": statistics.median(contender.seconds[1:]),
                         "least": min(contender.seconds[1:]),
+                        "most": max(contender.seconds[1:]),
                         "bubble": bubbles and bubbles[0],
                         "predicted": bubbles and bubbles[1],
                         "mebibytes": peak and peak / 2**20,
@@ -125,17 +128,20 @@ def measure(repeats: int, hidden: int, result: Path) -> None:
 
 def show(found: list[dict[str, Any]]) -> None:
     """Prints the table."""
-    print("schedule         m   median s   least s   to 1F1B   bubble   predicted   peak MiB")
+    columns = "median s   least s   most s   to 1F1B   bubble   predicted   peak MiB"
+    print(f"hidden   schedule         m   {columns}")
+
+    def case(row: dict[str, Any]) -> tuple[int, int]:
+        return row["hidden"], row["micro_batches"]
+
+    bases = {case(row): row["seconds"] for row in found if row["schedule"] == "1F1B"}
     for row in found:
-        (base,) = (
-            other["seconds"]
-            for other in found
-            if (other["schedule"], other["micro_batches"]) == ("1F1B", row["micro_batches"])
-        )
+        base = bases[case(row)]
         peak = "-" if row["mebibytes"] is None else f"{row['mebibytes']:.0f}"
         print(
-            f"{row['schedule']:<15} {row['micro_batches']:>2}   {row['seconds']:8.3f}  "
-            f"{row['least']:8.3f}   {row['seconds'] / base:7.3f}   {row['bubble']:6.3f}   "
+            f"{row['hidden']:>6}   {row['schedule']:<15} {row['micro_batches']:>2}   "
+            f"{row['seconds']:8.3f}   {row['least']:7.3f}   {row['most']:6.3f}   "
+            f"{row['seconds'] / base:7.3f}   {row['bubble']:6.3f}   "
             f"{row['predicted']:9.3f}   {peak:>8}"
         )
 
@@ -144,7 +150,14 @@ def main() -> int:
     """Launches two ranks of this file and shows what they measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--hidden", type=int, default=256, help="size of a vector")
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        nargs="+",
+        choices=MICRO_BATCHES,
+        default=list(MICRO_BATCHES),
+        help="sizes of a vector",
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if "PADDLE_TRAINER_ID" in os.environ:
@@ -154,7 +167,7 @@ def main() -> int:
         result = arguments.json or Path(folder) / "result.json"
         launcher = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
         command = [*launcher, "--log_dir", folder, __file__, "--json", str(result)]
-        command += ["--repeats", str(arguments.repeats), "--hidden", str(arguments.hidden)]
+        command += ["--repeats", str(arguments.repeats), "--hidden", *map(str, arguments.hidden)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             print(done.stdout[-4000:], done.stderr[-4000:], file=sys.stderr)
