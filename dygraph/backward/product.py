@@ -25,6 +25,9 @@ from fleetpipe.dygraph.backward.leaf_call import Call, bytes_of
 #: Bytes to which the memory of tensors is aligned; the product of others may have other bits.
 _ALIGNMENT = 64
 
+# Typed: Paddle's own is not.
+_multiply: Callable[..., Tensor] = paddle.matmul
+
 _DTYPES: dict[DType, Any] = {paddle.float32: np.float32, paddle.float64: np.float64}
 
 #: Shapes of the input that are tried for each size of weight: where every batch has a length of its
@@ -39,7 +42,7 @@ class Ways(NamedTuple):
     """How a Linear can have the bits of autograd.
 
     Attributes:
-        ones: [rows, 1]; the factor that makes the bias's gradient a product.
+        ones: [rows]; the factor that makes the bias's gradient a product.
         added: Whether the weight's gradient may be added as it is made.
     """
 
@@ -118,7 +121,8 @@ class ProductCall(Call):
 
     def _bias_grads(self, right: Tensor) -> list[tuple[Tensor, Tensor]]:
         biases = [parameter for parameter in self.parameters if parameter is not self._weight]
-        return [(bias, _product(self._ways.ones, right).reshape([-1])) for bias in biases]
+        with paddle.no_grad():
+            return [(bias, _multiply(self._ways.ones, right)) for bias in biases]
 
     def _operands(self) -> tuple[Tensor, Tensor] | None:
         """Returns the two factors of the weight's gradient as matrices; to be called once."""
@@ -191,29 +195,27 @@ def _try(shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any) -> Wa
             of_input, wanted, *of_bias = paddle.grad(output, [x, *parameters], grad)
         with paddle.no_grad():
             left, right = _matrix(x), _matrix(grad)
-            ones = paddle.ones_like(left[:, :1])
+            ones = paddle.ones_like(left[:, 0])
             same = bool((_back(grad, parameters[0]) == of_input).all())
             same &= bool((_product(left, right) == wanted).all())
-            same &= all(bool((_product(ones, right)[0] == found).all()) for found in of_bias)
+            same &= all(bool((_multiply(ones, right) == found).all()) for found in of_bias)
             wanted.add_(total)
             paddle.addmm_(total, left.t(), right)
             return Ways(ones, bool((total == wanted).all())) if same else None
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    multiply: Callable[..., Tensor] = paddle.matmul
     with paddle.no_grad():
-        return multiply(left, right, transpose_x=True)
+        return _multiply(left, right, transpose_x=True)
 
 
 def _back(grad: Tensor, weight: Tensor) -> Tensor:
-    multiply: Callable[..., Tensor] = paddle.matmul
     with paddle.no_grad():
-        return multiply(grad, weight, transpose_y=True)
+        return _multiply(grad, weight, transpose_y=True)
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.reshape([-1, tensor.shape[-1]])
+    return tensor if tensor.ndim == 2 else tensor.reshape([-1, tensor.shape[-1]])
 
 
 def _are_aligned(*tensors: Tensor) -> bool:
