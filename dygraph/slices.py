@@ -22,7 +22,7 @@ all later slices, and it begins from these as well as from its output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -99,6 +99,25 @@ def _now() -> _Slice | None:
             fix="leave recompute out for this layer: slices save memory too",
         )
     return now
+
+
+@contextmanager
+def again() -> Iterator[Mapping[int, Nest]]:
+    """Within it layers run the slice that runs once more, as often as one likes, to be measured.
+
+    Yields:
+        What they keep, by layer; nobody else gets it. Nothing, where sequences are whole.
+    """
+    now = _now()
+    if now is None:
+        yield {}
+        return
+    trial = _Slice(now.before)
+    _running.append(trial)
+    try:
+        yield trial.kept
+    finally:
+        _running.pop()
 
 
 class SliceStates:

@@ -15,6 +15,7 @@ from typing import Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph import slices
 from fleetpipe.dygraph._paddle import allocated_bytes, peak_bytes, restart_peak
 from fleetpipe.dygraph.backward.deferral_report import LayersOf
 from fleetpipe.dygraph.backward.recompute import Piece
@@ -61,20 +62,28 @@ class Sample(NamedTuple):
 
 
 class LayerMeter:
-    """Takes samples of the layers of this process, by their number in the whole list."""
+    """Takes samples of the layers of this process.
 
-    def __init__(self, count: int, calls_of: CallsOf, layers_of: LayersOf) -> None:
+    Attributes:
+        samples: By the slice of the micro-batch, 0 where it is whole, and the number of the layer
+            in the whole list, of which the loss has the one after the last.
+    """
+
+    def __init__(self, count: int, calls_of: CallsOf, layers_of: LayersOf, slices: int = 1) -> None:
         """Begins without any.
 
         Args:
             count: The number of layers of the whole model.
             calls_of: What runs in a stage.
             layers_of: The layers of a stage, whose backward can be split.
+            slices: Slices of a micro-batch. More than 1: what runs as a micro-batch is a slice, of
+                which no backward is split.
         """
-        self.samples: defaultdict[int, list[Sample]] = defaultdict(list)
+        self.samples: defaultdict[tuple[int, int], list[Sample]] = defaultdict(list)
+        self._slices, self._count = slices, count
         self._calls_of, self._layers_of = calls_of, layers_of
         self._each = Partition(tuple(range(count + 1)), "each", (LayerInfo(""),) * count)
-        self._meters: dict[int, _Meter] = {}
+        self._meters: dict[tuple[int, int], _Meter] = {}
         self._runners: dict[int, tuple[Functions, StageRunner]] = {}
 
     def run_of(self, stage: int) -> Run:
@@ -85,15 +94,17 @@ class LayerMeter:
             layers, runner = self._layers_of(stage), self._runner(stage, functions)
             # Nobody else is to have this memory: it is seen who lets go of it.
             value = mapped(lambda tensor: leaf_like(tensor, copied=True), value)
+            index = (micro_batch or 0) % self._slices
             for number, function in functions.items():
-                if number not in self._meters:
+                if (index, number) not in self._meters:
                     layer = {number: layers[number]} if number in layers else {}
-                    self._meters[number] = _Meter(function, layer)
-                self._meters[number].run = functools.partial(_run, runner, number)
+                    self._meters[index, number] = self._meter(index, function, layer)
+                meter = self._meters[index, number]
+                meter.run = functools.partial(_run, runner, number)
                 box = [value]
                 del value
-                value, sample = self._meters[number].sample(box, micro_batch)
-                self.samples[number].append(sample)
+                value, sample = meter.sample(box, micro_batch)
+                self.samples[index, number].append(sample)
             return value
 
         return run
@@ -105,12 +116,16 @@ class LayerMeter:
             known = self._runners[stage] = (functions, StageRunner(functions, self._each))
         return known[1]
 
-    def take_loss(self, number: int, loss: Criterion, output: Nest, label: Nest) -> None:
-        """Measures a loss as if it were the layer ``number``, whose output nobody takes."""
-        meter = _Meter(loss, {})
+    def take_loss(self, index: int, loss: Criterion, output: Nest, label: Nest) -> None:
+        """Measures a loss as if it were one more layer, whose output nobody takes."""
+        meter = self._meter(index, loss, {})
         meter.run = lambda value, _: loss(value, label)
         _, sample = meter.sample([mapped(leaf_like, output)], None)
-        self.samples[number].append(sample._replace(output=0, saved=0))
+        self.samples[index, self._count].append(sample._replace(output=0, saved=0))
+
+    def _meter(self, index: int, function: Callable[..., Nest], layer: Functions) -> _Meter:
+        sliced = self._slices > 1
+        return _Meter(function, layer, sliced, awaited=sliced and index < self._slices - 1)
 
 
 def _run(
@@ -128,7 +143,15 @@ class _Meter:
 
     run: Run
 
-    def __init__(self, function: Callable[..., Nest], layer: Functions) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Nest],
+        layer: Functions,
+        sliced: bool = False,
+        awaited: bool = False,
+    ) -> None:
+        # Whether it runs slices, and whether gradients come back for what this one keeps.
+        self._sliced, self._awaited = sliced, awaited
         self._piece = Piece("", [function])
         self._split = SplitBackward(_ALONE, lambda _: layer)
         self._warm = False
@@ -148,12 +171,14 @@ class _Meter:
         if not self._warm:
             # A first run makes room for gradients, and is slower; split, it examines the layer.
             self._whole(run, box[0])
-            self._parted(run, box[0])
+            if not self._sliced:
+                self._parted(run, box[0])
             self._free = _not_kept(run, box[0])
             self._warm = True
-        recompute = self._piece.needs_recompute(box[0])
+        recompute = not self._sliced and self._piece.needs_recompute(box[0])
         forward, backward, held, working = self._whole(run, box[0])
-        split_forward, input_grad, weight_grad, held_split, waiting = self._parted(run, box[0])
+        apart = (forward, 0.0, 0.0, 0, 0) if self._sliced else self._parted(run, box[0])
+        split_forward, input_grad, weight_grad, held_split, waiting = apart
         output = run(box[0])
         # Where it is recomputed it holds what it makes, and nothing else.
         saved = max(held - bytes_of(output, box[0]), 0) if recompute else 0
@@ -173,11 +198,16 @@ class _Meter:
         before = allocated_bytes()
         restart_peak()
         begin = time.perf_counter()
-        output = run(value)
+        with slices.again() as kept:
+            output = run(value)
         forward = time.perf_counter() - begin
         held = max(allocated_bytes() - before, 0)
         working = max(peak_bytes() - before - held, 0)
         made, ones = _gradients_for(output, value)
+        if self._awaited:
+            # The later slices' gradients of what is kept wait here for the backward of this one.
+            waiting, theirs = _gradients_for(list(kept.values()), None)
+            made, ones, held = made + waiting, ones + theirs, held + bytes_of(waiting)
         at = allocated_bytes()
         restart_peak()
         begin = time.perf_counter()
@@ -215,7 +245,8 @@ class _Meter:
 
 def _not_kept(run: Callable[[Nest], Nest], value: Nest) -> int:
     """Returns the bytes of a layer's output that are free once nobody but its graph has it."""
-    output = run(mapped(leaf_like, value))
+    with slices.again():
+        output = run(mapped(leaf_like, value))
     # Their sums keep the graph. Its nodes as Python sees them, ``grad_fn``, would never be freed.
     roots = [tensor.sum() for tensor in differentiable(output)]
     before = allocated_bytes()

@@ -206,7 +206,8 @@ class PipelineParallel(PipelineFace):
         Returns:
             On every rank the same: seconds of F, B, I and W of each layer or node, and bytes, of
             which :func:`fleetpipe.plan` makes a plan. ``profile["forward"]`` gives a figure of each
-            stage, by the names of ``fleetpipe.schedules.Costs``.
+            stage, by the names of ``fleetpipe.schedules.Costs``. Of a model that is trained with
+            slices of sequences those of each slice as well, as it is cut now.
         """
         self._runtime.require_running()
         batches, job = self.micro_batches(data), self._runtime.job
@@ -214,7 +215,7 @@ class PipelineParallel(PipelineFace):
             job.guarded(lambda: "profiling"),
             random_keys.keyed(self.next_keys(), job.model_parallel()),
         ):
-            measured = profiling.measure(self.layers, job, batches, self.weights)
+            measured = profiling.measure(self.layers, job, batches, self.weights, self.slicing)
         ranks = (self.stage_id, self.replicas.rank, job.model_parallel().rank)
         if path is not None and not any(ranks):
             measured.write(path)

@@ -16,8 +16,9 @@ from fleetpipe.planning.recomputing import Recompute, everything, recomputed
 from fleetpipe.planning.stages import StageCost, Stages
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.action import flatten
-from fleetpipe.schedules.families.table import FAMILIES, options_of
+from fleetpipe.schedules.families.table import FAMILIES
 from fleetpipe.schedules.play.replay import replay
+from fleetpipe.schedules.search.variants import variants
 
 #: Most chunks on a rank that are tried.
 MOST_CHUNKS = 4
@@ -91,6 +92,7 @@ class Task:
         if "placement" in self.search and self.ranks > 1:
             shapes += [Placement("loop", self.ranks, v) for v in range(2, MOST_CHUNKS + 1)]
             shapes.insert(2, Placement("vee", self.ranks, 2))
+            shapes += [Placement("wave", self.ranks, v) for v in range(2, MOST_CHUNKS + 1, 2)]
         return [shape for shape in shapes if shape.stages <= most]
 
     def schedules(self, shape: Placement) -> Iterator[Schedule]:
@@ -103,14 +105,33 @@ class Task:
         for name, family in FAMILIES.items():
             if family.placement != shape.name or family.chunks > shape.chunks:
                 continue
-            slacks = "warmup_slack" in options_of(family.rows)
-            for options in ({"warmup_slack": 1}, {"warmup_slack": 2}) if slacks else ({},):
+            for options in self._options(name):
                 try:
                     schedule = self._build(name, shape, **options)
                 except ConfigError:  # it does not take these numbers
                     continue
                 if schedule.placement == shape and (self.profile.splits or not _splits(schedule)):
                     yield schedule
+
+    def _options(self, name: str) -> list[dict[str, Any]]:
+        """Returns the options of a family to try: of what was measured, where it has slices."""
+        slices = len(self.profile.slices)
+        if FAMILIES[name].sliced:
+            return [{"slices": slices}] if slices > 1 else []
+        return variants(name, self.micro_batches, self._hidden)
+
+    @cached_property
+    def _hidden(self) -> float:
+        """The longest latency, in times of F and B of an even share of the layers."""
+        sizes = [layer.output for layer in self.profile.layers[:-1]]
+        latency = max(link.seconds(max(sizes, default=0)) for link in self.profile.links)
+        share = self.stages.least() / self.ranks
+        return min(latency / share, self.micro_batches) if share else 0.0
+
+    @cached_property
+    def of_slices(self) -> tuple[Stages, ...]:
+        """What stages cost for each slice of a micro-batch."""
+        return self.profile.stages_of_slices
 
     def cuts(self, shape: Placement) -> list[Boundaries]:
         """Returns the cuts to begin with: even in layers, time, time with links, and memory."""
@@ -186,12 +207,15 @@ class Task:
         source, target = shape.rank_of(stage), shape.rank_of(stage + 1)
         if source == target:
             return 0.0
-        first = min(source, target) if abs(source - target) == 1 and shape.name == "vee" else source
+        # On a loop the last rank sends to the first; else values run up the ranks, and down again.
+        first = source if shape.name == "loop" else min(source, target)
         return self.profile.link(first).seconds(size)
 
     def evaluate(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
         """Returns what a schedule and a cut cost, with what must be recomputed to fit."""
         layers, stages = self.profile.layers, self.stages
+        if schedule.slices > 1:
+            return self._evaluate_slices(schedule, boundaries)
         chosen: Recompute = ((),) * (len(boundaries) - 1)
         costs = stages.cut(boundaries)
         peaks = peak_bytes(schedule, costs, self.optimizer_copies)
@@ -209,9 +233,25 @@ class Task:
         seconds = max(ends[-1] for ends in times.ends)
         return Candidate(seconds, most, schedule, boundaries, chosen)
 
+    def _evaluate_slices(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
+        """Returns what a schedule of slices costs, which nothing is recomputed under."""
+        costs = self.stages.cut(boundaries)
+        parts = [stages.cut(boundaries) for stages in self.of_slices]
+        peaks = peak_bytes(schedule, costs, self.optimizer_copies, parts)
+        most = max(peaks)
+        if most > self.cap:
+            return Lack(most, peaks.index(most), schedule, boundaries)
+        shape = schedule.placement
+        each = tuple(self.costs(shape, part) for part in parts)
+        times = replay(schedule, None, self.costs(shape, costs, each_slice=each))
+        seconds = max(ends[-1] for ends in times.ends)
+        return Candidate(seconds, most, schedule, boundaries, ((),) * (len(boundaries) - 1))
+
     def searched(self, found: Candidate) -> Schedule | None:
         """Returns what the search ``auto`` makes for the cut of a candidate; None for nothing."""
         shape = found.schedule.placement
+        if shape.name == "wave" and shape.chunks == 2:
+            return None  # it is searched as a vee
         stages = self.stages.cut(found.boundaries, found.recompute)
         if not self.profile.splits or "schedule" not in self.search:
             return None
@@ -252,6 +292,10 @@ class Task:
         when the layers before it let it, and after whose last I these have theirs to do.
         """
         layers = self.profile.layers
+        if self.of_slices:
+            # A slice need not wait for those after it, and may cost less than its share.
+            least = min(self.stages.least(), sum(part.least() for part in self.of_slices))
+            return self.micro_batches * least / self.ranks
         most = self.micro_batches * self.stages.least() / self.ranks
         before = 0.0
         for layer in layers:

@@ -54,7 +54,10 @@ def estimates(
                 tried = [task.evaluate(schedule, cut) for cut in task.cuts(shape)]
                 fitting = [one for one in tried if isinstance(one, Candidate)]
                 best = min(fitting, key=lambda one: one.seconds)
-                peaks = peak_bytes(schedule, task.stages.cut(best.boundaries), optimizer_copies)
+                parts = [part.cut(best.boundaries) for part in task.of_slices]
+                stages = task.stages.cut(best.boundaries)
+                slices = parts if schedule.slices > 1 else ()
+                peaks = peak_bytes(schedule, stages, optimizer_copies, slices)
                 one = Estimate(count, shape.chunks, schedule.name, best.seconds, peaks)
                 # Of a schedule's options the faster.
                 key = shape.chunks, schedule.name

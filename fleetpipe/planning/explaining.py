@@ -11,6 +11,7 @@ from fleetpipe.planning.recomputing import Recompute
 from fleetpipe.planning.sizes import show_bytes, show_seconds
 from fleetpipe.planning.stages import StageCost
 from fleetpipe.schedules import Schedule
+from fleetpipe.schedules.rows import in_slices
 
 #: A rank that computes this share of the time hardly waits: what it computes binds.
 _BUSY = 0.9
@@ -52,7 +53,8 @@ def shown(facts: Facts) -> str:
     schedule, predicted = facts.schedule, facts.predicted
     placement = schedule.placement
     heading = (
-        f"plan: {schedule.name}, {placement.ranks} ranks, {schedule.micro_batches} micro-batches,"
+        f"plan: {schedule.name}, {placement.ranks} ranks, {schedule.micro_batches} micro-batches"
+        f"{in_slices(schedule.slices)},"
         f" chunks {placement.chunks} ({placement.name}); {show_seconds(predicted.time)} a batch"
     )
     rows = [("stage", "rank", "layers", "names", "F ms", "B ms", "holds", "recomputed")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from fleetpipe.errors import ConfigError, nearest
@@ -13,8 +12,10 @@ from fleetpipe.planning.candidates import Lack, Task
 from fleetpipe.planning.explaining import shown_range
 from fleetpipe.planning.plan import PipelinePlan
 from fleetpipe.planning.profile import Profile
+from fleetpipe.planning.recomputing import Recompute
 from fleetpipe.planning.search import best_plan
 from fleetpipe.planning.sizes import read_bytes, show_bytes
+from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.placement import check_count
 
 #: All that may be chosen.
@@ -81,20 +82,10 @@ def plan(
     found = best_plan(task)
     if isinstance(found, Lack):
         raise _too_small(found, task)
-    placement = found.schedule.placement
-    stages = task.with_transfers(placement, task.stages.cut(found.boundaries, found.recompute))
     names = tuple(LayerInfo(layer.name) for layer in profile.layers)
     found.schedule.verify()
-    return PipelinePlan(
-        found.schedule,
-        Partition(found.boundaries, "plan", names),
-        found.recompute,
-        stages,
-        task.comm(placement, stages),
-        cap,
-        optimizer_copies,
-        task.bound(),
-    )
+    partition = Partition(found.boundaries, "plan", names)
+    return _costed(task, found.schedule, partition, found.recompute)
 
 
 def recosted(plan: PipelinePlan, profile: Profile) -> PipelinePlan:
@@ -105,16 +96,46 @@ def recosted(plan: PipelinePlan, profile: Profile) -> PipelinePlan:
         profile: Measured on another day, or on other machines.
 
     Raises:
-        ConfigError: The profile is of another model.
+        ConfigError: The profile is of another model, or not of the slices that the plan has.
     """
     plan.require_layers([layer.name for layer in profile.layers])
+    slices = plan.schedule.slices
+    if slices > 1 and len(profile.slices) != slices:
+        raise ConfigError(
+            "the plan cuts sequences into slices whose costs are not known",
+            expected=f"a profile of {slices} slices",
+            got=f"one of {len(profile.slices)} slices",
+            fix='profile the model under the plan, or with schedule_mode="Seq1F1B" and as many '
+            "slices",
+        )
     copies = plan.optimizer_copies
     cap = math.inf if plan.memory_cap is None else plan.memory_cap
     task = Task(profile, plan.ranks, plan.micro_batches, cap, frozenset(SEARCH), copies)
-    placement = plan.schedule.placement
-    plain = task.stages.cut(plan.partition.boundaries, plan.recompute)
-    stages = task.with_transfers(placement, plain)
-    return replace(plan, stages=stages, comm=task.comm(placement, stages), bound=task.bound())
+    return _costed(task, plan.schedule, plan.partition, plan.recompute)
+
+
+def _costed(
+    task: Task, schedule: Schedule, partition: Partition, recompute: Recompute
+) -> PipelinePlan:
+    """Returns the plan that runs a schedule of the task on a cut, with what it is to cost."""
+    placement, boundaries = schedule.placement, partition.boundaries
+    stages = task.with_transfers(placement, task.stages.cut(boundaries, recompute))
+    slices = tuple(
+        task.with_transfers(placement, of_slice.cut(boundaries))
+        for of_slice in (task.of_slices if schedule.slices > 1 else ())
+    )
+    return PipelinePlan(
+        schedule,
+        partition,
+        recompute,
+        stages,
+        task.comm(placement, stages),
+        None if math.isinf(task.cap) else task.cap,
+        task.optimizer_copies,
+        task.bound(),
+        slices,
+        tuple(task.comm(placement, part) for part in slices),
+    )
 
 
 def _too_small(lack: Lack, task: Task) -> ConfigError:
@@ -127,7 +148,8 @@ def _too_small(lack: Lack, task: Task) -> ConfigError:
     return ConfigError(
         f"no plan keeps within a memory cap of {show_bytes(task.cap)}",
         where=f"rank {lack.rank}, which has stage {stages} (layers {layers}) under "
-        f"{lack.schedule.name}" + (", all recomputed" if "recompute" in task.search else ""),
+        f"{lack.schedule.name}"
+        + (", all recomputed" if "recompute" in task.search and lack.schedule.slices == 1 else ""),
         expected=f"a cap of at least {least} bytes ({show_bytes(least)})",
         fix=f"raise the cap to {least}, use more ranks, or smaller micro-batches",
     )

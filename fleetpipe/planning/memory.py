@@ -35,9 +35,9 @@ class _Moments(NamedTuple):
     """What a rank holds while each of its actions runs, equal moments once.
 
     Attributes:
-        counts: For each moment, by stage of the rank: forwards whose B, then forwards whose I is to
-            come, then backwards whose W is to come.
-        stages: For each moment, which of the rank's stages computes.
+        counts: For each moment, by stage of the rank and slice: forwards whose B, then forwards
+            whose I is to come, then backwards whose W is to come.
+        stages: For each moment, which of the rank's stages, and slice of it, computes.
     """
 
     counts: np.ndarray
@@ -53,7 +53,10 @@ def static_bytes(stages: Sequence[StageCost], optimizer_copies: float) -> int:
 
 
 def peak_bytes(
-    schedule: Schedule, stages: Sequence[StageCost], optimizer_copies: float
+    schedule: Schedule,
+    stages: Sequence[StageCost],
+    optimizer_copies: float,
+    slices: Sequence[Costed] = (),
 ) -> tuple[int, ...]:
     """Returns the most bytes of each rank at once.
 
@@ -61,25 +64,29 @@ def peak_bytes(
         schedule: What runs.
         stages: What its stages cost.
         optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+        slices: As for :func:`activation_peak`.
     """
     return tuple(
         static_bytes([stages[s] for s in schedule.placement.stages_of(rank)], optimizer_copies)
-        + activation_peak(schedule, rank, stages).bytes
+        + activation_peak(schedule, rank, stages, slices).bytes
         for rank in range(schedule.placement.ranks)
     )
 
 
-def activation_peak(schedule: Schedule, rank: int, stages: Costed) -> Peak:
+def activation_peak(
+    schedule: Schedule, rank: int, stages: Costed, slices: Sequence[Costed] = ()
+) -> Peak:
     """Returns when a rank holds and works with the most bytes of activations, and how many.
 
     Args:
         schedule: What runs.
         rank: The rank.
         stages: What at least its own stages cost.
+        slices: What they cost for each slice of a micro-batch, where the schedule has slices.
     """
     moments = _moments_of(schedule)[rank]
     owned = schedule.placement.stages_of(rank)
-    own = [stages[stage] for stage in owned]
+    own = [part[stage] for stage in owned for part in slices or [stages]]
     held = [
         *(stage.held for stage in own),
         *(stage.held_split for stage in own),
@@ -88,7 +95,7 @@ def activation_peak(schedule: Schedule, rank: int, stages: Costed) -> Peak:
     working = np.array([stage.working for stage in own])
     sums = moments.counts @ np.array(held) + working[moments.stages]
     most = int(sums.argmax())
-    counts = moments.counts[most].reshape(3, len(owned)).tolist()
+    counts = moments.counts[most].reshape(3, len(owned), -1).sum(axis=2).tolist()
     whole, split, waiting = (dict(zip(owned, part)) for part in counts)
     return Peak(int(sums[most]), whole, split, waiting)
 
@@ -106,11 +113,11 @@ def _moments(schedule: Schedule, rank: int) -> _Moments:
     row = list(flatten(schedule.actions[rank]))
     apart = {(action.stage, action.micro_batch) for action in row if action.kind == "I"}
     owned = schedule.placement.stages_of(rank)
-    width = len(owned)
+    width = len(owned) * schedule.slices
     counts = [0] * (3 * width)
     seen: dict[tuple[int, ...], None] = {}
     for kind, stage, micro_batch in row:
-        index = owned.index(stage)
+        index = owned.index(stage) * schedule.slices + micro_batch % schedule.slices
         held = index + width * ((stage, micro_batch) in apart)
         counts[held] += kind == "F"
         moment = (*counts, index)

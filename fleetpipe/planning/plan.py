@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from fleetpipe.planning.memory import peak_bytes
 from fleetpipe.planning.recomputing import Recompute
 from fleetpipe.planning.stages import StageCost
 from fleetpipe.schedules import Costs, Schedule, build
+from fleetpipe.schedules.action import flatten
 
 #: Written into each file.
 VERSION = 1
@@ -38,6 +39,8 @@ class PipelinePlan:
         memory_cap: Bytes that a rank may have in use; None: no cap.
         optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
         bound: Seconds that no plan is below.
+        slices: Where the schedule cuts sequences into slices, what each stage costs for each slice.
+        slice_comm: Likewise :attr:`comm`.
     """
 
     schedule: Schedule
@@ -48,6 +51,8 @@ class PipelinePlan:
     memory_cap: float | None
     optimizer_copies: float
     bound: float
+    slices: tuple[tuple[StageCost, ...], ...] = ()
+    slice_comm: tuple[tuple[float, ...], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -69,13 +74,19 @@ class PipelinePlan:
         if micro_batches == self.micro_batches:
             return self.schedule
         placement, name = self.schedule.placement, self.schedule.name
-        searched = {"costs": self.costs, "placed": placement.name} if name == "auto" else {}
+        options = {"costs": self.costs, "placed": placement.name} if name == "auto" else {}
+        if self.schedule.slices > 1:
+            options = {"slices": self.schedule.slices}
+        elif name == "kFkB":
+            # The last rank begins with the forwards of a group.
+            kinds = [action.kind for action in flatten(self.schedule.actions[-1])]
+            options = {"groups": [kinds.index("B")]}
         schedule = build(
             name,
             ranks=placement.ranks,
             micro_batches=micro_batches,
             chunks=placement.chunks,
-            **searched,
+            **options,
         )
         schedule.verify()
         return schedule
@@ -83,21 +94,17 @@ class PipelinePlan:
     @property
     def costs(self) -> Costs:
         """What the actions cost, for ``schedule.simulate``."""
-        return Costs(
-            forward=tuple(stage.forward for stage in self.stages),
-            backward=tuple(stage.backward for stage in self.stages),
-            input_grad=tuple(stage.input_grad for stage in self.stages),
-            weight_grad=tuple(stage.weight_grad for stage in self.stages),
-            comm=self.comm,
-            bytes=tuple(stage.held for stage in self.stages),
-        )
+        costs = _costs(self.stages, self.comm)
+        if not self.slices:
+            return costs
+        return replace(costs, each_slice=tuple(map(_costs, self.slices, self.slice_comm)))
 
     @cached_property
     def predicted(self) -> Predicted:
         """What it is to cost."""
         timeline = self.schedule.simulate(self.costs)
         busy = tuple(sum(end - start for _, start, end in row) for row in timeline.events)
-        peaks = peak_bytes(self.schedule, self.stages, self.optimizer_copies)
+        peaks = peak_bytes(self.schedule, self.stages, self.optimizer_copies, self.slices)
         return Predicted(timeline.makespan, busy, peaks, self.bound)
 
     def explain(self) -> str:
@@ -156,6 +163,8 @@ class PipelinePlan:
                     "recompute": self.recompute,
                     "layers": [layer.name for layer in self.partition.layers],
                     "stages": [stage._asdict() for stage in self.stages],
+                    "slices": [[stage._asdict() for stage in part] for part in self.slices],
+                    "slice_comm": self.slice_comm,
                     "comm": self.comm,
                     "memory_cap": self.memory_cap,
                     "optimizer_copies": self.optimizer_copies,
@@ -224,6 +233,19 @@ def _read(found: Mapping[str, Any]) -> PipelinePlan:
         found["memory_cap"],
         found["optimizer_copies"],
         found["bound"],
+        tuple(tuple(StageCost(**stage) for stage in part) for part in found.get("slices", ())),
+        tuple(map(tuple, found.get("slice_comm", ()))),
+    )
+
+
+def _costs(stages: Sequence[StageCost], comm: tuple[float, ...]) -> Costs:
+    return Costs(
+        forward=tuple(stage.forward for stage in stages),
+        backward=tuple(stage.backward for stage in stages),
+        input_grad=tuple(stage.input_grad for stage in stages),
+        weight_grad=tuple(stage.weight_grad for stage in stages),
+        comm=comm,
+        bytes=tuple(stage.held for stage in stages),
     )
 
 

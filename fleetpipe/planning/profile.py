@@ -19,6 +19,7 @@ from fleetpipe.planning.layer_cost import (
     check_figure,
     check_layer,
 )
+from fleetpipe.planning.slice_lengths import balanced
 from fleetpipe.planning.stages import Stages
 
 #: Written into each file, and raised where an older reader would misunderstand a newer file.
@@ -44,10 +45,14 @@ class Profile:
             of which leads back to rank 0.
         boundaries: The cut under which it was measured; may be left out.
         transfer: What values that cross keep ranks busy with.
+        slices: Where sequences were cut, for each slice of a micro-batch the costs of all layers,
+            and last of the loss where there is one. Their parameters do not count: those of
+            ``layers`` do.
+        slice_lengths: The places of each of these slices.
 
     Raises:
         ConfigError: No layer, a figure that is negative or no number, a layer with neither B nor
-            I and W, or a place that is none.
+            I and W, a place that is none, or slices of another number of layers.
     """
 
     layers: tuple[LayerCost, ...]
@@ -56,6 +61,8 @@ class Profile:
     links: tuple[Link, ...] = (Link(),)
     boundaries: tuple[int, ...] = ()
     transfer: Transfer = _NOTHING
+    slices: tuple[tuple[LayerCost, ...], ...] = ()
+    slice_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers or not self.links:
@@ -71,6 +78,7 @@ class Profile:
                 check_figure(name, value, "a link")
         for name, value in self.transfer._asdict().items():
             check_figure(name, value, "a transfer")
+        self._require_whole_slices()
         places = self.places or ()
         if any(not 0 < place < len(self.layers) for place in places) or list(places) != sorted(
             set(places)
@@ -80,6 +88,24 @@ class Profile:
                 expected=f"numbers from 1 to {len(self.layers) - 1}",
                 got=str(list(places)),
                 fix="leave `places` out: a stage may begin with any layer then",
+            )
+
+    def _require_whole_slices(self) -> None:
+        """Checks that each slice has all costs and a length, if lengths are known."""
+        everything = len(self.layers) + (self.loss is not None)
+        for index, part in enumerate(self.slices):
+            for number, layer in enumerate(part):
+                check_layer(layer, f"layer {number} ({layer.name}), slice {index}")
+        if any(len(part) != everything for part in self.slices) or len(self.slice_lengths) not in (
+            0,
+            len(self.slices),
+        ):
+            raise ConfigError(
+                "each slice has the costs of all layers, and of the loss, and a length",
+                expected=f"{everything} costs, {len(self.slices)} lengths",
+                got=f"{[len(part) for part in self.slices]} costs,"
+                f" {len(self.slice_lengths)} lengths",
+                fix="measure it with model.profile(batch)",
             )
 
     @property
@@ -120,10 +146,10 @@ class Profile:
         content: dict[str, Any] = {"version": VERSION, **asdict(self)}
         content["links"] = [link._asdict() for link in self.links]
         content["transfer"] = self.transfer._asdict()
-        layers = [
-            {name: value for name, value in layer.items() if value is not None}
-            for layer in content.pop("layers")
-        ]
+        layers, slices = _plain(content.pop("layers")), list(map(_plain, content.pop("slices")))
+        lengths = content.pop("slice_lengths")
+        if slices:
+            content.update(slices=slices, slice_lengths=lengths)
         return json.dumps({**self.stage_costs(), "profile": {**content, "layers": layers}}) + "\n"
 
     def stage_costs(self) -> dict[str, Any]:
@@ -141,12 +167,50 @@ class Profile:
         }
         if not self.splits:
             del figures["input_grad"], figures["weight_grad"]
+        if self.slices:
+            parts = [one.cut(self.boundaries) for one in self.stages_of_slices]
+            figures["each_slice"] = [
+                {
+                    "forward": [stage.forward for stage in part],
+                    "backward": [stage.backward for stage in part],
+                    "comm": self.links[0].seconds(max(stage.output for stage in part)),
+                    "bytes": [stage.held for stage in part],
+                }
+                for part in parts
+            ]
         return figures
 
     @property
     def stages(self) -> Stages:
         """What stages of these layers cost."""
         return Stages(self.layers, self.loss)
+
+    @property
+    def stages_of_slices(self) -> tuple[Stages, ...]:
+        """What stages cost for each slice of a micro-batch."""
+        count = len(self.layers)
+        return tuple(Stages(part[:count], next(iter(part[count:]), None)) for part in self.slices)
+
+    def balanced_slices(self, slices: int | None = None) -> tuple[int, ...]:
+        """Returns lengths of slices that are to cost the same: ``fleetpipe_configs["slices"]``.
+
+        The later a place, the more places it sees. Times of the measured slices are taken to be of
+        two parts, one of which grows with the places of a slice, the other also with those seen.
+
+        Args:
+            slices: How many; None for as many as were measured.
+
+        Raises:
+            ConfigError: Fewer than two slices were measured, or there are not as many places.
+        """
+        times = [sum(layer.forward + layer.whole for layer in part) for part in self.slices]
+        if len(times) < 2 or not self.slice_lengths:
+            raise ConfigError(
+                "the costs of slices are not known",
+                expected="a profile of a model that is trained with two slices or more",
+                fix='set schedule_mode="Seq1F1B" and profile the model anew',
+            )
+        return balanced(self.slice_lengths, times, slices or len(times))
 
     def __getitem__(self, name: str) -> Any:
         """Returns a figure of each stage of the cut that was measured: ``profile["forward"]``."""
@@ -182,6 +246,8 @@ class Profile:
                 tuple(Link(**link) for link in links),
                 tuple(found.get("boundaries", ())),
                 Transfer(**(found.get("transfer") or {})),
+                tuple(tuple(map(_layer, part)) for part in found.get("slices", ())),
+                tuple(found.get("slice_lengths", ())),
             )
         except TypeError as error:
             raise _no_profile(str(error)) from error
@@ -234,6 +300,11 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def _plain(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns layers without the figures that they do not have."""
+    return [{n: value for n, value in layer.items() if value is not None} for layer in layers]
 
 
 def _layers(found: object) -> list[LayerCost]:

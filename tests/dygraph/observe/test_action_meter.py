@@ -37,7 +37,22 @@ def test_a_batch_is_added_up_by_stage_and_the_median_of_batches_counts() -> None
             assert instruction() is None
         meter.end_batch(counts=seconds < 100)
     # A release counts with the backward.
-    assert meter.seconds() == {("F", 1): 4.0, ("B", 1): 4.0}
+    assert meter.seconds() == {("F", 1, 0): 4.0, ("B", 1, 0): 4.0}
+
+
+def test_slices_are_added_up_one_by_one() -> None:
+    clock = Clock()
+    meter = ActionMeter("B", clock, slices=2)
+
+    def work() -> None:
+        clock.now += 1
+
+    ops: list[Op] = [Action("F", 0, 0), Action("F", 0, 1), Action("F", 0, 2), Free(0, 3)]
+    for op in ops:
+        meter.wrap(NOBODY, op, work)()
+    meter.end_batch(counts=True)
+    # The third is the first slice of the next micro-batch.
+    assert meter.seconds() == {("F", 0, 0): 2.0, ("F", 0, 1): 1.0, ("B", 0, 1): 1.0}
 
 
 def test_transfers_count_with_the_stage_that_does_them_without_their_wait() -> None:
@@ -49,7 +64,7 @@ def test_transfers_count_with_the_stage_that_does_them_without_their_wait() -> N
     for op in (Send("F", Edge(0, 1), 0), Send("B", Edge(1, 2), 0), Recv("B", Edge(3, 4), 0)):
         meter.wrap(NOBODY, op, lambda: None)()
     meter.end_batch(counts=True)
-    assert set(meter.seconds()) == {("R", 1), ("S", 0), ("S", 2), ("R", 3)}
+    assert set(meter.seconds()) == {("R", 1, 0), ("S", 0, 0), ("S", 2, 0), ("R", 3, 0)}
 
 
 def test_what_is_none_of_these_is_left_alone() -> None:

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import gc
-import os
-import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import paddle
 import pytest
 from paddle import nn
 
+from fleetpipe import parity
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph._paddle import allocated_bytes
-from fleetpipe.dygraph.observe.profile import TYPICAL, between_ranks, clock_for, in_turn
+from fleetpipe.dygraph.observe.profile import TYPICAL, between_ranks
+from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from fleetpipe.planning import Profile
-from fleetpipe.schedules import Costs, Placement, build
-from tests.pipelines import batch, bits, job, pipeline, sgd
-
-
-def test_forward_and_backward_are_measured_in_turn_on_any_placement() -> None:
-    for placement in (Placement("loop", 3, 1), Placement("loop", 2, 3), Placement("vee", 2, 2)):
-        for kinds in ("B", "IW"):
-            schedule = in_turn(placement, 5, kinds)
-            schedule.verify()
-            assert sum(map(len, schedule.actions)) == 5 * placement.stages * (1 + len(kinds))
-    plain = build("1F1B", ranks=3, micro_batches=5)
-    assert in_turn(plain.placement, 5, "B").actions == plain.actions
+from fleetpipe.planning import Link, PipelinePlan, Profile, Transfer, plan
+from fleetpipe.schedules import Costs, Placement
+from tests.dygraph import sliced
+from tests.pipelines import ROWS, batch, bits, job, pipeline, sgd
 
 
 def test_the_costs_of_a_model_are_measured_and_can_be_searched_with(tmp_path: Path) -> None:
@@ -83,7 +76,7 @@ def test_one_process_takes_what_transfers_usually_cost() -> None:
 
 
 def test_each_value_that_crosses_between_ranks_is_sent_and_received_twice() -> None:
-    found = {("S", 0): 3e-3, ("R", 1): 6e-3, ("F", 0): 1.0}
+    found = {("S", 0, 0): 3e-3, ("R", 1, 0): 6e-3, ("F", 0, 0): 1.0}
     size = 10**5
     for placement, crossings in ((Placement("loop", 2, 2), 3), (Placement("vee", 2, 2), 2)):
         link, transfer = between_ranks(placement, found, [size] * 3, 5e-5)
@@ -91,15 +84,6 @@ def test_each_value_that_crosses_between_ranks_is_sent_and_received_twice() -> N
         assert transfer.sends(size) == pytest.approx(3e-3 / (2 * crossings))
         assert transfer.receives(size) == pytest.approx(6e-3 / (2 * crossings))
         assert link.seconds(size) == 5e-5
-
-
-def test_ranks_that_share_processors_are_measured_in_processor_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with job(2) as running:
-        assert clock_for(running) is time.perf_counter
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: ())
-        assert clock_for(running) is time.thread_time
 
 
 def test_nothing_stays_in_memory() -> None:
@@ -112,3 +96,74 @@ def test_nothing_stays_in_memory() -> None:
         model.profile(batch())
         gc.collect()
         assert allocated_bytes() == before
+
+
+def test_nothing_of_slices_stays_in_memory() -> None:
+    data = sliced.batch(2 * ROWS, 24)
+    with job(2, 2, "Seq1F1B", slices=3):
+        model = pipeline(sliced.layers(), loss_fn=sliced.loss)
+        model.profile(data)
+        gc.collect()
+        before = allocated_bytes()
+        model.profile(data)
+        gc.collect()
+        assert allocated_bytes() == before
+
+
+@pytest.mark.parametrize("slices", [3, (4, 2, 1)])
+def test_slices_are_measured_one_by_one(slices: Any, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    data = sliced.batch(2 * ROWS, 210)
+    lengths = (70, 70, 70) if slices == 3 else (120, 60, 30)
+    with job(2, 2, "Seq1F1B", slices=slices):
+        model = pipeline(sliced.layers(dropout=0.1), loss_fn=sliced.loss)
+        before = bits(model.layers.state_dict())
+        measured = model.profile(data, path)
+        assert bits(model.layers.state_dict()) == before
+    assert Profile.read(path) == measured
+    assert measured.slice_lengths == lengths
+    assert [len(part) for part in measured.slices] == [7, 7, 7]
+    attention = [part[1] for part in measured.slices]
+    width = 4 * sliced.WIDTH * ROWS
+    for index, (one, length) in enumerate(zip(attention, lengths)):
+        assert one.forward > 0
+        assert one.backward is not None
+        assert one.backward > 0
+        assert one.output == width * length
+        # The weights of all places seen, in the middle of what is held.
+        seen = sum(lengths[: index + 1])
+        scores = 4 * ROWS * length * seen
+        assert scores < one.held < scores + 20 * width * seen
+    with job(2, 2, "auto", costs=path):
+        model = pipeline(sliced.layers(dropout=0.1), loss_fn=sliced.loss)
+        assert model.schedule.slices in (1, 3)
+
+
+def test_a_plan_of_slices_trains_as_the_single_model_does() -> None:
+    data = sliced.batch(2 * ROWS, 24)
+    with job(2, 2, "Seq1F1B", slices=2):
+        model = pipeline(sliced.layers(), loss_fn=sliced.loss)
+        measured = model.profile(data)
+    # As if slices took no longer in all than whole sequences do: they are that short here.
+    halves = tuple(
+        tuple(
+            replace(layer, forward=layer.forward / 2, backward=layer.whole / 2, held=1, working=1)
+            for layer in (*measured.layers, measured.loss)
+            if layer is not None
+        )
+        for _ in range(2)
+    )
+    measured = replace(measured, links=(Link(0, 0),), transfer=Transfer(), slices=halves)
+    cap = max(plan(measured, 2, 2, search=()).predicted.peak_bytes) - 1
+    chosen = plan(measured, 2, 2, memory_cap=cap, search=("schedule",))
+    assert (chosen.schedule.name, chosen.schedule.slices) == ("Seq1F1B", 2)
+    assert PipelinePlan.loads(chosen.dumps()) == chosen
+    assert chosen.schedule_for(5).slices == 2
+    with job(2, 2):
+        model = pipeline(sliced.layers(), loss_fn=sliced.loss, plan=chosen)
+        session = parity.begin(model, sgd(model))
+        session.step(data)
+        assert session.report.bit_exact, session.report.verdict()
+    refused = pytest.raises(ConfigError, match="lengths of another number of slices")
+    with job(2, 2, slices=(1, 2, 1)), refused:
+        pipeline(sliced.layers(), loss_fn=sliced.loss, plan=chosen)

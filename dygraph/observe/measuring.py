@@ -1,0 +1,260 @@
+"""Runs the parts of a model to see what they take: stages in turn, messages, layers one by one.
+
+Stages run as in a real batch: several micro-batches in flight, forward and backward in turn, all
+ranks at once, so that caches, memory and links are as they will be. Where the model is trained with
+slices of sequences, all of it runs slice by slice as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Callable
+
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.counted import slice_shares
+from fleetpipe.dygraph.batch.losses import Criterion, Losses
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.slicing import Slicing, bounds_of, sliced, slices_in
+from fleetpipe.dygraph.batch.stage import Batch, DygraphStage, RunOf
+from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.observe.action_meter import ActionMeter, Doing
+from fleetpipe.dygraph.observe.layer_meter import LayerMeter, Sample
+from fleetpipe.engine.engine import Engine
+from fleetpipe.engine.observer import Observer
+from fleetpipe.engine.trace import Trace
+from fleetpipe.job.job import Job
+from fleetpipe.schedules import Action, Placement, Schedule, forward_only
+from fleetpipe.schedules.action import numbers
+from fleetpipe.schedules.forms.events import Event
+from fleetpipe.schedules.operations import Recv, Send
+from fleetpipe.transport.joining.hosts import host_identity
+
+#: Batches that are run: the first ones warm up and are not counted.
+BATCHES, COLD = 7, 2
+
+#: Least samples of each layer, of which the fastest counts.
+LEAST_SAMPLES = 6
+
+#: Seconds of a micro-batch by stage and slice: its actions by kind, its sends ("S"), its receives
+#: ("R").
+StageTimes = Mapping[Doing, float]
+
+#: By slice, 0 where micro-batches are whole, and number, the samples of a layer.
+Samples = Mapping[tuple[int, int], list[Sample]]
+
+
+def in_turn(placement: Placement, micro_batches: int, kinds: str, slices: int = 1) -> Schedule:
+    """Returns a schedule in which each stage runs forward and backward in turn, on any placement.
+
+    As many micro-batches are in flight as there are stages. With one stage on a rank it is 1F1B, or
+    Seq1F1B, in which backwards run from the last slice of a micro-batch to the first.
+
+    Args:
+        placement: Which rank has which stage.
+        micro_batches: Micro-batches of a batch, m.
+        kinds: What each stage does on the way back: B, or I and then W.
+        slices: Slices of each micro-batch.
+    """
+    stages, units = placement.stages, numbers(micro_batches, slices)
+    firsts = range(0, len(units), slices)
+    backwards = [unit for first in firsts for unit in units[first : first + slices][::-1]]
+    # The first backward waits for all slices of its micro-batch.
+    begin = 2 * (slices - 1)
+    # Every action at a time after those that it waits for.
+    timed = [
+        *((s + 2 * k, Action("F", s, unit)) for k, unit in enumerate(units) for s in range(stages)),
+        *(
+            (begin + 2 * stages - 1 - s + 2 * k, Action(kind, s, unit))
+            for k, unit in enumerate(backwards)
+            for s in range(stages)
+            for kind in kinds
+        ),
+    ]
+    timed.sort(key=lambda pair: pair[0])
+    rows = tuple(
+        tuple(action for _, action in timed if placement.rank_of(action.stage) == rank)
+        for rank in range(placement.ranks)
+    )
+    return Schedule("in-turn", placement, micro_batches, rows, slices=slices)
+
+
+class Runs:
+    """Runs the parts of a model, again and again."""
+
+    def __init__(
+        self, layers: PipelineLayer, job: Job, data: MicroBatches, weights: list[Fraction]
+    ) -> None:
+        """Takes what is run.
+
+        Args:
+            layers: The model.
+            job: The job of this process.
+            data: Micro-batches, as far as this process has data; the first of them are run.
+            weights: The weights in the loss of those that are run.
+        """
+        self._layers, self._job, self._weights = layers, job, weights
+        self._data = MicroBatches(*(part and part[: len(weights)] for part in data))
+
+    def lengths(self, slicing: Slicing) -> list[int]:
+        """Returns the places of each slice; none in a process that has no data."""
+        known = next((part for part in self._data if part), None)
+        if known is None:
+            return []
+        return [end - begin for begin, end in bounds_of(known[0], slicing, "a micro-batch")]
+
+    def stages(self, kinds: str, slicing: Slicing = 1) -> StageTimes:
+        """Returns the median times of all stages, the same on every rank; collective."""
+        slices, count = slices_in(slicing), len(self._weights)
+        meter = ActionMeter(kinds[-1], clock_for(self._job), slices)
+        schedule = in_turn(self._layers.placement, count, kinds, slices)
+        engine, stage = self._engine(schedule, self._layers.function, meter)
+        for turn in range(BATCHES):
+            batch = self._batch(self._data, self._weights, slicing)
+            _run(engine, stage, batch, slices)
+            meter.end_batch(turn >= COLD)
+        merged: dict[Doing, float] = {}
+        for part in self._job.group().all_gather(list(meter.seconds().items())):
+            merged.update({(kind, number, index): each for (kind, number, index), each in part})
+        return {doing: seconds / count for doing, seconds in merged.items()}
+
+    def latency(self) -> float | None:
+        """Returns the seconds that a message is on its way while no rank is busy; collective.
+
+        One micro-batch is on its way at a time: whoever is to receive waits already. None where
+        one process plays all ranks.
+        """
+        layers, job = self._layers, self._job
+        crossings = len(crossed(layers.placement))
+        if job.group().ranks == 1 or not crossings:
+            return None
+        schedule = in_turn(layers.placement, 1, "B")
+        trace = Trace(Path(), schedule, job.connect(), job.group())
+        meter = ActionMeter("B")
+        engine, stage = self._engine(schedule, layers.function, trace, meter)
+        for index, weight in enumerate(self._weights):
+            trace.begin_step()
+            _run(engine, stage, self._batch(self._one(index), [weight]))
+            trace.end_step()
+            meter.end_batch(counts=True)
+        own = sum(seconds for (kind, *_), seconds in meter.seconds().items() if kind in "SR")
+        busy = sum(job.group().all_gather(own)) / (2 * crossings)
+        found = [seconds for step in trace.steps() for seconds in latencies(step)]
+        whole: float = job.group().broadcast(statistics.median(found) if found else 0.0, 0)
+        return max(whole - busy, 0.0)
+
+    def layers(self) -> Samples:
+        """Returns the samples of this process's layers, the loss behind the last; collective."""
+        layers = self._layers
+        meter = LayerMeter(len(layers.partition.layers), layers.calls_of, layers.stage_layers)
+        engine, stage = self._engine(forward_only(layers.placement, 1), meter.run_of)
+        for turn in self._turns():
+            one = self._one(turn)
+            batch = Batch(one)
+            _run(engine, stage, batch)
+            for output in batch.outputs.values():
+                meter.take_loss(0, layers.loss_fn(), output, one.labels[0])
+        return meter.samples
+
+    def layers_of_slices(self, slicing: Slicing) -> Samples:
+        """Returns the same for each slice; collective.
+
+        Backwards follow the forwards, and only let go of what is kept.
+        """
+        layers, slices = self._layers, slices_in(slicing)
+        count = len(layers.partition.layers)
+        meter = LayerMeter(count, layers.calls_of, layers.stage_layers, slices)
+        engine, stage = self._engine(in_turn(layers.placement, 1, "B", slices), meter.run_of)
+        own, calls = layers.loss_fn(), itertools.count()
+
+        def loss(output: Nest, label: Nest) -> Tensor:
+            # The last stage runs one slice after another.
+            meter.take_loss(next(calls) % slices, own, output, label)
+            return own(output, label)
+
+        for turn in self._turns():
+            batch = self._batch(self._one(turn), [self._weights[turn]], slicing, loss)
+            _run(engine, stage, batch, slices)
+        return meter.samples
+
+    def _turns(self) -> Iterable[int]:
+        """Returns which micro-batches layers are run with, for samples enough."""
+        count = len(self._weights)
+        return (turn % count for turn in range(max(LEAST_SAMPLES, count)))
+
+    def _one(self, index: int) -> MicroBatches:
+        return MicroBatches(*(part and [part[index]] for part in self._data))
+
+    def _batch(
+        self,
+        data: MicroBatches,
+        weights: list[Fraction],
+        slicing: Slicing = 1,
+        loss: Criterion | None = None,
+    ) -> Batch:
+        """Returns a batch, cut into slices; ``loss`` stands for the model's loss."""
+        own = self._layers.loss_fn()
+        functions = [own if loss is None else loss]
+        if slices_in(slicing) == 1:
+            return Batch(data, Losses(functions, weights))
+        shares = slice_shares([own], data, slicing, len(weights))
+        return Batch(sliced(data, slicing), Losses(functions, weights, shares=shares))
+
+    def _engine(
+        self, schedule: Schedule, run_of: RunOf, *observers: Observer
+    ) -> tuple[Engine, DygraphStage]:
+        layers, job = self._layers, self._job
+        split = SplitBackward(schedule, layers.stage_layers)
+        stage = DygraphStage(run_of, layers.placement.stages, split, layers.borders)
+        plan = schedule.lower(layers.edges(training=True))
+        return Engine(plan, stage, job.connect(), job.timeout, observers), stage
+
+
+def _run(engine: Engine, stage: DygraphStage, batch: Batch, slices: int = 1) -> None:
+    """Runs a batch, and adds to the gradients if it has a loss."""
+    stage.begin(batch, slices=slices)
+    try:
+        engine.run({"REDUCE": lambda: None, "STEP": lambda: None})
+    finally:
+        stage.end()
+
+
+def clock_for(job: Job) -> Callable[[], float]:
+    """Returns what measures actions; collective over the job.
+
+    Where a host has fewer processors than ranks, that is the processor time of the thread: by the
+    clock, ranks would wait for each other's processors.
+    """
+    ranks = job.everyone().all_gather((host_identity(), len(os.sched_getaffinity(0))))
+    hosts = Counter(host for host, _ in ranks)
+    shared = any(hosts[host] > processors for host, processors in ranks)
+    return time.thread_time if shared else time.perf_counter
+
+
+def latencies(events: Iterable[Event]) -> list[float]:
+    """Returns the seconds from the begin of each send to the end of its receive.
+
+    Args:
+        events: Transfers of all ranks in a step, in seconds.
+    """
+    sent: dict[str, float] = {}
+    arrived: dict[str, float] = {}
+    for event in events:
+        if isinstance(event.op, Send):
+            sent[event.name[1:]] = event.start
+        elif isinstance(event.op, Recv):
+            arrived[event.name[1:]] = event.end
+    return [arrived[name] - start for name, start in sent.items()]
+
+
+def crossed(placement: Placement) -> list[int]:
+    """Returns the stages whose values go to another rank."""
+    rank_of = placement.rank_of
+    return [s for s in range(placement.stages - 1) if rank_of(s) != rank_of(s + 1)]

@@ -1,0 +1,64 @@
+"""Lengths of slices that cost the same, though the later ones see more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules.placement import check_count
+
+
+def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tuple[int, ...]:
+    """Returns the lengths of slices of the same sequences that are to take equally long.
+
+    The computation-wise cut of Seq1F1B (arXiv:2406.03488), from times in the place of operations:
+    the slice of the places a to b-1 is taken to cost x (b-a) + y (b^2-a^2)/2, where x and y are
+    fitted to what was measured, neither below 0.
+
+    Args:
+        lengths: The places of the slices that were measured, in order.
+        times: How long each took, forward and backward.
+        slices: The number of slices to cut into.
+
+    Raises:
+        ConfigError: There are fewer places than slices.
+    """
+    check_count("slices", slices)
+    ends = list(accumulate(lengths))
+    length = ends[-1]
+    if slices > length:
+        raise ConfigError(
+            "a slice has at least one place",
+            expected=f"at most {length} slices",
+            got=f"{slices} slices",
+            fix="cut into fewer slices",
+        )
+    own, seen = _fitted(lengths, ends, times)
+    whole = own * length + seen * length**2 / 2
+    found: list[int] = []
+    for index in range(1, slices + 1):
+        wanted = whole * index / slices
+        if seen * length > 1e-9 * own:
+            end = (math.sqrt(own**2 + 2 * seen * wanted) - own) / seen
+        else:
+            end = length * index / slices
+        before = sum(found)
+        found.append(max(1, min(round(end), length - (slices - index)) - before))
+    return tuple(found)
+
+
+def _fitted(
+    lengths: Sequence[int], ends: Sequence[int], times: Sequence[float]
+) -> tuple[float, float]:
+    """Returns what a place costs, and what it costs for each place that it sees."""
+    own = np.array(lengths, float)
+    seen = own * (np.array(ends) - own / 2)
+    measured = np.array(times)
+    (x, y), *_ = np.linalg.lstsq(np.stack([own, seen], axis=1), measured, rcond=None)
+    if y <= 0:
+        return 1.0, 0.0
+    return (float(x), float(y)) if x > 0 else (0.0, 1.0)
