@@ -60,12 +60,12 @@ class SplitBackward:
     def end(self) -> None:
         """Takes the hooks away after the first batch, and forgets what an unfinished one left."""
         if self._arrivals is not None:
+            self._sums.end()
             self._arrivals.stop()
             if self._tapes:
                 # They saw a part of the parameters: the next batch has new ones from its beginning.
                 self._arrivals = None
         self._tapes.clear()
-        self._sums.end()
         for waiting in self._waiting.values():
             waiting.forget()
 
