@@ -5,8 +5,9 @@ python benchmarks/slices.py --ranks 2 --length 2048 --slices 1,8
 python benchmarks/slices.py --ranks 2 --times        step times and bubbles too; an idle machine
 
 A peak is what training adds to the peak of a process that has built the model and trained on one
-short batch before; it is not disturbed by what else the machine does. The bubble is that of the
-traced steps, in which ranks that outnumber the processors wait for these too.
+short batch before; it is not disturbed by what else the machine does. FLEETPIPE_HEAP=0 keeps freed
+memory out of it. The bubble is that of the traced steps, in which ranks that outnumber the
+processors wait for these too.
 """
 
 from __future__ import annotations
