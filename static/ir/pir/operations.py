@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from fleetpipe._paddle import paddle
@@ -15,7 +15,7 @@ _operations: Any = paddle._C_ops
 _creation: Any = paddle._pir_ops
 PARAMETER, DATA, COMBINE = "builtin.parameter", "pd_op.data", "builtin.combine"
 SET_PARAMETER = "builtin.set_parameter"
-_ASSIGN_VALUE = "pd_op.assign_value_"
+_ASSIGN_VALUE, _EINSUM = "pd_op.assign_value_", "pd_op.einsum"
 #: Results that are the operand itself, changed in place: {operation: {result: operand}}.
 IN_PLACE = {"pd_op.batch_norm_": {1: 1, 2: 2}, "pd_op.sync_batch_norm_": {1: 1, 2: 2}}
 #: Operations that take lists of tensors apart.
@@ -118,6 +118,20 @@ def by_shape(user: Op, value: Variable) -> bool:
         return False
     times = sum(1 for one in user.operands_source() if one.is_same(value))
     return times == 1 and bool(user.is_no_need_buffer(value))
+
+
+def take_operands(ops: Iterable[Op]) -> None:
+    """Has the backward of an einsum take its operands where it wants nothing but their shapes.
+
+    These are results of an einsum that hold no memory, and cannot be left in a variable.
+    """
+    for op in ops:
+        if op.name() == _EINSUM:
+            operands = op.operand_source(0).get_defining_op().operands_source()
+            shapes = op.result(2)
+            for parted in shapes.all_used_ops_in_same_block():
+                for shape, operand in zip(parted.results(), operands):
+                    shape.replace_all_uses_with(operand)
 
 
 def changes(op: Op) -> bool:

@@ -38,6 +38,7 @@ from fleetpipe.static.ir.pir.operations import (
     place,
     place_repeated,
     placeholder,
+    take_operands,
     taken,
     to_end,
 )
@@ -93,6 +94,7 @@ class PirStage:
             self._forward = {op.id() for op in self._ops()}
             self._numbers = {place(value): n for n, value in self._values.items()}
             self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
+            take_operands(self._ops())
         self._refuse_control_flow()
         self._kept, self._repeated = self._crossing()
 

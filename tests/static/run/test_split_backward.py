@@ -26,7 +26,7 @@ from tests.static.networks import (
     strategy_of,
     unsplit,
 )
-from tests.static.run.test_training import compare, momentum, skip3, varied
+from tests.static.run.test_training import compare, momentum, products, skip3, varied
 
 OLDER = not is_pir(paddle.static.Program())
 pir_only = pytest.mark.skipif(OLDER, reason="the backward of an older Program is not cut")
@@ -76,7 +76,7 @@ def test_an_mlp_is_bit_equal(stages: int, schedule: str) -> None:
 
 
 @pir_only
-@pytest.mark.parametrize("build", [skip3, varied, convolutions, words])
+@pytest.mark.parametrize("build", [skip3, varied, convolutions, words, products])
 def test_other_networks_are_bit_equal(build: Callable[[], Any]) -> None:
     compare(build, momentum, strategy_of("ZBH1"))
 

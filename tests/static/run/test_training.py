@@ -91,6 +91,26 @@ def test_options_of_a_parameter_are_kept() -> None:
     compare(build, make, strategy_of())
 
 
+def products() -> Any:
+    """An einsum of one, of two, and of three operands, and one that sums over an axis."""
+    with device_guard("gpu:0"):
+        x = paddle.static.data("x", [-1, FEATURES])
+        y = paddle.static.data("y", [-1, 1], "int64")
+        weight = nn.Linear(FEATURES, 8, bias_attr=False).weight
+        hidden = nn.functional.tanh(paddle.einsum("bf,fh->bh", x, weight))
+    with device_guard("gpu:1"):
+        weights = [nn.Linear(8, 8, bias_attr=False).weight for _ in range(2)]
+        hidden = hidden + paddle.einsum("bh,hi,ij->bj", hidden, *weights)
+        scale = nn.Linear(8, 1, bias_attr=False).weight
+        hidden = paddle.einsum("hb->bh", paddle.einsum("bh,hi->hb", hidden, scale))
+        logits = nn.Linear(8, CLASSES)(hidden)
+        return [nn.functional.cross_entropy(logits, y)]
+
+
+def test_an_einsum_is_bit_equal() -> None:
+    compare(products, momentum, strategy_of())
+
+
 def skip3() -> Any:
     """Values of stage 0 are used by stages 0, 1 and 2; an outgoing one is used inside, too."""
     with device_guard("gpu:0"):
