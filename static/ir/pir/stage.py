@@ -115,11 +115,22 @@ class PirStage:
             pieces = pieces._replace(backward=self._backward_piece())
         if "I" not in kinds:
             return pieces
-        if self._split.checkpoints is not None:
-            # What is computed again would be computed twice: W is empty.
+        if self._split.checkpoints is not None or self._narrow():
+            # What is computed again would be computed twice, and what oneDNN computes cannot be
+            # divided: W is empty.
             return pieces._replace(input_grad=self._backward_piece())
         first, second = self._halves()
         return pieces._replace(input_grad=first, weight_grad=second)
+
+    def _narrow(self) -> bool:
+        """Whether backward takes bfloat16, for which a CPU has oneDNN's kernels.
+
+        These crash or give other numbers when asked for some of their gradients, and leave no
+        gradient in a variable.
+        """
+        backwards = (op for op in self._ops() if op.id() not in self._forward)
+        values = (value for op in backwards for value in taken(op))
+        return any(v.is_dense_tensor_type() and v.dtype == paddle.bfloat16 for v in values)
 
     def _isolate(self, places: Sequence[tuple[int, int]]) -> None:
         """Removes what other stages compute, and takes in what they hand over."""
