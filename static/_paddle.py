@@ -178,6 +178,11 @@ def gradient_clip(optimizer: Optimizer) -> Any:
     return getattr(optimizer, "_grad_clip", None)
 
 
+def is_decorated(optimizer: Optimizer) -> bool:
+    """Whether ``paddle.static.amp.decorate`` made an optimizer."""
+    return isinstance(optimizer, static.amp.decorator.OptimizerWithMixedPrecision)
+
+
 def recomputing(optimizer: Optimizer) -> tuple[Optimizer, list[Variable | str] | None, bool]:
     """Takes Paddle's ``RecomputeOptimizer`` apart.
 

@@ -14,7 +14,7 @@ from fleetpipe.job.job import Job
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.registry import default_chunks
-from fleetpipe.static._paddle import is_pir
+from fleetpipe.static._paddle import is_decorated, is_pir
 from fleetpipe.static.attached import attach
 from fleetpipe.static.cut import checkpoints
 from fleetpipe.static.cut.split import Split, ranks_for, split
@@ -59,7 +59,7 @@ class StaticOptimizer:
             world_size: Processes of the job.
 
         Raises:
-            ConfigError: The strategy asks for what a static pipeline does not run.
+            ConfigError: The strategy or the optimizer asks for what a static pipeline does not run.
         """
         self.wrapped, self._checkpoints = checkpoints.marked(optimizer, strategy)
         self._strategy, self._begin, self._world_size = strategy, begin, world_size
@@ -74,6 +74,12 @@ class StaticOptimizer:
             raise ConfigError(
                 f"this version does not run strategy.{switched_on[0]} in a static pipeline",
                 fix=f"set strategy.{switched_on[0]} = False",
+            )
+        if is_decorated(self.wrapped):
+            raise ConfigError(
+                "this version does not run paddle.static.amp.decorate in a static pipeline",
+                fix="pass the optimizer that it was given; build layers under "
+                "paddle.amp.auto_cast(dtype='bfloat16')",
             )
 
     def minimize(

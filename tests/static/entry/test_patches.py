@@ -191,6 +191,15 @@ def test_switches_that_are_refused(switch: str) -> None:
             fleet.shutdown()
 
 
+def test_an_optimizer_decorated_for_mixed_precision_is_refused() -> None:
+    with static_mode():
+        strategy = strategy_of()
+        fleet.init(is_collective=True, strategy=strategy)
+        optimizer = paddle.static.amp.decorate(paddle.optimizer.SGD(0.1))
+        with pytest.raises(ConfigError, match=r"static\.amp\.decorate in a static pipeline"):
+            fleet.distributed_optimizer(optimizer, strategy)
+
+
 @pytest.mark.parametrize("name", ["backward", "apply_gradients", "apply_optimize", "step"])
 def test_parts_of_minimize_are_refused(name: str) -> None:
     with static_mode():
