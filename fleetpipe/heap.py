@@ -13,8 +13,8 @@ import os
 #: Numbers of ``mallopt`` in glibc's ``malloc.h``: free bytes at the end of the heap that are kept,
 #: and bytes from which a block is given to the process, and taken back, by itself.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: The largest that glibc's own adjustment of this threshold comes to.
-MMAP_THRESHOLD = 32 * 2**20
+#: Weights are smaller, mostly; larger blocks would leave holes that no other one fits into.
+MMAP_THRESHOLD = 16 * 2**20
 TRIM_THRESHOLD = 512 * 2**20
 
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")

@@ -15,6 +15,8 @@ from fleetpipe.errors import PartitionError
 
 #: ``cost(stage, start, end)`` of the layers ``start`` to ``end - 1`` as that stage.
 Cost = Callable[[int, int, int], float]
+#: ``floor(start, end)``: at most what they cost as any stage; more layers have no lower one.
+Floor = Callable[[int, int], float]
 
 
 class Bottleneck(NamedTuple):
@@ -29,16 +31,24 @@ class Bottleneck(NamedTuple):
     cost: float
 
 
-def fastest(places: Sequence[int], count: int, parts: int, cost: Cost) -> Bottleneck:
+def _no_floor(_start: int, _end: int) -> float:
+    return -math.inf
+
+
+def fastest(
+    places: Sequence[int], count: int, parts: int, cost: Cost, floor: Floor = _no_floor
+) -> Bottleneck:
     """Cuts so that the costliest stage costs as little as possible.
 
-    Takes about ``parts * len(places) ** 2`` calls of ``cost``, twice.
+    Takes about ``parts * len(places) ** 2`` calls of ``cost``, twice; with a good ``floor`` far
+    fewer.
 
     Args:
         places: The layers with which a stage may begin, but the first layer, rising.
         count: Number of layers.
         parts: Number of stages.
         cost: The cost of a stage; ``math.inf`` for one that cannot be.
+        floor: What some layers cost at least. It changes no cut.
 
     Returns:
         The cut and its cost.
@@ -53,7 +63,7 @@ def fastest(places: Sequence[int], count: int, parts: int, cost: Cost) -> Bottle
             fix="use fewer ranks or chunks",
         )
     bounds = [0, *places, count]
-    lowest = _cut(bounds, parts, cost, max, math.inf)[1]
+    lowest = _cut(bounds, parts, cost, max, floor)[1]
     if math.isinf(lowest):
         raise PartitionError(
             "no cut has stages that all fit into memory",
@@ -65,7 +75,11 @@ def fastest(places: Sequence[int], count: int, parts: int, cost: Cost) -> Bottle
         found = cost(stage, start, end)
         return math.inf if found > lowest else found**2
 
-    boundaries, _ = _cut(bounds, parts, squared, lambda before, one: before + one, math.inf)
+    def squared_floor(start: int, end: int) -> float:
+        found = floor(start, end)
+        return math.inf if found > lowest else max(found, 0.0) ** 2
+
+    boundaries, _ = _cut(bounds, parts, squared, lambda before, one: before + one, squared_floor)
     return Bottleneck(boundaries, lowest)
 
 
@@ -74,7 +88,7 @@ def _cut(
     parts: int,
     cost: Cost,
     join: Callable[[float, float], float],
-    worst: float,
+    floor: Floor,
 ) -> tuple[tuple[int, ...], float]:
     """Finds the cut of the lowest joined cost.
 
@@ -82,13 +96,16 @@ def _cut(
     ``start_of[stage][end]`` the latest start of the last of these stages that reaches it.
     """
     last = len(bounds) - 1
-    best: list[float] = [0.0, *[worst] * last]
+    best: list[float] = [0.0, *[math.inf] * last]
     start_of: list[list[int]] = []
     for stage in range(parts):
-        before, best, starts = best, [worst] * (last + 1), [0] * (last + 1)
+        before, best, starts = best, [math.inf] * (last + 1), [0] * (last + 1)
         ends = range(stage + 1, last - (parts - stage - 1) + 1)
         for end in ends if stage < parts - 1 else (last,):
             for start in range(end - 1, stage - 1, -1):
+                if floor(bounds[start], bounds[end]) >= best[end]:
+                    # Neither would this stage do better with more layers, whatever is before it.
+                    break
                 if before[start] < best[end]:
                     joined = join(before[start], cost(stage, bounds[start], bounds[end]))
                     if joined < best[end]:

@@ -158,8 +158,16 @@ class Task:
             moments = self.optimizer_copies * gradients
             return parameters + gradients + buffers + moments + under_way * stages.held(start, end)
 
+        def static(start: int, end: int) -> float:
+            return sum(stages.static(start, end))
+
         found += [
-            fastest(places, count, parts, cost).boundaries for cost in (time, time_and_link, memory)
+            fastest(places, count, parts, cost, floor).boundaries
+            for cost, floor in (
+                (time, stages.seconds),
+                (time_and_link, stages.seconds),
+                (memory, static),
+            )
         ]
         return list(dict.fromkeys(found))
 

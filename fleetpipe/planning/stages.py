@@ -80,7 +80,8 @@ class Stages:
     def seconds(self, start: int, end: int) -> float:
         """Returns how long F and B of the layers ``start`` to ``end - 1`` take."""
         last = self.end(end)
-        return sum(sums[last] - sums[start] for sums in self._sums[:2])
+        forward, backward = self._sums[:2]
+        return (forward[last] - forward[start]) + (backward[last] - backward[start])
 
     def least(self) -> float:
         """Returns the seconds of all layers, each backward in the way that is faster."""

@@ -43,6 +43,7 @@ def test_no_other_cut_has_a_faster_slowest_stage(
     found = fastest(places, count, parts, cost)
     assert found.cost == best[0]
     assert costs(found.boundaries[1:-1]) == best
+    assert found == fastest(places, count, parts, cost, lambda *pair: sum(weights[slice(*pair)]))
 
 
 @given(st.lists(st.integers(0, 9), min_size=3, max_size=12), st.integers(1, 3))

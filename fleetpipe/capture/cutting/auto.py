@@ -151,7 +151,11 @@ def chosen(
         return seconds(start, end)
 
     named, _ = places(training, evaluation)
-    found = fastest(list(named), len(costs), stages, cost_of)
+
+    def floor(start: int, end: int) -> float:
+        return total[end] - total[start]
+
+    found = fastest(list(named), len(costs), stages, cost_of, floor)
     bounds = found.boundaries
     return Choice(
         tuple(named[start] for start in bounds[1:-1]),
