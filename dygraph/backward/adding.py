@@ -32,6 +32,8 @@ class Sums:
             CAN_RUN_REDUCE_HOOKS
             and id(parameter) in self._begun
             and not _is_watched(parameter)
+            # A callback may have dropped it in the middle of the batch.
+            and parameter.grad is not None
             and parameter.grad.is_dense()
         )
 

@@ -193,3 +193,17 @@ def test_not_every_length_of_a_batch_is_tried() -> None:
     assert grads_of(steps.layer) == grads_of(plain)
     (tried,) = product._found.values()
     assert set(tried) == {(rows, 4) for rows in range(1, product._MOST_SHAPES + 1)}
+
+
+def test_a_gradient_that_is_dropped_within_a_batch_begins_anew() -> None:
+    steps = Steps(nn.Linear(8, 8))
+    for _ in range(2):
+        for k in range(2):
+            steps.input_grads(k, score(steps.forward(k, numbers(4, 8, seed=k))))
+            steps.weight_grads(k)
+            dropped = grads_of(steps.layer)
+            for parameter in steps.layer.parameters():
+                parameter.clear_gradient(False)
+        steps.split.end()
+    score(steps.layer(numbers(4, 8, seed=1))).backward()
+    assert grads_of(steps.layer) == dropped
