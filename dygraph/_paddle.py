@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paddle.base import core
 from paddle.base import framework as _framework
@@ -269,6 +269,12 @@ def device_id() -> int:
     """Returns the number of this process's device; 0 on CPU, where Paddle does not tell one."""
     environment: Callable[[], object] = paddle.distributed.ParallelEnv
     return int(getattr(environment(), "device_id", 0))
+
+
+def forward_hooks(layer: Layer) -> list[dict[int, Any]]:
+    """Returns the hooks around a layer's forward: those before it, and those after it."""
+    attributes = vars(layer)
+    return [attributes["_forward_pre_hooks"], attributes["_forward_post_hooks"]]
 
 
 def is_patched(layer: Layer) -> bool:

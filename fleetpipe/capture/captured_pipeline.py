@@ -231,15 +231,7 @@ class CapturedPipeline(PipelineLayer):
 
     def stage_layers(self, stage: int) -> dict[int, Layer]:
         """Returns the layers that are nodes of a stage, each by the number of its first call."""
-        first = self.partition.boundaries[stage]
-        # The first entry of all takes the inputs.
-        numbers = range(max(first, 1), self.partition.boundaries[stage + 1])
-        nodes = self.forms.example(training=True).nodes(stage)
-        found: dict[int, tuple[int, Layer]] = {}
-        for number, node in zip(numbers, nodes):
-            if node.is_layer:
-                found.setdefault(id(node.function), (number, node.function))
-        return dict(found.values())
+        return self.forms.example(training=True).layers(stage)
 
     def _layer_infos(self) -> list[LayerInfo]:
         """Returns the name of each entry, with the parameters that no earlier one uses."""

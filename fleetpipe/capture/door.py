@@ -12,7 +12,7 @@ from fleetpipe.capture.asked import classes_of, plain_model, stages_asked
 from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
 from fleetpipe.capture.cutting.cut import cut_of
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
-from fleetpipe.capture.proof import prove
+from fleetpipe.capture.proof import planned_schedule, prove
 from fleetpipe.capture.repeated import require_same_calls
 from fleetpipe.capture.running.forms import Forms
 from fleetpipe.capture.running.memory import initialize, without_memory
@@ -96,8 +96,11 @@ def pipeline(
     again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
     forms = Forms(capturing, cut.borders, recompute_interval, again)
     _tell_what_is_left_out(forms)
-    proof = prove(capturing, forms, cut.stages) if verify and _whole(model) else None
     chunks = None if num_chunks == 1 else num_chunks
+    proof = None
+    if verify and _whole(model):
+        schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
+        proof = prove(capturing, forms, schedule)
     return CapturedPipeline(model, forms, ranks, chunks, loss_fn, Found(cut.choice, proof, plan))
 
 

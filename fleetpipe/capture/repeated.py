@@ -78,7 +78,7 @@ def moved(tensor: Tensor) -> Tensor:
     return other * 0.75 if other.is_floating_point() else other
 
 
-def _turned(tensor: Tensor) -> Tensor:
+def turned(tensor: Tensor) -> Tensor:
     """Returns numbers of which others are positive."""
     return -1.5 * tensor.detach() if tensor.is_floating_point() else moved(moved(tensor))
 
@@ -88,7 +88,7 @@ def _difference(capturing: Capturing) -> _Difference | None:
     look = signature_of(capturing.example)
     for training in (True, False):
         first = capturing(look, training)
-        for change in (moved, _turned):
+        for change in (moved, turned):
             numbers = mapped(change, capturing.example)
             parts = _parting(first, capturing.with_numbers(numbers, training))
             if parts is not None:

@@ -30,8 +30,12 @@ def test_it_says_what_is_equal() -> None:
     found = proof(UNet(), images(2, 16)[0], ["middle", "up2"])
     # Five convolutions with two parameters and a batch norm with two more, and the head; two
     # statistics each.
-    assert found == (2, 22, 10, {}, (), False)
-    assert str(found) == "equal in bits: 2 outputs, 22 gradients, 10 buffers"
+    # Of two steps with three micro-batches, and of two evaluations.
+    assert found == (8, 22, 10, {}, (), False, (("1F1B", 3), ("ZBH1", 3)), (2, 3))
+    assert str(found) == (
+        "equal in bits: 8 outputs, 22 gradients, 10 buffers; trained 3 micro-batches under 1F1B, "
+        "3 micro-batches under ZBH1; evaluated 2 and 3 rows"
+    )
 
 
 def test_a_value_of_several_stages_is_proved_to_rounding_and_named() -> None:
@@ -119,5 +123,5 @@ def test_a_wrong_capture_is_found_and_its_first_node_named(
     with pytest.raises(CaptureError) as caught:
         proof(Sum(), X, ["second"])
     text = str(caught.value)
-    assert "the captured stages do not do what the model does: the output 0 differs" in text
+    assert "the captured stages do not do what the model does: output 0 of micro-batch 0" in text
     assert f"where: first in {node}, {__file__}:{LINE}\n" in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Callable, NamedTuple
 
-from fleetpipe.aliases import Nest
+from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.cutting import cuts
 from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.cutting.edges import crossing
@@ -41,6 +41,18 @@ class Form(NamedTuple):
         bounds = [0, *self.starts, len(self.trace.nodes)]
         return self.trace.nodes[bounds[stage] : bounds[stage + 1]]
 
+    def layers(self, stage: int) -> dict[int, Layer]:
+        """Returns the layers that are nodes of a stage, each by the number of its first call.
+
+        Numbers are those of ``functions``, of which the first takes the inputs.
+        """
+        first = self.starts[stage - 1] if stage else 0
+        layers: dict[int, tuple[int, Layer]] = {}
+        for number, node in enumerate(self.nodes(stage), first + 1):
+            if node.is_layer:
+                layers.setdefault(id(node.function), (number, node.function))
+        return dict(layers.values())
+
 
 class Forms:
     """Makes them when they are asked for, and keeps them."""
@@ -64,6 +76,7 @@ class Forms:
         self._borders = borders
         self._interval, self._recompute = interval, recompute
         self.first = signature_of(capturing.example)
+        self.stages = len(borders) + 1
         self._known: dict[tuple[Signature, bool], Form] = {}
         for training in (True, False):
             self._known[self.first, training] = self._made(self.first, training)

@@ -1,0 +1,37 @@
+"""Counts how often the hooks that a user has put on layers are called."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fleetpipe.aliases import Layer
+from fleetpipe.dygraph._paddle import forward_hooks
+
+#: By the path of a layer, how often its hooks were called.
+Calls = Counter[str]
+
+
+@contextmanager
+def counted(model: Layer) -> Iterator[Calls]:
+    """Within it the calls of the hooks of all layers are counted."""
+    calls: Calls = Counter()
+    replaced: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for path, layer in model.named_sublayers(include_self=True):
+        for hooks in forward_hooks(layer):
+            replaced.append((hooks, dict(hooks)))
+            for key, hook in hooks.items():
+                hooks[key] = functools.partial(_called, calls, path, hook)
+    try:
+        yield calls
+    finally:
+        for hooks, before in replaced:
+            hooks.update((key, hook) for key, hook in before.items() if key in hooks)
+
+
+def _called(calls: Calls, path: str, hook: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    calls[path] += 1
+    return hook(*args, **named)

@@ -1,0 +1,170 @@
+"""Trains an untouched model and its captured stages alike, and compares them moment by moment.
+
+The plain loop runs first, on the user's own model, and what it leaves is kept. Then everything is
+put back, and the stages train the same course under their schedules. After each step they take
+the plain model's parameters and buffers, so that a difference in rounding stays in its step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fleetpipe import schedules
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.proof import verdict
+from fleetpipe.capture.proof.comparison import Comparison, kept
+from fleetpipe.capture.proof.hook_calls import counted
+from fleetpipe.capture.proof.numbers import Trial, variants, with_another_row
+from fleetpipe.capture.proof.sides import CapturedRun, PlainLoop, copied
+from fleetpipe.capture.proof.summed import summed
+from fleetpipe.capture.proof.training import Course, Moment, Step, moments
+from fleetpipe.capture.running.forms import Forms
+from fleetpipe.capture.tracing.capturing import Capturing, in_mode
+from fleetpipe.capture.tracing.walk import arguments_of
+from fleetpipe.dygraph.nest import tensors_of
+from fleetpipe.schedules import Schedule
+
+#: Micro-batches of a step where no strategy says how many.
+_MICRO_BATCHES = 3
+
+#: What is run where no strategy says which.
+_SCHEDULES = ("1F1B", "ZBH1")
+
+
+class Proof(NamedTuple):
+    """What was compared, all in bits but for gradients that are ``rounded``.
+
+    Attributes:
+        outputs: The number of tensors that the model returns, over all micro-batches.
+        gradients: The number of parameters with a gradient.
+        buffers: The number of buffers, running statistics among them.
+        rounded: By parameter, the largest difference over the largest gradient of the parameter's
+            layer, where a gradient is off by the order of a sum.
+        summed: The values and parameters whose gradients are added up stage by stage.
+        keyed: Whether the model drew random numbers, under keys.
+        trained: Each step: the schedule and the number of micro-batches.
+        evaluated: The rows of each evaluation.
+    """
+
+    outputs: int
+    gradients: int
+    buffers: int
+    rounded: dict[str, float]
+    summed: tuple[str, ...]
+    keyed: bool
+    trained: tuple[tuple[str, int], ...]
+    evaluated: tuple[int, ...]
+
+    def __str__(self) -> str:
+        text = (
+            f"equal in bits: {self.outputs} outputs, {self.gradients - len(self.rounded)} "
+            f"gradients, {self.buffers} buffers"
+        )
+        if self.rounded:
+            largest = max(self.rounded.values())
+            text += (
+                f"; {len(self.rounded)} gradients to rounding (at most {largest:.1e}), where "
+                f"that of {', '.join(self.summed) or 'a value'} is added up stage by stage"
+            )
+        steps = ", ".join(f"{count} micro-batches under {name}" for name, count in self.trained)
+        rows = " and ".join(map(str, self.evaluated))
+        text += f"; trained {steps}; evaluated {rows} rows"
+        return text + (", under the same random keys" if self.keyed else "")
+
+
+def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) -> Proof:
+    """Trains a model and its captured stages, and leaves the model as it was.
+
+    Gradients are cleared.
+
+    Args:
+        capturing: The model, with an example of its inputs.
+        forms: Its runs, cut.
+        schedule: What will train it; None where nothing says so: a schedule with a plain and one
+            with a split backward then.
+
+    Raises:
+        CaptureError: They differ; it names the first layer that does, with file and line.
+    """
+    model = capturing.model
+    trial = Trial(model)
+    inputs = [numbers for numbers in variants(capturing.example) if trial.accepts(numbers)]
+    inputs = inputs or [capturing.example]
+    keyed = _draws(model, capturing.example)
+    rows = [capturing.example, with_another_row(capturing.example)]
+    course = Course(
+        _steps(inputs, [schedule] if schedule else _usual(forms.stages)),
+        [numbers for numbers in rows if trial.accepts(numbers, training=False)],
+    )
+    plain = PlainLoop(model, capturing.unopened, keyed)
+    with kept(model), counted(model) as expected_calls:
+        expected = [moment.cloned() for moment in moments(model, plain, course)]
+    with kept(model), counted(model) as calls:
+        comparison = Comparison(model, plain, course)
+        ours = moments(model, CapturedRun(forms, model, keyed), course)
+        for moment, right in zip(ours, expected):
+            off = comparison.differences(moment, right)
+            if off:
+                raise verdict.refuted(capturing, forms, moment, off, course, keyed)
+    if calls != expected_calls:
+        raise verdict.unequal_hooks(model, calls, expected_calls)
+    return _proof(expected, course, comparison.rounded, forms, keyed)
+
+
+def _draws(model: Layer, inputs: Nest) -> bool:
+    """Whether a model draws random numbers in training."""
+    args, named = arguments_of(copied(inputs))
+    with kept(model), in_mode(model, training=True):
+        paddle.seed(1)
+        untouched = paddle.rand([1])
+        paddle.seed(1)
+        with paddle.no_grad():
+            model(*args, **named)
+        after = paddle.rand([1])
+    return bool((after != untouched).item())
+
+
+def _usual(stages: int) -> list[Schedule]:
+    count = max(_MICRO_BATCHES, stages)
+    return [schedules.build(name, ranks=stages, micro_batches=count) for name in _SCHEDULES]
+
+
+def _steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[Step]:
+    """Returns steps in which each of the inputs is a micro-batch at least once."""
+    optimizers = (paddle.optimizer.SGD, paddle.optimizer.Momentum)
+    endless = itertools.cycle(inputs)
+    steps: list[Step] = []
+    while len(steps) < 2 or sum(len(step.micro_batches) for step in steps) < len(inputs):
+        schedule = planned[len(steps) % len(planned)]
+        micro_batches = list(itertools.islice(endless, schedule.micro_batches))
+        kind = optimizers[len(steps) % len(optimizers)]
+        steps.append(Step(micro_batches, schedule, kind, len(steps)))
+    return steps
+
+
+def _proof(
+    expected: Sequence[Moment],
+    course: Course,
+    rounded: dict[str, float],
+    forms: Forms,
+    keyed: bool,
+) -> Proof:
+    outputs = [len(moment.tensors) for moment in expected if moment.quantity == "output"]
+    gradients = {n for moment in expected if moment.quantity == "gradient" for n in moment.tensors}
+    parameters = dict(forms.capturing.model.named_parameters())
+    buffers = expected[-1].tensors.keys() - {
+        name for name, parameter in parameters.items() if not parameter.stop_gradient
+    }
+    return Proof(
+        sum(outputs),
+        len(gradients),
+        len(buffers),
+        rounded,
+        summed(forms),
+        keyed,
+        tuple((step.schedule.name, len(step.micro_batches)) for step in course.steps),
+        tuple(next((t.shape[0] for t in tensors_of(x) if t.ndim), 0) for x in course.evaluations),
+    )

@@ -1,0 +1,110 @@
+"""How far a gradient may be from the plain model's: as far as an order of sums can put it.
+
+A gradient is compared with what its place carries, never with itself alone: that of a key's bias
+under a softmax is 0 but for rounding, and all of it may change with the order of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Tensor
+
+#: Of the largest gradient of the parameters of one layer.
+SHARE = 1e-5
+
+#: Of what a gradient moves by when every parameter moves by a unit in its last place.
+_UNITS = 16.0
+
+
+def numbers_of(tensor: Tensor) -> Any:
+    """Returns the numbers of a tensor; of bfloat16, which NumPy lacks, as float32."""
+    return (tensor.astype("float32") if tensor.dtype == paddle.bfloat16 else tensor).numpy()
+
+
+def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors have the same shape, dtype and bits, or are both None."""
+    if one is None or other is None:
+        return one is other
+    if list(one.shape) != list(other.shape) or one.dtype != other.dtype:
+        return False
+    return bool(numbers_of(one).tobytes() == numbers_of(other).tobytes())
+
+
+def distance(one: Tensor | None, other: Tensor | None) -> float:
+    """Returns the largest difference; infinite where shapes, dtypes or what is finite differ."""
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    if list(one.shape) != list(other.shape) or one.dtype != other.dtype:
+        return float("inf")
+    ours, theirs = numbers_of(one), numbers_of(other)
+    if ours.tobytes() == theirs.tobytes():
+        return 0.0
+    wide = np.complex128 if np.iscomplexobj(ours) else np.float64
+    with np.errstate(invalid="ignore"):
+        gaps = np.abs(ours.astype(wide) - theirs.astype(wide))
+    gaps[(ours == theirs) | ((ours != ours) & (theirs != theirs))] = 0.0
+    largest = float(gaps.max())
+    return largest if largest == largest else float("inf")
+
+
+class Rounding:
+    """What the order of sums can make of each gradient of one step."""
+
+    def __init__(
+        self, gradients: Mapping[str, Tensor], moved: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
+        """Takes the plain model's gradients.
+
+        Args:
+            gradients: By name of the parameter.
+            moved: Computes them once more, of parameters that are moved by a unit in the last
+                place; called where the scale of a layer does not explain a difference.
+        """
+        self._gradients = gradients
+        self._moved: Callable[[], Mapping[str, Tensor]] = moved
+        self._others: Mapping[str, Tensor] | None = None
+
+    def carries(self, name: str, off: float) -> bool:
+        """Whether rounding explains that the gradient of a parameter is off by so much."""
+        if off <= SHARE * self.scale(name):
+            return True
+        if not np.isfinite(off):
+            return False
+        if self._others is None:
+            self._others = self._moved()
+        return off <= _UNITS * distance(self._others.get(name), self._gradients.get(name))
+
+    def scale(self, name: str) -> float:
+        """Returns the largest gradient of the parameters of the layer that has ``name``."""
+        return max(map(_largest, self._beside(name)), default=0.0)
+
+    def _beside(self, name: str) -> Iterable[Tensor]:
+        owner = name.rpartition(".")[0]
+        return (g for other, g in self._gradients.items() if other.rpartition(".")[0] == owner)
+
+
+def _largest(tensor: Tensor) -> float:
+    numbers = np.abs(numbers_of(tensor))
+    return float(numbers.max()) if numbers.size and np.isfinite(numbers).all() else 0.0
+
+
+@paddle.no_grad()
+def move_by_a_unit(parameters: Iterable[Tensor]) -> None:
+    """Moves each number of parameters by a unit in the last place, up or down by chance."""
+    signs = np.random.default_rng(0)
+    for parameter in parameters:
+        if parameter.dtype not in (paddle.float32, paddle.float64):
+            continue
+        numbers = parameter.numpy()
+        ways = np.where(signs.random(numbers.shape) < 0.5, -np.inf, np.inf)
+        parameter.set_value(np.nextafter(numbers, ways.astype(numbers.dtype)))
+
+
+def ulp(tensor: Tensor) -> float:
+    """Returns a unit in the last place of the largest number of a tensor."""
+    return float(np.spacing(np.abs(numbers_of(tensor)).max())) if tensor.size else 0.0

@@ -1,0 +1,164 @@
+"""One training of a model, moment by moment, whoever runs it: the plain loop or the stages.
+
+A training is a few steps of micro-batches, each with an optimizer, then evaluations. What comes
+of it is yielded as it happens, so that two trainings can be compared while they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
+from fleetpipe.dygraph import has_memory, state_slots
+from fleetpipe.dygraph.gradients import drop_gradients
+from fleetpipe.dygraph.nest import differentiable, mapped, tensors_of
+from fleetpipe.schedules import Schedule
+
+#: So small that a step changes the bits of a parameter and not what a layer does.
+RATE = 0.05
+
+
+class Step(NamedTuple):
+    """One step of a training.
+
+    Attributes:
+        micro_batches: The inputs of each.
+        schedule: What the stages run.
+        optimizer: The class of the optimizer that takes the step.
+        draw: The number that seeds what is drawn, as that of a batch.
+    """
+
+    micro_batches: Sequence[Nest]
+    schedule: Schedule
+    optimizer: type[Optimizer]
+    draw: int
+
+
+class Course(NamedTuple):
+    """What a training does.
+
+    Attributes:
+        steps: The steps, in order.
+        evaluations: The inputs on which the model is evaluated afterwards.
+    """
+
+    steps: Sequence[Step]
+    evaluations: Sequence[Nest]
+
+
+class Moment(NamedTuple):
+    """What a training has made at some moment.
+
+    Attributes:
+        quantity: "output", "gradient", "state" (parameters and buffers) or "mode".
+        step: The number of the step; that after the last one is the evaluation.
+        tensors: By name. Of an output the names count the micro-batches.
+        modes: By path, whether a layer is in training.
+    """
+
+    quantity: str
+    step: int
+    tensors: dict[str, Tensor]
+    modes: dict[str, bool]
+
+    def cloned(self) -> Moment:
+        """Returns a copy that stays as it is while the training goes on."""
+        copies = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        return self._replace(tensors=copies)
+
+
+class Side(Protocol):
+    """What runs a model: the model itself, or its stages."""
+
+    def train(self, step: Step) -> list[Nest]:
+        """Adds the gradients of all micro-batches to the parameters; returns the outputs."""
+
+    def evaluate(self, inputs: Nest) -> Nest:
+        """Returns the output for one micro-batch."""
+
+
+def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
+    """Trains a model in place, and yields what comes of it.
+
+    Whoever takes a moment may give the model other values before the next is asked for.
+
+    Args:
+        model: The model, whose own ``train`` and ``eval`` set the modes.
+        side: What runs it.
+        course: What to do.
+    """
+    parameters = list(dict.fromkeys(p for p in model.parameters() if not p.stop_gradient))
+    for number, step in enumerate(course.steps):
+        drop_gradients(model.parameters())
+        model.train()
+        outputs = side.train(step)
+        yield Moment("output", number, _numbered(outputs, "micro-batch"), {})
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        yield Moment("gradient", number, grads, {})
+        if grads and all(bool(paddle.isfinite(grad).all()) for grad in grads.values()):
+            step.optimizer(RATE, parameters=parameters).step()
+        yield Moment("state", number, state_of_model(model), _modes(model))
+    drop_gradients(model.parameters())
+    model.eval()
+    end = len(course.steps)
+    for number, inputs in enumerate(course.evaluations):
+        with paddle.no_grad():
+            output = side.evaluate(mapped(lambda tensor: tensor.clone(), inputs))
+        yield Moment("output", end, _numbered([output], "evaluation", number), {})
+        yield Moment("state", end, state_of_model(model), _modes(model))
+
+
+def state_of_model(model: Layer) -> dict[str, Tensor]:
+    """Returns the parameters and all buffers of a model by name, those of no state dict too."""
+    buffers = {
+        f"{path}.{name}" if path else name: holder[name]
+        for path, layer in model.named_sublayers(include_self=True)
+        for holder, name in state_slots(layer)
+        if has_memory(holder[name])
+    }
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def projected(output: Nest) -> Tensor:
+    """Returns a number on which every number that a model returns has another influence.
+
+    Backward may start from it even where nothing in the output is trained.
+    """
+    total = paddle.zeros([])
+    total.stop_gradient = False
+    for tensor in differentiable(output):
+        real = paddle.as_real(tensor) if tensor.is_complex() else tensor
+        if real.size:
+            total = total + (real.astype("float32") * _weights(tuple(real.shape))).mean()
+    return total
+
+
+def weights_of(step: Step) -> list[Fraction]:
+    """Returns the weight of each micro-batch in the loss of a step."""
+    count = len(step.micro_batches)
+    return [Fraction(1, count)] * count
+
+
+@cache
+def _weights(shape: tuple[int, ...]) -> Tensor:
+    # A short list, repeated: a large output is not to need as many random numbers.
+    numbers = np.random.default_rng(0).uniform(0.5, 1.5, 997).astype("float32")
+    return paddle.to_tensor(np.resize(numbers, shape))
+
+
+def _numbered(outputs: Sequence[Nest], what: str, first: int = 0) -> dict[str, Tensor]:
+    return {
+        f"{index} of {what} {number}": tensor
+        for number, output in enumerate(outputs, first)
+        for index, tensor in enumerate(tensors_of(output))
+    }
+
+
+def _modes(model: Layer) -> dict[str, bool]:
+    return {path: layer.training for path, layer in model.named_sublayers(include_self=True)}

@@ -1,0 +1,107 @@
+"""What is said of stages that do not train as the model does: the first layer that differs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.cutting.costs import state_of
+from fleetpipe.capture.difference import first_difference
+from fleetpipe.capture.proof.hook_calls import Calls
+from fleetpipe.capture.proof.sides import copied
+from fleetpipe.capture.proof.training import Course, Moment
+from fleetpipe.capture.running.forms import Form, Forms
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.place import forward_place
+from fleetpipe.capture.tracing.signature import signature_of
+from fleetpipe.capture.tracing.value import Node
+from fleetpipe.dygraph import random_keys
+from fleetpipe.errors import CaptureError
+
+_INTO_A_SUBLAYER = "put that code into a sublayer, or its layer's class into no_split"
+
+
+def refuted(
+    capturing: Capturing,
+    forms: Forms,
+    moment: Moment,
+    differing: Sequence[str],
+    course: Course,
+    keyed: bool,
+) -> CaptureError:
+    """Returns the error for a moment that differs.
+
+    Args:
+        capturing: The model, in the state of that moment.
+        forms: Its runs, cut.
+        moment: What the stages made.
+        differing: The names of what differs.
+        course: What was run.
+        keyed: Whether random numbers are drawn under keys.
+    """
+    training = moment.step < len(course.steps)
+    form = forms.example(training)
+    node: Node | None = None
+    if moment.quantity == "output":
+        inputs = _inputs_of(differing[0], moment, course)
+        form = forms.of(signature_of(inputs), training)
+        keys = random_keys.Keys(course.steps[moment.step].draw) if keyed and training else None
+        node = first_difference(capturing, form, copied(inputs), keys)
+    names = [re.sub("^the mode of ", "", name) for name in differing]
+    # Backward comes to the last node first; what is written, the first one spoils.
+    backwards = moment.quantity == "gradient"
+    node = node or _node_of(form, capturing.model, names, backwards)
+    where = f"{node.name}, {node.place}" if node else forward_place(capturing.model)
+    schedule = course.steps[moment.step].schedule.name if training else "evaluation"
+    kind = {"output": "output ", "gradient": "gradient of "}.get(moment.quantity, "")
+    return CaptureError(
+        "the captured stages do not do what the model does: "
+        f"{kind}{differing[0]} differs in step {moment.step}, {schedule}",
+        where=f"first in {where}{_written(form)}",
+        expected="the bits of the untouched model, trained by a plain loop",
+        cause="the forward does something that is no operation of Paddle's on tensors: it keeps "
+        "something from call to call, or computes outside of Paddle",
+        fix=_INTO_A_SUBLAYER,
+    )
+
+
+def unequal_hooks(model: Layer, calls: Calls, expected: Calls) -> CaptureError:
+    """Returns the error for hooks that the stages do not call as often as the model does."""
+    path = next(path for path in [*expected, *calls] if calls[path] != expected[path])
+    return CaptureError(
+        f"the captured stages call the hooks of {path or type(model).__name__} "
+        f"{calls[path]} times, and the model calls them {expected[path]} times",
+        where=forward_place(dict(model.named_sublayers(include_self=True))[path]),
+        cause="the layer is called in another way than by its name in the model",
+        fix="put the hook on a sublayer, or the layer's class into no_split",
+    )
+
+
+def _inputs_of(name: str, moment: Moment, course: Course) -> Nest:
+    """Returns the inputs of which an output came; its name ends with their number."""
+    number = int(name.rpartition(" ")[2])
+    if moment.step == len(course.steps):
+        return course.evaluations[number]
+    return course.steps[moment.step].micro_batches[number]
+
+
+def _node_of(form: Form, model: Layer, names: Sequence[str], backwards: bool) -> Node | None:
+    """Returns the first node, or the last, that uses one of some parameters or buffers."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {id(state[name]) for name in names if name in state}
+    nodes = reversed(form.trace.nodes) if backwards else iter(form.trace.nodes)
+    for node in nodes:
+        if not tensors.isdisjoint(map(id, state_of(node))):
+            return node
+        if node.is_layer and node.scopes[-1].path in names:
+            return node
+    return None
+
+
+def _written(form: Form) -> str:
+    """Names what the forward writes: another order of micro-batches shows there."""
+    writers = [node for node in form.trace.nodes if node.buffers & form.trace.changed]
+    if not writers:
+        return ""
+    return f"; the forward writes buffers in {writers[0].name}, {writers[0].place}"
