@@ -1,36 +1,135 @@
-"""Compares the moments of two trainings of one model, the second as it runs."""
+"""Compares two trainings of one model, the second as it runs, in the memory of one training.
+
+Of the first training only digests are kept. Where bits differ, and rounding may be why, it runs
+once more for its numbers.
+"""
 
 from __future__ import annotations
 
-import functools
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import numpy as np
+
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.capture.proof.rounding import Rounding, distance, move_by_a_unit, same_bits, ulp
+from fleetpipe.capture.proof.rounding import (
+    Rounding,
+    distance,
+    move_by_a_unit,
+    numbers_of,
+    same_bits,
+    ulp,
+)
 from fleetpipe.capture.proof.sides import PlainLoop
-from fleetpipe.capture.proof.training import RATE, Course, Moment, Step, state_of_model
+from fleetpipe.capture.proof.training import (
+    RATE,
+    Course,
+    Moment,
+    gradients_of,
+    moments,
+    state_of_model,
+)
 from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.python_state import python_state_kept
 from fleetpipe.capture.tracing.tracer import state_kept
 from fleetpipe.dygraph.gradients import drop_gradients
 
+#: The parameters and buffers of a model by name.
+State = Mapping[str, Tensor]
+
 
 @contextmanager
-def kept(model: Layer) -> Iterator[None]:
-    """Puts back everything that a training changes, and leaves no gradients."""
-    parameters = [(p, p.detach().clone(), p.stop_gradient) for p in model.parameters()]
+def kept(model: Layer) -> Iterator[State]:
+    """Puts back everything that a training changes, and leaves no gradients.
+
+    Yields:
+        The parameters as they are now.
+    """
+    parameters = {name: (p, p.stop_gradient) for name, p in model.named_parameters()}
+    values = {name: p.detach().clone() for name, (p, _) in parameters.items()}
     with python_state_kept(model), state_kept(model), in_mode(model, model.training):
         try:
-            yield
+            yield values
         finally:
             drop_gradients(model.parameters())
-            for parameter, value, stop_gradient in parameters:
-                if not same_bits(parameter, value):
+            for name, (parameter, stop_gradient) in parameters.items():
+                if not same_bits(parameter, values[name]):
                     with paddle.no_grad():
-                        parameter.set_value(value)
+                        parameter.set_value(values[name])
                 parameter.stop_gradient = stop_gradient
+
+
+def give(model: Layer, state: State) -> None:
+    """Gives a model other values; what has them stays untouched."""
+    with paddle.no_grad():
+        for name, tensor in state_of_model(model).items():
+            if name in state and not same_bits(tensor, state[name]):
+                tensor.set_value(state[name])
+
+
+class Digests:
+    """The moments of a plain training: digests of their numbers, and the numbers where asked for.
+
+    Attributes:
+        moments: All moments, without tensors.
+        digests: Of each, by name.
+    """
+
+    def __init__(self, model: Layer, plain: PlainLoop, course: Course) -> None:
+        """Trains the model, which is to be put back afterwards; see :func:`kept`.
+
+        Args:
+            model: The model.
+            plain: What runs it.
+            course: What to do.
+        """
+        self._model, self._plain, self._course = model, plain, course
+        self.moments: list[Moment] = []
+        self.digests: list[dict[str, bytes]] = []
+        self._whole: dict[int, State] = {}
+        for moment in moments(model, plain, course):
+            self.moments.append(moment._replace(tensors={}))
+            self.digests.append(digests_of(moment))
+
+    def tensors(self, number: int, initial: State) -> State:
+        """Returns the tensors of a moment; what the model has by now stays.
+
+        Args:
+            number: The number of the moment.
+            initial: The parameters and buffers at the beginning.
+        """
+        if number not in self._whole:
+            with _beside(self._model, initial):
+                again = enumerate(moments(self._model, self._plain, self._course))
+                # Later moments are not asked for yet, and states are for the next step.
+                self._whole = {
+                    at: moment.cloned().tensors
+                    for at, moment in again
+                    if at in (number, number + 1)
+                }
+        return self._whole[number]
+
+    def moved(self, step: int, start: State) -> State:
+        """Returns the gradients of a step whose parameters start a unit in the last place off."""
+        with _beside(self._model, start):
+            move_by_a_unit(p for p in self._model.parameters() if not p.stop_gradient)
+            self._plain.train(self._course.steps[step])
+            return {name: grad.clone() for name, grad in gradients_of(self._model).items()}
+
+
+@contextmanager
+def _beside(model: Layer, start: State) -> Iterator[None]:
+    """Within it a model begins anew; afterwards it has the values and gradients of before."""
+    # Copies, for to clear a gradient empties it.
+    gradients = [(p, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    with kept(model):
+        drop_gradients(model.parameters())
+        give(model, start)
+        yield
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 class Comparison:
@@ -41,79 +140,70 @@ class Comparison:
             gradient of its layer.
     """
 
-    def __init__(self, model: Layer, plain: PlainLoop, course: Course) -> None:
+    def __init__(self, model: Layer, expected: Digests, initial: State) -> None:
         """Begins before the second training.
 
         Args:
             model: The model, as both begin.
-            plain: What ran first.
-            course: What both run.
+            expected: The first training.
+            initial: Its parameters and buffers.
         """
         self.rounded: dict[str, float] = {}
-        self._model, self._plain, self._course = model, plain, course
-        self._start: Mapping[str, Tensor] = {
-            name: tensor.detach().clone() for name, tensor in state_of_model(model).items()
-        }
+        self._model, self._expected, self._initial = model, expected, initial
+        self._start = initial
+        self._number = 0
         #: By parameter, how far the gradient of the step is off.
         self._off: dict[str, float] = {}
 
-    def differences(self, moment: Moment, right: Moment) -> list[str]:
-        """Compares a moment; returns what differs by more than its place carries, by name.
+    def differences(self, moment: Moment) -> list[str]:
+        """Compares the next moment; returns what differs by more than its place carries, by name.
 
         After a step the model takes the values of the first training.
         """
-        names = {**right.tensors, **moment.tensors}
-        off = {n: distance(moment.tensors.get(n), right.tensors.get(n)) for n in names}
-        off = {name: gap for name, gap in off.items() if gap}
-        differing = list(off)
+        number, self._number = self._number, self._number + 1
+        own, right = digests_of(moment), self._expected.digests[number]
+        differing = [name for name in {**right, **own} if own.get(name) != right.get(name)]
         if moment.quantity == "gradient":
-            self._off = off
-            differing = self._beyond_rounding(off, right)
-        if moment.quantity == "state":
-            differing = [name for name in off if off[name] > self._of_update(name, right)]
-            self._give(right.tensors)
-        modes = [path for path, mode in right.modes.items() if moment.modes.get(path) != mode]
-        return differing + [f"the mode of {path or 'the model'}" for path in modes]
+            self._off = {}
+        if differing and moment.quantity in ("gradient", "state"):
+            differing = self._beyond(moment, number)
+        modes = self._expected.moments[number].modes
+        wrong = [path for path, mode in modes.items() if moment.modes.get(path) != mode]
+        return differing + [f"the mode of {path or 'the model'}" for path in wrong]
 
-    def _beyond_rounding(self, off: Mapping[str, float], right: Moment) -> list[str]:
-        step = self._course.steps[right.step]
-        rounding = Rounding(right.tensors, functools.partial(self._gradients_beside, step))
+    def _beyond(self, moment: Moment, number: int) -> list[str]:
+        """Returns what rounding does not explain."""
+        moment = moment.cloned()
+        right = self._expected.tensors(number, self._initial)
+        names = {**right, **moment.tensors}
+        gaps = {name: distance(moment.tensors.get(name), right.get(name)) for name in names}
+        off = {name: gap for name, gap in gaps.items() if gap}
+        if moment.quantity == "state":
+            give(self._model, right)
+            self._start = right
+            return [name for name, gap in off.items() if gap > self._of_update(name, right[name])]
+        self._off = off
+        start = self._start
+        rounding = Rounding(right, lambda: self._expected.moved(moment.step, start))
         beyond = [name for name, gap in off.items() if not rounding.carries(name, gap)]
         for name in off.keys() - set(beyond):
             share = off[name] / (rounding.scale(name) or 1.0)
             self.rounded[name] = max(share, self.rounded.get(name, 0.0))
         return beyond
 
-    def _of_update(self, name: str, right: Moment) -> float:
+    def _of_update(self, name: str, right: Tensor) -> float:
         """Returns how far a step puts a parameter off whose gradient is off."""
         gap = self._off.get(name, 0.0)
-        return 2 * RATE * gap + 2 * ulp(right.tensors[name]) if gap else 0.0
+        return 2 * RATE * gap + 2 * ulp(right) if gap else 0.0
 
-    def _gradients_beside(self, step: Step) -> dict[str, Tensor]:
-        """Returns the plain model's gradients of a step that starts a unit in the last place off.
 
-        What the second training has by now stays as it is.
-        """
-        parameters = [p for p in self._model.parameters() if not p.stop_gradient]
-        gradients = [(parameter, parameter.grad) for parameter in parameters]
-        with kept(self._model):
-            self._give(self._start)
-            move_by_a_unit(parameters)
-            drop_gradients(parameters)
-            self._plain.train(step)
-            moved = {
-                name: parameter.grad.clone()
-                for name, parameter in self._model.named_parameters()
-                if parameter.grad is not None
-            }
-        for parameter, gradient in gradients:
-            if gradient is not None:
-                parameter.grad = gradient
-        return moved
+def digests_of(moment: Moment) -> dict[str, bytes]:
+    """Returns a digest of each tensor of a moment: of its shape, its dtype and its bits."""
+    return {name: _digest(tensor) for name, tensor in moment.tensors.items()}
 
-    def _give(self, state: Mapping[str, Tensor]) -> None:
-        self._start = state
-        with paddle.no_grad():
-            for name, tensor in state_of_model(self._model).items():
-                if name in state and not same_bits(tensor, state[name]):
-                    tensor.set_value(state[name])
+
+def _digest(tensor: Tensor) -> bytes:
+    numbers = np.ascontiguousarray(numbers_of(tensor))
+    digest = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=16)
+    digest.update(numbers.reshape(-1).view(np.uint8).data)
+    return digest.digest()

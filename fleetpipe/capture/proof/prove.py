@@ -15,12 +15,12 @@ from fleetpipe import schedules
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.proof import verdict
-from fleetpipe.capture.proof.comparison import Comparison, kept
+from fleetpipe.capture.proof.comparison import Comparison, Digests, kept
 from fleetpipe.capture.proof.hook_calls import counted
 from fleetpipe.capture.proof.numbers import Trial, variants, with_another_row
 from fleetpipe.capture.proof.sides import CapturedRun, PlainLoop, copied
 from fleetpipe.capture.proof.summed import summed
-from fleetpipe.capture.proof.training import Course, Moment, Step, moments
+from fleetpipe.capture.proof.training import Course, Step, buffers_of, moments
 from fleetpipe.capture.running.forms import Forms
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.walk import arguments_of
@@ -101,14 +101,14 @@ def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) 
     )
     plain = PlainLoop(model, capturing.unopened, keyed)
     with kept(model), counted(model) as expected_calls:
-        expected = [moment.cloned() for moment in moments(model, plain, course)]
-    with kept(model), counted(model) as calls:
-        comparison = Comparison(model, plain, course)
-        ours = moments(model, CapturedRun(forms, model, keyed), course)
-        for moment, right in zip(ours, expected):
-            off = comparison.differences(moment, right)
-            if off:
-                raise verdict.refuted(capturing, forms, moment, off, course, keyed)
+        expected = Digests(model, plain, course)
+    with kept(model) as parameters, counted(model) as calls:
+        initial = {**parameters, **buffers_of(model)}
+        comparison = Comparison(model, expected, initial)
+        for moment in moments(model, CapturedRun(forms, model, keyed), course):
+            differing = comparison.differences(moment)
+            if differing:
+                raise verdict.refuted(capturing, forms, moment, differing, course, keyed)
     if calls != expected_calls:
         raise verdict.unequal_hooks(model, calls, expected_calls)
     return _proof(expected, course, comparison.rounded, forms, keyed)
@@ -146,22 +146,20 @@ def _steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[Step]:
 
 
 def _proof(
-    expected: Sequence[Moment],
+    expected: Digests,
     course: Course,
     rounded: dict[str, float],
     forms: Forms,
     keyed: bool,
 ) -> Proof:
-    outputs = [len(moment.tensors) for moment in expected if moment.quantity == "output"]
-    gradients = {n for moment in expected if moment.quantity == "gradient" for n in moment.tensors}
-    parameters = dict(forms.capturing.model.named_parameters())
-    buffers = expected[-1].tensors.keys() - {
-        name for name, parameter in parameters.items() if not parameter.stop_gradient
-    }
+    names = {"output": list[str](), "gradient": list[str](), "state": list[str]()}
+    for moment, digests in zip(expected.moments, expected.digests):
+        names[moment.quantity] += digests
+    trained = (n for n, p in forms.capturing.model.named_parameters() if not p.stop_gradient)
     return Proof(
-        sum(outputs),
-        len(gradients),
-        len(buffers),
+        len(names["output"]),
+        len({*names["gradient"]}),
+        len({*names["state"]}.difference(trained)),
         rounded,
         summed(forms),
         keyed,

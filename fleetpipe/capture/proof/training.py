@@ -99,10 +99,10 @@ def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
         model.train()
         outputs = side.train(step)
         yield Moment("output", number, _numbered(outputs, "micro-batch"), {})
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        yield Moment("gradient", number, grads, {})
-        if grads and all(bool(paddle.isfinite(grad).all()) for grad in grads.values()):
-            step.optimizer(RATE, parameters=parameters).step()
+        del outputs
+        yield Moment("gradient", number, gradients_of(model), {})
+        if all(bool(paddle.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
+            _update(step, parameters)
         yield Moment("state", number, state_of_model(model), _modes(model))
     drop_gradients(model.parameters())
     model.eval()
@@ -114,6 +114,19 @@ def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
         yield Moment("state", end, state_of_model(model), _modes(model))
 
 
+def _update(step: Step, parameters: Sequence[Tensor]) -> None:
+    """Steps parameter by parameter: what an optimizer keeps of all needs more memory."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            step.optimizer(RATE, parameters=[parameter]).step()
+            drop_gradients([parameter])
+
+
+def gradients_of(model: Layer) -> dict[str, Tensor]:
+    """Returns the gradients of a model's parameters by name, where there are any."""
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
 def state_of_model(model: Layer) -> dict[str, Tensor]:
     """Returns the parameters and all buffers of a model by name, those of no state dict too."""
     buffers = {
@@ -123,6 +136,13 @@ def state_of_model(model: Layer) -> dict[str, Tensor]:
         if has_memory(holder[name])
     }
     return {**dict(model.named_parameters()), **buffers}
+
+
+def buffers_of(model: Layer) -> dict[str, Tensor]:
+    """Returns copies of the buffers of a model by name, those of no state dict too."""
+    parameters = {id(parameter) for parameter in model.parameters()}
+    state = state_of_model(model).items()
+    return {name: t.detach().clone() for name, t in state if id(t) not in parameters}
 
 
 def projected(output: Nest) -> Tensor:
