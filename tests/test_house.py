@@ -52,10 +52,15 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("dygraph/observe", "static/__init__ static/reference"),
     ("dygraph/train",),
     ("dygraph/__init__",),
+    (
+        "parity/__init__ parity/beside parity/cutting parity/differences parity/edges"
+        " parity/evaluation parity/orders parity/outputs parity/rates parity/reference"
+        " parity/report parity/session parity/stepping",
+    ),
     ("capture",),
     ("fleet",),
     ("launch cli __main__",),
-    ("parity", "fit callbacks"),
+    ("parity/command", "fit callbacks"),
     ("compat",),
     ("__init__",),
 )

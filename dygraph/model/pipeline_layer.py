@@ -19,6 +19,7 @@ from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST, device_id, has_memory
 from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
+from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers import entries, tied
@@ -219,6 +220,10 @@ class PipelineLayer(paddle.nn.Layer):
             ScheduleError: The schedule passes the memory cap.
         """
         return self._arrangement.schedule(config)
+
+    def companion(self, pipeline: Layer) -> Companion | None:
+        """Returns what is trained beside the first batches of ``pipeline``, which wraps this."""
+        return None
 
     @property
     def recomputes(self) -> bool:

@@ -92,6 +92,7 @@ class PipelineFace(MetaParallelBase):
         begin: Callable[..., None] = super().__init__
         begin(layers, hcg or job.hcg, strategy)
         self._runtime = Runtime(layers, strategy, job, self._has_bubble_hooks)
+        self._runtime.companion = layers.companion(self)
 
     @property
     def layers(self) -> PipelineLayer:
@@ -184,6 +185,11 @@ class PipelineFace(MetaParallelBase):
         """
         losses = self._runtime.losses
         return losses.by_micro_batch() if losses else None
+
+    @property
+    def model_parallel(self) -> Group:
+        """The ranks that hold the shards of this rank's layers."""
+        return self._runtime.job.model_parallel()
 
     @property
     def replicas(self) -> Group:

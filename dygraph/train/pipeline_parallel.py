@@ -12,6 +12,7 @@ from fleetpipe.aliases import Nest, Optimizer, Scaler, Scheduler
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward.crossings import Crossing
 from fleetpipe.dygraph.backward.deferral_report import DeferralReport
+from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, split_value, unwrapped
 from fleetpipe.dygraph.batch.outputs import joined, on_host
 from fleetpipe.dygraph.observe import profile as profiling
@@ -234,6 +235,10 @@ class PipelineParallel(PipelineFace):
     def observe(self, observer: Observer) -> None:
         """Has ``observer`` watch every operation of later batches."""
         self._runtime.observe(observer)
+
+    def accompany(self, companion: Companion | None) -> None:
+        """Has ``companion`` trained beside each of the next batches; None ends that."""
+        self._runtime.companion = companion
 
     def deferral_report(self) -> DeferralReport:
         """Returns which parameters' gradients wait for W, and the bytes kept between I and W.

@@ -12,6 +12,7 @@ from fleetpipe.aliases import Nest, Strategy, Tensor
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import Cut, MicroBatches, split
 from fleetpipe.dygraph.batch.outputs import Evaluation
@@ -57,6 +58,7 @@ class Runtime:
         engine: Walks the plan of a training batch.
         evaluation: The engines that run forwards only.
         losses: Those of the last batch, where this process owns the last stage.
+        companion: What is trained beside each batch; None for nothing.
     """
 
     config: PipelineConfig
@@ -92,6 +94,7 @@ class Runtime:
         self.scale = scale_strategy(strategy)
         self.timers = Timers() if self.switches.enable_timer else None
         self.losses: Losses | None = None
+        self.companion: Companion | None = None
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         self._check_finite = finite.asked_for()
         self._own_errors: Callable[[], AbstractContextManager[None]] = (

@@ -8,6 +8,7 @@ from fractions import Fraction
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer, Scaler
 from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.batch.counted import slice_shares
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.slicing import sliced
@@ -58,6 +59,7 @@ class TrainingBatch:
         self._keys = random_keys.draw(runtime.config.rng)
         batches = runtime.micro_batches(data)
         runtime.require_data(batches, labelled=True)
+        self._beside = (batches, weights, loss_fn_idx)
         delayed = runtime.switches.delay_scale_loss
         if weights is not None:
             _require_weights(weights, len(runtime.weights), delayed)
@@ -88,6 +90,13 @@ class TrainingBatch:
         self._optimizer = optimizer
         runtime = self._runtime
         runtime.layers.train()
+        companion = runtime.companion
+        if companion is not None:
+            data, weights, loss_fn_idx = self._beside
+            with runtime.job.guarded(lambda: "training the plain model beside the pipeline"):
+                companion.begin(
+                    BatchBeside(data, self._keys, weights, loss_fn_idx, optimizer, self._scaler)
+                )
         if runtime.job.replicas().ranks == 1:
             # Replicas add their losses up, which none of them is to wait for between actions.
             self._losses.complete = self._share_losses
@@ -119,6 +128,8 @@ class TrainingBatch:
     def _reduce(self) -> None:
         self._share_losses()
         self._runtime.reduce_gradients()
+        if self._runtime.companion is not None:
+            self._runtime.companion.reduced(self.loss)
 
     def _step(self) -> None:
         if self._optimizer is None:
@@ -127,15 +138,21 @@ class TrainingBatch:
         if runtime.switches.delay_scale_loss:
             parameters = runtime.layers.trained_parameters()
             divide_gradients(parameters, runtime.weights[0].denominator)
+        if runtime.companion is None:
+            self._update()
+        else:
+            runtime.companion.step(self._update)
+        if runtime.switches.release_gradients:
+            self._optimizer.clear_grad(set_to_zero=False)
+        else:
+            self._optimizer.clear_grad()
+
+    def _update(self) -> None:
         if self._scaler is None:
             self._optimizer.step()
         else:
             self._scaler.step(self._optimizer)
             self._scaler.update()
-        if runtime.switches.release_gradients:
-            self._optimizer.clear_grad(set_to_zero=False)
-        else:
-            self._optimizer.clear_grad()
 
 
 def _require_gradients() -> None:

@@ -17,7 +17,9 @@ from fleetpipe.capture.running.memory import initialize, release
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
 from fleetpipe.capture.running.untouched import Untouched, called
+from fleetpipe.capture.shadow import Shadow
 from fleetpipe.capture.tracing.value import Node
+from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -43,11 +45,13 @@ class Found(NamedTuple):
         choice: The cut that was chosen by cost; None where the user said one.
         proof: What was compared with the plain model; None where nothing was.
         plan: The plan that said the cut; None where there is none.
+        shadowed: How many batches are to be trained beside the plain model.
     """
 
     choice: Choice | None = None
     proof: Proof | None = None
     plan: PipelinePlan | None = None
+    shadowed: int = 0
 
 
 class CapturedPipeline(PipelineLayer):
@@ -70,6 +74,7 @@ class CapturedPipeline(PipelineLayer):
     proof: Proof | None
     users: dict[str, tuple[int, ...]]
     _stages: CapturedStages
+    _shadowed: int
 
     def __init__(
         self,
@@ -94,7 +99,7 @@ class CapturedPipeline(PipelineLayer):
         stages = CapturedStages(forms, lambda: self.training)
         self.__dict__.update(plain=plain, forms=forms, _stages=stages)
         found = found or Found()
-        self.__dict__.update(choice=found.choice, proof=found.proof)
+        self.__dict__.update(choice=found.choice, proof=found.proof, _shadowed=found.shadowed)
         example = forms.example(training=True)
         super().__init__(
             list(example.functions),
@@ -205,6 +210,10 @@ class CapturedPipeline(PipelineLayer):
         """
         form = self.forms.example(training=True)
         draw(form.trace, form.starts, path)
+
+    def companion(self, pipeline: PipelineParallel) -> Shadow | None:
+        """Returns the plain model's training beside the first batches, where it was asked for."""
+        return Shadow(pipeline, self.forms, self._shadowed) if self._shadowed else None
 
     def single_model(self) -> Untouched:
         """Returns a copy of the plain model, which draws under keys what the pipeline draws."""

@@ -19,9 +19,16 @@ from fleetpipe.capture.running.memory import initialize, without_memory
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of
 from fleetpipe.config import PipelineConfig
+from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
 from fleetpipe.planning import PipelinePlan
+
+#: Proves a model beforehand, and trains it beside the first batches.
+FIRST = "first"
+
+#: How many these are.
+SHADOWED = 2
 
 
 def pipeline(
@@ -32,7 +39,7 @@ def pipeline(
     num_stages: int | None = None,
     num_chunks: int = 1,
     no_split: Sequence[type | str] = (),
-    verify: bool = True,
+    verify: bool | str = FIRST,
     *,
     recompute_interval: int = 0,
     memory_limit: float | None = None,
@@ -62,10 +69,13 @@ def pipeline(
         num_stages: Ranks of the pipeline; in a job it is its ``pp_degree``, and may be left out.
         num_chunks: Chunks on each rank; 1 leaves it to the schedule.
         no_split: Classes of layers, or their names, that are never cut within.
-        verify: Whether to run the forward on other numbers, of which it must call the same, and
-            the untouched model and the stages on one batch, in this process, to compare outputs,
-            gradients and buffers in bits; ``proof`` of what is returned says what was found.
-            Under ``LazyGuard`` the latter only where one process has all stages.
+        verify: True: before anything trains, the forward is run on other numbers, of which it must
+            call the same, and the untouched model and the stages train alike in this process: a few
+            micro-batches under the schedule, a step, evaluation; ``proof`` of what is returned says
+            what was compared. Under ``LazyGuard`` only where one process has all stages.
+            ``"first"``: the first two batches are trained beside the untouched model as well,
+            with the real data, loss and optimizer, on every rank that has the memory for it; a
+            difference ends the job before the parameters change. False: neither.
         recompute_interval: Nodes of a stage whose activations are dropped together after forward,
             and computed again in backward; 0 keeps all.
         memory_limit: With "auto", the bytes that a stage may have.
@@ -81,6 +91,12 @@ def pipeline(
         PartitionError: "auto" finds no cut.
         UsageError: ``model`` is no built layer, or a pipeline already.
     """
+    if verify not in (True, False, FIRST):
+        raise ConfigError(
+            "verify is True, False or 'first'",
+            got=repr(verify),
+            fix="leave it out: the model is then proved before, and beside the first batches",
+        )
     job = current_job()
     plan = split_spec if isinstance(split_spec, PipelinePlan) else None
     if plan is not None:
@@ -101,7 +117,9 @@ def pipeline(
     if verify and _whole(model):
         schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
         proof = prove(capturing, forms, schedule)
-    return CapturedPipeline(model, forms, ranks, chunks, loss_fn, Found(cut.choice, proof, plan))
+    shadowed = SHADOWED if verify == FIRST else 0
+    found = Found(cut.choice, proof, plan, shadowed)
+    return CapturedPipeline(model, forms, ranks, chunks, loss_fn, found)
 
 
 def _tell_what_is_left_out(forms: Forms) -> None:
@@ -116,7 +134,7 @@ def _whole(model: Layer) -> bool:
     lazy = without_memory(model)
     if lazy and job is not None and not job.local:
         tell_once(
-            "verify=True compares nothing: the model was built under LazyGuard, and no rank has "
+            "nothing is compared before training: the model was built under LazyGuard, and no rank has "
             "all of it; it is compared where one process plays all ranks",
         )
         return False

@@ -61,6 +61,8 @@ class Reference:
         self.losses_of = losses_of
         #: Whether the pipeline's learning rate is the reference's too.
         self.takes_rate = True
+        #: Whether the pipeline says what is trained and clipped; a user's own model says it itself.
+        self.takes_switches = False
         self._twins: dict[int, Optimizer] = {}
         self._has_own_optimizer = optimizer is not None
         self._stepped_here: frozenset[str] | None = None
@@ -179,7 +181,7 @@ class Reference:
             name: (p.stop_gradient, p.need_clip) for name, p in pipe.state.own_parameters().items()
         }
         parts = pipeline_group().all_gather(own)
-        if isinstance(self.model, SingleModel):
+        if self.takes_switches:
             tensors = self.tensors()
             for part in parts:
                 for name, (stop_gradient, need_clip) in part.items():
@@ -265,4 +267,6 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
             "parity with the pipeline's own layers needs a loss without trained parameters",
             fix="put what is trained into the last layer, or pass a model and a loss_of of its own",
         )
-    return of_model(pipe, pipe.single_model(), None, None)
+    reference = of_model(pipe, pipe.single_model(), None, None)
+    reference.takes_switches = True
+    return reference

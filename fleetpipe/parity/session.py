@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import astuple
-from fractions import Fraction
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe import numerics
@@ -20,20 +18,19 @@ from fleetpipe.dygraph import (
     SingleModel,
     random_keys,
     tensor_parallel,
-    weighted,
 )
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.job.job import all_ranks
 from fleetpipe.parity import edges, orders
+from fleetpipe.parity.beside import Beside, as_the_next_batch
 from fleetpipe.parity.cutting import Given
 from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
 from fleetpipe.parity.evaluation import Evaluations
 from fleetpipe.parity.outputs import compare_outputs, recorded, recorded_here
 from fleetpipe.parity.rates import Rates
-from fleetpipe.parity.reference import Reference, sum_in_order
+from fleetpipe.parity.reference import Reference
 from fleetpipe.parity.report import Report, in_order
 from fleetpipe.parity.stepping import ComparingOptimizer, Squares, compare_state
-from fleetpipe.transport import SoleGroup
 
 
 class Calls(NamedTuple):
@@ -68,6 +65,9 @@ class Session:
         """
         self._pipeline = pipeline
         self._reference = reference
+        self._beside = Beside(pipeline, reference)
+        # One reference is enough.
+        pipeline.accompany(None)
         own = (pipeline.train_batch, pipeline.eval_batch, pipeline.predict_batch)
         self._calls = calls or Calls(*own)
         self._replicas = pipeline.replicas
@@ -106,8 +106,8 @@ class Session:
         reference.take_switches(layers)
         rates = Rates(self._optimizer, reference.optimizer, lr_scheduler, reference.takes_rate)
         keys = self._pipeline.next_keys()
-        with self._as_the_next_batch(keys), recorded(reference.model, reference.names) as expected:
-            single = self._train_reference(everyone)
+        with as_the_next_batch(keys), recorded(reference.model, reference.names) as expected:
+            single = self._beside.train(everyone)
         with (
             self._watch.watching(
                 self._first_micro_batch * self._pipeline.schedule.slices
@@ -161,30 +161,6 @@ class Session:
             found += compare_values("micro-batch", name, self.report.steps, ours, expected)
         return own, found
 
-    def _train_reference(self, batches: MicroBatches) -> Nest:
-        """Returns the reference's loss of the batches of all replicas, or a list of several."""
-        pipeline, replicas = self._pipeline, self._replicas.ranks
-        weights, told = pipeline.weights_in_backward, pipeline.weights[0]
-        count = len(weights)
-        losses, gradients = [], []
-        # Replica by replica, as they add up: the sum of two has the bits of the pipeline's.
-        for first in range(0, replicas * count, count):
-            inputs, labels = (part[first : first + count] for part in batches)
-            losses.append(self._accumulate(MicroBatches(inputs, labels), weights, first))
-            if replicas > 1:
-                gradients.append(self._reference.take_gradients())
-        if gradients:
-            share = pipeline.weights_of_all_replicas[0] / weights[0]
-            self._reference.add_up(gradients, share)
-        self._reference.divide_gradients(weights[0] / told)
-        # Summed gradients are those of a summed loss; what is told is a mean all the same.
-        mean, undelayed = Fraction(1, replicas), told / weights[0]
-        totals = [
-            weighted(sum_in_order([weighted(loss, undelayed) for loss in of_replicas]), mean)
-            for of_replicas in zip(*losses)
-        ]
-        return totals if len(totals) > 1 else totals[0]
-
     @property
     def _first_micro_batch(self) -> int:
         """The global number of this replica's micro-batch 0."""
@@ -208,25 +184,9 @@ class Session:
         first, slices = self._first_micro_batch, self._pipeline.schedule.slices
         weights = self._pipeline.weights_in_backward
         copies = edges.copies_at_borders(model, self._pipeline.layers)
-        with self._as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
-            self._accumulate(own, weights, first)
+        with as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
+            self._beside.accumulate(own, weights, first)
         return found + edges.differences(arrived, expected, first * slices, step, slices)
-
-    def _accumulate(
-        self, batches: MicroBatches, weights: Sequence[Fraction], first: int
-    ) -> list[Tensor]:
-        """Runs the reference on the micro-batches of one replica, cut as the pipeline cuts them."""
-        pipeline = self._pipeline
-        functions = pipeline.layers.loss_functions()
-        return self._reference.accumulate(*batches, weights, first, pipeline.slicing, functions)
-
-    @contextmanager
-    def _as_the_next_batch(self, keys: random_keys.Keys | None) -> Iterator[None]:
-        """Has the reference draw what the pipeline will; the random state is as before then."""
-        alone = SoleGroup()  # the keys are agreed on already
-        keyed = random_keys.keyed(keys, alone)
-        with random_keys.random_states_kept(), keyed, tensor_parallel.alone():
-            yield
 
     def _gather(self, found: list[Difference], squares: Squares) -> None:
         """Puts the findings of all ranks together, and compares the norm of all gradients."""

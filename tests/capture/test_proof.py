@@ -33,8 +33,8 @@ def test_it_says_what_is_equal() -> None:
     # Of two steps with three micro-batches, and of two evaluations.
     assert found == (8, 22, 10, {}, (), False, (("1F1B", 3), ("ZBH1", 3)), (2, 3))
     assert str(found) == (
-        "equal in bits: 8 outputs, 22 gradients, 10 buffers; trained 3 micro-batches under 1F1B, "
-        "3 micro-batches under ZBH1; evaluated 2 and 3 rows"
+        "equal in bits: 8 outputs, 22 gradients, 10 buffers; trained 2 steps of 3 micro-batches "
+        "under 1F1B and ZBH1, evaluated 2 and 3 rows"
     )
 
 

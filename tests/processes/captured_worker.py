@@ -59,7 +59,8 @@ def lazily() -> dict[str, Any]:
         plain = Wide()
     numbers = np.random.default_rng(0).standard_normal((8, 512)).astype("float32")
     x = paddle.to_tensor(numbers)
-    pipe = fleetpipe.pipeline(plain, x[:2], nn.MSELoss(), split_spec=["blocks.6"])
+    # The first batches would be trained beside the whole model otherwise.
+    pipe = fleetpipe.pipeline(plain, x[:2], nn.MSELoss(), split_spec=["blocks.6"], verify=True)
     model = fleet.distributed_model(pipe)
     optimizer = fleet.distributed_optimizer(paddle.optimizer.Adam(parameters=pipe.parameters()))
     losses = [float(model.train_batch([x, x], optimizer)) for _ in range(2)]

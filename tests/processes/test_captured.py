@@ -38,7 +38,7 @@ def test_ranks_get_what_one_process_gets(
         expected = alone["resnet18"].items()
         assert found["resnet18"] == {key: value for key, value in expected if key != "own"}
     lazy, whole = [found["lazily"] for found in ranks], alone["lazily"]
-    assert whole["proof"] == "equal in bits: 2 outputs, 24 gradients, 0 buffers"
+    assert whole["proof"].startswith("equal in bits: 10 outputs, 24 gradients, 0 buffers")
     for part in lazy:
         # The first values do not depend on who draws them.
         assert (part["losses"], part["predicted"]) == (whole["losses"], whole["predicted"])

@@ -14,7 +14,10 @@ from tests.jobs import job
 from tests.launching import Finished
 from tests.processes import captured_slices_worker
 
-PROOF = "equal in bits: 2 outputs, 27 gradients, 0 buffers"
+PROOF = (
+    "equal in bits: 10 outputs, 27 gradients, 0 buffers; trained 2 steps of 4 micro-batches under "
+    "1F1B, evaluated 2 and 3 rows"
+)
 WORKER = Path(captured_slices_worker.__file__)
 
 

@@ -69,9 +69,11 @@ class Proof(NamedTuple):
                 f"; {len(self.rounded)} gradients to rounding (at most {largest:.1e}), where "
                 f"that of {', '.join(self.summed) or 'a value'} is added up stage by stage"
             )
-        steps = ", ".join(f"{count} micro-batches under {name}" for name, count in self.trained)
+        names = " and ".join(dict.fromkeys(name for name, _ in self.trained))
+        steps, (_, count) = len(self.trained), self.trained[0]
         rows = " and ".join(map(str, self.evaluated))
-        text += f"; trained {steps}; evaluated {rows} rows"
+        text += f"; trained {steps} steps of {count} micro-batches under {names}"
+        text += f", evaluated {rows} rows" * bool(rows)
         return text + (", under the same random keys" if self.keyed else "")
 
 

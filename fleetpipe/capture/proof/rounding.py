@@ -47,8 +47,8 @@ def distance(one: Tensor | None, other: Tensor | None) -> float:
     wide = np.complex128 if np.iscomplexobj(ours) else np.float64
     with np.errstate(invalid="ignore"):
         gaps = np.abs(ours.astype(wide) - theirs.astype(wide))
-    gaps[(ours == theirs) | ((ours != ours) & (theirs != theirs))] = 0.0
-    largest = float(gaps.max())
+    alike = (ours == theirs) | ((ours != ours) & (theirs != theirs))
+    largest = float(np.where(alike, 0.0, gaps).max())
     return largest if largest == largest else float("inf")
 
 

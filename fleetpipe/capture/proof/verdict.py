@@ -51,7 +51,7 @@ def refuted(
     names = [re.sub("^the mode of ", "", name) for name in differing]
     # Backward comes to the last node first; what is written, the first one spoils.
     backwards = moment.quantity == "gradient"
-    node = node or _node_of(form, capturing.model, names, backwards)
+    node = node or node_of(form, capturing.model, names, backwards)
     where = f"{node.name}, {node.place}" if node else forward_place(capturing.model)
     schedule = course.steps[moment.step].schedule.name if training else "evaluation"
     kind = {"output": "output ", "gradient": "gradient of "}.get(moment.quantity, "")
@@ -86,7 +86,7 @@ def _inputs_of(name: str, moment: Moment, course: Course) -> Nest:
     return course.steps[moment.step].micro_batches[number]
 
 
-def _node_of(form: Form, model: Layer, names: Sequence[str], backwards: bool) -> Node | None:
+def node_of(form: Form, model: Layer, names: Sequence[str], backwards: bool) -> Node | None:
     """Returns the first node, or the last, that uses one of some parameters or buffers."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = {id(state[name]) for name in names if name in state}

@@ -56,6 +56,11 @@ class Untouched(paddle.nn.Layer):
             getattr(self, kind).update(getattr(copied, kind))
         self._non_persistable_buffer_names_set = copied._non_persistable_buffer_names_set
 
+    @property
+    def plain(self) -> Layer:
+        """The copy itself."""
+        return self._model
+
     def forward(self, inputs: Nest) -> Nest:
         """Calls the model."""
         keys = random_keys.current()

@@ -1,0 +1,46 @@
+"""Whether this host has the memory for another copy of a model that trains."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer
+from fleetpipe.capture.tracing.value import Like, Trace, like
+from fleetpipe.job import meeting
+
+#: Of each parameter: its value, its gradient, two moments, and what a step is compared with.
+_COPIES = 5
+
+
+def bytes_to_train(model: Layer, trace: Trace) -> int:
+    """Returns about how many bytes a copy of a model needs to train one micro-batch.
+
+    Args:
+        model: The model, whose tensors need have no memory.
+        trace: The run of its forward in training; what is within its nodes is not counted.
+    """
+    state = sum(like(tensor).nbytes for tensor in model.state_dict().values())
+    activations: list[Like] = [one for one in trace.likes if math.prod(one.shape)]
+    return _COPIES * state + 2 * sum(one.nbytes for one in activations)
+
+
+def bytes_for_each_process() -> int | None:
+    """Returns the memory that is free now, shared by the processes of this host; None: unknown."""
+    if paddle.device.get_device().startswith("gpu"):
+        properties = paddle.device.cuda.get_device_properties()
+        return int(properties.total_memory) - int(paddle.device.cuda.memory_allocated())
+    free = _available()
+    here = int(os.environ.get("PADDLE_LOCAL_SIZE", meeting.world_size()))
+    return None if free is None else free // max(here, 1)
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kilobytes = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return next((1024 * size for size in kilobytes), None)

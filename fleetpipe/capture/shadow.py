@@ -1,0 +1,270 @@
+"""Trains the untouched model beside the first batches of its pipeline, before it is trusted alone.
+
+Real data, the real loss, optimizer and clip: what a proof beforehand cannot have. Each rank runs
+the whole model and compares the stages that it owns.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fleetpipe.aliases import Nest, Optimizer
+from fleetpipe.capture.difference import first_difference
+from fleetpipe.capture.proof.rounding import SHARE, Rounding, distance, same_bits
+from fleetpipe.capture.proof.sides import copied
+from fleetpipe.capture.proof.verdict import node_of
+from fleetpipe.capture.running.forms import Forms
+from fleetpipe.capture.running.room import bytes_for_each_process, bytes_to_train
+from fleetpipe.capture.running.untouched import Untouched
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.signature import signature_of
+from fleetpipe.dygraph import PipelineParallel, learning_rate_of, random_keys
+from fleetpipe.dygraph.batch.companion import BatchBeside
+from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
+from fleetpipe.dygraph.nest import tensors_of
+from fleetpipe.errors import CaptureError
+from fleetpipe.job.job import all_ranks
+from fleetpipe.job.say_once import tell_once
+from fleetpipe.parity.beside import Beside, as_the_next_batch
+from fleetpipe.parity.reference import Reference, of_same_layers
+from fleetpipe.schedules.action import GlobalMicroBatch
+
+
+class _Batch(NamedTuple):
+    """What of a batch is compared: its inputs, the seeds, and the plain model's loss."""
+
+    inputs: Sequence[Nest]
+    keys: random_keys.Keys | None
+    loss: Nest
+    optimizer: Optimizer
+
+
+class Shadow:
+    """The companion of a captured pipeline, for as many batches as it is asked to be."""
+
+    def __init__(self, pipeline: PipelineParallel, forms: Forms, batches: int) -> None:
+        """Begins before the first batch.
+
+        Args:
+            pipeline: The wrapped model.
+            forms: The runs of its forward.
+            batches: How many batches it accompanies.
+        """
+        self._pipeline, self._pipe = pipeline, pipeline.layers
+        self._forms, self._batches = forms, batches
+        self._reference: Reference | None = None
+        self._batch: _Batch | None = None
+        self._number = 0
+        self._seconds = 0.0
+        self._has_twin = False
+
+    def begin(self, batch: BatchBeside) -> None:
+        """Trains the plain model on a batch that is about to run. Collective."""
+        obstacle = self._obstacle(batch)
+        first = next(filter(None, all_ranks().all_gather(obstacle)), None)
+        if first is not None:
+            tell_once(f"the first batches are not shadowed by the plain model: {first}")
+            self._pipeline.accompany(None)
+            return
+        begin = time.perf_counter()
+        reference = self._prepared(batch.optimizer)
+        own, everyone = self._pipeline.share(batch.data)
+        keys = copy.copy(batch.keys)
+        with as_the_next_batch(keys):
+            loss = Beside(self._pipeline, reference).train(everyone, batch.weights)
+        self._batch = _Batch(own.inputs, keys, loss, batch.optimizer)
+        self._seconds += time.perf_counter() - begin
+
+    def reduced(self, loss: Nest) -> None:
+        """Compares the loss, the gradients and what the forward wrote. Collective.
+
+        Raises:
+            CaptureError: They differ by more than rounding, on this rank or on another.
+        """
+        batch, reference = self._batch, self._reference
+        if batch is None or reference is None:
+            return
+        begin = time.perf_counter()
+        gradients = {n: t.grad for n, t in reference.tensors().items() if t.grad is not None}
+        rounding = Rounding(gradients, lambda: gradients)
+        off: list[str] = []
+        for name, parameter in self._pipe.state.own_parameters().items():
+            gap = distance(gradient_of(parameter), gradients.get(name))
+            if gap and not rounding.carries(name, gap):
+                off.append(name)
+        found = [f"the gradient of {name}" for name in off]
+        found += self._different_loss(loss, batch.loss) + self._different_state(reference)
+        self._seconds += time.perf_counter() - begin
+        self._refuse(found, off, batch)
+        if batch.optimizer is None:
+            self._ended()
+
+    def step(self, step: Callable[[], None]) -> None:
+        """Steps both optimizers and compares the parameters. Collective as both are.
+
+        Raises:
+            CaptureError: They differ; the parameters are as they were.
+        """
+        batch, reference = self._batch, self._reference
+        if batch is None or reference is None or not self._has_twin:
+            step()
+            self._ended()
+            return
+        own = self._pipe.state.own_parameters()
+        before = {name: parameter.detach().clone() for name, parameter in own.items()}
+        theirs = reference.tensors()
+        for name, parameter in own.items():
+            # Rounding in a gradient is no fault of the optimizer's, and Adam makes it large.
+            gradient = gradient_of(parameter)
+            if gradient is not None and not same_bits(gradient, theirs[name].grad):
+                theirs[name].grad = gradient.clone()
+        _take_rate(learning_rate_of(batch.optimizer.wrapped), reference.optimizer)
+        step()
+        begin = time.perf_counter()
+        reference.step()
+        found = []
+        for name, parameter in own.items():
+            right = theirs[name]
+            # A norm over ranks is a sum in another order than that over one model.
+            most = SHARE * float(right.abs().max()) if right.size else 0.0
+            if distance(parameter, right) > most:
+                found.append(f"the update of {name}")
+        self._seconds += time.perf_counter() - begin
+        try:
+            self._refuse(found, [], batch)
+        except CaptureError:
+            for name, parameter in own.items():
+                parameter.set_value(before[name])
+            raise
+        self._ended()
+
+    def _obstacle(self, batch: BatchBeside) -> str | None:
+        """Says why the plain model cannot be trained beside this batch; None where it can."""
+        pipe = self._pipe
+        if any(not p.stop_gradient for loss in pipe.loss_layers() for p in loss.parameters()):
+            return "the loss is trained too, and both would add to its gradients"
+        if self._pipeline.model_parallel.ranks > 1:
+            return "its layers have shards of their weights here, and a copy is not whole"
+        if batch.loss_fn_idx:
+            return f"backward starts from loss function {batch.loss_fn_idx}"
+        if batch.scaler is not None and batch.scaler.is_enable():
+            return "a GradScaler scales the gradients"
+        needs = bytes_to_train(
+            self._forms.capturing.model, self._forms.example(training=True).trace
+        )
+        free = bytes_for_each_process()
+        if self._reference is None and free is not None and needs > free:
+            return (
+                f"the model needs about {needs / 2**20:,.0f} MiB on each rank, "
+                f"and this host has {free / 2**20:,.0f} MiB for each"
+            )
+        return None
+
+    def _prepared(self, optimizer: Optimizer) -> Reference:
+        """Returns the plain model with the pipeline's values, before a batch. Collective."""
+        pipe = self._pipe
+        if self._reference is None:
+            self._reference = of_same_layers(pipe)
+            # What an optimizer has kept from earlier steps, a twin of it has not.
+            fresh = optimizer is not None and not optimizer.wrapped.state_dict().keys() - {
+                "LR_Scheduler",
+                "master_weights",
+            }
+            if fresh:
+                self._reference.train_like(optimizer, pipe)
+            self._has_twin = fresh
+        else:
+            pipe.copy_to(self._reference.model)
+            self._reference.take_hidden_buffers(pipe)
+        drop_gradients(self._reference.model.parameters())
+        self._reference.take_switches(pipe)
+        return self._reference
+
+    def _different_loss(self, loss: Nest, right: Nest) -> list[str]:
+        for one, other in zip(tensors_of(loss), tensors_of(right)):
+            # The losses of micro-batches one by one are another question.
+            if list(one.shape) == list(other.shape):
+                most = SHARE * float(other.abs().max()) if self._pipeline.replicas.ranks > 1 else 0
+                if distance(one, other) > most:
+                    return ["the loss"]
+        return []
+
+    def _different_state(self, reference: Reference) -> list[str]:
+        """Compares parameters and buffers before the step, and the modes of layers."""
+        theirs = reference.tensors()
+        found = []
+        for name, tensor in self._pipe.state.own().items():
+            # Running statistics are those of the data of one replica.
+            shared = not tensor.stop_gradient or self._pipeline.replicas.ranks == 1
+            if shared and distance(tensor, theirs[name]):
+                found.append(f"what the forward wrote into {name}")
+        modes = {p: layer.training for p, layer in reference.model.named_sublayers()}
+        found += [
+            f"the mode of {path}"
+            for path, layer in self._pipe.named_sublayers()
+            if modes.get(path, layer.training) != layer.training
+        ]
+        return found
+
+    def _refuse(self, found: list[str], gradients: Sequence[str], batch: _Batch) -> None:
+        """Ends the batch on all ranks where one has found a difference. Collective."""
+        where = self._culprit(gradients, batch) if found else None
+        parts = all_ranks().all_gather((found, where))
+        everything = [one for part, _ in parts for one in part]
+        if not everything:
+            return
+        places = [place for part, place in parts if part and place]
+        self._pipeline.accompany(None)
+        raise CaptureError(
+            f"batch {self._number} does not train as the plain model does: {everything[0]} "
+            f"differs{f', and {len(everything) - 1} more' * (len(everything) > 1)}",
+            where=places[0] if places else None,
+            expected="what the untouched model gives for the same micro-batches, beside which "
+            "the first batches are trained; no optimizer has changed the parameters",
+            cause="the forward does something that is no operation of Paddle's on tensors: it "
+            "keeps something from call to call, or computes outside of Paddle",
+            fix="put that code into a sublayer, or its layer's class into no_split",
+        )
+
+    def _culprit(self, names: Sequence[str], batch: _Batch) -> str | None:
+        """Returns layer, micro-batch, file and line of the first node that differs."""
+        reference = self._reference
+        if reference is None or not isinstance(reference.model, Untouched):
+            return None
+        capturing = self._forms.capturing
+        again = Capturing(reference.model.plain, capturing.example)
+        again.unopened = capturing.unopened
+        forms = Forms(again, ())
+        for number, inputs in enumerate(batch.inputs):
+            form = forms.of(signature_of(inputs), training=True)
+            if batch.keys is not None:
+                batch.keys.micro_batch = GlobalMicroBatch(number)
+            node = first_difference(again, form, copied(inputs), batch.keys)
+            if node is not None:
+                return f"first in {node.name}, micro-batch {number}, {node.place}"
+        form = self._forms.example(training=True)
+        node = node_of(form, self._forms.capturing.model, names, backwards=True)
+        return None if node is None else f"in backward first in {node.name}, {node.place}"
+
+    def _ended(self) -> None:
+        """Counts the batch; after the last one the pipeline goes on alone."""
+        self._batch = None
+        self._number += 1
+        if self._number == self._batches:
+            tell_once(
+                f"the first {self._batches} batches were trained beside the untouched model as "
+                f"well, which took {self._seconds:.3g} s, and trained alike; that ends here"
+            )
+            self._pipeline.accompany(None)
+
+
+def _take_rate(rate: object, twin: Optimizer) -> None:
+    """Gives a twin the learning rate that the pipeline's optimizer has now."""
+    own = learning_rate_of(twin)
+    if isinstance(own, float):
+        twin.set_lr(rate)
+    else:
+        own.set_state_dict(rate.state_dict())  # type: ignore[attr-defined]

@@ -1,0 +1,162 @@
+"""The first batches of a captured model are trained beside the untouched one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import fleet
+from fleetpipe.capture.running import room, stages
+from fleetpipe.dygraph import learning_rate_of
+from fleetpipe.errors import CaptureError, ConfigError
+
+ROWS = 8
+
+
+class Gated(nn.Layer):  # type: ignore[misc]
+    """Two layers and a buffer that the forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1D(4)
+
+    def forward(self, x: Any) -> Any:
+        return self.second(self.norm(self.first(x)).tanh())
+
+
+def data(seed: int) -> list[Any]:
+    numbers = np.random.default_rng(seed)
+    return [paddle.to_tensor(numbers.normal(size=(ROWS, 4)).astype("float32")) for _ in range(2)]
+
+
+def wrapped(**options: Any) -> tuple[Any, Any, Any]:
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"pp_degree": 2}
+    strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    paddle.seed(0)
+    options = {"split_spec": ["second"], "loss_fn": nn.MSELoss(), **options}
+    pipe = fleetpipe.pipeline(Gated(), data(0)[0][:2], **options)
+    rate = paddle.optimizer.lr.StepDecay(0.1, 1)
+    clip = nn.ClipGradByGlobalNorm(0.1)
+    adam = paddle.optimizer.AdamW(rate, parameters=pipe.parameters(), grad_clip=clip)
+    return pipe, fleet.distributed_model(pipe), fleet.distributed_optimizer(adam)
+
+
+def test_it_ends_after_two_batches_and_says_what_it_cost(capfd: pytest.CaptureFixture[str]) -> None:
+    _, model, optimizer = wrapped()
+    rate = learning_rate_of(optimizer.wrapped)
+    for step in range(3):
+        model.train_batch(data(step), optimizer, rate)
+        said = (
+            "the first 2 batches were trained beside the untouched model" in capfd.readouterr().err
+        )
+        assert said == (step == 1)
+    fleet.shutdown()
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_a_difference_ends_the_job_before_the_parameters_change(batch: int) -> None:
+    pipe, model, optimizer = wrapped()
+    plain = Gated.forward.__code__
+    calls = [0]
+    run = stages.CapturedStages.function
+
+    def function(self: Any, stage: int) -> Any:
+        original = run(self, stage)
+
+        def wrong(value: Any, micro_batch: Any) -> Any:
+            output = original(value, micro_batch)
+            calls[0] += stage == 0
+            if stage == 0 and calls[0] > 4 * batch:
+                output = {
+                    name: one * 0.5 if name != "look" else one for name, one in output.items()
+                }
+            return output
+
+        return wrong
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stages.CapturedStages, "function", function)
+        for step in range(batch):
+            model.train_batch(data(step), optimizer)
+        before = {name: p.numpy() for name, p in pipe.state_dict().items() if "norm" not in name}
+        with pytest.raises(CaptureError) as caught:
+            model.train_batch(data(batch), optimizer)
+    text = str(caught.value)
+    assert f"batch {batch} does not train as the plain model does" in text
+    assert f"{__file__}:{plain.co_firstlineno + 1}" in text
+    for name, numbers in before.items():
+        assert np.array_equal(pipe.state_dict()[name].numpy(), numbers), name
+    fleet.shutdown()
+
+
+def test_the_optimizers_update_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, model, optimizer = wrapped()
+    step = optimizer.wrapped.step
+
+    def wrong() -> None:
+        step()
+        pipe.plain.first.weight.set_value(pipe.plain.first.weight * 1.01)
+
+    monkeypatch.setattr(optimizer.wrapped, "step", wrong)
+    before = pipe.plain.first.weight.numpy()
+    with pytest.raises(CaptureError, match=r"the update of first\.weight differs"):
+        model.train_batch(data(0), optimizer)
+    assert np.array_equal(pipe.plain.first.weight.numpy(), before)
+    fleet.shutdown()
+
+
+def test_a_model_that_finds_no_room_is_not_called_equal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(room, "_available", lambda: 1000)
+    _, model, optimizer = wrapped()
+    for step in range(3):
+        model.train_batch(data(step), optimizer)
+    said = capfd.readouterr().err
+    assert "the first batches are not shadowed by the plain model: the model needs about" in said
+    assert "trained alike" not in said
+    fleet.shutdown()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_it_is_left_out_where_nobody_asks(verify: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    _, model, optimizer = wrapped(verify=verify)
+    for step in range(2):
+        model.train_batch(data(step), optimizer)
+    assert "untouched" not in capfd.readouterr().err
+    fleet.shutdown()
+
+
+def test_verify_takes_three_values() -> None:
+    with pytest.raises(ConfigError, match="verify is True, False or 'first'"):
+        fleetpipe.pipeline(Gated(), data(0)[0], split_spec=["second"], verify="last")
+
+
+def test_a_gradient_that_is_rounding_alone_is_no_difference() -> None:
+    """That of a key's bias is, under a softmax; three stages add up in their own order."""
+
+    class Attention(nn.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+            self.out = nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            query, key, value = self.query(x), self.key(x), self.value(x)
+            weights = nn.functional.softmax(query @ key.transpose([0, 2, 1]), -1)
+            return self.out(weights @ value + x)
+
+    paddle.seed(0)
+    proof = fleetpipe.pipeline(
+        Attention(), paddle.randn([2, 5, 8]), split_spec=["key", "out"]
+    ).proof
+    assert proof.gradients == 8
+    assert all(share < 1e-5 for share in proof.rounded.values())
