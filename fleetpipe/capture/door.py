@@ -17,8 +17,10 @@ from fleetpipe.capture.repeated import require_same_calls
 from fleetpipe.capture.running.forms import Forms
 from fleetpipe.capture.running.memory import initialize, without_memory
 from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.python_state import python_state_kept
 from fleetpipe.capture.tracing.signature import ROWS, example_of
 from fleetpipe.config import PipelineConfig
+from fleetpipe.dygraph._paddle import forward_hooks
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
@@ -105,9 +107,10 @@ def pipeline(
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     no_classes = classes_of(plain_model(model), no_split)
     capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
-    if verify:
-        require_same_calls(capturing)
-    cut = cut_of(capturing, split_spec, asked.total, memory_limit)
+    with python_state_kept(model):
+        if verify:
+            require_same_calls(capturing)
+        cut = cut_of(capturing, split_spec, asked.total, memory_limit)
     ranks = asked.ranks_of(cut.stages, str(cut))
     again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
     forms = Forms(capturing, cut.borders, recompute_interval, again)
@@ -124,7 +127,11 @@ def pipeline(
 
 def _tell_what_is_left_out(forms: Forms) -> None:
     """Tells of what the model's own code does beside operations: no stage does it again."""
-    for text in forms.example(training=True).trace.left_out:
+    model = forms.capturing.model
+    hooks = (
+        [f"it calls a hook of {type(model).__name__}'s own"] if any(forward_hooks(model)) else []
+    )
+    for text in (*forms.example(training=True).trace.left_out, *hooks):
         tell_once(f"the captured stages leave out what the forward does: {text}")
 
 
@@ -134,8 +141,8 @@ def _whole(model: Layer) -> bool:
     lazy = without_memory(model)
     if lazy and job is not None and not job.local:
         tell_once(
-            "nothing is compared before training: the model was built under LazyGuard, and no rank has "
-            "all of it; it is compared where one process plays all ranks",
+            "nothing is compared before training: the model was built under LazyGuard, and no rank "
+            "has all of it; it is compared where one process plays all ranks",
         )
         return False
     initialize(model, lazy)

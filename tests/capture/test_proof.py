@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,11 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.capture.proof import Proof
+from fleetpipe.capture.proof.sides import CapturedRun
+from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.tracing import _paddle, capturing
 from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.errors import CaptureError
 from tests.capture.beside import images
 from tests.capture.models import GPT, Encoded, UNet, tokens
@@ -125,3 +129,83 @@ def test_a_wrong_capture_is_found_and_its_first_node_named(
     text = str(caught.value)
     assert "the captured stages do not do what the model does: output 0 of micro-batch 0" in text
     assert f"where: first in {node}, {__file__}:{LINE}\n" in text
+
+
+class Counting(nn.Layer):  # type: ignore[misc]
+    """Computes with what it keeps on Python's side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.calls, self.seen, self.generator = 0, [0], random.Random(3)
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        self.seen.append(self.calls)
+        return self.linear(x) * (1 + 0.5**self.calls) + self.generator.random()
+
+
+class Counted(nn.Layer):  # type: ignore[misc]
+    """Such a layer between two others, as a node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.counting, self.second = nn.Linear(3, 3), Counting(), nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.second(self.counting(self.first(x)))
+
+
+def test_what_layers_keep_on_the_side_of_python_is_as_before() -> None:
+    model = Counted()
+    counting = model.counting
+    seen, drawn = counting.seen, random.Random(3).random()
+    found = proof(model, X, ["second"], no_split=[Counting])
+    assert found.gradients == 6
+    assert (counting.calls, counting.seen) == (0, [0])
+    assert counting.seen is seen
+    assert counting.generator.random() == drawn
+
+
+def test_a_second_micro_batch_that_goes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = CapturedStages.function
+
+    def function(stages: Any, stage: int) -> Any:
+        def wrong(value: Any, micro_batch: Any) -> Any:
+            output = run(stages, stage)(value, micro_batch)
+            return output if stage == 0 or micro_batch == 0 else output * 2
+
+        return wrong
+
+    monkeypatch.setattr(CapturedStages, "function", function)
+    with pytest.raises(CaptureError, match="output 0 of micro-batch 1 differs in step 0, 1F1B"):
+        proof(Sum(), X, ["second"])
+
+
+def test_a_split_backward_that_goes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, weight_grads = Sum(), SplitBackward.weight_grads
+
+    def more(split: Any, stage: int, micro_batch: Any) -> None:
+        weight_grads(split, stage, micro_batch)
+        model.first.weight.grad = model.first.weight.grad * 2
+
+    monkeypatch.setattr(SplitBackward, "weight_grads", more)
+    with pytest.raises(CaptureError) as caught:
+        proof(model, X, ["second"])
+    text = str(caught.value)
+    assert "gradient of first.weight differs in step 1, ZBH1" in text
+    assert f"where: first in first, {__file__}:{LINE}" in text
+
+
+def test_hooks_that_are_not_called_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Sum()
+    model.second.register_forward_post_hook(lambda layer, inputs, output: None)
+    train = CapturedRun.train
+
+    def without(run: Any, step: Any) -> Any:
+        model.second._forward_post_hooks.clear()
+        return train(run, step)
+
+    monkeypatch.setattr(CapturedRun, "train", without)
+    with pytest.raises(CaptureError, match="call the hooks of second 0 times, and the model"):
+        proof(model, X, ["second"])

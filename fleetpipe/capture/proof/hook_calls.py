@@ -17,10 +17,13 @@ Calls = Counter[str]
 
 @contextmanager
 def counted(model: Layer) -> Iterator[Calls]:
-    """Within it the calls of the hooks of all layers are counted."""
+    """Within it the calls of the hooks of all sublayers are counted.
+
+    Those of the model itself are around all stages: what they do with tensors is captured.
+    """
     calls: Calls = Counter()
     replaced: list[tuple[dict[int, Any], dict[int, Any]]] = []
-    for path, layer in model.named_sublayers(include_self=True):
+    for path, layer in model.named_sublayers():
         for hooks in forward_hooks(layer):
             replaced.append((hooks, dict(hooks)))
             for key, hook in hooks.items():

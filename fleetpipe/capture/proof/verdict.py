@@ -70,9 +70,9 @@ def unequal_hooks(model: Layer, calls: Calls, expected: Calls) -> CaptureError:
     """Returns the error for hooks that the stages do not call as often as the model does."""
     path = next(path for path in [*expected, *calls] if calls[path] != expected[path])
     return CaptureError(
-        f"the captured stages call the hooks of {path or type(model).__name__} "
+        f"the captured stages call the hooks of {path} "
         f"{calls[path]} times, and the model calls them {expected[path]} times",
-        where=forward_place(dict(model.named_sublayers(include_self=True))[path]),
+        where=forward_place(dict(model.named_sublayers())[path]),
         cause="the layer is called in another way than by its name in the model",
         fix="put the hook on a sublayer, or the layer's class into no_split",
     )

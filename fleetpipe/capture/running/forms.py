@@ -11,6 +11,7 @@ from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.cutting.edges import crossing
 from fleetpipe.capture.running.replay import entries
 from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.python_state import python_state_kept
 from fleetpipe.capture.tracing.signature import Signature, signature_of
 from fleetpipe.capture.tracing.value import Node, Trace
 from fleetpipe.dygraph.layers.run_stage import StageRunner
@@ -106,7 +107,8 @@ class Forms:
         return self._known[self.first, training]
 
     def _made(self, signature: Signature, training: bool) -> Form:
-        trace = self.capturing(signature, training)
+        with python_state_kept(self.capturing.model):
+            trace = self.capturing(signature, training)
         starts = tuple(cuts.starts(trace, self._borders))
         functions = entries(trace, signature)
         infos = tuple(LayerInfo(str(getattr(f, "__name__", ""))) for f in functions)
