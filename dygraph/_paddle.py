@@ -357,29 +357,6 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, _framework.EagerParamBase)
 
 
-#: Whether what runs behind each gradient of a parameter can be run (3.x), as autograd does.
-CAN_RUN_REDUCE_HOOKS = hasattr(paddle.Tensor, "_apply_backward_hook")
-
-
-def run_reduce_hooks(parameter: Tensor) -> None:
-    """Runs what was registered to run whenever a gradient has been added to ``parameter``."""
-    parameter._apply_backward_hook()
-
-
-def number_of_hook(parameter: Tensor) -> int:
-    """Puts a hook on the gradient of ``parameter`` and removes it; returns its number.
-
-    Paddle counts them from 0 for each parameter, removed ones too.
-    """
-    number: int = parameter._register_grad_hook(_no_change)
-    parameter._remove_grad_hook(number)
-    return number
-
-
-def _no_change(_grad: Tensor) -> None:
-    return None
-
-
 def switch_gradients_on() -> None:
     """Undoes that Paddle leaves gradients off where a hook failed in the middle of backward."""
     framework: ModuleType = paddle.framework

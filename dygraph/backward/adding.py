@@ -12,7 +12,11 @@ from typing import Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, Tensor
-from fleetpipe.dygraph._paddle import CAN_RUN_REDUCE_HOOKS, number_of_hook, run_reduce_hooks
+from fleetpipe.dygraph.backward._paddle import (
+    CAN_RUN_REDUCE_HOOKS,
+    number_of_hook,
+    run_reduce_hooks,
+)
 
 
 class Sums:

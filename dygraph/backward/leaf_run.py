@@ -12,7 +12,7 @@ from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.graph_call import GraphCall
 from fleetpipe.dygraph.backward.leaf import CannotWait, Leaf, Nature, examine, tensors_in
 from fleetpipe.dygraph.backward.leaf_call import Call, bordered
-from fleetpipe.dygraph.backward.output_hooks import CAN_BE_KEPT
+from fleetpipe.dygraph.backward.output_hooks import stand_in_for
 from fleetpipe.dygraph.backward.product import ProductCall, product_of
 from fleetpipe.dygraph.nest import leaves_like, replace
 from fleetpipe.errors import ConfigError
@@ -81,10 +81,8 @@ def _cut_out(
     """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
     tensors = [tensor for tensor in taken if not tensor.stop_gradient]
     stand_ins = leaves_like(tensors)
-    if CAN_BE_KEPT:
-        for tensor in tensors:
-            # paddle.grad heeds no hook on where it ends.
-            stand_ins[id(tensor)].register_hook = tensor.register_hook
+    for tensor in tensors:
+        stand_in_for(tensor, stand_ins[id(tensor)])
     before = allocated_bytes()
     output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
     allocated = allocated_bytes() - before

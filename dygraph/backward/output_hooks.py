@@ -1,52 +1,57 @@
 """Hooks on the gradients of what a ``PyLayer`` returned: Paddle runs them and drops their results.
 
-On 3.x a tensor takes attributes of its own, so that its ``register_hook`` can be another; on 2.6.2
-what such a hook returns is lost.
+So every hook that is put on a tensor comes by here. One on what a leaf layer's call returned is
+kept for the call's border to run; one on a stand-in goes to the tensor that it stands for; all
+others are Paddle's own.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, Callable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Callable, Protocol
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
+from fleetpipe.dygraph.backward._paddle import (
+    is_made_by_pylayer,
+    put_grad_hook,
+    remove_grad_hook,
+    route_grad_hooks,
+)
 
 Hook = Callable[[Tensor], Any]
 
-#: Whether tensors take attributes (3.x).
-CAN_BE_KEPT = hasattr(paddle.zeros([1]), "__dict__")
+
+class _Route(Protocol):
+    """Where the hooks of a tensor go."""
+
+    def put(self, tensor: Tensor, hook: Hook) -> int:
+        """Takes a hook; returns its number."""
+
+    def remove(self, tensor: Tensor, number: int) -> bool:
+        """Takes a hook away; returns whether it was there."""
+
+
+#: Tensors by id, with where their hooks go. No tensor is kept alive by it.
+_routes: dict[int, tuple[weakref.ref[Tensor], _Route]] = {}
+
+#: While a layer is only examined: the tensors on which it would have put hooks.
+_examined: list[Tensor] | None = None
 
 
 class OutputHooks:
-    """The hooks on the outputs of one call, by the output's number."""
+    """The hooks on the outputs of one call."""
 
     def __init__(self) -> None:
         """Begins with none."""
-        self._hooks: dict[int, list[Hook]] = {}
+        #: By the output's number, and then by the hook's.
+        self._hooks: dict[int, dict[int, Hook]] = {}
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
         """Has hooks that are put on ``outputs`` from now on be kept here."""
-        if not CAN_BE_KEPT:
-            return
         for number, output in enumerate(outputs):
-            # No reference to the output: it would live until the garbage collector finds it.
-            output.register_hook = functools.partial(
-                self._register, number, weakref.ref(output), output.inplace_version
-            )
-
-    def _register(
-        self, number: int, output: Callable[[], Tensor | None], version: int, hook: Hook
-    ) -> Any:
-        tensor = output()
-        if tensor is not None and tensor.inplace_version != version:
-            # It stands for what an operation in place made of it, whose hooks Paddle heeds.
-            return paddle.Tensor.register_hook(tensor, hook)
-        hooks = self._hooks.setdefault(number, [])
-        hooks.append(hook)
-        return _Handle(hooks, hook)
+            _route(output, _Output(self._hooks, number, output.inplace_version))
 
     def changed(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns what the hooks make of the gradients of all outputs.
@@ -56,24 +61,100 @@ class OutputHooks:
         """
         if not self._hooks:
             return grads
-        found = list(grads)
+        changed = list(grads)
         for number, hooks in self._hooks.items():
-            for hook in hooks:
-                if found[number] is not None:
-                    given = hook(found[number])
-                    found[number] = found[number] if given is None else given
-        return found
+            for hook in hooks.values():
+                if changed[number] is not None:
+                    result = hook(changed[number])
+                    changed[number] = changed[number] if result is None else result
+        return changed
 
 
-class _Handle:
-    """What ``register_hook`` returns."""
+class _Output:
+    """The route of a call's output."""
 
-    def __init__(self, hooks: list[Hook], hook: Hook) -> None:
-        self._hooks, self._hook = hooks, hook
+    def __init__(self, hooks: dict[int, dict[int, Hook]], number: int, version: int) -> None:
+        self._all, self._number, self._version = hooks, number, version
+        self._put = 0
 
-    def remove(self) -> bool:
-        """Takes the hook away; returns whether it was there."""
-        if self._hook not in self._hooks:
-            return False
-        self._hooks.remove(self._hook)
+    def put(self, tensor: Tensor, hook: Hook) -> int:
+        if self._is_another(tensor):
+            return put_grad_hook(tensor, hook)
+        self._all.setdefault(self._number, {})[self._put] = hook
+        self._put += 1
+        return self._put - 1
+
+    def remove(self, tensor: Tensor, number: int) -> bool:
+        if self._is_another(tensor):
+            return remove_grad_hook(tensor, number)
+        return self._all.get(self._number, {}).pop(number, None) is not None
+
+    def _is_another(self, tensor: Tensor) -> bool:
+        """Whether it stands for what an operation in place made of it, whose hooks Paddle heeds."""
+        return tensor.inplace_version != self._version and not is_made_by_pylayer(tensor)
+
+
+class _StandIn:
+    """The route of a stand-in."""
+
+    def __init__(self, original: Tensor) -> None:
+        # The stand-in may live until W.
+        self._original = weakref.ref(original)
+
+    def put(self, tensor: Tensor, hook: Hook) -> int:
+        return _register_grad_hook(self._original(), hook)
+
+    def remove(self, tensor: Tensor, number: int) -> bool:
+        return _remove_grad_hook(self._original(), number)
+
+
+def stand_in_for(original: Tensor, stand_in: Tensor) -> None:
+    """Has hooks that are put on ``stand_in`` be put on ``original``.
+
+    ``paddle.grad`` heeds no hook on where it ends.
+    """
+    _route(stand_in, _StandIn(original))
+
+
+@contextmanager
+def noting_hooks() -> Iterator[list[Tensor]]:
+    """Within it no hook is put anywhere.
+
+    Yields:
+        The tensors on which hooks would have been put.
+    """
+    global _examined
+    before, _examined = _examined, []
+    try:
+        yield _examined
+    finally:
+        _examined = before
+
+
+def _route(tensor: Tensor, route: _Route) -> None:
+    _routes[id(tensor)] = weakref.KeyedRef(tensor, _forget, id(tensor)), route
+
+
+def _forget(reference: weakref.KeyedRef[int, Tensor]) -> None:
+    del _routes[reference.key]
+
+
+def _register_grad_hook(tensor: Tensor, hook: Hook) -> int:
+    if _examined is not None:
+        _examined.append(tensor)
+        return len(_examined)
+    if tensor.stop_gradient:
+        # Of a captured model, layers of which were frozen since: Paddle would crash.
+        return 0
+    routed = _routes.get(id(tensor))
+    return put_grad_hook(tensor, hook) if routed is None else routed[1].put(tensor, hook)
+
+
+def _remove_grad_hook(tensor: Tensor, number: int) -> bool:
+    if _examined is not None or tensor.stop_gradient:
         return True
+    routed = _routes.get(id(tensor))
+    return remove_grad_hook(tensor, number) if routed is None else routed[1].remove(tensor, number)
+
+
+route_grad_hooks(_register_grad_hook, _remove_grad_hook)

@@ -31,7 +31,8 @@ _METHODS = (
     *(f"__r{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
     *(f"__{name}__" for name in ("matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge")),
     *("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous", "detach", "detach_"),
-    *("copy_", "_copy_to", "_local_value", "_register_grad_hook", "_new_shared_tensor"),
+    *("copy_", "_copy_to", "_local_value", "_register_grad_hook", "_remove_grad_hook"),
+    "_new_shared_tensor",
 )
 #: Methods in C that read a Tensor's numbers.
 _READS = ("numpy", "_getitem_from_offset", "data_ptr", "_copy_gradient_from")

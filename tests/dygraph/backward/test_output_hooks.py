@@ -11,12 +11,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.dygraph.backward.output_hooks import CAN_BE_KEPT
 from tests.dygraph.backward.test_split import fused_and_split, numbers
-
-pytestmark = pytest.mark.skipif(
-    not CAN_BE_KEPT, reason="tensors of this Paddle take no attributes; docs/dygraph.md says so"
-)
 
 
 class Hooked(nn.Layer):

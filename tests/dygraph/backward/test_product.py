@@ -10,8 +10,8 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.dygraph._paddle import CAN_RUN_REDUCE_HOOKS
 from fleetpipe.dygraph.backward import product
+from fleetpipe.dygraph.backward._paddle import CAN_RUN_REDUCE_HOOKS
 from tests.dygraph.backward.test_split import Steps, grads_of, numbers, score
 
 MICRO_BATCHES = 3
