@@ -78,6 +78,8 @@ class ProductCall(Call):
         super().__init__(product.trained, [output])
         self._weight, self._ways = product.weight, product.ways
         self._taken: Tensor | None = taken
+        #: The input may have its own switched off once it was used.
+        self._input_needs_grad = not taken.stop_gradient
         self._versions = taken.inplace_version, self._weight.inplace_version
         self.storages[taken.data_ptr()] = bytes_of(taken)
 
@@ -91,7 +93,7 @@ class ProductCall(Call):
         self.arrived, (grad,) = grads, grads
         if grad is not None:
             self.storages[grad.data_ptr()] = bytes_of(grad)
-        if taken.stop_gradient:
+        if not self._input_needs_grad:
             return []
         return [paddle.zeros_like(taken) if grad is None else _back(grad, self._weight)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Callable, NamedTuple, Optional, Protocol
 
@@ -106,14 +106,15 @@ class _Kept(NamedTuple):
     Attributes:
         value: What the layers took.
         output: What they returned, or the loss.
-        received: What came on each edge into the stage: of this is ``value`` made.
-        handed: What left on each edge out of it: it was made of ``output``.
+        received: Of what came on each edge into the stage, which ``value`` is made of, the tensors
+            that need a gradient.
+        handed: Likewise of what left on each edge out of it, which was made of ``output``.
     """
 
     value: Nest
     output: Nest
-    received: Values
-    handed: Values
+    received: Mapping[Edge, list[Tensor]]
+    handed: Mapping[Edge, list[Tensor]]
 
 
 _NO_BATCH = Batch(MicroBatches(None, None))
@@ -188,6 +189,8 @@ class DygraphStage:
         """Runs the layers of ``stage``; the last stage also computes the loss."""
         self.micro_batch_id = self._within(micro_batch)
         received = {edge: _received(value) for edge, value in inputs.items()}
+        # Now: a layer may switch the gradient of what it is given off once it has used it.
+        leaves = {edge: differentiable(value) for edge, value in received.items()}
         value = self._borders.joined(received) if stage else self._inputs_of(micro_batch)
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
@@ -201,7 +204,8 @@ class DygraphStage:
             output = self._finish(micro_batch, output)
         else:
             handed = self._borders.parted(stage, output)
-        self._kept[stage, micro_batch] = _Kept(value, output, received, handed)
+        leaving = {edge: differentiable(part) for edge, part in handed.items()}
+        self._kept[stage, micro_batch] = _Kept(value, output, leaves, leaving)
         self.micro_batch_id += 1
         return handed
 
@@ -216,7 +220,7 @@ class DygraphStage:
         if self._hooks is not None:
             self._hooks.before_backward(stage, value, output, arrived)
         if arrived is not None:
-            outputs = [tensor for edge in edges for tensor in differentiable(handed[edge])]
+            outputs = [tensor for edge in edges for tensor in handed[edge]]
             self._run_backward(stage, micro_batch, *_roots(outputs, arrived))
         elif output.stop_gradient:
             raise BoundaryError(
@@ -229,10 +233,7 @@ class DygraphStage:
             self._run_backward(stage, micro_batch, [output], [None])
         if self._crossings is not None:
             self._crossings[stage] = crossing_of(differentiable(value), differentiable(output))
-        grads = {
-            edge: tuple(leaf.grad for leaf in differentiable(part))
-            for edge, part in received.items()
-        }
+        grads = {edge: tuple(leaf.grad for leaf in leaves) for edge, leaves in received.items()}
         if self._hooks is not None:
             joined = tuple(grad for part in grads.values() for grad in part) if stage else None
             self._hooks.after_backward(stage, value, output, arrived, joined)

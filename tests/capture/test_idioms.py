@@ -9,10 +9,10 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from tests.capture.beside import trained
-from tests.dygraph.idioms import HOOKS, layers_of
+from tests.dygraph.idioms import HOOKS, STOPS, layers_of
 from tests.pipelines import batch, job
 
-IDIOMS = HOOKS
+IDIOMS = {**HOOKS, **STOPS}
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])

@@ -1,4 +1,4 @@
-"""What people do around layers: hooks.
+"""What people do around layers: hooks, gradients switched off.
 
 Each model is a list of layers, [rows, FEATURES] to [rows, CLASSES], with a pair of layers that do
 it and a layer before and behind each. Hooks are put where there are gradients.
@@ -66,6 +66,19 @@ def hooked_after_a_write(x: Any, fc: Any) -> Any:
     return y * 2 + x
 
 
+def stopped_after_use(x: Any, fc: Any, other: Any) -> Any:
+    h = fc(x)
+    y = other(h)
+    h.stop_gradient = True
+    return y + h
+
+
+def input_stopped_after_use(x: Any, fc: Any) -> Any:
+    y = fc(x)
+    x.stop_gradient = True
+    return y + x
+
+
 #: What hooks do.
 HOOKS: dict[str, Callable[[], Any]] = {
     "hooks": lambda: Called(hooked, linear()),
@@ -73,6 +86,13 @@ HOOKS: dict[str, Callable[[], Any]] = {
     "late hook": lambda: Called(hooked_late, linear()),
     "hook on the input": lambda: Called(hooked_input, linear()),
     "hook after a write": lambda: Called(hooked_after_a_write, linear()),
+}
+
+
+#: What switching gradients off does.
+STOPS: dict[str, Callable[[], Any]] = {
+    "stopped after use": lambda: Called(stopped_after_use, linear(), linear()),
+    "input stopped after use": lambda: Called(input_stopped_after_use, linear()),
 }
 
 
