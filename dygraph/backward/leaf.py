@@ -23,6 +23,7 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import GradNode, Layer, Nest, Tensor
 from fleetpipe.dygraph._paddle import is_static, state_slots
+from fleetpipe.dygraph.backward.output_hooks import noting_hooks
 from fleetpipe.dygraph.nest import leaves, leaves_like, replace
 from fleetpipe.dygraph.random_keys import random_states_kept
 
@@ -139,12 +140,21 @@ def examine(
         named: Keyword arguments of it.
     """
     # Paddle never lets go of a node that Python has asked for: it must hold no tensors.
-    with _side_effects_undone(leaf.layer), paddle.autograd.saved_tensors_hooks(_nothing, _nothing):
+    unsaved = paddle.autograd.saved_tensors_hooks(_nothing, _nothing)
+    with _side_effects_undone(leaf.layer) as before, unsaved:
         try:
-            inputs = [t for t in tensors_in((args, named), "was called with") if _needs_grad(t)]
-            stand_ins = leaves_like(inputs)
-            output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
-            return _follow(leaf, list(stand_ins.values()), output)
+            taken = tensors_in((args, named), "was called with")
+            # Copies: what the layer writes into one it is to write once, in the call itself.
+            stand_ins = leaves_like(taken, copied=True)
+            with noting_hooks() as hooked:
+                output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
+            _require_unchanged(taken, stand_ins, "its argument")
+            trained = [p for p in leaf.parameters if _needs_grad(p) or _needs_grad(before[id(p)])]
+            _require_unchanged(trained, before, "its parameter")
+            inputs = {id(tensor): tensor for tensor in stand_ins.values() if _needs_grad(tensor)}
+            if any(id(tensor) not in inputs for tensor in hooked):
+                raise CannotWait("its layer puts a hook on the gradient of what it computes")
+            return _follow(leaf, list(inputs.values()), output)
         except CannotWait as cause:
             return Nature(str(cause))
         except Exception as error:
@@ -231,21 +241,54 @@ def operands(node: GradNode) -> list[GradNode]:
 
 
 @contextmanager
-def _side_effects_undone(layer: Layer) -> Iterator[None]:
-    """Puts random states and running statistics back in the end."""
-    statistics = [*layer.buffers(), *(p for p in layer.parameters() if not _needs_grad(p))]
-    copies = [tensor.clone() for tensor in statistics]
+def _side_effects_undone(layer: Layer) -> Iterator[dict[int, Tensor]]:
+    """Puts random states, parameters, buffers and running statistics back in the end.
+
+    Yields:
+        Copies of the parameters and buffers as they were, by the ids of these.
+    """
+    tensors = [*layer.buffers(), *layer.parameters()]
+    copies = leaves_like(tensors, copied=True)
     places = [place for part in layer.sublayers(include_self=True) for place in state_slots(part)]
     held = [(holder, name, holder[name]) for holder, name in places]
     try:
         with random_states_kept():
-            yield
+            yield copies
     finally:
         # What was assigned, self.mean = .., stands in the place of the tensor that was there.
         for holder, name, tensor in held:
             holder[name] = tensor
-        for tensor, copy in zip(statistics, copies):
-            tensor.set_value(copy)
+        for tensor in tensors:
+            copy = copies[id(tensor)]
+            if not _same_numbers(tensor, copy):
+                tensor.set_value(copy)
+            tensor.stop_gradient = copy.stop_gradient
+
+
+def _require_unchanged(tensors: Iterable[Tensor], copies: Mapping[int, Tensor], name: str) -> None:
+    """Refuses a call that wrote into a tensor, or switched its gradient on or off.
+
+    Args:
+        tensors: The tensors.
+        copies: A copy of each by its id. Either of the two was used in the call.
+        name: What messages call a tensor.
+
+    Raises:
+        CannotWait: It did.
+    """
+    for tensor in tensors:
+        copy = copies[id(tensor)]
+        # Not every write counts as one: set_value does not.
+        if copy.inplace_version or not _same_numbers(tensor, copy):
+            raise CannotWait(f"its layer writes into {name}")
+        if tensor.stop_gradient != copy.stop_gradient:
+            raise CannotWait(f"its layer switches the gradient of {name} on or off")
+
+
+def _same_numbers(tensor: Tensor, other: Tensor) -> bool:
+    # By their bits: NaN is the same as NaN.
+    one, two = (either.numpy().reshape(-1).view(np.uint8) for either in (tensor, other))
+    return np.array_equal(one, two)
 
 
 def _nothing(_saved: Tensor) -> None:

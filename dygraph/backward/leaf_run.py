@@ -83,9 +83,12 @@ def _cut_out(
     stand_ins = leaves_like(tensors)
     for tensor in tensors:
         stand_in_for(tensor, stand_ins[id(tensor)])
+    versions = [tensor.inplace_version for tensor in taken]
     before = allocated_bytes()
     output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
     allocated = allocated_bytes() - before
+    if [tensor.inplace_version for tensor in taken] != versions:
+        raise _cannot_wait_now(leaf, "its layer writes into its argument")
     originals = {id(stand_ins[id(tensor)]): tensor for tensor in tensors}
     returned = [t for t in _returned(leaf, output) if not t.stop_gradient]
     outputs = [tensor for tensor in returned if id(tensor) not in originals]
@@ -104,8 +107,12 @@ def _returned(leaf: Leaf, output: Nest) -> list[Tensor]:
     try:
         return tensors_in(output, "returned")
     except CannotWait as cause:
-        raise ConfigError(
-            f"the gradients of layer {leaf.name!r} could wait for W, and now cannot",
-            cause=str(cause),
-            fix="call the layer the same way each time, or choose a schedule without W",
-        ) from None
+        raise _cannot_wait_now(leaf, str(cause)) from None
+
+
+def _cannot_wait_now(leaf: Leaf, cause: str) -> ConfigError:
+    return ConfigError(
+        f"the gradients of layer {leaf.name!r} could wait for W, and now cannot",
+        cause=cause,
+        fix="call the layer the same way each time, or choose a schedule without W",
+    )

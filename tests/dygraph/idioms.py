@@ -1,4 +1,4 @@
-"""What people do around layers: hooks, gradients switched off.
+"""What people do around layers: hooks, writes in place, gradients switched off.
 
 Each model is a list of layers, [rows, FEATURES] to [rows, CLASSES], with a pair of layers that do
 it and a layer before and behind each. Hooks are put where there are gradients.
@@ -24,6 +24,19 @@ class Called(nn.Layer):  # type: ignore[misc]
 
     def forward(self, x: Any) -> Any:
         return self.call(x, *self.parts)
+
+
+class Leaf(nn.Layer):  # type: ignore[misc]
+    """A layer with a matrix and a vector of its own, and how they are used."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+        self.matrix = self.create_parameter([FEATURES, FEATURES])
+        self.shift = self.create_parameter([FEATURES])
+
+    def forward(self, x: Any) -> Any:
+        return self.call(x, self.matrix, self.shift)
 
 
 def linear(**options: Any) -> Any:
@@ -66,6 +79,14 @@ def hooked_after_a_write(x: Any, fc: Any) -> Any:
     return y * 2 + x
 
 
+def hooked_inside(x: Any, matrix: Any, shift: Any) -> Any:
+    h = x @ matrix
+    hook(h, lambda grad: grad * 3)
+    y = h + shift
+    hook(y, lambda grad: grad.clip(-0.1, 0.1))
+    return y
+
+
 def stopped_after_use(x: Any, fc: Any, other: Any) -> Any:
     h = fc(x)
     y = other(h)
@@ -79,6 +100,60 @@ def input_stopped_after_use(x: Any, fc: Any) -> Any:
     return y + x
 
 
+def stopped_by_a_leaf(x: Any, leaf: Any, fc: Any) -> Any:
+    h = paddle.tanh(fc(x)) * 1.5
+    return leaf(h) + h
+
+
+def stops(x: Any, matrix: Any, shift: Any) -> Any:
+    y = x @ matrix + shift
+    x.stop_gradient = True
+    return y
+
+
+def with_its_argument(prepare: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What goes on with a tensor that it handed to a leaf."""
+
+    def call(x: Any, leaf: Any, fc: Any) -> Any:
+        h = prepare(x)
+        z = leaf(h)
+        return z + h * 0.5 + fc(x)
+
+    return call
+
+
+def adds_shift(x: Any, matrix: Any, shift: Any) -> Any:
+    x.add_(shift)
+    return x @ matrix
+
+
+def adds_number(x: Any, matrix: Any, shift: Any) -> Any:
+    with paddle.no_grad():
+        x.add_(paddle.full_like(x, 0.1))
+    return x @ matrix + shift
+
+
+def writes_into_a_view(x: Any, matrix: Any, shift: Any) -> Any:
+    x[:, :2].scale_(0.3)
+    return x @ matrix + shift
+
+
+def sets_value(x: Any, matrix: Any, shift: Any) -> Any:
+    x.set_value(x.detach() * 0.5)
+    return x @ matrix + shift
+
+
+def sets_row(x: Any, matrix: Any, shift: Any) -> Any:
+    x[0] = shift
+    return x @ matrix
+
+
+_WRITES = (adds_shift, adds_number, writes_into_a_view, sets_value, sets_row)
+_ARGUMENTS: dict[str, Callable[[Any], Any]] = {
+    "with gradient": lambda x: x * 1.5,
+    "without": lambda x: x.detach() * 1.5,
+}
+
 #: What hooks do.
 HOOKS: dict[str, Callable[[], Any]] = {
     "hooks": lambda: Called(hooked, linear()),
@@ -86,13 +161,23 @@ HOOKS: dict[str, Callable[[], Any]] = {
     "late hook": lambda: Called(hooked_late, linear()),
     "hook on the input": lambda: Called(hooked_input, linear()),
     "hook after a write": lambda: Called(hooked_after_a_write, linear()),
+    "hooks in a leaf": lambda: Leaf(hooked_inside),
 }
-
 
 #: What switching gradients off does.
 STOPS: dict[str, Callable[[], Any]] = {
     "stopped after use": lambda: Called(stopped_after_use, linear(), linear()),
     "input stopped after use": lambda: Called(input_stopped_after_use, linear()),
+    "stopped by a leaf": lambda: Called(stopped_by_a_leaf, Leaf(stops), linear()),
+}
+
+#: What leaves write into their arguments.
+WRITES: dict[str, Callable[[], Any]] = {
+    f"{write.__name__}, {kind}": lambda write=write, prepare=prepare: Called(
+        with_its_argument(prepare), Leaf(write), linear()
+    )
+    for write in _WRITES
+    for kind, prepare in _ARGUMENTS.items()
 }
 
 

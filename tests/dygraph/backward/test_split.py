@@ -479,6 +479,46 @@ class AddsInPlace(Shifted):
         return x.add_(self.shift)
 
 
+class Around(nn.Layer):
+    """A leaf, whose argument is used behind it."""
+
+    def __init__(self, kind: Callable[[], Any]) -> None:
+        super().__init__()
+        self.inner = kind()
+
+    def forward(self, x: Any) -> Any:
+        y = x * 2
+        return self.inner(y) + y
+
+
+class WritesNumbers(Shifted):
+    def forward(self, x: Any) -> Any:
+        x.set_value(x.detach() * 0.5)
+        return x + self.shift
+
+
+class Decays(Shifted):
+    """Writes into its parameter, in each call once."""
+
+    def forward(self, x: Any) -> Any:
+        self.shift.set_value(self.shift.detach() * 0.5)
+        return x + self.shift
+
+
+class Stops(Shifted):
+    def forward(self, x: Any) -> Any:
+        y = x + self.shift
+        x.stop_gradient = True
+        return y
+
+
+class HooksInside(Shifted):
+    def forward(self, x: Any) -> Any:
+        y = x * self.shift
+        y.register_hook(lambda grad: grad * 2)
+        return y + self.shift
+
+
 class ReturnsParameter(nn.Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -513,6 +553,10 @@ IMMEDIATE = {
     "boxed argument": (Boxed, "0.inner.weight", "called with an object of class Box"),
     "boxed result": (ReturnsBox, "0.inner.weight", "returned an object of class Box"),
     "in place": (InPlace, "0.inner.shift", "cannot run on stand-ins"),
+    "numbers in place": (lambda: Around(WritesNumbers), "0.inner.shift", "into its argument"),
+    "parameter in place": (lambda: Around(Decays), "0.inner.shift", "into its parameter"),
+    "gradient off": (lambda: Around(Stops), "0.inner.shift", "of its argument on or off"),
+    "hook inside": (lambda: Around(HooksInside), "0.inner.shift", "puts a hook"),
     "returned parameter": (ReturnsParameter, "0.inner.shift", "returns a parameter"),
 }
 

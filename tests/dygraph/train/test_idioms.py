@@ -6,11 +6,11 @@ import paddle
 import pytest
 from paddle import nn
 
-from tests.dygraph.idioms import HOOKS, STOPS, layers_of
+from tests.dygraph.idioms import HOOKS, STOPS, WRITES, layers_of
 from tests.dygraph.train.test_random_lists import gradients
 from tests.pipelines import ROWS, batch, bits, job, pipeline, sgd
 
-IDIOMS = {**HOOKS, **STOPS}
+IDIOMS = {**HOOKS, **STOPS, **WRITES}
 SCHEDULES = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV"]
 
 
