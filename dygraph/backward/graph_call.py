@@ -8,6 +8,7 @@ from typing import Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, Tensor
+from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.leaf_call import Call, bytes_of
 
 #: Bytes of an output from which it is worth the time of two more nodes not to keep it.
@@ -34,16 +35,21 @@ class GraphCall(Call):
     """A call as a little graph, from its inputs to its outputs."""
 
     def __init__(
-        self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+        self,
+        leaf: Leaf,
+        parameters: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
     ) -> None:
         """Keeps the ends of the call's graph.
 
         Args:
+            leaf: The layer.
             parameters: The layer's trainable parameters.
             inputs: The stand-ins that the outputs depend on.
             outputs: The outputs that have a gradient.
         """
-        super().__init__(parameters, outputs)
+        super().__init__(leaf, parameters, outputs)
         roots = list(outputs)
         self._stands = len(roots) == 1 and bytes_of(roots[0]) >= _LARGE
         if self._stands:

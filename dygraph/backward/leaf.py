@@ -79,6 +79,7 @@ class Leaf:
         parameters: Its parameters.
         natures: What was found out about its calls, by their :meth:`situation`.
         uncut: Why some of its calls could not wait, where that was plain without looking.
+        waits: Whether no call was found yet whose weight gradients cannot wait.
         static: Whether its forward becomes a part of a static graph, as all around it would.
     """
 
@@ -89,6 +90,7 @@ class Leaf:
         self.parameters = tuple(layer.parameters(include_sublayers=False))
         self.natures: dict[Situation, Nature] = {}
         self.uncut = ""
+        self.waits = True
         self.static = False
 
     def situation(self, taken: Sequence[Tensor]) -> Situation:

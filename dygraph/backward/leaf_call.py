@@ -15,20 +15,25 @@ from typing import Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, Tensor
+from fleetpipe.dygraph._paddle import switch_gradients_on
 from fleetpipe.dygraph.backward.adding import Sums
+from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.output_hooks import OutputHooks
+from fleetpipe.errors import ConfigError
 
 
 class Call(ABC):
     """One call of a leaf layer."""
 
-    def __init__(self, parameters: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def __init__(self, leaf: Leaf, parameters: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Begins where the forward has ended.
 
         Args:
+            leaf: The layer.
             parameters: The layer's trainable parameters.
             outputs: The outputs that have a gradient.
         """
+        self.leaf = leaf
         #: The layer's trainable parameters.
         self.parameters = list(parameters)
         #: The gradients of the outputs, on their way from one side of the border to the other, and
@@ -64,11 +69,24 @@ class Call(ABC):
         sums.add(self.weight_grads())
 
 
+class Tape:
+    """One micro-batch in a stage, from its forward to W."""
+
+    def __init__(self) -> None:
+        """Begins before the forward."""
+        #: The calls whose input gradients have been computed.
+        self.calls: list[Call] = []
+        #: Whether the stage's own backward runs.
+        self.in_backward = False
+        #: Why a backward that is not the stage's own failed: Paddle wraps what a PyLayer raises.
+        self.refusal: ConfigError | None = None
+
+
 class _Border(paddle.autograd.PyLayer):
     """Stands for a call of at most one operation in the graph around it."""
 
     @staticmethod
-    def forward(ctx: Context, call: Call, tape: list[Call], *_inputs: Tensor) -> Tensor:
+    def forward(ctx: Context, call: Call, tape: Tape, *_inputs: Tensor) -> Tensor:
         ctx.call, ctx.tape = call, tape
         ctx.set_materialize_grads(False)
         return call.leave()
@@ -82,7 +100,7 @@ class _Entry(paddle.autograd.PyLayer):
     """The border of a longer call on the side of its inputs."""
 
     @staticmethod
-    def forward(ctx: Context, call: Call, tape: list[Call], *_inputs: Tensor) -> Tensor:
+    def forward(ctx: Context, call: Call, tape: Tape, *_inputs: Tensor) -> Tensor:
         ctx.call, ctx.tape = call, tape
         return _TOKEN.detach()
 
@@ -106,16 +124,28 @@ class _Exit(paddle.autograd.PyLayer):
         return _TOKEN
 
 
-def _entered(call: Call, tape: list[Call], grads: Sequence[Tensor]) -> Tensor:
-    """Returns the gradients of a call's inputs, and notes that the rest can be asked for."""
+def _entered(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
+    """Returns the gradients of a call's inputs, and notes that the rest can be asked for.
+
+    Raises:
+        ConfigError: It is the user who asks for them, in a forward or in the loss.
+    """
+    if not tape.in_backward:
+        # Paddle leaves gradients off where a backward fails.
+        switch_gradients_on()
+        tape.refusal = ConfigError(
+            f"a forward or the loss computes gradients through layer {call.leaf.name!r}, whose "
+            "backward is split",
+            cause="paddle.grad there is a backward of its own, and the layer has one, in I and W",
+            fix="choose a schedule without W, such as 1F1B or FThenB",
+        )
+        raise tape.refusal
     found = call.input_grads(grads) or [_TOKEN]
-    tape.append(call)
+    tape.calls.append(call)
     return tuple(found) if len(found) > 1 else found[0]
 
 
-def bordered(
-    call: Call, tape: list[Call], depth: int, entries: Sequence[Tensor]
-) -> Sequence[Tensor]:
+def bordered(call: Call, tape: Tape, depth: int, entries: Sequence[Tensor]) -> Sequence[Tensor]:
     """Puts a call into the graph around it, as far from its outputs to its inputs as ``depth``.
 
     Autograd runs the operations that are ready in the order in which they became so, and adds up

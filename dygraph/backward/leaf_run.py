@@ -11,7 +11,7 @@ from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.graph_call import GraphCall
 from fleetpipe.dygraph.backward.leaf import CannotWait, Leaf, Nature, examine, tensors_in
-from fleetpipe.dygraph.backward.leaf_call import Call, bordered
+from fleetpipe.dygraph.backward.leaf_call import Tape, bordered
 from fleetpipe.dygraph.backward.output_hooks import stand_in_for
 from fleetpipe.dygraph.backward.product import ProductCall, product_of
 from fleetpipe.dygraph.nest import leaves_like, replace
@@ -21,7 +21,7 @@ from fleetpipe.errors import ConfigError
 def run(
     leaf: Leaf,
     forward: Callable[..., Nest],
-    tape: list[Call],
+    tape: Tape,
     args: tuple[Nest, ...],
     named: dict[str, Nest],
 ) -> Nest:
@@ -55,17 +55,21 @@ def run(
         return forward(*args, **named)
     situation = leaf.situation(taken)
     nature = leaf.natures.get(situation) or examine(leaf, forward, args, named)
-    if nature.reason or not nature.divisible:
+    # All calls or none: autograd adds up all uses before it touches a parameter's gradient.
+    waits = leaf.waits and not nature.reason and nature.divisible
+    if not waits:
         output = forward(*args, **named)
     elif (product := product_of(leaf, forward, taken)) is not None:
         with paddle.no_grad():
             output = forward(*args, **named)
         entries = [tensor for tensor in taken if not tensor.stop_gradient]
-        (output,) = bordered(ProductCall(product, taken[0], output), tape, nature.depth, entries)
+        (output,) = bordered(
+            ProductCall(leaf, product, taken[0], output), tape, nature.depth, entries
+        )
     else:
         output = _cut_out(leaf, nature, forward, tape, taken, args, named)
     # An error of the user's own comes again above, and says nothing of the layer.
-    leaf.natures[situation] = nature
+    leaf.natures[situation], leaf.waits = nature, waits
     return output
 
 
@@ -73,7 +77,7 @@ def _cut_out(
     leaf: Leaf,
     nature: Nature,
     forward: Callable[..., Nest],
-    tape: list[Call],
+    tape: Tape,
     taken: Sequence[Tensor],
     args: tuple[Nest, ...],
     named: dict[str, Nest],
@@ -96,7 +100,7 @@ def _cut_out(
         entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]
         inputs = [stand_ins[id(tensor)] for tensor in entries]
         parameters = [p for p in leaf.parameters if not p.stop_gradient]
-        call = GraphCall(parameters, inputs, outputs)
+        call = GraphCall(leaf, parameters, inputs, outputs)
         call.measure(taken, outputs, allocated)
         borders = bordered(call, tape, nature.depth, entries)
         originals.update((id(output), border) for output, border in zip(outputs, borders))

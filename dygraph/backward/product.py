@@ -67,15 +67,16 @@ class Product(NamedTuple):
 class ProductCall(Call):
     """A call of Linear without a graph: it keeps the input, and then the output's gradient."""
 
-    def __init__(self, product: Product, taken: Tensor, output: Tensor) -> None:
+    def __init__(self, leaf: Leaf, product: Product, taken: Tensor, output: Tensor) -> None:
         """Keeps what I and W need.
 
         Args:
-            product: The layer.
+            leaf: The layer.
+            product: What its calls need.
             taken: What it was called with, [.., inputs].
             output: What it returned, [.., outputs].
         """
-        super().__init__(product.trained, [output])
+        super().__init__(leaf, product.trained, [output])
         self._weight, self._ways = product.weight, product.ways
         self._taken: Tensor | None = taken
         #: The input may have its own switched off once it was used.

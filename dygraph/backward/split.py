@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Callable
 
@@ -24,7 +24,8 @@ from fleetpipe.dygraph.backward.deferral_report import (
     Waiting,
 )
 from fleetpipe.dygraph.backward.leaf import Leaf, leaves_of
-from fleetpipe.dygraph.backward.leaf_call import Call
+from fleetpipe.dygraph.backward.leaf_call import Call, Tape
+from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import MicroBatch, flatten
 
@@ -52,7 +53,7 @@ class SplitBackward:
         self._name = schedule.name
         self._layers_of = layers_of
         self._leaves: dict[int, list[Leaf]] = {}
-        self._tapes: dict[tuple[int, MicroBatch], list[Call]] = {}
+        self._tapes: dict[tuple[int, MicroBatch], Tape] = {}
         self._waiting: dict[int, Waiting] = {}
         self._sums = Sums()
         self._arrivals: GradientArrivals | None = None
@@ -82,7 +83,7 @@ class SplitBackward:
 
     @contextmanager
     def _recording(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
-        tape = self._tapes.setdefault((stage, micro_batch), [])
+        tape = self._tapes.setdefault((stage, micro_batch), Tape())
         leaves = [leaf for leaf in self._leaves_of(stage) if not leaf.static]
         before = [leaf.layer.__dict__.get("forward", _MISSING) for leaf in leaves]
         try:
@@ -100,10 +101,17 @@ class SplitBackward:
     @contextmanager
     def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
         """Has autograd leave the leaf layers' weight gradients out while the context is open."""
+        tape = self._tapes[stage, micro_batch]
+        tape.in_backward = True
         with self._noted(stage, "I"), self.recording(stage, micro_batch):
             yield
+        tape.in_backward = False
+        calls = tape.calls
+        if not all(call.leaf.waits for call in calls):
+            # Autograd has just added those of other calls of these layers.
+            self._add([call for call in calls if not call.leaf.waits])
+            calls[:] = [call for call in calls if call.leaf.waits]
         # What the same calls share counts once.
-        calls = self._tapes[stage, micro_batch]
         storages = {address: size for call in calls for address, size in call.storages.items()}
         hidden = sum(call.hidden_bytes for call in calls)
         self._waiting.setdefault(stage, Waiting()).add(micro_batch, sum(storages.values()) + hidden)
@@ -111,26 +119,35 @@ class SplitBackward:
     def weight_grads(self, stage: int, micro_batch: MicroBatch) -> None:
         """Adds to the parameters' gradients what I left over, as autograd would have."""
         tape = self._tapes[stage, micro_batch]
-        uses = Counter(id(parameter) for call in tape for parameter in call.parameters)
-        shared: dict[int, tuple[Tensor, Tensor]] = {}
         with self._noted(stage, "W"):
-            for call in tape:
-                if all(uses[id(parameter)] == 1 for parameter in call.parameters):
-                    # At once: the memory of these gradients is free again for those of the next.
-                    call.add_weight_grads(self._sums)
-                    continue
-                for parameter, grad in call.weight_grads():
-                    earlier = shared.get(id(parameter))
-                    # Autograd too adds up all uses before it touches the parameter's gradient.
-                    total = grad if earlier is None else earlier[1] + grad
-                    shared[id(parameter)] = (parameter, total)
-            tape.clear()
-            self._sums.add(list(shared.values()))
+            self._add(tape.calls)
+            tape.calls.clear()
         self._waiting[stage].remove(micro_batch)
+
+    def _add(self, calls: Sequence[Call]) -> None:
+        """Adds the weight gradients of calls of one micro-batch."""
+        uses = Counter(id(parameter) for call in calls for parameter in call.parameters)
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
+        for call in calls:
+            if all(uses[id(parameter)] == 1 for parameter in call.parameters):
+                # At once: the memory of these gradients is free again for those of the next.
+                call.add_weight_grads(self._sums)
+                continue
+            for parameter, grad in call.weight_grads():
+                earlier = shared.get(id(parameter))
+                # Autograd too adds up all uses before it touches the parameter's gradient.
+                total = grad if earlier is None else earlier[1] + grad
+                shared[id(parameter)] = (parameter, total)
+        self._sums.add(list(shared.values()))
 
     def release(self, stage: int, micro_batch: MicroBatch) -> None:
         """Drops the tape of a stage and micro-batch."""
         self._tapes.pop((stage, micro_batch), None)
+
+    def refusal(self, stage: int, micro_batch: MicroBatch) -> ConfigError | None:
+        """Returns why the forward of a stage and micro-batch failed, if that is known here."""
+        tape = self._tapes.get((stage, micro_batch))
+        return None if tape is None else tape.refusal
 
     def report(self) -> DeferralReport:
         """Returns which parameters' gradients waited for W, and what that kept."""
@@ -170,7 +187,7 @@ class SplitBackward:
         return self._arrivals.during(stage, kind, self._layers_of)
 
 
-def _wrapped(leaf: Leaf, forward: Callable[..., Nest], tape: list[Call]) -> Callable[..., Nest]:
+def _wrapped(leaf: Leaf, forward: Callable[..., Nest], tape: Tape) -> Callable[..., Nest]:
     @functools.wraps(forward)
     def run(*args: Nest, **named: Nest) -> Nest:
         return leaf_run.run(leaf, forward, tape, args, named)

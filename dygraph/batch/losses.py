@@ -12,6 +12,7 @@ from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph import derivatives
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, reason
 
@@ -156,6 +157,8 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
         # Of a collective within the loss, say: it is not what was passed.
         raise
     except Exception as error:
+        if derivatives.is_refusal(error):
+            raise derivatives.refusal(error, "the loss function", output) from error
         raise BoundaryError(
             "the loss function cannot take the model's output and the label",
             where="last stage",

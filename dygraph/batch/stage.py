@@ -187,6 +187,15 @@ class DygraphStage:
 
     def forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
         """Runs the layers of ``stage``; the last stage also computes the loss."""
+        try:
+            return self._forward(stage, micro_batch, inputs)
+        except Exception:
+            refusal = self._split.refusal(stage, self._within(micro_batch))
+            if refusal is not None:
+                raise refusal from None
+            raise
+
+    def _forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
         self.micro_batch_id = self._within(micro_batch)
         received = {edge: _received(value) for edge, value in inputs.items()}
         # Now: a layer may switch the gradient of what it is given off once it has used it.

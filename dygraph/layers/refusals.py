@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
+from fleetpipe.dygraph import derivatives
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, FleetPipeError, reason
 from fleetpipe.partition import Partition
@@ -66,6 +67,8 @@ def refusal(
         layer: The layer.
         value: What it was called with.
     """
+    if derivatives.is_refusal(error):
+        return derivatives.refusal(error, _named(partition, index), value)
     part = _part(error, layer, value)
     if part is not None:
         return _refusal_inside(error, part, partition, index, value)

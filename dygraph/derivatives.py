@@ -1,0 +1,43 @@
+"""Says what is the matter where a forward or a loss differentiates by a tensor of another stage.
+
+A loss of physics takes the model's output and differentiates it by the model's input: what lies
+between the two is in the graphs of several stages.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest
+from fleetpipe.dygraph.nest import outline
+from fleetpipe.errors import BoundaryError, reason
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether ``paddle.grad`` raised it: a forward, or a loss, differentiates by a tensor."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = Path(paddle.__file__).parent
+    return any(
+        code.co_name == "grad" and inside in Path(code.co_filename).parents for code in codes
+    )
+
+
+def refusal(error: Exception, where: str, value: Nest) -> BoundaryError:
+    """Returns what to raise in the place of an error of ``paddle.grad``.
+
+    Args:
+        error: The error.
+        where: What differentiates.
+        value: What it was given.
+    """
+    return BoundaryError(
+        f"{where} differentiates by a tensor from which nothing leads to the result in this stage",
+        expected="all that lies between the two in one stage: a stage has a graph of its own",
+        got=outline(value),
+        cause=f"the tensor came with the value, and what was computed of it in stages before is "
+        f"not in this one's graph; or it has stop_gradient=True. Paddle says: {reason(error)}",
+        fix="put the layers between the two into one layer of the list (of a plain model: into one "
+        "sublayer) whose forward calls paddle.grad(.., create_graph=True) and returns it too",
+    )
