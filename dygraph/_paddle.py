@@ -19,7 +19,7 @@ from paddle.distributed.fleet.utils import mix_precision_utils as _mixed_precisi
 from paddle.jit.dy2static.program_translator import StaticFunction
 from paddle.nn import clip as _stock_clip
 
-from fleetpipe._paddle import paddle, paddle_fleet
+from fleetpipe._paddle import device_kind, paddle, paddle_fleet
 from fleetpipe.aliases import Clip, Layer, Optimizer, Scaler, Scheduler, Tensor, Topology
 from fleetpipe.errors import StateError
 
@@ -240,14 +240,14 @@ def learning_rate_of(optimizer: Optimizer) -> float | Scheduler:
 
 def allocated_bytes() -> int:
     """Returns how many bytes of tensors are alive on the current device."""
-    if paddle.device.get_device().startswith("gpu"):
+    if device_kind() == "gpu":
         return int(paddle.device.cuda.memory_allocated())
     return int(core.host_memory_stat_current_value("Allocated", 0))
 
 
 def restart_peak() -> None:
     """Has :func:`peak_bytes` count from now on."""
-    if paddle.device.get_device().startswith("gpu"):
+    if device_kind() == "gpu":
         paddle.device.cuda.reset_max_memory_allocated()
     elif hasattr(core, "host_memory_stat_reset_peak_value"):
         core.host_memory_stat_reset_peak_value("Allocated", 0)
@@ -258,7 +258,7 @@ def peak_bytes() -> int:
 
     On 2.6.2, where nothing can restart it on a CPU, it is what is alive now.
     """
-    if paddle.device.get_device().startswith("gpu"):
+    if device_kind() == "gpu":
         return int(paddle.device.cuda.max_memory_allocated())
     if not hasattr(core, "host_memory_stat_reset_peak_value"):
         return allocated_bytes()

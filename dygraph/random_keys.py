@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import CPU_ONLY, paddle, paddle_fleet
+from fleetpipe._paddle import device_kind, paddle, paddle_fleet
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph._paddle import is_patched, stream_seeds, track_streams
 from fleetpipe.schedules.action import GlobalMicroBatch
@@ -209,7 +209,7 @@ class Keys:
             self._generator.manual_seed(seed)
         else:
             generator = paddle.seed(seed)
-            self._generator = generator if CPU_ONLY else None
+            self._generator = generator if device_kind() == "cpu" else None
 
 
 _keys: Keys | None = None
@@ -282,7 +282,7 @@ class GeneratorStates:
     def __init__(self) -> None:
         """Takes the states that the generators have now."""
         self._states: dict[str | None, Any] = {None: paddle.get_rng_state()}
-        if not paddle.device.get_device().startswith("cpu"):
+        if device_kind() != "cpu":
             self._states["cpu"] = paddle.get_rng_state("cpu")
 
     def put_back(self) -> None:

@@ -6,6 +6,7 @@ Importing this module is also the one check that Paddle is there at all.
 from __future__ import annotations
 
 import functools
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -31,15 +32,29 @@ from paddle.base import core
 from paddle.base.dygraph.base import guard
 from paddle.distributed import collective as _collective
 from paddle.distributed import fleet as _fleet
+from paddle.distributed import parallel as _parallel
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.base import topology as _topology
 
-#: Whether this Paddle can compute on nothing but CPUs.
-CPU_ONLY = not (
-    paddle.device.is_compiled_with_cuda()
-    or paddle.device.is_compiled_with_xpu()
-    or paddle.device.get_all_custom_device_type()
-)
+
+def device_kind() -> str:
+    """Returns on what this process computes: ``"cpu"``, ``"gpu"`` or Paddle's name of another kind.
+
+    That is the device that runs: a Paddle that was built for GPUs runs on a CPU where there is none
+    and where ``CUDA_VISIBLE_DEVICES`` hides them all.
+    """
+    device: str = paddle.device.get_device()
+    return device.partition(":")[0]
+
+
+def choose_backend() -> None:
+    """Has launched ranks on CPUs meet over Gloo, whatever their environment says.
+
+    Told nothing, or something else, Paddle starts an HTTP server at the endpoint of rank 0, where
+    the job's store is, and waits for it without a limit; or it looks for NCCL.
+    """
+    if "PADDLE_TRAINER_ID" in os.environ and device_kind() == "cpu":
+        os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"
 
 
 @contextmanager
@@ -82,6 +97,7 @@ class LocalTopology(_topology.HybridCommunicateGroup):
 paddle_fleet: ModuleType = _fleet
 _paddle_topology: Any = _topology
 _paddle_collective: Any = _collective
+_paddle_parallel: Any = _parallel
 
 
 def open_store(host: str, port: int, serve: bool, timeout: float) -> PaddleStore:
@@ -144,6 +160,10 @@ def beginning(
         new_group: Takes Paddle's ``new_group`` and the arguments of one call of it.
     """
     stock_store, stock_group = core.create_or_get_global_tcp_store, paddle.distributed.new_group
+    stock_check = _paddle_topology.check_nccl_version_for_p2p
+    if device_kind() == "cpu":
+        # A Paddle that was built for GPUs looks for a library that CPUs do not need.
+        _paddle_topology.check_nccl_version_for_p2p = lambda: None
     core.create_or_get_global_tcp_store = open_store
     paddle.distributed.new_group = functools.partial(new_group, stock_group)
     try:
@@ -151,6 +171,13 @@ def beginning(
     finally:
         core.create_or_get_global_tcp_store = stock_store
         paddle.distributed.new_group = stock_group
+        _paddle_topology.check_nccl_version_for_p2p = stock_check
+
+
+def began_without_groups() -> bool:
+    """Whether Paddle's ``init_parallel_env`` came, and went its older way, which makes no group."""
+    begun = bool(_paddle_parallel.parallel_helper._is_parallel_ctx_initialized())
+    return begun and not paddle.distributed.is_initialized()
 
 
 def install_topology(hcg: Topology, strategy: Strategy) -> None:
@@ -177,9 +204,11 @@ def forget_topology() -> None:
 
 
 __all__ = [
-    "CPU_ONLY",
     "LocalTopology",
+    "began_without_groups",
     "beginning",
+    "choose_backend",
+    "device_kind",
     "dynamic_mode",
     "forget_topology",
     "install_topology",

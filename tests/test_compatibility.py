@@ -18,6 +18,7 @@ from paddle.distributed.fleet.meta_parallel import pipeline_parallel as their_wr
 from paddle.distributed.fleet.meta_parallel.parallel_layers import pp_layers as their_layers
 
 from fleetpipe import fleet
+from fleetpipe._paddle import device_kind
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fleet.meta_parallel import PipelineLayer
 from fleetpipe.fleet.overlay import OVERLAYS
@@ -112,7 +113,7 @@ def test_a_name_is_fleetpipes_or_paddles_very_object(row: Row) -> None:
         assert described
         assert find(path) is find(same)
     elif row.status == WORKS:
-        on_gpu = "on GPU they are Paddle's own" in row.note and paddle.is_compiled_with_cuda()
+        on_gpu = "on GPU they are Paddle's own" in row.note and device_kind() == "gpu"
         assert on_gpu or missing(same) or find(path) is not find(same)
         assert find(path) is not None
     elif not missing(same):

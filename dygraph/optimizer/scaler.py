@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from types import MethodType
 
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.aliases import Optimizer, Scaler
 from fleetpipe.dygraph._paddle import (
     note_unscaled,
@@ -54,7 +54,7 @@ def prepared(scaler: Scaler) -> Scaler:
         scaler.scale(paddle.zeros([1]))
     if scaler.is_enable():
         return agreeing(scaler)
-    if paddle.device.get_device() == "cpu":
+    if device_kind() == "cpu":
         tell_once("a GradScaler does nothing on CPU: gradients are computed in float32 there")
     return None
 

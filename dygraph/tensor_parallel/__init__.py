@@ -10,9 +10,9 @@ from types import ModuleType
 from paddle.distributed.fleet import meta_parallel
 from paddle.distributed.fleet.layers import mpu
 
+from fleetpipe._paddle import device_kind
 from fleetpipe.aliases import Layer
 from fleetpipe.dygraph.tensor_parallel import cross_entropy, embedding, linear, wrapper
-from fleetpipe.dygraph.tensor_parallel._paddle import compiled_for_gpu
 from fleetpipe.dygraph.tensor_parallel.dropout import dropout
 from fleetpipe.dygraph.tensor_parallel.groups import (
     alone,
@@ -39,7 +39,7 @@ from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state
 
 _layers: ModuleType = mpu
 _wrappers: ModuleType = meta_parallel
-_on_gpu = compiled_for_gpu()
+_on_gpu = device_kind() != "cpu"
 
 RNGStatesTracker = _layers.RNGStatesTracker
 get_rng_state_tracker = _layers.get_rng_state_tracker

@@ -24,12 +24,6 @@ Initializer = _any_initializers.Initializer
 OPERATION_MODULES: tuple[ModuleType, ...] = (_operations, _collective)
 
 
-def compiled_for_gpu() -> bool:
-    """Whether this Paddle has the GPU kernels that its own tensor-parallel layers need."""
-    compiled: ModuleType = paddle
-    return bool(compiled.is_compiled_with_cuda())
-
-
 def hybrid_topology() -> Topology:
     """Returns the ``HybridCommunicateGroup`` of Paddle's last ``fleet.init``, else None."""
     return _any_topology._HYBRID_PARALLEL_GROUP

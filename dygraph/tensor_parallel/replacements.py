@@ -10,10 +10,10 @@ import functools
 from collections.abc import Mapping
 from typing import Callable
 
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
-from fleetpipe.dygraph.tensor_parallel._paddle import OPERATION_MODULES, compiled_for_gpu
+from fleetpipe.dygraph.tensor_parallel._paddle import OPERATION_MODULES
 from fleetpipe.dygraph.tensor_parallel.cross_entropy import ParallelCrossEntropy
 from fleetpipe.dygraph.tensor_parallel.embedding import own_rows
 from fleetpipe.dygraph.tensor_parallel.groups import connect, disconnect, model_parallel_group
@@ -114,7 +114,7 @@ def _c_softmax_with_cross_entropy(
 #: By Paddle's name, what runs in the place of Paddle's operation; on GPU nothing does.
 OPERATIONS: Mapping[str, Operation] = (
     {}
-    if compiled_for_gpu()
+    if device_kind() != "cpu"
     else {
         "_c_identity": _c_identity,
         "_c_split": _c_split,

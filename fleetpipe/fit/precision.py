@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fleetpipe import fleet
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.aliases import Layer, Optimizer, Scaler
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit import _paddle
@@ -16,7 +16,6 @@ from fleetpipe.job.say_once import tell_once
 
 #: Its stubs take literals alone.
 _amp: Any = paddle.amp
-_device: Callable[[], str] = paddle.device.get_device
 
 
 class Precision(NamedTuple):
@@ -65,7 +64,7 @@ def precision_of(
         ) from error
     if level == "O0":
         return Precision()
-    if _device() == "cpu":
+    if device_kind() == "cpu":
         tell_once("amp_configs: on a CPU auto_cast changes nothing; all is computed as it is")
         return Precision()
     if level == "O2":

@@ -7,9 +7,10 @@ modules below that are fleetpipe's.
 from __future__ import annotations
 
 from fleetpipe import heap, numerics, static
-from fleetpipe._paddle import paddle_fleet
+from fleetpipe._paddle import choose_backend, paddle_fleet
 from fleetpipe.fleet import overlay
 
+choose_backend()
 numerics.prepare()
 heap.prepare()
 overlay.install()

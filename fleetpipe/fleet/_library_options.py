@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import device_kind
 from fleetpipe.aliases import Layer
 from fleetpipe.errors import ConfigError
 
@@ -25,7 +25,7 @@ def refuse_library_options(model: Layer) -> None:
             fused kernel.
     """
     origins = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
-    if origins.isdisjoint(LIBRARIES) or paddle.device.get_device() != "cpu":
+    if origins.isdisjoint(LIBRARIES) or device_kind() != "cpu":
         return
     config = model.config
     if config.dtype in ("float16", "bfloat16"):

@@ -62,6 +62,7 @@ def init(
     config = PipelineConfig.from_strategy(strategy)
     slurm.adopt()
     world_size = meeting.world_size()
+    _paddle.choose_backend()
     if runs_without_pipeline(strategy.hybrid_configs):
         return paddle_fleet.init(role_maker, is_collective, strategy, log_level)
     degrees = Degrees.resolve(strategy.hybrid_configs, world_size)
@@ -82,7 +83,7 @@ def init(
         )
     if degrees.sharding > 1:
         refuse_sharding_options(strategy)
-    if strategy.amp and paddle.device.get_device() == "cpu":
+    if strategy.amp and _paddle.device_kind() == "cpu":
         tell_once("strategy.amp has no effect on CPU: Paddle computes in float32 there")
     running = current_job()
     if running is not None:

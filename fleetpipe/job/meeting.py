@@ -195,6 +195,14 @@ def _paddle_has_an_address() -> bool:
 
 def _refuse_paddles_store() -> None:
     """Refuses ranks whose Paddle has begun by itself, with a store where the job's is to be."""
+    if _paddle.began_without_groups():
+        raise StateError(
+            "Paddle began without the groups of ranks that a job needs",
+            cause="paddle.distributed.init_parallel_env() came before the import of fleetpipe, and "
+            "PADDLE_DISTRI_BACKEND is not gloo: CUDA_VISIBLE_DEVICES names devices, and there are "
+            "none",
+            fix="leave it out: fleet.init does it; or import fleetpipe.fleet before it",
+        )
     if _paddle.paddle.distributed.is_initialized() and not _paddle_has_an_address():
         raise StateError(
             "Paddle's own store has the address of the job's store, that of rank 0",

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.say_once import tell_once
 
@@ -204,9 +204,8 @@ def _endpoints(step: _Step) -> list[str]:
 
 def _choose_device(local: int) -> None:
     """Gives each task of a node a device of its own among those that it sees."""
-    if not paddle.device.is_compiled_with_cuda():
-        os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
-    elif seen := paddle.device.cuda.device_count():
+    if device_kind() == "gpu":
+        seen = paddle.device.cuda.device_count()
         os.environ.setdefault("FLAGS_selected_gpus", str(local % seen))
 
 

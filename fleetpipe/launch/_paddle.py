@@ -1,9 +1,9 @@
 """Paddle's launcher with its faults bridged; its private names are used here (2.6.2 and 3.3.1).
 
-With ``CUDA_VISIBLE_DEVICES=""``, which means no GPU, it looks for the second of one device that has
-no name. It ends with the code of the lowest rank that failed, which may be the signal by which it
-ended that rank itself because another had failed. And it looks only once a second at whether one
-has. What it knows of the ranks' processes is left in the folder of this life.
+On a machine without GPUs it takes for one whatever ``CUDA_VISIBLE_DEVICES`` names, and dies where
+these are fewer than the ranks. It ends with the code of the lowest rank that failed, which may be
+the signal by which it ended that rank itself because another had failed. And it looks only once a
+second at whether one has. What it knows of the ranks' processes is left in the folder of this life.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from paddle.distributed.launch.context import device as _device
 from paddle.distributed.launch.job import pod as _pod
 from paddle.distributed.launch.main import launch as _launch
 
+from fleetpipe._paddle import device_kind
 from fleetpipe.job import life
 from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch.script import in_a_shell
@@ -40,12 +41,23 @@ def launch() -> None:
     _Pod.deploy = _deploy_and_note
     _Pod.exit_code = property(_exit_code)
     _Pod.watch = functools.partialmethod(_watch, interval=_LOOK_SECONDS)
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        _Device.parse_device = lambda: _Device(_device.DeviceType.CPU)
+    _Device.parse_device = _present_device
     _launch()
 
 
-_deploy, _watch = _Pod.deploy, _Pod.watch
+_deploy, _watch, _named_device = _Pod.deploy, _Pod.watch, _Device.parse_device
+
+
+class _Cpu(_Device):  # type: ignore[misc]
+    """One process for each device that the environment names, and none of them to select."""
+
+    def get_selected_devices(self, devices: str = "") -> list[str]:
+        return []
+
+
+def _present_device() -> Any:
+    named = _named_device()
+    return named if device_kind() != "cpu" else _Cpu(_device.DeviceType.CPU, labels=named.labels)
 
 
 def _deploy_and_note(pod: Any) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Callable
 
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.aliases import Tensor
 
 #: The package of Paddle 3.3 whose calls are answered; 2.6.2 has none of that name.
@@ -23,11 +23,11 @@ CHECKPOINTS = "paddle.distributed.flex_checkpoint"
 def without_gpu() -> Iterator[None]:
     """Within it those checkpoints copy values where they are, and to synchronize a CPU is nothing.
 
-    Everybody else's ``Tensor.cuda`` and ``pin_memory`` are Paddle's. Nothing happens where Paddle
-    was built for a GPU.
+    Everybody else's ``Tensor.cuda`` and ``pin_memory`` are Paddle's. Nothing happens where this
+    process computes on a GPU.
     """
     with ExitStack() as changes:
-        if not paddle.device.is_compiled_with_cuda():
+        if device_kind() == "cpu":
             for name in ("cuda", "pin_memory"):
                 changes.enter_context(_replaced(paddle.Tensor, name, _copying))
             changes.enter_context(_replaced(paddle.device, "synchronize", _skipping))
@@ -58,7 +58,7 @@ def _copying(method: Callable[..., Any]) -> Callable[..., Tensor]:
 
 def _skipping(function: Callable[..., Any]) -> Callable[..., None]:
     def synchronize(device: Any = None) -> None:
-        if device is not None or paddle.device.get_device() != "cpu":
+        if device is not None or device_kind() != "cpu":
             function(device)
 
     return synchronize

@@ -64,7 +64,6 @@ def test_a_task_is_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
         "PADDLE_LOCAL_SIZE": "2",
         "PADDLE_RANK_IN_NODE": "0",
         "PADDLE_NNODES": "2",
-        "PADDLE_DISTRI_BACKEND": "gloo",
     }
     assert capsys.readouterr().err == ""
 

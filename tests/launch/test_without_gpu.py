@@ -7,11 +7,10 @@ from typing import Any
 import paddle
 import pytest
 
+from fleetpipe._paddle import device_kind
 from fleetpipe.launch.without_gpu import CHECKPOINTS, without_gpu
 
-pytestmark = pytest.mark.skipif(
-    paddle.device.is_compiled_with_cuda(), reason="a Paddle for GPUs has these methods"
-)
+pytestmark = pytest.mark.skipif(device_kind() == "gpu", reason="a GPU has these methods")
 
 
 def caller(module: str) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import paddle
 import pytest
 
 from tests.byhand import Ended, started
-from tests.launching import ROOT
+from tests.launching import ROOT, Finished
 
 pytestmark = pytest.mark.processes
 
@@ -71,6 +73,18 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
         assert seconds < 4, moment
         *_, last = re.findall(r"^(?:fleetpipe\.errors\.)?(\w+: .*)", ended.log, re.MULTILINE)
         assert re.search(rf"^PeerFailed: rank {rank} died: .*Paddle's group", last), ended.log
+
+
+@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="this Paddle begins by NCCL alone")
+def test_paddles_older_start_before_a_job_is_named(launch: Callable[..., Finished]) -> None:
+    script = """
+        import paddle
+        paddle.distributed.init_parallel_env()
+        from fleetpipe import fleet
+        fleet.init(is_collective=True)
+        """
+    for log in launch(script, 2, check=False).logs:
+        assert "StateError: Paddle began without the groups of ranks that a job needs" in log
 
 
 def test_jobs_that_begin_and_end_leave_nothing_open(tmp_path: Path) -> None:

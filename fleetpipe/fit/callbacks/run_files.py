@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe import version
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.dygraph._paddle import base_optimizer
 from fleetpipe.fit.networks import required_job
 from fleetpipe.job import life
@@ -60,7 +60,7 @@ def write_about(
             "dp": degrees.dp,
             "mp": degrees.mp,
             "sharding": degrees.sharding,
-            "device": paddle.device.get_device().split(":")[0],
+            "device": device_kind(),
         },
         "training": {
             "epochs": params.get("epochs"),

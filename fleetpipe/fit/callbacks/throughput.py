@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.fit.callbacks import on_ranks
 from fleetpipe.schedules import Action, Op
@@ -145,7 +145,7 @@ def peak_memory() -> int:
     Else what the kernel counts as resident, which a figure of ``getrusage`` is not: that is at
     least what the process had that started this one.
     """
-    if paddle.device.get_device().startswith("gpu"):
+    if device_kind() == "gpu":
         return int(paddle.device.cuda.max_memory_allocated())
     lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
     kilobytes = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), "0")

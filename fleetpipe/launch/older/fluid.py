@@ -16,9 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from paddle.base import core
-
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.launch.older import fluid_layers
 from fleetpipe.launch.older.renamed import name_today
@@ -48,7 +46,7 @@ class Name(NamedTuple):
 
 
 class _CPUPlace(paddle.CPUPlace):
-    """What ``paddle.CUDAPlace(0)`` is where Paddle knows no CUDA, and would end the process."""
+    """What ``paddle.CUDAPlace(0)`` is where no GPU is, and Paddle would end the process."""
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
@@ -146,7 +144,7 @@ def _has_its_own(name: Name) -> bool:
     """Tells whether this Paddle has what works under the name."""
     if name.old == "static.nn.embedding":
         return not paddle.base.framework.use_pir_api()
-    return name.old == "CUDAPlace" and core.is_compiled_with_cuda()
+    return name.old == "CUDAPlace" and device_kind() == "gpu"
 
 
 def _put(name: Name, undo: ExitStack) -> None:

@@ -15,7 +15,7 @@ from paddle import Tensor as Tensor
 from paddle.base.dygraph.base import guard
 from paddle.utils import dlpack
 
-from fleetpipe._paddle import CPU_ONLY, paddle
+from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.transport.wire.structure import SIZES, TensorLeaf
 
 # 2.6.2 has "uint16" as another name of bfloat16, and neither float8 nor the larger uints.
@@ -114,14 +114,12 @@ def contiguous(tensors: list[Tensor]) -> list[Tensor]:
 
 def on_device(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
     """Moves filled tensors to the device that Paddle computes on, where that is not the CPU."""
-    return tensors if CPU_ONLY else _moved(tensors, leaves)
+    return tensors if device_kind() == "cpu" else _moved(tensors, leaves)
 
 
 @_in_dynamic_mode
 def _moved(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
     device = paddle.device.get_device()
-    if device == "cpu":
-        return tensors
     moved = [tensor.detach().to(device) for tensor in tensors]
     for tensor, leaf in zip(moved, leaves):
         tensor.stop_gradient = leaf.stop_gradient
@@ -129,7 +127,7 @@ def _moved(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return (CPU_ONLY or tensor.place.is_cpu_place()) and tensor.is_contiguous()
+    return tensor.place.is_cpu_place() and tensor.is_contiguous()
 
 
 @_in_dynamic_mode
@@ -138,7 +136,7 @@ def _made_plain(tensor: Tensor) -> Tensor:
 
 
 def _new(leaf: TensorLeaf) -> Tensor:
-    on_cpu = CPU_ONLY or paddle.device.get_device() == "cpu"
+    on_cpu = device_kind() == "cpu"
     if on_cpu and 0 < leaf.nbytes <= _SMALL:
         return _template(leaf.dtype, leaf.shape).clone()
     if on_cpu and not (leaf.nbytes >= _LARGE and _import_shares()):

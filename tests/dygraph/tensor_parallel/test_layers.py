@@ -15,6 +15,7 @@ from paddle import nn
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.layers import mpu
 
+import fleetpipe._paddle
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.tensor_parallel import (
     ColumnParallelLinear,
@@ -159,7 +160,7 @@ def test_constructors_take_what_paddles_take(name: str) -> None:
 
 def test_on_gpu_the_names_are_paddles(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(_paddle, "compiled_for_gpu", lambda: True)
+        patch.setattr(fleetpipe._paddle, "device_kind", lambda: "gpu")
         importlib.reload(tensor_parallel)
         assert all(getattr(tensor_parallel, name) is getattr(mpu, name) for name in NAMES)
     importlib.reload(tensor_parallel)

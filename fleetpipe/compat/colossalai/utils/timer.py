@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from fleetpipe._paddle import paddle
+from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.errors import StateError, nearest
 
 
@@ -26,7 +26,7 @@ class Timer:
     @property
     def current_time(self) -> float:
         """Now, in seconds, after all that was given to the device has run."""
-        if not paddle.device.get_device().startswith("cpu"):
+        if device_kind() != "cpu":
             paddle.device.synchronize()
         return time.perf_counter()
 
