@@ -13,6 +13,7 @@ from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fit.feeding import Rows, rows_of
 from fleetpipe.fit.given import require_data
 from fleetpipe.io import DataLoader
+from fleetpipe.io._paddle import batches_of
 from fleetpipe.job.job import Job
 
 
@@ -55,7 +56,10 @@ class Source:
         """
         known = isinstance(self.loader, DataLoader)
         left = None if self.samples is None else self.samples - taken * self.together
-        for item in islice(self.loader, 0 if known else taken, None):
+        items = self.loader
+        if type(items) is paddle.io.DataLoader:
+            items = batches_of(items)
+        for item in islice(items, 0 if known else taken, None):
             inputs = self.inputs if self.loads else 0
             rows = rows_of(item, inputs, self.replica, self.replicas, left)
             if not self.loads:

@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import UsageError
+from fleetpipe.io._paddle import batches_of
 from fleetpipe.io.drawn import DrawnBatches, ResumableSampler
 from fleetpipe.io.in_turn import BatchesInTurn, Iterated
 from fleetpipe.io.position import whole
@@ -85,7 +86,7 @@ class DataLoader(paddle.io.DataLoader):
         seen = dataset if numbered else _in_turn(dataset, num_workers)
         how: dict[str, Any] = {"batch_sampler": batch_sampler, "collate_fn": collate_fn, **options}
         super().__init__(seen, **how, **cut)
-        self._load: Callable[[], Iterable[Any]] = super().__iter__
+        self._loader: paddle.io.DataLoader = self
         self._position: DrawnBatches | BatchesInTurn | None = None
         if not numbered:
             replicas, _ = place_of_replica()
@@ -96,17 +97,18 @@ class DataLoader(paddle.io.DataLoader):
             drawn = DrawnBatches(batch_sampler, seed)
             how.update(batch_sampler=drawn, collate_fn=KeyedCollate(collate_fn, alone))
             keyed: Any = KeyedDataset(dataset)
-            self._load = paddle.io.DataLoader(keyed, **how).__iter__
+            self._loader = paddle.io.DataLoader(keyed, **how)
             self._position = drawn
 
     def __iter__(self) -> Any:
         """Yields the batches of the next epoch, or those that are left of a restored one.
 
-        A batch counts as taken from here on: save after the step that trained on it.
+        A batch counts as taken from here on: save after the step that trained on it. What the
+        dataset raises is raised here, in the place of the batch that it fails in.
         """
         if self._position is None:
-            return iter(self._load())
-        return self._position.read(self._load)
+            return iter(batches_of(self._loader))
+        return self._position.read(lambda: batches_of(self._loader))
 
     @property
     def epoch(self) -> int:

@@ -226,6 +226,25 @@ def test_the_gradients_of_several_batches_make_one_step(model: Any) -> None:
         assert np.array_equal(mine.numpy(), other.numpy())
 
 
+class Broken(Digits):
+    """The digits, of which one cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == BATCH + 1:
+            raise KeyError(f"sample {index} is broken")
+        return super().__getitem__(index)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("stock", [False, True])
+def test_what_the_dataset_raises_ends_fit(model: Any, stock: bool) -> None:
+    data, steps = Broken(0, 4 * BATCH), Losses()
+    given: Any = paddle.io.DataLoader(data, batch_size=BATCH) if stock else data
+    with pytest.raises(KeyError, match="is broken"):
+        prepared(model).fit(given, batch_size=BATCH, shuffle=False, callbacks=[steps], verbose=0)
+    assert len(steps.train) == 1
+
+
 def test_a_model_needs_a_job_an_optimizer_and_a_loss(model: Any) -> None:
     with pytest.raises(StateError, match="prepare"):
         model.fit(Digits(0, 8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -98,6 +98,42 @@ def test_what_joins_a_batch_draws_for_its_first_sample() -> None:
     draws = {content[1][0] for content, _ in whole}
     assert len(draws) == 5
     assert draws.isdisjoint(read(DataLoader(Numbers(), batch_size=20))[0][0][1][0])
+
+
+class Broken(paddle.io.Dataset):  # type: ignore[type-arg]
+    """Eight numbers, of which the sixth cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise KeyError("sample 5 is broken")
+        return np.int64(index)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("failure", ["dataset", "iterable", "collate_fn", "batch_sampler"])
+def test_what_fails_in_loading_is_raised_in_the_place_of_its_batch(failure: str) -> None:
+    def fails(samples: Any) -> Any:
+        if samples[0] == 4:
+            raise KeyError("sample 5 is broken")
+        return np.array(samples)
+
+    def of_paddles() -> Iterator[list[int]]:
+        yield from ([0, 1], [2, 3])
+        raise KeyError("sample 5 is broken")
+
+    made: dict[str, Callable[[], DataLoader]] = {
+        "dataset": lambda: DataLoader(Broken(), batch_size=2),
+        "iterable": lambda: DataLoader((Broken()[i] for i in range(8)), batch_size=2),
+        "collate_fn": lambda: DataLoader([*range(8)], batch_size=2, collate_fn=fails),
+        "batch_sampler": lambda: DataLoader([*range(8)], batch_sampler=of_paddles()),
+    }
+    batches = iter(made[failure]())
+    assert [next(batches) is not None for _ in range(2)] == [True, True]
+    with pytest.raises(KeyError, match="sample 5 is broken"):
+        next(batches)
 
 
 def test_a_list_of_batches() -> None:
