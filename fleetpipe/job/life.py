@@ -14,6 +14,7 @@ import mmap
 import os
 import struct
 import time
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -191,7 +192,8 @@ def _own_rank() -> str:
 
 def _write_once(file: Path, text: str) -> None:
     """Writes a file whole, or leaves the one that is there."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    # Two threads of this process may tell at once: the watch's, and the one that failed.
+    draft = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     draft.write_text(text, encoding="utf-8")
     with contextlib.suppress(FileExistsError):
         os.link(draft, file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,28 @@ def test_what_ranks_tell_is_read_in_its_order(
     assert life.preempted_at(tmp_path) is None
     life.tell_preempted(12)
     assert life.preempted_at(tmp_path) == 12
+
+
+def test_two_threads_that_tell_at_once_leave_one_of_their_failures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    as_rank(monkeypatch, 1)
+    failures = [Failure(2, "died", "it ended"), Failure(1, "raised", "boom", "Traceback" * 500)]
+    together = threading.Barrier(2)
+
+    def tell(failure: Failure) -> None:
+        together.wait()
+        life.tell_failure(failure)
+
+    for number in range(100):
+        home = tmp_path / str(number)
+        home.mkdir()
+        monkeypatch.setenv(life.FOLDER, str(home))
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(tell, failures))
+        (told,) = life.failures(home)
+        assert told.failure in failures
+        assert [file.name for file in home.iterdir()] == ["failure.1"]
 
 
 def test_a_page_says_which_step_a_rank_is_in(
