@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,18 @@ class CheckpointManager:
             saved.
 
         Raises:
+            ConfigError: ``step`` is no such number, or an object is of another kind.
             CheckpointError: Some rank cannot write this step, or could not write the one before
                 that was saved asynchronously. Every rank raises. What is in the folder is as it
                 was, and training may go on.
             PipelineTimeout: Some rank did not come within the limit.
         """
+        if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
+            raise ConfigError(
+                "a step is saved under its number, 0 or more",
+                got=f"step={step!r}",
+                fix="count the steps of the run from 0",
+            )
         due = force or step % self._interval == 0
         self._saver.settle(wait=due)
         if not due:

@@ -147,6 +147,7 @@ def resume(
         through those that are left.
 
     Raises:
+        ConfigError: An object is of another kind.
         CheckpointError: The newest checkpoint is damaged, or does not fit; nothing has changed.
         PipelineTimeout: Some rank did not come within the limit.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import tempfile
 import threading
@@ -77,6 +78,15 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, in_background: bool) -
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_what_is_not_a_number_is_never_the_best(tmp_path: Path, mode: str) -> None:
+    manager = fleetpipe.CheckpointManager(tmp_path, max_to_keep=1, best=("loss", mode))
+    for step, loss in enumerate([math.nan, 2.0, math.nan, math.nan]):
+        manager.save(step, model=model(step), metrics={"loss": loss})
+    assert manager.steps() == [1, 3]
+    assert value_at(tmp_path, "best") == 1
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 def test_latest_is_the_step_that_was_saved_last(
     tmp_path: Path, in_background: bool, capfd: pytest.CaptureFixture[str]
@@ -117,6 +127,12 @@ def test_values_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
         manager.save(1, model=model(), metrics={"accuracy": 1.0})
     with pytest.raises(CheckpointError, match=r"extra\['a'\]\[1\] cannot be saved"):
         fleetpipe.CheckpointManager(tmp_path).save(1, model=model(), extra={"a": [1, object()]})
+    for step in (-1, "3", 1.5, True):
+        with pytest.raises(ConfigError, match="under its number"):
+            fleetpipe.CheckpointManager(tmp_path).save(step, model=model())
+    data: Any = [1, 2]
+    with pytest.raises(ConfigError, match=r"data=.*\n.*state_dict.*\n.*a list"):
+        fleetpipe.resume(model(), data=data, manager=fleetpipe.CheckpointManager(tmp_path))
     assert not list(tmp_path.glob("step*"))
 
 

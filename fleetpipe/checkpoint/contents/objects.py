@@ -55,6 +55,15 @@ class Objects:
     rate: bool = True
     names: Names = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, (SavedData, type(None))):
+            raise ConfigError(
+                "data= says where the run is in its data",
+                expected="state_dict and set_state_dict, as a fleetpipe.io.DataLoader has",
+                got=f"a {type(self.data).__name__}",
+                fix="pass the loader that is read, or leave data= out",
+            )
+
     def only(self, names: Sequence[str] | None) -> Objects:
         """Returns the objects that are named; all for None.
 

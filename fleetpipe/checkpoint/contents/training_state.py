@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +22,7 @@ FILE = "state.json"
 Json = Any
 
 
+@runtime_checkable
 class SavedData(Protocol):
     """Where a run is in its data: a sampler, or what reads through one."""
 

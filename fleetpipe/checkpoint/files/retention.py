@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,14 +59,21 @@ class Retention:
             )
 
     def best_step(self) -> int | None:
-        """Returns the best complete step, the newest of equals; None where none has the metric."""
+        """Returns the best complete step, the newest of equals; None where none has the metric.
+
+        What is not a number is not the best of anything.
+        """
         if self.best is None:
             return None
         name, mode = self.best
         sign = -1 if mode == "min" else 1
         steps = commit.complete_steps(self.home)
         found = {step: self._metrics_of(step, path).get(name) for step, path in steps.items()}
-        rated = [(sign * value, step) for step, value in found.items() if value is not None]
+        rated = [
+            (sign * value, step)
+            for step, value in found.items()
+            if value is not None and not math.isnan(value)
+        ]
         return max(rated)[1] if rated else None
 
     def chosen(self, step: int | str) -> Path:

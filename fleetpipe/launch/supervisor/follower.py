@@ -105,10 +105,13 @@ class Follower:
     def _follow(self, link: Link) -> None:
         """Does what the leader says until the job is over, or the leader is lost."""
         with selectors.DefaultSelector() as selector:
-            for each in (link, self._local, self._signals, self._copies):
+            for each in (link, self._signals, self._copies):
                 if each is not None:
                     selector.register(each, selectors.EVENT_READ, each)
             while not link.lost and self._code is None:
+                # Each life may have another process that starts it.
+                if self._local.running and self._local not in selector.get_map():
+                    selector.register(self._local, selectors.EVENT_READ, self._local)
                 for key, _ in selector.select(_TURN_SECONDS):
                     if key.data is link:
                         for message in link.hear():
@@ -120,6 +123,7 @@ class Follower:
                         for news in self._copies.news():
                             link.tell(**news)
                     else:
+                        selector.unregister(self._local)
                         link.tell("ended", life=self._life, verdict=str(self._local.end()))
                 link.say_alive()
 

@@ -85,7 +85,6 @@ class Leader:
         self._stopped_by: int | None = None
         self._grows = False
         self._deadline: float | None = None
-        self._selector.register(local, selectors.EVENT_READ, self._end)
         self._selector.register(signals, selectors.EVENT_READ, self._take_signals)
         if copies is not None:
             self._selector.register(copies, selectors.EVENT_READ, self._take_news)
@@ -144,7 +143,8 @@ class Leader:
             return in_a_shell(-self._stopped_by)
         if last is not None and verdict.repeats(last):
             saying.say(saying.poison(verdict))
-            return POISONED if verdict.step is not None else verdict.code
+            poisoned = verdict.step is not None and not verdict.disk_full
+            return POISONED if poisoned else verdict.code
         if self._restarts == self._options.max_restart:
             saying.say(f"all {self._restarts} restarts are used: the job has failed")
             return verdict.code
@@ -225,6 +225,7 @@ class Leader:
                 self._links[each] = host._replace(claim=claim)
         self._running = set(self._taking_part)
         self._local.start(place)
+        self._selector.register(self._local, selectors.EVENT_READ, self._end)
         while self._local.running or self._running:
             self._turn()
             self._kill_if_late()
@@ -248,6 +249,8 @@ class Leader:
         self._copy()
 
     def _end(self) -> None:
+        # The next life may have another process to start it.
+        self._selector.unregister(self._local)
         self._ended(self._local.end())
 
     def _take_signals(self) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fleetpipe.errors import StateError
 from fleetpipe.job import life
+from fleetpipe.launch.script import in_a_shell
 
 _SERVER = Path(__file__).with_name("pod_server.py")
 #: Asks for the end of a life.
@@ -45,46 +45,50 @@ class Pods:
         Args:
             environment: Its environment.
         """
-        own, its = socket.socketpair()
+        self._environment = dict(environment)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._socket, its = socket.socketpair()
         with its:
             command = [sys.executable, str(_SERVER), str(its.fileno())]
             self._process = subprocess.Popen(
                 command,
-                env=dict(environment),
+                env=self._environment,
                 pass_fds=[its.fileno()],
                 # What a terminal sends reaches the supervisor alone, which decides.
                 start_new_session=True,
             )
-        self._socket = own
 
     def fileno(self) -> int:
         """Returns the descriptor that can be read when a life has ended."""
         return self._socket.fileno()
 
     def start(self, order: Order) -> None:
-        """Begins a life."""
+        """Begins a life; in another process where the one of before was ended."""
+        if self._process.poll() is not None:
+            self._socket.close()
+            self._begin()
         self._socket.sendall(json.dumps(asdict(order)).encode() + b"\n")
 
     def stop(self) -> None:
         """Ends the launcher of the life that runs."""
-        self._socket.sendall(STOP)
+        with contextlib.suppress(BrokenPipeError):
+            self._socket.sendall(STOP)
 
     def code(self) -> int:
         """Returns the code of the launcher whose life has ended; waits until it has.
 
-        Raises:
-            StateError: The process itself has ended.
+        Where the process was ended itself, nothing of it is left, and its code is returned.
         """
         told = b""
         while not told.endswith(b"\n"):
             more = self._socket.recv(1 << 12)
             if not more:
-                raise StateError(
-                    "the process in which Paddle's launcher runs ended by itself",
-                    got=f"exit code {self._process.wait()}",
-                    cause="it was killed, or Paddle cannot be imported: see above",
-                    fix="start the job again; it goes on from its checkpoint",
-                )
+                code = in_a_shell(self._process.wait())
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # a launcher that it began
+                return code or 1
             told += more
         return int(json.loads(told)["code"])
 

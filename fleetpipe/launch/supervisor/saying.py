@@ -19,10 +19,12 @@ def poison(verdict: Verdict) -> str:
     what = "the job failed twice in a row with the same error, and before any step that it told of"
     if verdict.step is not None:
         what = f"step {verdict.step} failed twice in a row"
+    to_do = "look at the data of this step and at the error above"
+    if verdict.disk_full:
+        to_do = "free space on the disk that the error above names, which is full"
     return (
         f"{what}: it is not started again\n"
-        "  what to do: look at the data of this step and at the error above; a job that is started "
-        "anew goes on from its checkpoint"
+        f"  what to do: {to_do}; a job that is started anew goes on from its checkpoint"
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -65,14 +68,29 @@ class Verdict:
         """Whether this failure is the one of ``other`` once more.
 
         That is one in the same step; before any step, where a rank may have been killed while it
-        loaded, one with the same error. A host that is lost repeats nothing.
+        loaded, one with the same kind of error from the same line. A host that is lost repeats
+        nothing.
         """
         if self.gone or other.gone:
             return False
         if self.step is None or other.step is None:
             both = self.raised and other.raised
-            return self.step is other.step and both and self.culprit == other.culprit
+            return self.step is other.step and both and self._cause() == other._cause()
         return self.step == other.step
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether the disk had no room left: nothing is wrong with the step."""
+        words = f"{self.culprit}\n{self.details}"
+        return any(os.strerror(number) in words for number in (errno.ENOSPC, errno.EDQUOT))
+
+    def _cause(self) -> tuple[str, list[str]]:
+        """Returns the kind of the error, and the line of code that raised it.
+
+        What it says may have a time in it, or an address, and any rank may be the first to say it.
+        """
+        _, _, error = self.culprit.partition(" raised: ")
+        return error.partition(":")[0], re.findall(r'File "[^"]+", line \d+', self.details)[-1:]
 
 
 _FIELDS: dict[str, tuple[type, ...]] = {

@@ -81,12 +81,14 @@ def join(
     Raises:
         ConfigError: The user's secret cannot be used.
         PipelineTimeout: Some ranks did not arrive in time.
-        TransportError: The namespace was used before, no address can be bound, or the ranks were
-            given different secrets.
+        TransportError: The namespace was used before, no address can be bound, the ranks were
+            given different secrets, or only some of a host are to use TCP within it.
     """
     given = handshake.user_secret()
     meeting = Rendezvous(store, namespace, rank, ranks, timeout)
+    use_tcp = hosts.force_tcp_by_default() if force_tcp is None else force_tcp
     card = {
+        "tcp": "1" if use_tcp else "0",
         "host": hosts.host_identity(),
         "secret": handshake.fingerprint(given, namespace),
         "token": secrets.token_hex(handshake.TOKEN_BYTES) if rank == 0 else "",
@@ -94,8 +96,8 @@ def join(
     meeting.publish("host", card)
     cards = meeting.gather("host", range(ranks), card.keys())
     _refuse_other_secrets(cards, rank)
+    _refuse_other_ways(cards)
     secret = handshake.secret_of_run(given, namespace, cards[0]["token"])
-    use_tcp = hosts.force_tcp_by_default() if force_tcp is None else force_tcp
     listeners = _listen([cards[r]["host"] for r in range(ranks)], rank, use_tcp, address)
     mesh = _Mesh(meeting, secret, [x.sock for x in listeners], streams, life)
     try:
@@ -122,6 +124,19 @@ def _refuse_other_secrets(cards: Mapping[int, Mapping[str, str]], rank: int) -> 
             ),
             fix="give the same secret to every rank, or to none",
         )
+
+
+def _refuse_other_ways(cards: Mapping[int, Mapping[str, str]]) -> None:
+    first: dict[str, int] = {}
+    for peer, card in cards.items():
+        other = first.setdefault(card["host"] or f"rank {peer}", peer)
+        if card["tcp"] != cards[other]["tcp"]:
+            raise TransportError(
+                f"rank {other} and rank {peer} of one host would not meet",
+                expected="FLEETPIPE_FORCE_TCP alike on all ranks of a host",
+                got=", ".join(f"{cards[r]['tcp']} on rank {r}" for r in (other, peer)),
+                fix="give every rank FLEETPIPE_FORCE_TCP=1, or none",
+            )
 
 
 def _listen(

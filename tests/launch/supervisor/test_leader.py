@@ -65,6 +65,12 @@ class Lives:
 LASTING = Verdict(-1)
 
 
+def disk_full(step: int) -> Verdict:
+    text = "rank 0 raised: CheckpointError: step 4 cannot be saved"
+    details = "CheckpointError: ..\n  got: [Errno 28] No space left on device"
+    return Verdict(1, step=step, culprit=text, details=details, raised=True)
+
+
 def killed(step: int | None) -> Verdict:
     return Verdict(137, step=step, culprit="rank 1 died")
 
@@ -99,6 +105,7 @@ def lead(lives: Lives, signals: Any, max_restart: int = 3, grace: float = 60.0) 
         ([killed(4), raised(9, "x"), killed(10), killed(11)], 137, 4),
         ([killed(4), killed(4)], POISONED, 2),
         ([killed(4), killed(5), raised(5, "x")], POISONED, 3),
+        ([disk_full(4), disk_full(4)], 1, 2),
         ([raised(None, "x"), raised(None, "x")], 1, 2),
         ([raised(None, "x"), raised(None, "y"), killed(None), killed(None)], 137, 4),
         ([Verdict(0, saved=8)], PREEMPTED, 1),
@@ -113,6 +120,16 @@ def test_how_lives_end_decides_how_many_there_are(
     told = [*enumerate(ends[:last], 1)]
     # One that did its work has told so itself.
     assert lives.recorded == [pair for pair in told if pair[1] != Verdict(0)]
+
+
+def test_a_full_disk_is_not_the_fault_of_a_step(
+    signals: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lead(Lives(disk_full(4), disk_full(4)), signals)
+    said = capsys.readouterr().err
+    assert "step 4 failed twice in a row" in said
+    assert "what to do: free space on the disk" in said
+    assert "data of this step" not in said
 
 
 def test_no_restart_is_one_life(signals: Any, capsys: pytest.CaptureFixture[str]) -> None:

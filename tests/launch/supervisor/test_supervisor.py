@@ -34,6 +34,12 @@ SCRIPT = """
     if what is not None:
         page.note(int(what[1:]))
     all_ranks().all_gather(None)
+    if what and what[0] == "p":
+        # What Paddle's launcher was forked from.
+        stat = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+    if what and what[0] == "e":
+        sys.exit()
     if what and what[0] == "k":
         os.kill(os.getpid(), signal.SIGKILL)
     if what and what[0] == "r":
@@ -72,6 +78,19 @@ def test_a_job_is_started_again_but_no_step_a_third_time(launcher: Launch, tmp_p
     begins = [{"event": "begin", "life": n, "time": 0, "step": 0, "process": n} for n in (1, 2, 3)]
     told_of = lives_of([line for pair in zip(begins, ends) for line in pair])
     assert [(each.failed, each.last_step) for each in told_of] == [(True, 4), (True, 9), (True, 9)]
+
+
+def test_without_the_process_that_starts_the_ranks_they_are_started_by_another(
+    launcher: Launch, tmp_path: Path
+) -> None:
+    happens = ["1.0=p4", "2.0=e5", "2.1=e5"]
+    (tmp_path / "record").mkdir()
+    told = launched(launcher, SCRIPT, "launch", arguments=happens, folder=tmp_path)
+    assert told.said == [
+        "fleetpipe: life 1 ended: Paddle's launcher ended with 137",
+        "fleetpipe: life 2 begins: restart 1 of 3",
+    ]
+    assert told.code == 0
 
 
 def test_wrong_numbers_are_refused_before_anything_starts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,5 +119,10 @@ def test_the_same_step_repeats_whoever_failed_and_the_start_only_with_the_same_e
     start = Verdict(1, culprit="rank 0 raised: x", raised=True)
     assert start.repeats(start)
     assert not Verdict(1, culprit="rank 0 raised: y", raised=True).repeats(start)
+    place = 'Traceback\n  File "train.py", line 3, in <module>\nKeyError: '
+    first = Verdict(1, culprit="rank 0 raised: KeyError: at 10:31", details=place, raised=True)
+    again = Verdict(1, culprit="rank 1 raised: KeyError: at 10:32", details=place, raised=True)
+    assert again.repeats(first)
+    assert not replace(again, details=place.replace("line 3", "line 4")).repeats(first)
     lost = Verdict(137, culprit="rank 0 was ended by SIGKILL without a word")
     assert not lost.repeats(lost)

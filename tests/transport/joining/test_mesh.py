@@ -68,7 +68,7 @@ def knock(address: str) -> socket.socket:
 
 def card_of(host: str) -> str:
     """Returns what rank 1 of 2 publishes of itself."""
-    about = {"host": host, "secret": "", "token": ""}
+    about = {"tcp": "0", "host": host, "secret": "", "token": ""}
     return json.dumps({"version": VERSION, "ranks": 2, **about})
 
 
@@ -155,6 +155,16 @@ def test_the_environment_can_ask_for_tcp(monkeypatch: pytest.MonkeyPatch) -> Non
     assert family(one, 1) == socket.AF_INET
     one.close()
     other.close()
+
+
+def test_tcp_on_some_ranks_of_a_host_alone_is_named_on_all() -> None:
+    store = ThreadStore()
+    with ThreadPoolExecutor(3) as threads:
+        joining = [begin(threads, store, rank, ranks=3, force_tcp=rank == 1) for rank in range(3)]
+        for each in joining:
+            with pytest.raises(TransportError, match=r"rank 0 and rank 1 of one host") as caught:
+                each.result(LIMIT)
+            assert "got: 0 on rank 0, 1 on rank 1" in str(caught.value)
 
 
 def test_within_one_host_tcp_is_bound_to_loopback() -> None:
