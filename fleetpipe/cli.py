@@ -114,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None means those of the process.
 
     Returns:
-        0 done; 1 the schedule is invalid or parity fails; 2 usage, or a refused request.
+        0 done; 1 the schedule is invalid or parity fails; 2 usage, or a refused request; 130 after
+        Ctrl-C.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -137,6 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FleetPipeError as error:
         print(f"fleetpipe: {error}", file=sys.stderr)
         return 1 if isinstance(error, ScheduleError) else 2
+    except KeyboardInterrupt:
+        print("fleetpipe: interrupted", file=sys.stderr)
+        return 130
     return code
 
 

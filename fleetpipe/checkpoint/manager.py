@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fleetpipe.aliases import Layer, Optimizer, Program, Scaler, Scheduler
 from fleetpipe.checkpoint.contents.objects import Objects
@@ -111,7 +112,8 @@ class CheckpointManager:
                 was, and training may go on.
             PipelineTimeout: Some rank did not come within the limit.
         """
-        if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
+        number: object = step
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 0:
             raise ConfigError(
                 "a step is saved under its number, 0 or more",
                 got=f"step={step!r}",

@@ -28,6 +28,8 @@ FOLDER = "FLEETPIPE_LIFE"
 NUMBER = "FLEETPIPE_INCARNATION"
 #: Status of a process that was asked to stop, and has saved before it did: EX_TEMPFAIL.
 PREEMPTED = 75
+#: Status of what Ctrl-C has ended, saved or not, as a shell has it.
+INTERRUPTED = 130
 
 _RANK = "PADDLE_TRAINER_ID"
 #: What a page holds: how many steps the rank has begun in all lives.

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 from paddle.distributed.launch.context import device as _device
+from paddle.distributed.launch.controllers import controller as _controller
 from paddle.distributed.launch.job import pod as _pod
 from paddle.distributed.launch.main import launch as _launch
 
@@ -29,6 +31,7 @@ _LOOK_SECONDS = 0.1
 
 _Device: Any = _device.Device
 _Pod: Any = _pod.Pod
+_Controller: Any = _controller.ControllerBase
 
 
 def launch() -> None:
@@ -42,10 +45,12 @@ def launch() -> None:
     _Pod.exit_code = property(_exit_code)
     _Pod.watch = functools.partialmethod(_watch, interval=_LOOK_SECONDS)
     _Device.parse_device = _present_device
+    _Controller.signal_handler = _on_signal
     _launch()
 
 
 _deploy, _watch, _named_device = _Pod.deploy, _Pod.watch, _Device.parse_device
+_stock_on_signal = _Controller.signal_handler
 
 
 class _Cpu(_Device):  # type: ignore[misc]
@@ -58,6 +63,12 @@ class _Cpu(_Device):  # type: ignore[misc]
 def _present_device() -> Any:
     named = _named_device()
     return named if device_kind() != "cpu" else _Cpu(_device.DeviceType.CPU, labels=named.labels)
+
+
+def _on_signal(controller: Any, number: int, frame: Any) -> None:
+    """Leaves Ctrl-C, which a terminal sends to this process too, to who started the launcher."""
+    if number != signal.SIGINT:
+        _stock_on_signal(controller, number, frame)
 
 
 def _deploy_and_note(pod: Any) -> None:

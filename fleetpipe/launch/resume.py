@@ -27,7 +27,12 @@ FOLDER = "FLEETPIPE_CHECKPOINT_DIR"
 _USUAL_FOLDER = "checkpoints"
 _USUAL_INTERVAL = 100
 _USUAL_NUMBER = 2
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+#: Signals that ask for the end after a step that is saved, and what they do otherwise.
+STOP_SIGNALS = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGUSR1: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
 
 
 class State(TypedDict):
@@ -59,10 +64,8 @@ class Run:
         current = job.current_job()
         timeout = DEFAULT_TIMEOUT if current is None else current.timeout
         self._stopping = Stopping(job.all_ranks(), timeout)
-        for number in _STOP_SIGNALS:
-            # A handler of the script's own stays, and may call stop().
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, self._signalled)
+        self._interrupted = False
+        self._catch_signals()
 
     def steps(self, until: int) -> Iterator[int]:
         """Yields the number of each step that is left, and ends it after the loop's body.
@@ -76,10 +79,16 @@ class Run:
             CheckpointError: A step cannot be saved.
             SystemExit: The job was asked to stop; see :meth:`done`.
         """
-        while self.step < until:
-            self._page.note(self.step)
-            yield self.step
-            self.done()
+        self._catch_signals()
+        try:
+            while self.step < until:
+                self._page.note(self.step)
+                yield self.step
+                self.done()
+        finally:
+            # Behind the loop, in a notebook say, Ctrl-C is what it was.
+            if signal.getsignal(signal.SIGINT) == self._signalled:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def done(self) -> None:
         """Ends a step: saves where this is one to save, and ends a job that is to stop. Collective.
@@ -90,7 +99,8 @@ class Run:
         Raises:
             CheckpointError: The step cannot be saved.
             SystemExit: Some rank was asked to stop, all have saved, and the job has ended. Its code
-                is 75 (``life.PREEMPTED``), or 0 under ``fleetpipe launch``, which ends with 75.
+                is 75 (``life.PREEMPTED``) and 130 after Ctrl-C, or 0 under ``fleetpipe launch``,
+                which ends with these.
         """
         self.step += 1
         if self._kept is not None:
@@ -105,16 +115,28 @@ class Run:
         """Asks, on this rank alone, for the end of the job after a step that all ranks finish."""
         self._stopping.ask()
 
-    def _signalled(self, *_: Any) -> None:
+    def _catch_signals(self) -> None:
+        for number, usual in STOP_SIGNALS.items():
+            # A handler of the script's own stays, and may call stop().
+            if signal.getsignal(number) is usual:
+                signal.signal(number, self._signalled)
+
+    def _signalled(self, number: int, _frame: Any) -> None:
+        if number == signal.SIGINT:
+            # The second one ends this process at once.
+            self._interrupted = True
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self.stop()
 
     def _leave(self) -> None:
         self._manager.wait()
         life.tell_preempted(self.step)
         if job.all_ranks().rank == 0:
-            sys.stderr.write(f"fleetpipe: asked to stop, the job saved {self.step} steps\n")
+            why = "interrupted" if self._interrupted else "asked to stop"
+            sys.stderr.write(f"fleetpipe: {why}, the job saved {self.step} steps\n")
         job.end()
-        raise SystemExit(0 if life.number() else life.PREEMPTED)
+        code = life.INTERRUPTED if self._interrupted else life.PREEMPTED
+        raise SystemExit(0 if life.number() else code)
 
 
 def resume(
@@ -128,8 +150,8 @@ def resume(
 ) -> Run:
     """Restores the newest complete checkpoint, if there is one, and goes on from there. Collective.
 
-    From here on SIGTERM and SIGUSR1 have the job finish a step, save, and end, unless the script
-    has handlers of its own for them.
+    From here on SIGTERM, SIGUSR1 and the first Ctrl-C have the job finish a step, save, and end,
+    unless the script has handlers of its own for them.
 
     Args:
         model: What ``fleet.distributed_model`` returned, a ``PipelineLayer``, any Layer, or a

@@ -6,11 +6,12 @@ import argparse
 import builtins
 import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -100,10 +101,31 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     command += ["--log_dir", options.log_dir, "--log_level", level]
     command += [str(LAUNCHED), *words, "--log-level", level, str(options.script)]
     command += options.arguments
+    interrupted = False
     with tempfile.TemporaryDirectory(prefix="fleetpipe-") as folder:
         environment = {**quiet.environment(level), life.FOLDER: folder}
-        done = subprocess.run(command, env=environment, check=False)
-    return in_a_shell(done.returncode)
+        process = subprocess.Popen(command, env=environment)
+        # Each rank has a session of its own, which a terminal's Ctrl-C does not reach.
+        numbers = iter((signal.SIGINT, signal.SIGKILL))
+        while process.returncode is None:
+            try:
+                process.wait()
+            except KeyboardInterrupt:
+                interrupted = True
+                signal_ranks(Path(folder), next(numbers, signal.SIGKILL))
+    if interrupted:
+        sys.stderr.write("fleetpipe: interrupted\n")
+        return life.INTERRUPTED
+    return in_a_shell(process.returncode)
+
+
+def signal_ranks(home: Path, number: int) -> None:
+    """Sends a signal to the processes of a life's ranks that have not ended."""
+    ended = {rank for rank, _ in life.ended(home)}
+    for rank, process in life.started(home):
+        if rank not in ended:
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
 
 
 def in_a_shell(code: int) -> int:

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: The code of what Ctrl-C has ended.
+INTERRUPTED = 130
+
 
 @dataclass
 class Life:
@@ -55,13 +58,17 @@ def _end(life: Life, line: Mapping[str, Any]) -> None:
     life.ended = _number(line.get("time"))
     code, saved, step = (line.get(name) for name in ("code", "saved", "step"))
     life.finished = code == 0 and saved is None
-    life.failed = not life.finished and saved is None
+    interrupted = code == INTERRUPTED
+    life.failed = not life.finished and not interrupted and saved is None
     last = step if saved is None else saved
     life.last_step = int(last) if isinstance(last, (int, float)) else None
     if life.finished:
         life.outcome = "finished"
     elif saved is not None:
-        life.outcome = f"asked to stop, and saved {life.last_step} steps"
+        why = "interrupted" if interrupted else "asked to stop"
+        life.outcome = f"{why}, and saved {life.last_step} steps"
+    elif interrupted:
+        life.outcome = "interrupted"
     else:
         life.outcome = str(line.get("culprit") or f"ended with {code}")
         life.details = str(line.get("details") or "")

@@ -15,7 +15,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.checkpoint.files import tensors
-from fleetpipe.job.life import PREEMPTED
+from fleetpipe.job.life import INTERRUPTED, PREEMPTED
 from tests.launch.supervisor.commands import launched
 from tests.launching import ROOT, Finished
 
@@ -64,6 +64,18 @@ def test_a_signal_to_one_rank_has_all_of_them_save_and_stop(launch: Launch, tmp_
     resumed = launch(WORKER, 2, args=["4"], cwd=tmp_path)
     assert [line.split()[1] for line in steps(resumed.logs[0])] == ["3"]
     assert "fleetpipe: goes on after 3 steps" in resumed.logs[0]
+
+
+def test_the_first_ctrl_c_saves_and_the_second_ends_at_once(launch: Launch, tmp_path: Path) -> None:
+    arguments = ["9", f"0.0.1={signal.SIGINT:d}"]
+    job = launch(WORKER, None, args=arguments, cwd=tmp_path, check=False)
+    assert job.returncode == INTERRUPTED, job
+    assert "fleetpipe: interrupted, the job saved 2 steps" in job.logs[0]
+    twice = ["9", *(f"0.0.3={signal.SIGINT:d}" for _ in range(2))]
+    ended = launch(WORKER, None, args=twice, cwd=tmp_path, check=False)
+    assert ended.returncode == -signal.SIGINT, ended
+    assert "KeyboardInterrupt" in ended.logs[0]
+    assert [line.split()[1] for line in steps(ended.logs[0])] == ["2"]
 
 
 @pytest.fixture

@@ -87,13 +87,19 @@ def test_lives_are_told_apart_by_their_processes() -> None:
             life("begin", 3, "c", step=90),
             life("end", 3, "", code=0, saved=95),
             life("begin", 4, "d", step=95),
+            life("end", 4, "", code=130, step=96, culprit="interrupted"),
+            life("begin", 5, "e", step=95),
+            life("end", 5, "", code=130, saved=97, culprit="interrupted"),
+            life("begin", 6, "f", step=97),
         ]
     )
     assert [(each.step, each.last_step, each.failed) for each in found] == [
-        *((0, 52, True), (50, 90, False), (90, 95, False), (95, None, False))
+        *((0, 52, True), (50, 90, False), (90, 95, False)),
+        *((95, 96, False), (95, 97, False), (97, None, False)),
     ]
     assert [each.outcome for each in found] == [
-        *("rank 1 died", "finished", "asked to stop, and saved 95 steps", "")
+        *("rank 1 died", "finished", "asked to stop, and saved 95 steps"),
+        *("interrupted", "interrupted, and saved 97 steps", ""),
     ]
 
 

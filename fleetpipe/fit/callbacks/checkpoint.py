@@ -17,10 +17,9 @@ from fleetpipe.checkpoint.saving import Saving
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.fit.callbacks import on_ranks
 from fleetpipe.fit.position import Position
-from fleetpipe.launch.resume import FOLDER, Run, resume
+from fleetpipe.launch.resume import FOLDER, STOP_SIGNALS, Run, resume
 
 _USUAL_FOLDER = "checkpoints"
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class _Manager(CheckpointManager):
@@ -109,7 +108,7 @@ class PipelineCheckpoint(on_ranks.Callback):
                 got=f"{home} with steps {self._manager.steps()}",
                 fix='go on with it by fit(.., resume="auto"), or name another folder',
             )
-        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         try:
             self._run: Run = resume(manager=self._manager, **self._state)
             self._last = self.model.global_step

@@ -6,8 +6,10 @@ import argparse
 import functools
 import secrets
 import selectors
+import signal
 import socket
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fleetpipe.job import life
@@ -114,6 +116,8 @@ class Leader:
             if not self._prepare():
                 continue
             verdict = self._live()
+            if self._interrupted and (verdict.code or verdict.saved is not None):
+                verdict = replace(verdict, code=life.INTERRUPTED, culprit="interrupted", details="")
             if verdict.code or verdict.saved is not None:
                 self._local.record(self._number, verdict)
             if verdict.saved is not None and self._grows:
@@ -133,6 +137,10 @@ class Leader:
 
     def _settled(self, verdict: Verdict, last: Verdict | None) -> int | None:
         """Returns the exit code of a job that is not to be started again; else None."""
+        if verdict.code == life.INTERRUPTED and self._interrupted:
+            saved = "" if verdict.saved is None else f", the job saved {verdict.saved} steps"
+            saying.say(f"interrupted{saved}")
+            return life.INTERRUPTED
         if verdict.saved is not None:
             saying.say(f"asked to stop, the job saved {verdict.saved} steps and ended")
             return life.PREEMPTED
@@ -296,15 +304,21 @@ class Leader:
 
     def _asked(self, number: int) -> None:
         """Has the ranks of all hosts save and end, or just end."""
-        self._stopped_by = self._stopped_by or number
-        if number in BREAK_SIGNALS:
+        again, self._stopped_by = self._stopped_by, self._stopped_by or number
+        if number in BREAK_SIGNALS and again is not None:
             self._deadline = time.monotonic()
         elif self._deadline is None:
-            self._stop()
+            if self._interrupted:
+                saying.say("interrupted: the step is finished and saved; once more ends it at once")
+            self._stop(number)
 
-    def _stop(self) -> None:
+    @property
+    def _interrupted(self) -> bool:
+        return self._stopped_by in BREAK_SIGNALS
+
+    def _stop(self, number: int = signal.SIGTERM) -> None:
         self._deadline = time.monotonic() + self._options.grace
-        self._local.stop()
+        self._local.stop(number)
         for each in self._running:
             each.tell("stop")
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from fleetpipe.job import life
 from fleetpipe.launch.keeping.copies import Copies
 from fleetpipe.launch.keeping.places import Claim
-from fleetpipe.launch.script import LAUNCHED
-from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions, signal_ranks
+from fleetpipe.launch.script import LAUNCHED, signal_ranks
+from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions
 from fleetpipe.launch.supervisor.verdict import Verdict, judge
 from fleetpipe.report import files
 
@@ -128,10 +128,10 @@ class Local:
             with contextlib.suppress(OSError):
                 files.append_line(folder / files.LIVES, end)
 
-    def stop(self) -> None:
-        """Asks the ranks to finish their step, save and end."""
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Asks the ranks to finish their step, save and end, by a signal."""
         if self._home is not None:
-            signal_ranks(self._home, signal.SIGTERM)
+            signal_ranks(self._home, number)
 
     def kill(self) -> None:
         """Ends the ranks at once, and a launcher that has not started any."""

@@ -102,15 +102,6 @@ class Pods:
             self._process.wait()
 
 
-def signal_ranks(home: Path, number: int) -> None:
-    """Sends a signal to the processes of a life's ranks that have not ended."""
-    ended = {rank for rank, _ in life.ended(home)}
-    for rank, process in life.started(home):
-        if rank not in ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
-
-
 def end_sessions(home: Path) -> None:
     """Ends what the ranks of a life have left: each had a session of its own."""
     for _, process in life.started(home):

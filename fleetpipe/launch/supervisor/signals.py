@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 #: Those that ask a job to finish its step, save and end; schedulers send one before they kill.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-#: Those after which nothing is finished.
+#: Those that ask for the same, and after which the next one ends the job at once.
 BREAK_SIGNALS = (signal.SIGINT,)
 
 

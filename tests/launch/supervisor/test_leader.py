@@ -24,7 +24,8 @@ class Lives:
 
     step = None
 
-    def __init__(self, *verdicts: Verdict) -> None:
+    def __init__(self, *verdicts: Verdict, lasting: bool = False) -> None:
+        self.lasting = lasting
         self.running = False
         self.claim = Claim()
         self.places: list[Place] = []
@@ -40,7 +41,7 @@ class Lives:
         self.places.append(place)
         self.claim = Claim(place.life, place.nodes, place.node)
         self.running = True
-        if self._verdicts[0].code != -1:
+        if self._verdicts[0].code != -1 and not self.lasting:
             os.write(self._ends, b"e")
 
     def end(self) -> Verdict:
@@ -51,7 +52,7 @@ class Lives:
     def record(self, number: int, verdict: Verdict) -> None:
         self.recorded.append((number, verdict))
 
-    def stop(self) -> None:
+    def stop(self, number: int = signal.SIGTERM) -> None:
         self.stopped += 1
         os.write(self._ends, b"e")
 
@@ -141,16 +142,35 @@ def test_no_restart_is_one_life(signals: Any, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("number", "asked", "killed_after_all"),
-    [(signal.SIGTERM, 1, 0), (signal.SIGUSR1, 1, 0), (signal.SIGINT, 0, 1)],
+    ("numbers", "asked", "killed_after_all"),
+    [
+        ([signal.SIGTERM], 1, 0),
+        ([signal.SIGUSR1], 1, 0),
+        ([signal.SIGINT], 1, 0),
+        ([signal.SIGINT, signal.SIGINT], 1, 1),
+        ([signal.SIGTERM, signal.SIGINT], 1, 1),
+    ],
 )
 def test_a_job_that_is_asked_to_stop_is_not_started_again(
-    signals: Any, number: signal.Signals, asked: int, killed_after_all: int
+    signals: Any, numbers: list[signal.Signals], asked: int, killed_after_all: int
 ) -> None:
     lives = Lives(LASTING)
-    os.kill(os.getpid(), number)
-    assert lead(lives, signals) == 128 + number
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    assert lead(lives, signals) == 128 + numbers[0]
     assert (len(lives.places), lives.stopped, lives.killed) == (1, asked, killed_after_all)
+
+
+@pytest.mark.parametrize("saved", [None, 8])
+def test_what_ctrl_c_ended_was_interrupted(
+    signals: Any, capsys: pytest.CaptureFixture[str], saved: int | None
+) -> None:
+    lives = Lives(Verdict(0 if saved else 137, saved, culprit="rank 0 was ended"), lasting=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert lead(lives, signals) == 130
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last == f"fleetpipe: interrupted{', the job saved 8 steps' if saved else ''}"
+    assert lives.recorded == [(1, Verdict(130, saved, culprit="interrupted"))]
 
 
 class Other:

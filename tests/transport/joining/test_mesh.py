@@ -383,7 +383,7 @@ def test_nobody_listens_any_more_once_all_are_connected(threads: ThreadPoolExecu
         "[" * 1000,
         "{}",
         '{"version": 2, "ranks": 2}',
-        '{"version": 2, "ranks": 2, "host": 7, "secret": "", "token": ""}',
+        '{"version": 2, "ranks": 2, "tcp": "0", "host": 7, "secret": "", "token": ""}',
         "x" * 1_000_000,
     ],
 )
