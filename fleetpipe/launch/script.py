@@ -203,6 +203,6 @@ def _exit_code(status: object) -> int:
     if status is None:
         return 0
     if isinstance(status, int):
-        return status
+        return int(status)  # unittest.main ends with a bool
     sys.stderr.write(f"{status}\n")
     return 1
