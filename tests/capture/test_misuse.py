@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,21 @@ def made(model: Any = None, **options: Any) -> Any:
     """Makes a pipeline of two stages."""
     options.setdefault("split_spec", ["second"])
     return fleetpipe.pipeline(Net() if model is None else model, X[:2], **options)
+
+
+class Loading(Net):
+    """A loader's thread computes, calls layers and reads numbers while the model runs."""
+
+    def forward(self, x: Any) -> Any:
+        thread = threading.Thread(target=self.load)
+        thread.start()
+        thread.join()
+        return super().forward(x)
+
+    def load(self) -> None:
+        other = nn.Linear(3, 3)
+        self.last(other(paddle.tanh(X))).sum().backward()
+        self.loaded = float(other.weight.grad.sum())
 
 
 def listed() -> Any:
@@ -128,3 +144,12 @@ def test_without_a_loss_it_predicts_and_does_not_train() -> None:
         assert model.predict_batch(X).shape == [8, 3]
         with pytest.raises(ConfigError, match="loss_fn="):
             model.train_batch([X, LABELS], sgd(model))
+
+
+def test_a_capture_records_its_own_thread() -> None:
+    model = Loading()
+    nodes = fleetpipe.explain(model, X[:2]).trace.nodes
+    assert [node.name for node in nodes] == ["first", "second", "last"]
+    # What the other thread did is done.
+    assert np.isfinite(model.loaded)
+    assert model.last.weight.grad.numpy().any()

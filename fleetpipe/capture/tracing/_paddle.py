@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from types import BuiltinFunctionType, ModuleType
 from typing import Any, Callable, Protocol
 
@@ -62,10 +63,36 @@ class Listener(Protocol):
         """Called before an attribute of a layer is set."""
 
 
+class _Unheard:
+    """Does the operations of other threads, say a loader's: a listener."""
+
+    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return function(*args, **named)
+
+    read = backward = operation
+
+    def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
+        return call(layer, *args, **named)
+
+    def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
+        return call()
+
+    def assigned(self, name: str, value: Any) -> None:
+        pass
+
+
+#: Returns whom the operations of the thread that calls it go to.
+_Choice = Callable[[], Listener]
+
+
 @contextmanager
 def intercepted(listener: Listener) -> Iterator[None]:
-    """Within it every operation, every call of a layer, and so on, goes to ``listener``."""
+    """Within it each operation, call of a layer, and so on of this thread goes to ``listener``."""
     replaced: list[tuple[Any, str, Any]] = []
+    thread, unheard = get_ident(), _Unheard()
+
+    def chosen() -> Listener:
+        return listener if get_ident() == thread else unheard
 
     def put(holder: Any, name: str, value: Any) -> None:
         replaced.append((holder, name, vars(holder)[name]))
@@ -73,47 +100,47 @@ def intercepted(listener: Listener) -> Iterator[None]:
 
     try:
         for module, name, function in _bound_operations():
-            put(module, name, functools.partial(_called, listener.operation, function))
-        for names, heard in ((_METHODS, listener.operation), (_READS, listener.read)):
+            put(module, name, functools.partial(_called, chosen, "operation", function))
+        for names, heard in ((_METHODS, "operation"), (_READS, "read")):
             for name in names:
                 if name in vars(_Tensor):
-                    put(_Tensor, name, _method(heard, vars(_Tensor)[name]))
+                    put(_Tensor, name, _method(chosen, heard, vars(_Tensor)[name]))
         gradient_flag = vars(_Tensor)["stop_gradient"]
-        put(_Tensor, "stop_gradient", _flag(listener, gradient_flag))
+        put(_Tensor, "stop_gradient", _flag(chosen, gradient_flag))
         for name in _BACKWARDS:
             function = vars(core.eager)[name]
-            put(core.eager, name, functools.partial(_called, listener.backward, function))
-        put(paddle.nn.Layer, "__call__", _layer_call(listener, paddle.nn.Layer.__call__))
-        put(paddle.nn.Layer, "__setattr__", _setting(listener, paddle.nn.Layer.__setattr__))
-        put(core.eager.PyLayer, "apply", _apply(listener, vars(core.eager.PyLayer)["apply"]))
+            put(core.eager, name, functools.partial(_called, chosen, "backward", function))
+        put(paddle.nn.Layer, "__call__", _layer_call(chosen, paddle.nn.Layer.__call__))
+        put(paddle.nn.Layer, "__setattr__", _setting(chosen, paddle.nn.Layer.__setattr__))
+        put(core.eager.PyLayer, "apply", _apply(chosen, vars(core.eager.PyLayer)["apply"]))
         yield
     finally:
         for holder, name, value in reversed(replaced):
             setattr(holder, name, value)
 
 
-def _called(heard: Function, function: Function, *args: Any, **named: Any) -> Any:
-    return heard(function, args, named)
+def _called(chosen: _Choice, heard: str, function: Function, /, *args: Any, **named: Any) -> Any:
+    return getattr(chosen(), heard)(function, args, named)
 
 
-def _method(heard: Function, function: Function) -> Function:
+def _method(chosen: _Choice, heard: str, function: Function) -> Function:
     def method(*args: Any, **named: Any) -> Any:
-        return heard(function, args, named)
+        return getattr(chosen(), heard)(function, args, named)
 
     return method
 
 
-def _layer_call(listener: Listener, call: Function) -> Function:
+def _layer_call(chosen: _Choice, call: Function) -> Function:
     def __call__(layer: Layer, *args: Any, **named: Any) -> Any:
-        return listener.layer(call, layer, args, named)
+        return chosen().layer(call, layer, args, named)
 
     return __call__
 
 
-def _flag(listener: Listener, flag: Any) -> property:
+def _flag(chosen: _Choice, flag: Any) -> property:
     def put(tensor: Tensor, value: bool) -> None:
         if flag.__get__(tensor) != value:
-            listener.operation(set_stop_gradient, (tensor, value), {})
+            chosen().operation(set_stop_gradient, (tensor, value), {})
 
     def set_stop_gradient(tensor: Tensor, value: bool) -> None:
         flag.__set__(tensor, value)
@@ -121,15 +148,15 @@ def _flag(listener: Listener, flag: Any) -> property:
     return property(flag.__get__, put)
 
 
-def _setting(listener: Listener, put: Function) -> Function:
+def _setting(chosen: _Choice, put: Function) -> Function:
     def __setattr__(layer: Layer, name: str, value: Any) -> None:
-        listener.assigned(name, value)
+        chosen().assigned(name, value)
         put(layer, name, value)
 
     return __setattr__
 
 
-def _apply(listener: Listener, apply: Any) -> Any:
+def _apply(chosen: _Choice, apply: Any) -> Any:
     def applied(kind: Any, *args: Any, **named: Any) -> Any:
         call = apply.__get__(None, kind)
         if kind.__name__ == "RecomputeFunction" and kind.__module__.startswith("paddle."):
@@ -140,8 +167,8 @@ def _apply(listener: Listener, apply: Any) -> Any:
                 if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
             ]
             given = args[len(options) - 1 :]
-            return listener.recompute(lambda: call(*args, **named), args[0], given)
-        return listener.operation(call, args, named)
+            return chosen().recompute(lambda: call(*args, **named), args[0], given)
+        return chosen().operation(call, args, named)
 
     return classmethod(applied)
 
