@@ -153,8 +153,12 @@ def _share(size: int, name: str, members: int, where: str) -> int:
 
 
 def split_axis(parameter: Tensor) -> int | None:
-    """Returns the axis along which a parameter is a slice, None for one that is whole."""
-    return parameter.split_axis if getattr(parameter, "is_distributed", False) else None
+    """Returns the axis along which a parameter is a slice, None for one that is whole.
+
+    A library's layer may say ``is_distributed`` of a parameter that it did not cut.
+    """
+    distributed = getattr(parameter, "is_distributed", False)
+    return getattr(parameter, "split_axis", None) if distributed else None
 
 
 def whole_shape(parameter: Tensor, group: PaddleGroup = None) -> tuple[int, ...]:

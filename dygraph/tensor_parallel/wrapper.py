@@ -6,7 +6,6 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Strategy, Tensor, Topology
 from fleetpipe.dygraph.broadcast import broadcast_state
 from fleetpipe.dygraph.nest import tensors_of
-from fleetpipe.dygraph.tensor_parallel.layer import split_axis
 from fleetpipe.errors import StateError
 from fleetpipe.job.job import current_job
 from fleetpipe.transport import Group
@@ -59,16 +58,18 @@ class TensorParallel(paddle.nn.Layer):
 
 
 def share_whole_state(state: dict[str, Tensor], members: Group) -> None:
-    """Gives every member what the first has of the parameters and buffers that are no slices.
+    """Gives every member what the first has of the parameters and buffers that are the same on all.
 
-    Collective over the members.
+    Collective over the members. Those that say ``is_distributed`` are each member's own, as Fleet
+    has it.
 
     Args:
         state: Parameters and buffers by name.
         members: The ranks that hold the slices of the others.
     """
-    whole = {name: tensor for name, tensor in state.items() if split_axis(tensor) is None}
-    broadcast_state(whole, members)
+    broadcast_state(
+        {name: t for name, t in state.items() if not getattr(t, "is_distributed", False)}, members
+    )
 
 
 def _asks_for_broadcasts(strategy: Strategy) -> bool:

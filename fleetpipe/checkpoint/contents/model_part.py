@@ -116,6 +116,12 @@ def held_of(tensor: Tensor, own_slice: tuple[int, int]) -> Held:
     differs = bool(tensor.stop_gradient)
     if members == 1 or not getattr(tensor, "is_distributed", False):
         return Held(tensor, None, differs)
+    if not hasattr(tensor, "split_axis"):
+        raise CheckpointError(
+            "a parameter is distributed over the tensor-parallel ranks in a way that nobody knows",
+            got=f"{tensor.name}: is_distributed, and no split_axis",
+            fix="set its split_axis to the axis that is cut, or is_distributed=False if none is",
+        )
     axis, size = int(tensor.split_axis), int(tensor.shape[tensor.split_axis])
     return Held(tensor, Cut(axis, member * size, (member + 1) * size, members * size), differs)
 

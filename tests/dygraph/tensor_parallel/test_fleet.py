@@ -16,6 +16,7 @@ from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.layers import mpu
 
 from fleetpipe import fleet
+from fleetpipe.checkpoint.contents.model_part import held_of
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.optimizer.clip_sliced import SlicedNormClip
 from fleetpipe.dygraph.tensor_parallel import (
@@ -27,9 +28,10 @@ from fleetpipe.dygraph.tensor_parallel import (
     operations,
     replacements,
 )
-from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.errors import CheckpointError, ConfigError, StateError
 from tests.dygraph.members import MEMBERS, NAMES, Twins
-from tests.pipelines import job
+from tests.groups import members, on_all
+from tests.pipelines import job, pipeline
 
 
 def with_gradient(operation: Callable[[Any], Any], inputs: Any) -> tuple[Any, Any]:
@@ -150,6 +152,34 @@ def test_the_wrapper_calls_the_model_and_holds_its_parameters() -> None:
         assert [*wrapped.state_dict()] == ["_layers.weight", "_layers.bias"]
     with pytest.raises(StateError, match=r"fleet\.init"):
         fleet.meta_parallel.TensorParallel(model)
+
+
+def test_a_parameter_that_is_called_distributed_and_not_cut_is_each_members_own() -> None:
+    """As the gate of DeepseekV3 in PaddleFormers, with one member too."""
+
+    def marked() -> Any:
+        model = nn.Linear(6, 4)
+        model.weight.is_distributed = True
+        return model
+
+    with job(1):
+        model = marked()
+        assert fleet.distributed_model(model).state_dict()
+        assert tensor_parallel.whole_shape(model.weight) == (6, 4)
+        assert pipeline([model], num_stages=1)._layers.single_model().parameters()
+    with pytest.raises(CheckpointError, match="is_distributed, and no split_axis"):
+        held_of(model.weight, (0, 2))
+
+    threads = members(2)
+
+    def shared(rank: int) -> list[float]:
+        model = marked()
+        for parameter in model.parameters():
+            parameter.set_value(paddle.full_like(parameter, rank))
+        tensor_parallel.share_whole_state(model.state_dict(), threads[rank])
+        return [float(parameter.mean()) for parameter in model.parameters()]
+
+    assert on_all(2, shared) == [[0.0, 0.0], [1.0, 0.0]]
 
 
 @pytest.mark.parametrize(
