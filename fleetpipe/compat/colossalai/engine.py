@@ -65,7 +65,7 @@ def initialize(
     model.take_loss(loss)
     wrapped = fleet.distributed_model(model)
     if config.tensor_shape is not None:
-        wrapped.observe(ShapedSends(config.tensor_shape))
+        wrapped.observe(ShapedSends(config.tensor_shape, wrapped))
     engine = Engine(wrapped, fleet.distributed_optimizer(optimizer), loss)
     return engine, train_dataloader, test_dataloader, lr_scheduler
 

@@ -121,8 +121,16 @@ def test_a_promised_shape_is_held() -> None:
         engine = engine_of(model)
         engine.execute_schedule(iter([batch(0)]))
         engine.zero_grad()
+        engine.eval()
+        # A last batch of 5 rows: micro-batches of 2, 2 and 1.
+        output, _, _ = engine.execute_schedule(iter([batch(0, rows=5)]), forward_only=True)
+        assert output.shape == [5, 10]
+        for wrong in ({"size": 32}, {"rows": 12}):
+            with pytest.raises(BoundaryError, match="does not have the shape of TENSOR_SHAPE"):
+                engine.execute_schedule(iter([batch(0, **wrong)]), forward_only=True)
+        engine.train()
         with pytest.raises(BoundaryError, match="does not have the shape of TENSOR_SHAPE"):
-            engine.execute_schedule(iter([batch(0, size=32)]))
+            engine.execute_schedule(iter([batch(0, rows=4)]))
 
 
 def test_what_does_not_fit_is_refused() -> None:
