@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import runpy
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from fleetpipe.errors import ConfigError, UsageError
 #: What a program may give as its configuration.
 Given = Union[Mapping[str, Any], str, "os.PathLike[str]"]
 
+#: What is read here.
+_ENTRIES = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE", "SCHEDULE", "parallel")
 #: What ColossalAI reads and this door does not do, and what to do instead.
 _ELSEWHERE = {
     "fp16": "leave it out: on CPU Paddle computes in float32; else use strategy.amp of fleet",
@@ -21,6 +24,10 @@ _ELSEWHERE = {
     "gradient_handler": "leave it out: replicas and tied weights are reduced by themselves",
     "clip_grad_norm": "give it to the optimizer: grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0)",
 }
+
+
+#: How alike a misspelt name is, of 1: NUM_BATCHES, at 0.79, may be a program's own.
+_NEAR = 0.8
 
 
 class Config(dict[str, Any]):
@@ -58,6 +65,9 @@ class Config(dict[str, Any]):
                 got=repr(given),
                 fix="config=dict(NUM_MICRO_BATCHES=4, parallel=dict(pipeline=2))",
             )
+        parallel = config.get("parallel") or {}
+        _refuse_misspelt(config, (*_ENTRIES, *_ELSEWHERE), "the configuration")
+        _refuse_misspelt(parallel, ("pipeline", "tensor", "data"), "parallel")
         for name, fix in _ELSEWHERE.items():
             if config.get(name):
                 raise ConfigError(f"{name} is not configured here", got=str(config[name]), fix=fix)
@@ -112,6 +122,16 @@ def _assigned(path: Path) -> dict[str, Any]:
             fix="pass the path of a Python file that assigns NUM_MICRO_BATCHES, parallel, ..",
         ) from error
     return {name: value for name, value in names.items() if not name.startswith("__")}
+
+
+def _refuse_misspelt(entries: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Refuses a name that is nearly one of ``known``; any other is the program's own."""
+    for name in entries:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=_NEAR)
+        if near and name not in known:
+            raise ConfigError(
+                f"{where} has no entry {name!r}", fix=f"did you mean {near[0]!r}? else rename it"
+            )
 
 
 def _require_count(name: str, value: object) -> None:

@@ -44,6 +44,11 @@ class GlobalContext:
             )
         return self._config
 
+    @property
+    def configured_chunks(self) -> int | None:
+        """``NUM_CHUNKS`` of the configuration; None where it, or the configuration, is left out."""
+        return None if self._config is None else self._config.get("NUM_CHUNKS")
+
     def load_config(self, config: Config) -> None:
         """Takes a configuration that was read."""
         self._config = config

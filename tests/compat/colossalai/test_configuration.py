@@ -25,6 +25,8 @@ def test_a_mapping_and_a_file_say_the_same(tmp_path: Path) -> None:
         assert (config.micro_batches, config.pipeline, config.schedule) == (4, 2, "1F1B")
         assert config.BATCH_SIZE == 64
     assert Config.read({}).pipeline == 1
+    # A program's own.
+    assert Config.read({"NUM_EPOCHS": 2, "NUM_BATCHES": 9, "MICRO_BATCH_SIZE": 4}).pipeline == 1
     with pytest.raises(AttributeError):
         print(config.SIZE)
 
@@ -39,6 +41,9 @@ def test_a_mapping_and_a_file_say_the_same(tmp_path: Path) -> None:
         ({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, "mp_degree of fleetpipe.fleet"),
         ({"TENSOR_SHAPE": 4}, "TENSOR_SHAPE is the shape"),
         ({"TENSOR_SHAPE": (4, 0)}, "TENSOR_SHAPE is the shape"),
+        ({"NUM_MICROBATCHES": 4}, "no entry 'NUM_MICROBATCHES'\n.* mean 'NUM_MICRO_BATCHES'"),
+        ({"TENSORSHAPE": (4, 2)}, "did you mean 'TENSOR_SHAPE'"),
+        ({"parallel": {"pipelines": 2}}, "parallel has no entry 'pipelines'"),
         ({"fp16": {"mode": "naive"}}, "fp16 is not configured here"),
         ({"clip_grad_norm": 1.0}, "grad_clip=paddle.nn.ClipGradByGlobalNorm"),
         ("no such file.py", "cannot be read from no such file.py"),

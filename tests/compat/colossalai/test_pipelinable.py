@@ -205,6 +205,9 @@ def test_chunks_switch_the_schedule_and_are_the_whole_model_in_order() -> None:
         stages = sorted(part for rank in parts.values() for part in rank)
         assert model.segment_parts == [start for start, _ in stages] + [10]
         assert [len(chunk) for chunk in model.get_model_chunks()] == [b - a for a, b in stages]
+        for other in (1, 3):
+            with pytest.raises(ConfigError, match=rf"NUM_CHUNKS=2 .*\n.*partition\({other}, "):
+                partitioned(pipelinable, other)
 
 
 def test_a_policy_that_cannot_cut_is_refused_before_anything_is_built() -> None:

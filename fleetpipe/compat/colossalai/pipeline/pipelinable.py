@@ -11,6 +11,7 @@ from typing import Any
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer
+from fleetpipe.compat.colossalai.context import gpc
 from fleetpipe.compat.colossalai.pipeline import cuts, sequence
 from fleetpipe.compat.colossalai.pipeline.cuts import Parts, Policy
 from fleetpipe.compat.colossalai.pipeline.model import PipelinableModel
@@ -162,10 +163,12 @@ class PipelinableContext:
             values under the seed 1234 + i, whatever the cut and the rank.
 
         Raises:
-            ConfigError: ``pipeline_size`` or ``rank`` is not that of the job.
+            ConfigError: ``pipeline_size`` or ``rank`` is not that of the job, or ``num_chunks``
+                not the configuration's.
             PartitionError: The policy has no such cut.
             StateError: :meth:`to_layer_list` was not called.
         """
+        _require_configured(num_chunks)
         bounds = self._bounds(num_chunks, pipeline_size)
         _require_own_rank(rank, pipeline_size)
         steps = self._listed().steps
@@ -221,6 +224,22 @@ def _outermost(made: list[Layer]) -> Layer:
         if outer
         else "with pipelinable: model = resnet50()",
     )
+
+
+def _require_configured(num_chunks: int) -> None:
+    """Refuses another number of chunks than the configuration's, which ColossalAI runs.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    configured = gpc.configured_chunks
+    if configured not in (None, num_chunks):
+        raise ConfigError(
+            "partition cuts another number of chunks than are configured",
+            expected=f"NUM_CHUNKS={configured} of the configuration",
+            got=f"partition({num_chunks}, ..)",
+            fix="partition(gpc.config.NUM_CHUNKS, ..), or leave NUM_CHUNKS out",
+        )
 
 
 def _require_own_rank(rank: int, pipeline_size: int) -> None:
