@@ -6,6 +6,7 @@ import atexit
 import copy
 import functools
 import itertools
+import os
 import sys
 import warnings
 from typing import Any
@@ -26,6 +27,9 @@ from fleetpipe.job.degrees import (
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.say_once import tell_once
 from fleetpipe.job.watching import process_exit
+
+#: Where torchrun, Open MPI's mpirun and MPICH's tell how many processes they started.
+_OTHER_LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _numbers = itertools.count()
 #: The role maker, is_collective and log level of ``init`` in static mode; None outside of it.
@@ -55,7 +59,8 @@ def init(
         Paddle's ``Fleet`` object.
 
     Raises:
-        ConfigError: The degrees do not fit the number of processes, or an option is wrong.
+        ConfigError: The degrees do not fit the number of processes, an option is wrong, or another
+            framework's launcher started the processes.
         PipelineTimeout: Some rank did not arrive within the limit.
     """
     strategy = DistributedStrategy() if strategy is None else strategy
@@ -65,6 +70,7 @@ def init(
     _paddle.choose_backend()
     if runs_without_pipeline(strategy.hybrid_configs):
         return paddle_fleet.init(role_maker, is_collective, strategy, log_level)
+    _refuse_other_launchers()
     degrees = Degrees.resolve(strategy.hybrid_configs, world_size)
     if degrees.pp > 1 and not is_collective:
         raise ConfigError(
@@ -156,6 +162,19 @@ def shutdown() -> None:
 def get_hybrid_communicate_group() -> Any:
     """Returns the topology of the job: Paddle's own object, or one process's stand-in for it."""
     return paddle_fleet.get_hybrid_communicate_group()
+
+
+def _refuse_other_launchers() -> None:
+    """Refuses processes whose launcher does not say where the others are: each would train all."""
+    counts = {name: os.environ.get(name, "") for name in _OTHER_LAUNCHERS}
+    for name, count in counts.items():
+        if "PADDLE_TRAINERS_NUM" not in os.environ and count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                "the processes were started by another framework's launcher, as torchrun or mpirun",
+                got=f"{name}={count}, and no PADDLE_TRAINERS_NUM",
+                fix=f"fleetpipe run --nproc {count} train.py, or python -m paddle.distributed"
+                f".launch --nproc_per_node {count} train.py; unset {name} to play all ranks here",
+            )
 
 
 def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Any:

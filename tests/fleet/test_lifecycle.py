@@ -53,6 +53,19 @@ def test_one_process_answers_as_the_first_and_the_last_of_all_ranks(
     assert "plays all 3 ranks" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_another_launcher_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each would train the whole model, and say that it plays all ranks."""
+    monkeypatch.setenv(name, "3")
+    with pytest.raises(ConfigError, match=rf"{name}=3, and no(.|\n)*fleetpipe run --nproc 3"):
+        fleet.init(is_collective=True, strategy=strategy(pp_degree=3))
+    monkeypatch.setenv(name, "1")
+    with job(3):
+        pass
+
+
 def test_another_job_may_begin_with_other_degrees_after_shutdown() -> None:
     for ranks in (2, 4, 1):
         with job(ranks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
 
 import numpy as np
@@ -13,7 +12,6 @@ from fleetpipe._paddle import paddle
 from fleetpipe.compat.colossalai.configuration import Config, Given
 from fleetpipe.compat.colossalai.context import gpc
 from fleetpipe.compat.colossalai.logging import get_dist_logger
-from fleetpipe.errors import ConfigError
 
 #: ColossalAI's own.
 DEFAULT_SEED = 1024
@@ -47,12 +45,11 @@ def launch_from_torch(
 
     Raises:
         ConfigError: An entry has a value that cannot be used, the ranks do not fit the number of
-            processes, or the processes are torchrun's.
+            processes, or torchrun or mpirun started these.
         UsageError: ``config`` is neither a mapping nor a path.
         PipelineTimeout: Some rank did not arrive within the limit.
     """
     read = Config.read(config)
-    _refuse_torchrun()
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"dp_degree": -1, "pp_degree": read.pipeline}
     strategy.pipeline_configs = {
@@ -67,18 +64,3 @@ def launch_from_torch(
     if verbose:
         sizes = f"{gpc.pipeline_parallel_size} pipeline ranks, {gpc.data_parallel_size} replicas"
         get_dist_logger().info(sizes, ranks=[0])
-
-
-def _refuse_torchrun() -> None:
-    """Refuses processes whose launcher does not say where the others are.
-
-    Raises:
-        ConfigError: torchrun started them.
-    """
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if several and "PADDLE_TRAINERS_NUM" not in os.environ:
-        raise ConfigError(
-            "the processes were started by another framework's launcher",
-            got=f"WORLD_SIZE={os.environ['WORLD_SIZE']}, and no PADDLE_TRAINERS_NUM",
-            fix="python -m paddle.distributed.launch --nproc_per_node N train.py",
-        )

@@ -57,9 +57,3 @@ def test_a_configuration_that_cannot_be_used_is_refused(config: Any, words: str)
 def test_what_is_no_configuration_is_refused() -> None:
     with pytest.raises(UsageError, match="a mapping or the path"):
         launch_from_torch(3)  # type: ignore[arg-type]
-
-
-def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"paddle\.distributed\.launch"):
-        launch_from_torch({"parallel": {"pipeline": 2}})
