@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ import fleetpipe
 from fleetpipe import cli
 from fleetpipe.cli import COMMANDS, main
 from fleetpipe.launch.quiet import environment, quiet
+from tests.launching import ROOT
 from tests.test_without_paddle import without_paddle
 
 SMALL = ("1F1B", "--ranks", "2", "--micro-batches", "2")
@@ -210,3 +212,19 @@ def test_paddles_own_lines_are_shown_from_a_level_on(
     assert environment("INFO") == before
     monkeypatch.setenv("GLOG_minloglevel", "0")
     assert environment("ERROR")["GLOG_minloglevel"] == "0"
+
+
+def test_what_starts_another_frameworks_program_has_a_command_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (.+) \| .*`fleetpipe ((?:run|launch) [^`]+train.py[^`]*)`.* \|$", page, re.MULTILINE
+    )
+    started = " ".join(there for there, _ in rows)
+    for name in ("torchrun", "mpirun", "run_pipeline.sh", "rank_table_8pcs.json"):
+        assert name in started
+    for _, command in rows:
+        assert cli._parser(command.split()).parse_args(command.split()).script == Path("train.py")

@@ -10,6 +10,8 @@ ends; ``model`` is the ``PipelineLayer`` that comes of it, with ``lazy_layers`` 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from fleetpipe.compat.colossalai import nn
 from fleetpipe.compat.colossalai.context import GlobalContext, ParallelMode, gpc
 from fleetpipe.compat.colossalai.engine import Engine, initialize
@@ -21,6 +23,7 @@ from fleetpipe.compat.colossalai.pipeline.pipelinable import PipelinableContext
 from fleetpipe.compat.colossalai.trainer import Trainer, hooks
 from fleetpipe.compat.colossalai.utils import MultiTimer, get_dataloader
 from fleetpipe.compat.colossalai.utils.cifar10 import build_cifar
+from fleetpipe.errors import UsageError
 
 __all__ = [
     "Engine",
@@ -42,3 +45,19 @@ __all__ = [
     "lr_scheduler",
     "nn",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Says what makes ColossalAI's schedules here.
+
+    Raises:
+        UsageError: One was asked for; an ``AttributeError`` would not reach who imports it.
+        AttributeError: There is no such name.
+    """
+    if name in ("PipelineSchedule", "InterleavedPipelineSchedule"):
+        raise UsageError(
+            f"no program makes a {name} here",
+            fix="set NUM_MICRO_BATCHES in the configuration, and NUM_CHUNKS for an interleaved "
+            "one: initialize makes the schedule; SCHEDULE='ZBH1' names another",
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

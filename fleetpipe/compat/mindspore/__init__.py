@@ -2,13 +2,13 @@
 
 ``context`` notes the options and begins the job, ``nn`` has the cells around a network and the
 stages of its sublayers, ``model`` captures, cuts and trains it. ``graphs`` writes what
-``save_graphs`` asks for.
+``save_graphs`` asks for. ``communication`` and ``train`` have names where programs look for them.
 """
 
 from __future__ import annotations
 
 from fleetpipe.callbacks import LossMonitor as LossMonitor
-from fleetpipe.compat.mindspore import context, nn
+from fleetpipe.compat.mindspore import communication, context, nn, train
 from fleetpipe.compat.mindspore.context import (
     Options,
     ParallelMode,
@@ -18,6 +18,7 @@ from fleetpipe.compat.mindspore.context import (
     init,
     reset_auto_parallel_context,
     set_auto_parallel_context,
+    set_context,
 )
 from fleetpipe.compat.mindspore.model import Model
 from fleetpipe.compat.mindspore.nn import (
@@ -36,6 +37,7 @@ __all__ = [
     "PipelineCell",
     "WithLossCell",
     "add_pipeline_stage",
+    "communication",
     "context",
     "get_auto_parallel_context",
     "get_group_size",
@@ -45,4 +47,6 @@ __all__ = [
     "nn",
     "reset_auto_parallel_context",
     "set_auto_parallel_context",
+    "set_context",
+    "train",
 ]

@@ -28,6 +28,11 @@ class ParallelMode(str, enum.Enum):
     AUTO_PARALLEL = "auto_parallel"
 
 
+#: MindSpore's modes of execution.
+GRAPH_MODE, PYNATIVE_MODE = 0, 1
+#: What ``set_context`` is given for MindSpore alone: Paddle chooses the device, and how it runs.
+_WITHOUT_EFFECT = ("mode", "device_target", "device_id", "max_call_depth", "max_device_memory")
+
 #: MindSpore's names of schedules; any of fleetpipe's is taken too.
 SCHEDULERS = {"1f1b": "1F1B", "gpipe": "GPipe", "zero_bubble_v": "ZBV"}
 
@@ -158,6 +163,24 @@ def set_auto_parallel_context(**options: Any) -> None:
             fix="set it before init(), or call fleet.shutdown() first",
         )
     _options = changed
+
+
+def set_context(**options: Any) -> None:
+    """Sets ``save_graphs`` and ``save_graphs_path``, as :func:`set_auto_parallel_context` does.
+
+    Args:
+        options: By name; ``mode``, ``device_target``, ``device_id``, ``max_call_depth`` and
+            ``max_device_memory`` are accepted without effect.
+
+    Raises:
+        ConfigError: There is no such option.
+        UsageError: It has a value of another type.
+    """
+    known = (*_WITHOUT_EFFECT, "save_graphs", "save_graphs_path")
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"set_context has no option {name!r}", fix=nearest(name, known))
+    set_auto_parallel_context(**{n: options[n] for n in options if n not in _WITHOUT_EFFECT})
 
 
 def get_auto_parallel_context(name: str) -> Any:

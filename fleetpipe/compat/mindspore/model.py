@@ -109,10 +109,16 @@ class Model:
 
         Raises:
             ConfigError: ``epoch`` is below 1, or see :meth:`build`.
-            UsageError: ``epoch`` is no int, or see :meth:`build`.
+            UsageError: ``epoch`` is no int, there is no optimizer, or see :meth:`build`.
             BoundaryError: ``LossMonitor`` found a loss that is NaN or Inf; on every rank.
         """
         _require_epochs(epoch)
+        if self._optimizer is None:
+            raise UsageError(
+                "there is no optimizer to train with",
+                fix="Model(net_pipeline, optimizer=opt), with an optimizer of Paddle's on "
+                "net.infer_param_pipeline_stage()",
+            )
         if self._trainer is None:
             self.build(train_dataset)
         known = self._data is not None and self._data.dataset is train_dataset

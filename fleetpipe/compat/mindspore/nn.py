@@ -6,11 +6,11 @@ A network is any Layer of Paddle's. ``Cell`` is one whose forward is called ``co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.compat.mindspore import context
 from fleetpipe.compat.mindspore._paddle import give_parameters_a_method
 from fleetpipe.errors import ConfigError, StateError, UsageError
@@ -47,9 +47,34 @@ class Cell(paddle.nn.Layer):
             _require_stage(value, type(self).__name__)
         super().__setattr__(name, value)
 
+    def trainable_params(self) -> list[Tensor]:
+        """Returns the parameters that an optimizer updates."""
+        return [parameter for parameter in self.parameters() if not parameter.stop_gradient]
+
     def infer_param_pipeline_stage(self) -> list[Tensor]:
         """See :func:`infer_param_pipeline_stage`."""
         return infer_param_pipeline_stage(self)
+
+
+def Momentum(
+    params: Sequence[Tensor],
+    learning_rate: float,
+    momentum: float,
+    weight_decay: float = 0.0,
+    use_nesterov: bool = False,
+) -> Optimizer:
+    """Returns Paddle's ``Momentum``, which takes its arguments in another order.
+
+    Args:
+        params: What it updates, as of :func:`infer_param_pipeline_stage`.
+        learning_rate: A rate, or a scheduler of Paddle's.
+        momentum: How much of the last step goes into the next.
+        weight_decay: How much of a parameter is added to its gradient.
+        use_nesterov: Whether the step looks ahead.
+    """
+    return paddle.optimizer.Momentum(
+        learning_rate, momentum, params, use_nesterov, weight_decay or None
+    )
 
 
 class WithLossCell(Cell):

@@ -155,6 +155,14 @@ def test_what_does_not_fit_is_refused() -> None:
             initialize(ResNet(), None)
 
 
+@pytest.mark.parametrize("name", ["PipelineSchedule", "InterleavedPipelineSchedule"])
+def test_who_imports_a_schedule_is_told_what_makes_it(name: str) -> None:
+    with pytest.raises(UsageError, match="NUM_MICRO_BATCHES in the configuration"):
+        exec(f"from fleetpipe.compat.colossalai import {name}")
+    with pytest.raises(ImportError, match="Scheduler"):
+        exec("from fleetpipe.compat.colossalai import Scheduler")
+
+
 def test_the_learning_rate_of_the_tutorial() -> None:
     def rates(total: int, warmup: int) -> list[float]:
         adam = paddle.optimizer.Adam(1e-3, parameters=nn.Linear(1, 1).parameters())

@@ -152,5 +152,7 @@ def test_what_does_not_fit_is_refused() -> None:
         for epoch, kind in ((True, UsageError), (1.0, UsageError), (0, ConfigError)):
             with pytest.raises(kind, match="epoch is a number of passes"):
                 model.train(epoch, batches(1))
+        with pytest.raises(UsageError, match=r"what to do: Model\(net_pipeline, optimizer=opt\)"):
+            Model(model.train_network).train(1, batches(1))
         with pytest.raises(UsageError, match="cut into micro-batches"):
             Model(Net())  # type: ignore[arg-type]

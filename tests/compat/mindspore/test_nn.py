@@ -8,10 +8,12 @@ import paddle
 import pytest
 from paddle.nn import CrossEntropyLoss, Linear, Sequential
 
-from fleetpipe.compat.mindspore import nn
+from fleetpipe.compat import mindspore
+from fleetpipe.compat.mindspore import context, nn
 from fleetpipe.compat.mindspore.nn import stages_of_layers, stages_of_parameters
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from tests.compat.mindspore.networks import Net, TiedNet, batches, stages
+from tests.pipelines import bits
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,43 @@ def test_what_is_frozen_is_not_trained() -> None:
 
 def told(net: Any) -> dict[str, set[int]]:
     return {name: set(found) for name, _, found in stages_of_parameters(net)}
+
+
+def test_names_stand_where_mindspores_programs_import_them() -> None:
+    from fleetpipe.compat.mindspore.communication import get_group_size, get_rank, init
+    from fleetpipe.compat.mindspore.nn import Momentum
+    from fleetpipe.compat.mindspore.train import Model
+    from fleetpipe.compat.mindspore.train.callback import LossMonitor
+
+    assert (Model, LossMonitor) == (mindspore.Model, mindspore.LossMonitor)
+    with stages():
+        init()
+        assert (get_rank(), get_group_size()) == (0, 1)
+        net = Net()
+        net.head.weight.stop_gradient = True
+        assert [p.name for p in net.trainable_params()] == [
+            p.name for p in (net.head.bias, net.tail.weight, net.tail.bias)
+        ]
+        twin = Net()
+        twin.set_state_dict(net.state_dict())
+        optimizers = (
+            Momentum(net.trainable_params(), 0.1, 0.9, 0.01, use_nesterov=True),
+            paddle.optimizer.Momentum(0.1, 0.9, twin.parameters()[1:], True, 0.01),
+        )
+        for _ in range(2):
+            for model, optimizer in zip((net, twin), optimizers):
+                model(batches(1)[0][0]).sum().backward()
+                optimizer.step()
+                optimizer.clear_grad()
+        assert bits(net.state_dict()) == bits(twin.state_dict())
+
+
+def test_set_context_takes_what_is_mindspores_own() -> None:
+    with stages():
+        mindspore.set_context(mode=context.GRAPH_MODE, device_target="CPU", save_graphs=True)
+        assert context.get_auto_parallel_context("save_graphs")
+        with pytest.raises(ConfigError, match="did you mean 'device_target'"):
+            context.set_context(device_targets="CPU")
 
 
 def test_the_inner_stage_counts_and_shared_parameters_have_several() -> None:
