@@ -20,7 +20,7 @@ from fleetpipe.dygraph import PipelineLayer, SingleModel, has_memory, state_slot
 from fleetpipe.dygraph.nest import mapped
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.parity.differences import Difference, compare, leaves
-from fleetpipe.parity.outputs import part_of
+from fleetpipe.parity.outputs import backward_running, part_of
 from fleetpipe.schedules import Action, Op
 from fleetpipe.transport import MessageKey, Value
 
@@ -84,17 +84,20 @@ class EdgeWatch:
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`."""
-        if not isinstance(op, Action) or op.kind == "W":
+        if not isinstance(op, Action):
             return instruction
 
         def watched() -> Blocked | None:
             kept = self._gradients
-            if kept is not None and op.kind != "F":
+            if op.kind == "F":
+                blocked = instruction()
+                if kept is not None:
+                    self._follow(kept, op, played.values)
+                return blocked
+            if kept is not None and op.kind != "W":
                 self._keep_arrived(kept, op, played.values)
-            blocked = instruction()
-            if kept is not None and op.kind == "F":
-                self._follow(kept, op, played.values)
-            return blocked
+            with backward_running():
+                return instruction()
 
         return watched
 

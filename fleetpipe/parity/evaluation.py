@@ -109,7 +109,10 @@ class Evaluations:
             weights = [Fraction(1)] * len(values)
         else:
             weights = shares_of_rows(labels, size) or shares
-        return (values, *group.broadcast((own[1], weights), self._owner(-1)))
+        # A message carries whole numbers, and no fractions.
+        pairs = [[weight.numerator, weight.denominator] for weight in weights]
+        labels, pairs = group.broadcast((own[1], pairs), self._owner(-1))
+        return values, labels, [Fraction(*pair) for pair in pairs]
 
     def _losses(
         self, inputs: Sequence[Nest], labels: Sequence[Nest], weights: Sequence[Fraction]

@@ -8,11 +8,24 @@ from typing import Callable
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, tensor_parallel, tensors_of
-from fleetpipe.dygraph.backward import recompute
 from fleetpipe.parity.differences import Difference, compare
 
 #: By layer, the tensors that its calls returned, in the order of the calls.
 Outputs = dict[str, list[Tensor]]
+
+
+_backward_runs = False
+
+
+@contextmanager
+def backward_running() -> Iterator[None]:
+    """Within it no output is recorded: a layer that is recomputed is called a second time."""
+    global _backward_runs
+    before, _backward_runs = _backward_runs, True
+    try:
+        yield
+    finally:
+        _backward_runs = before
 
 
 @contextmanager
@@ -51,9 +64,9 @@ def recorded_here(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
 
 def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
     def keep(_layer: Layer, _inputs: Nest, output: Nest) -> None:
-        # A layer that is recomputed is called a second time. Copies: the next layer may work in
-        # place, and only where no border between stages stands before it would both sides show it.
-        if not recompute.rerunning():
+        # Copies: the next layer may work in place, and only where no border between stages stands
+        # before it would both sides show it.
+        if not _backward_runs:
             kept.extend(tensor.detach().clone() for tensor in tensors_of(output))
 
     return keep

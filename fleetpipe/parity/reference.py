@@ -27,6 +27,7 @@ from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import pipeline_group
 from fleetpipe.parity.cutting import copy_of
+from fleetpipe.parity.outputs import backward_running
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 LossOf = Callable[[Nest, Nest], Tensor]
@@ -208,6 +209,7 @@ class Reference:
                 tensors[name].set_value(part[name])
 
 
+@backward_running()
 def _backward(states: SliceStates | None, number: int, losses: list[Tensor]) -> None:
     """Runs the backward of a micro-batch, or slice, from its first loss; detaches them all."""
     if states is None:

@@ -7,6 +7,7 @@ from typing import Any
 import paddle
 import pytest
 from paddle import nn
+from paddle.distributed.fleet.utils import recompute
 
 from fleetpipe import fleet, parity
 from fleetpipe.errors import CheckpointError, UsageError
@@ -54,6 +55,28 @@ def test_the_reference_gets_a_twin_of_any_optimizer(make: Any) -> None:
         report = compared(model, optimizer)
     assert report.passed, report.verdict()
     assert report.pipeline_loss[0] != report.pipeline_loss[-1]
+
+
+class Rerun(nn.Layer):  # type: ignore[misc]
+    """A layer whose sublayer Paddle calls again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Any:
+        return x + recompute(self.linear, x)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_a_layer_that_paddle_recomputes_is_called_once(schedule: str) -> None:
+    with job(2, 2, schedule):
+        linear = LayerDesc(nn.Linear, 6, 6)
+        model = pipeline([linear, LayerDesc(Rerun), linear, LayerDesc(nn.Linear, 6, 4)])
+        session = parity.begin(model, sgd(model))
+        session.step(batch(2))
+    assert session.report.bit_exact
+    assert not session.report.differences, session.report.verdict()
 
 
 @pytest.mark.parametrize("lost", [False, True])

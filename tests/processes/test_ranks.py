@@ -82,6 +82,8 @@ with job(2):
     optimizer = fleet.distributed_optimizer(paddle.optimizer.Adam(0.01, parameters=parameters))
     for seed in range(3):
         model.train_batch(batch(seed=seed), optimizer)
+    model.eval_batch([part[:7] for part in batch()], compute_loss=True)
+    model.predict_batch(batch()[0])
 """
 
 
@@ -93,6 +95,7 @@ def test_the_parity_command_on_two_ranks(launch: Callable[..., Finished], tmp_pa
     wrong = launch(launched, 2, args=["parity", str(script), "--wrong"], check=False)
     assert wrong.returncode == 1
     for good, bad in zip(right.logs, wrong.logs):
+        assert "compared 3 steps and 2 evaluations" in good
         assert "parity: bit-exact (losses, gradients and parameters)" in good
         assert "first difference: step 0: gradient of 4.weight" in bad
 
