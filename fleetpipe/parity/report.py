@@ -53,8 +53,8 @@ class Report:
 
     @property
     def bit_exact(self) -> bool:
-        """Whether all losses, parameters and buffers have the same bits."""
-        return not self._of("loss", "parameter", "buffer")
+        """Whether all losses, gradients, parameters and buffers have the same bits."""
+        return not self._of("loss", "gradient", "parameter", "buffer")
 
     @property
     def max_abs_diff(self) -> float:

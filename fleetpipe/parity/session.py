@@ -116,7 +116,10 @@ class Session:
             orders.crossings(self._pipeline, self.report) as crossings,
         ):
             diagnose = functools.partial(self._before_the_update, rates, arrived, own, keys)
-            watched = ComparingOptimizer(self._optimizer, reference, layers, step, diagnose)
+            rounding = max(self.report.tolerance, orders.ROUNDING)
+            watched = ComparingOptimizer(
+                self._optimizer, reference, layers, step, rounding, diagnose
+            )
             loss = self._calls.train_batch(given.again(), watched, lr_scheduler, scaler)
         found += given.differences(step) + watched.found
         found += compare_outputs(outputs, expected, step, self._replicas.rank)

@@ -8,7 +8,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe import parity
+from fleetpipe import fleet, parity
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.pipelines import batch, job, pipeline, sgd
 
@@ -94,6 +94,22 @@ def test_what_meets_in_another_order_is_held_to_rounding_and_told(kind: str) -> 
     assert "stage 0 hands on several tensors" in found.orders[0]
     if found.differences:
         assert "sums have another order: stage 0" in found.verdict()
+
+
+def test_adam_makes_no_more_of_a_last_bit_than_it_is() -> None:
+    """Of a gradient below its epsilon Adam makes a step in which the last bits are large."""
+    with job(2):
+        model = pipeline(ANOTHER["twice before the border"], seg_method=[0, 1])
+        optimizer = paddle.optimizer.AdamW(10.0, epsilon=1e-12, parameters=model.parameters())
+        session = parity.begin(model, fleet.distributed_optimizer(optimizer))
+        for step in range(4):
+            session.step(batch(seed=step))
+    report = session.report
+    quantities = {found.quantity for found in report.differences}
+    assert report.passed, report.verdict()
+    assert "gradient" in quantities
+    assert "parameter" not in quantities
+    assert not report.bit_exact
 
 
 def test_a_wrong_gradient_is_found_there_too() -> None:
