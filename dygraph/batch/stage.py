@@ -15,6 +15,7 @@ from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.layers.refusals import cause_of_backward
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.engine.stage import Values
@@ -349,4 +350,5 @@ def _backward(tensors: list[Tensor], grads: list[Tensor | None]) -> None:
         try:
             run_backward(tensors, grads)
         except Exception as error:
-            raise recompute.cause_of(error)  # noqa: B904 (it is the error itself, or its cause)
+            # The error itself, or its cause.
+            raise cause_of_backward(recompute.cause_of(error))  # noqa: B904

@@ -23,6 +23,7 @@ from fleetpipe.dygraph.batch.counted import slice_shares
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, sliced, slices_in
 from fleetpipe.dygraph.gradients import drop_gradients
+from fleetpipe.dygraph.layers.refusals import cause_of_backward
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import pipeline_group
@@ -212,12 +213,15 @@ class Reference:
 @backward_running()
 def _backward(states: SliceStates | None, number: int, losses: list[Tensor]) -> None:
     """Runs the backward of a micro-batch, or slice, from its first loss; detaches them all."""
-    if states is None:
-        losses[0].backward()
-    else:
-        with states.backward(0, number) as (kept, grads):
-            paddle.autograd.backward([losses[0], *kept], [None, *grads])
-        states.release(0, number)
+    try:
+        if states is None:
+            losses[0].backward()
+        else:
+            with states.backward(0, number) as (kept, grads):
+                paddle.autograd.backward([losses[0], *kept], [None, *grads])
+            states.release(0, number)
+    except Exception as error:
+        raise cause_of_backward(error)  # noqa: B904 (the error itself, or its cause)
     losses[:] = [loss.detach() for loss in losses]
 
 

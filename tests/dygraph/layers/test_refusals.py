@@ -10,7 +10,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe import fleet
+from fleetpipe import fleet, parity
 from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
 from fleetpipe.fleet.meta_parallel import PipelineLayer
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
@@ -243,3 +243,41 @@ def test_paddles_model_refuses_a_pipeline_and_takes_all_else() -> None:
                 paddle.Model(network)
     paddle.Model(nn.Linear(2, 2))
     paddle.Model(PipelineLayer(mlp_layers(), num_stages=1))
+
+
+KEPT: list[Any] = []
+
+
+class Keeping(nn.Layer):
+    """Fills a list of its module, which the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x)
+        KEPT.append((y * y).mean())
+        return y
+
+
+def with_what_is_kept(output: Any, label: Any) -> Any:
+    loss = nn.functional.cross_entropy(output, label) + sum(KEPT)
+    KEPT.clear()
+    return loss
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_tensors_that_go_around_the_stages_are_named(compared: bool) -> None:
+    with job(2, micro_batches=2):
+        model = pipeline([Keeping(), nn.Linear(6, 4)], loss_fn=with_what_is_kept)
+        optimizer = sgd(model)
+        session = parity.begin(model, optimizer)
+        if compared:
+            # What a stage leaves in this list on a rank that does not compute the loss.
+            weight = model.parameters()[0]
+            KEPT.append((weight * weight).sum())
+            KEPT[0].backward()
+        with pytest.raises(BoundaryError, match=r"in a list of its module(.|\n)*\(output, kept\)"):
+            session.step(batch(2)) if compared else model.train_batch(batch(2), optimizer)
+    KEPT.clear()
