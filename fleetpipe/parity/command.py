@@ -6,7 +6,6 @@ import argparse
 import functools
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,10 @@ def run(options: argparse.Namespace) -> int:
     """Runs the script with its reference beside it.
 
     Returns:
-        0 where no bit differs, 1 where one does, 2 where nothing was compared.
+        0 where no bit differs, 1 where one does; 2 of ranks that have compared nothing.
+
+    Raises:
+        UsageError: As :func:`shadow`.
     """
     if not script.to_be_launched(options):
         return shadow(options.script, options.arguments, options.report)
@@ -34,7 +36,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
-    """Runs ``file`` in this process, each batch of a pipeline beside its reference."""
+    """Runs ``file`` in this process, each batch of a pipeline beside its reference.
+
+    Raises:
+        UsageError: It has no batch of a pipeline, or one that cannot be compared.
+    """
     sessions: dict[int, Session] = {}
     originals = Calls(*(getattr(PipelineParallel, name) for name in Calls._fields))
 
@@ -86,9 +92,12 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
     for finding in reports:
         print(finding.verdict(), flush=True)
     if not reports:
-        words = "the script never called train_batch, nor eval_batch or predict_batch"
-        print(f"fleetpipe parity: {words}", file=sys.stderr)
-        return 2
+        raise UsageError(
+            "NOTHING WAS COMPARED: the script never called train_batch, eval_batch or predict_batch",
+            cause="it has no pipeline, is a static program, or calls forward_backward_pipeline",
+            fix="train by train_batch; or compare in the script, by fleetpipe.parity.begin(model, "
+            "optimizer, train_batch=..) with the function that trains a batch",
+        )
     if report and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
         with using("--report", report, "a file that can be written"):
             report.write_text(json.dumps([finding.as_dict() for finding in reports], indent=1))

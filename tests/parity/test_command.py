@@ -116,4 +116,6 @@ def test_a_script_that_trains_nothing_or_is_not_there_is_no_success(
     empty.write_text("")
     assert main(["parity", str(empty)]) == 2
     assert main(["parity", str(tmp_path / "missing.py")]) == 2
-    assert "never called train_batch" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "fleetpipe: NOTHING WAS COMPARED: the script never called train_batch" in told
+    assert "forward_backward_pipeline\n  what to do: train by train_batch; or" in told
