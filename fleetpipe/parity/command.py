@@ -93,7 +93,8 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
         print(finding.verdict(), flush=True)
     if not reports:
         raise UsageError(
-            "NOTHING WAS COMPARED: the script never called train_batch, eval_batch or predict_batch",
+            "NOTHING WAS COMPARED: the script never called train_batch, nor eval_batch or "
+            "predict_batch",
             cause="it has no pipeline, is a static program, or calls forward_backward_pipeline",
             fix="train by train_batch; or compare in the script, by fleetpipe.parity.begin(model, "
             "optimizer, train_batch=..) with the function that trains a batch",
