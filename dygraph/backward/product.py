@@ -78,10 +78,12 @@ class ProductCall(Call):
         """
         super().__init__(leaf, product.trained, [output])
         self._weight, self._ways = product.weight, product.ways
+        # A forward may give the parameter other memory before I.
+        self._then: Tensor = product.weight.detach()
         self._taken: Tensor | None = taken
         #: The input may have its own switched off once it was used.
         self._input_needs_grad = not taken.stop_gradient
-        self._versions = taken.inplace_version, self._weight.inplace_version
+        self._versions = taken.inplace_version, self._then.inplace_version
         self.storages[taken.data_ptr()] = bytes_of(taken)
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -96,7 +98,7 @@ class ProductCall(Call):
             self.storages[grad.data_ptr()] = bytes_of(grad)
         if not self._input_needs_grad:
             return []
-        return [paddle.zeros_like(taken) if grad is None else _back(grad, self._weight)]
+        return [paddle.zeros_like(taken) if grad is None else _back(grad, self._then)]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that have a gradient, with it."""
@@ -138,7 +140,7 @@ class ProductCall(Call):
         taken = self._taken
         if taken is None:
             raise RuntimeError("backward ran twice through a call of a leaf layer")
-        if (taken.inplace_version, self._weight.inplace_version) != self._versions:
+        if (taken.inplace_version, self._then.inplace_version) != self._versions:
             raise RuntimeError("the input or the weight of a Linear was changed in place before W")
         return taken
 

@@ -230,6 +230,10 @@ class PipelineLayer(paddle.nn.Layer):
         """Whether pieces of the stages are recomputed in backward (``recompute_interval``)."""
         return bool(self._recompute_interval)
 
+    def begin(self, training: bool) -> None:
+        """Puts all layers into training or evaluation, as a batch begins."""
+        self.train() if training else self.eval()
+
     @property
     def borders(self) -> Borders | None:
         """What crosses between the stages; None for a chain."""

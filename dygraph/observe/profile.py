@@ -232,7 +232,7 @@ def _state_bytes(layers: PipelineLayer) -> dict[int, tuple[int, int, int]]:
 def _state_kept(layers: PipelineLayer) -> Iterator[None]:
     """Puts buffers and random states back afterwards; drops gradients."""
     values = {name: tensor.clone() for name, tensor in layers.state.own().items()}
-    layers.train()
+    layers.begin(training=True)
     try:
         with random_states_kept():
             yield

@@ -94,6 +94,16 @@ class PipelineFace(MetaParallelBase):
         self._runtime = Runtime(layers, strategy, job, self._has_bubble_hooks)
         self._runtime.companion = layers.companion(self)
 
+    def train(self, mode: bool = True) -> PipelineFace:
+        """Puts the layers into training, as they do it themselves."""
+        self.layers.train() if mode else self.layers.eval()
+        self.training = mode
+        return self
+
+    def eval(self) -> PipelineFace:
+        """Puts the layers into evaluation, as they do it themselves."""
+        return self.train(False)
+
     @property
     def layers(self) -> PipelineLayer:
         """The wrapped model."""

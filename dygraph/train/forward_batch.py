@@ -42,7 +42,7 @@ def forwarded(
     """
     runtime.require_running()
     runtime.require_data(batches, labelled=functions is not None)
-    runtime.layers.eval()
+    runtime.layers.begin(training=False)
     with runtime.job.guarded(lambda: "evaluating"):
         # A rank without data cannot know how many micro-batches will come.
         given = batches.inputs and len(batches.inputs)

@@ -89,7 +89,7 @@ class TrainingBatch:
         """
         self._optimizer = optimizer
         runtime = self._runtime
-        runtime.layers.train()
+        runtime.layers.begin(training=True)
         companion = runtime.companion
         if companion is not None:
             data, weights, loss_fn_idx = self._beside

@@ -80,7 +80,7 @@ def plain_model(model: Layer) -> Layer:
     Raises:
         UsageError: It is no built layer, or a pipeline already.
     """
-    if isinstance(model, PipelineLayer) or hasattr(model, "train_batch"):
+    if isinstance(model, PipelineLayer) or hasattr(type(model), "train_batch"):
         raise UsageError(
             f"a {type(model).__name__} is a pipeline already",
             fix="give fleet.distributed_model the pipeline, and fleetpipe.pipeline a plain model",

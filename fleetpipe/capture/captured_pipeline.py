@@ -9,6 +9,7 @@ from typing import Any, Callable, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.cutting.auto import Choice, places
+from fleetpipe.capture.cutting.written import require_one_stage
 from fleetpipe.capture.picture import draw
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.files import files_of_model
@@ -18,6 +19,7 @@ from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
 from fleetpipe.capture.running.untouched import Untouched, called
 from fleetpipe.capture.shadow import Shadow
+from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.batch.stage import Borders
@@ -28,7 +30,6 @@ from fleetpipe.dygraph.state.layer_files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
 from fleetpipe.dygraph.tensor_parallel import whole_shape
-from fleetpipe.errors import CaptureError
 from fleetpipe.partition import LayerInfo
 from fleetpipe.planning import PipelinePlan
 from fleetpipe.schedules import Edge
@@ -112,6 +113,7 @@ class CapturedPipeline(PipelineLayer):
                 else {"plan": found.plan}
             ),
         )
+        self._follow()
 
     def _build(self) -> None:
         """Takes what this process's stages use. Collective where ranks share weights."""
@@ -120,7 +122,7 @@ class CapturedPipeline(PipelineLayer):
         self._functions = {i: functions[i] for stage in self._owned for i in self._range(stage)}
         self.runner = example.runner
         users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
-        self._require_one_writer()
+        require_one_stage([(form.trace, form.starts) for form in self._examples()])
         self.__dict__["users"] = users
         self._hold(users)
         own = self.state.own()
@@ -151,28 +153,30 @@ class CapturedPipeline(PipelineLayer):
             getattr(self, kind).update(getattr(part, kind))
         self._non_persistable_buffer_names_set = part._non_persistable_buffer_names_set
 
-    def _require_one_writer(self) -> None:
-        """Refuses running statistics that two stages would keep.
+    def train(self, mode: bool = True) -> CapturedPipeline:
+        """Puts the plain model into training, by its own ``train()``."""
+        self.plain.train() if mode else self.plain.eval()
+        return self._follow()
 
-        Raises:
-            CaptureError: A buffer into which the forward writes is used in several stages.
+    def eval(self) -> CapturedPipeline:
+        """Puts the plain model into evaluation, by its own ``eval()``."""
+        return self.train(False)
+
+    def begin(self, training: bool) -> None:
+        """Has the plain model in training or in evaluation, as a batch begins.
+
+        Modes of some layers that were set by themselves stay.
         """
-        for training in (True, False):
-            form = self.forms.example(training)
-            first: dict[int, tuple[int, Node]] = {}
-            for stage in range(self.placement.stages):
-                for node in form.nodes(stage):
-                    for buffer in node.buffers & form.trace.changed:
-                        other, earlier = first.setdefault(buffer, (stage, node))
-                        if other != stage:
-                            raise CaptureError(
-                                "two stages would keep the same running statistics",
-                                where=f"{earlier.name} in stage {other}, {node.name} in stage "
-                                f"{stage}",
-                                cause="the layer is called in both, and each call changes a "
-                                "buffer of it",
-                                fix="cut so that its calls are in one stage, or use a layer each",
-                            )
+        switch(self.plain, training)
+        self._follow()
+
+    def _follow(self) -> CapturedPipeline:
+        """Has what stands in the place of opened layers be in the model's mode."""
+        layers = {id(layer) for layer in self.plain.sublayers()}
+        for layer in self.sublayers(include_self=True):
+            if id(layer) not in layers:
+                layer.training = self.plain.training
+        return self
 
     @property
     def borders(self) -> Borders:
@@ -260,8 +264,10 @@ class CapturedPipeline(PipelineLayer):
 
     def _nodes(self, stages: Sequence[int]) -> list[Node]:
         """Returns the nodes of some stages, in both modes."""
-        forms: list[Form] = [self.forms.example(training) for training in (True, False)]
-        return [node for form in forms for stage in stages for node in form.nodes(stage)]
+        return [node for form in self._examples() for at in stages for node in form.nodes(at)]
+
+    def _examples(self) -> list[Form]:
+        return [self.forms.example(training) for training in (True, False)]
 
     def save_state_dict(self, path: str | Path) -> None:
         """Writes Fleet's files, one for each layer with parameters or buffers of its own.

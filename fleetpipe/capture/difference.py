@@ -14,7 +14,7 @@ from fleetpipe.capture.running.replay import name_of
 from fleetpipe.capture.running.untouched import Keyed
 from fleetpipe.capture.tracing._paddle import intercepted
 from fleetpipe.capture.tracing.capturing import Capturing
-from fleetpipe.capture.tracing.tracer import state_kept
+from fleetpipe.capture.tracing.kept import state_kept
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, arguments_of
 from fleetpipe.dygraph import random_keys

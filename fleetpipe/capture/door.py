@@ -17,7 +17,6 @@ from fleetpipe.capture.repeated import require_same_calls
 from fleetpipe.capture.running.forms import Forms
 from fleetpipe.capture.running.memory import initialize, without_memory
 from fleetpipe.capture.tracing.capturing import Capturing
-from fleetpipe.capture.tracing.python_state import python_state_kept
 from fleetpipe.capture.tracing.signature import ROWS, example_of
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph._paddle import forward_hooks
@@ -88,7 +87,7 @@ def pipeline(
 
     Raises:
         CaptureError: The forward does what no node can be made of, the stages do not do what the
-            model does, or two stages would keep the same running statistics.
+            model does, or two stages share what the forward writes into.
         ConfigError: An argument names what is not there, or another number of stages.
         PartitionError: "auto" finds no cut.
         UsageError: ``model`` is no built layer, or a pipeline already.
@@ -107,10 +106,9 @@ def pipeline(
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     no_classes = classes_of(plain_model(model), no_split)
     capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
-    with python_state_kept(model):
-        if verify:
-            require_same_calls(capturing)
-        cut = cut_of(capturing, split_spec, asked.total, memory_limit)
+    if verify:
+        require_same_calls(capturing)
+    cut = cut_of(capturing, split_spec, asked.total, memory_limit)
     ranks = asked.ranks_of(cut.stages, str(cut))
     again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
     forms = Forms(capturing, cut.borders, recompute_interval, again)

@@ -15,6 +15,7 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
 from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.kept import attributes_running_on
 from fleetpipe.capture.tracing.place import forward_place
 from fleetpipe.capture.tracing.signature import PLAIN, signature_of
 from fleetpipe.capture.tracing.value import Node, Owned, Ref, Trace
@@ -55,7 +56,9 @@ def require_same_calls(capturing: Capturing) -> None:
     model = capturing.model
     layers = dict(model.named_sublayers(include_self=True))
     while True:
-        found = _difference(capturing)
+        # What Python keeps from one run shows in the next.
+        with attributes_running_on(model):
+            found = _difference(capturing)
         if found is None:
             return
         if not found.path:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from fleetpipe.aliases import Nest
 from fleetpipe.capture.cutting.costs import NodeCost, received
 from fleetpipe.capture.cutting.cuts import AtCall, Border, SplitPoint
+from fleetpipe.capture.cutting.written import parted, spans
 from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
@@ -64,17 +65,17 @@ def places(training: Trace, evaluation: Trace) -> tuple[dict[int, Border], dict[
     Returns:
         What names each place, and the reasons, by the number of the node.
     """
-    closed = _between_writers(training)
+    written = spans((training, evaluation))
     found: dict[int, Border] = {}
     refused: dict[int, str] = {}
     for number in range(1, len(training.nodes)):
         border = _border(training, number)
         if border is None:
             refused[number] = "no call of a sublayer is beside it, to name the place"
-        elif number in closed:
-            refused[number] = "a layer that keeps running statistics is called on both sides"
         elif not _is_in(evaluation, border):
             refused[number] = "in evaluation the forward does not come here"
+        elif name := parted(written, (number, border.start(evaluation))):
+            refused[number] = f"{name!r} is used on both sides, and the forward writes into it"
         else:
             found[number] = border
     return found, refused
@@ -97,17 +98,6 @@ def _border(trace: Trace, number: int) -> Border | None:
         path, call = before.scopes[-1]
         return AtCall(path, SplitPoint.END, call)
     return None
-
-
-def _between_writers(trace: Trace) -> set[int]:
-    """Returns the nodes between two that write into the same buffer, the later one included."""
-    first: dict[int, int] = {}
-    closed: set[int] = set()
-    for number, node in enumerate(trace.nodes):
-        for buffer in node.buffers & trace.changed:
-            begin = first.setdefault(buffer, number)
-            closed.update(range(begin + 1, number + 1))
-    return closed
 
 
 def chosen(

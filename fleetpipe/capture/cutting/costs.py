@@ -13,8 +13,8 @@ from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.running.replay import entries
 from fleetpipe.capture.tracing._paddle import Function
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
+from fleetpipe.capture.tracing.kept import state_kept
 from fleetpipe.capture.tracing.signature import signature_of
-from fleetpipe.capture.tracing.tracer import state_kept
 from fleetpipe.capture.tracing.value import Node, Trace
 from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.gradients import drop_gradients

@@ -32,8 +32,7 @@ from fleetpipe.capture.proof.training import (
     state_of_model,
 )
 from fleetpipe.capture.tracing.capturing import in_mode
-from fleetpipe.capture.tracing.python_state import python_state_kept
-from fleetpipe.capture.tracing.tracer import state_kept
+from fleetpipe.capture.tracing.kept import state_kept
 from fleetpipe.dygraph.gradients import drop_gradients
 
 #: The parameters and buffers of a model by name.
@@ -41,24 +40,13 @@ State = Mapping[str, Tensor]
 
 
 @contextmanager
-def kept(model: Layer) -> Iterator[State]:
-    """Puts back everything that a training changes, and leaves no gradients.
-
-    Yields:
-        The parameters as they are now.
-    """
-    parameters = {name: (p, p.stop_gradient) for name, p in model.named_parameters()}
-    values = {name: p.detach().clone() for name, (p, _) in parameters.items()}
-    with python_state_kept(model), state_kept(model), in_mode(model, model.training):
+def kept(model: Layer) -> Iterator[None]:
+    """Puts back everything that a training changes, and leaves no gradients."""
+    with state_kept(model), in_mode(model, model.training):
         try:
-            yield values
+            yield
         finally:
             drop_gradients(model.parameters())
-            for name, (parameter, stop_gradient) in parameters.items():
-                if not same_bits(parameter, values[name]):
-                    with paddle.no_grad():
-                        parameter.set_value(values[name])
-                parameter.stop_gradient = stop_gradient
 
 
 def give(model: Layer, state: State) -> None:

@@ -20,7 +20,7 @@ from fleetpipe.capture.proof.hook_calls import counted
 from fleetpipe.capture.proof.numbers import Trial, variants, with_another_row
 from fleetpipe.capture.proof.sides import CapturedRun, PlainLoop, copied
 from fleetpipe.capture.proof.summed import summed
-from fleetpipe.capture.proof.training import Course, Step, buffers_of, moments
+from fleetpipe.capture.proof.training import Course, Step, moments, state_of_model
 from fleetpipe.capture.running.forms import Forms
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.walk import arguments_of
@@ -104,8 +104,9 @@ def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) 
     plain = PlainLoop(model, capturing.unopened, keyed)
     with kept(model), counted(model) as expected_calls:
         expected = Digests(model, plain, course)
-    with kept(model) as parameters, counted(model) as calls:
-        initial = {**parameters, **buffers_of(model)}
+    # They share the memory, which ``kept`` leaves to them.
+    initial = {name: tensor.detach() for name, tensor in state_of_model(model).items()}
+    with kept(model), counted(model) as calls:
         comparison = Comparison(model, expected, initial)
         for moment in moments(model, CapturedRun(forms, model, keyed), course):
             differing = comparison.differences(moment)

@@ -138,13 +138,6 @@ def state_of_model(model: Layer) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def buffers_of(model: Layer) -> dict[str, Tensor]:
-    """Returns copies of the buffers of a model by name, those of no state dict too."""
-    parameters = {id(parameter) for parameter in model.parameters()}
-    state = state_of_model(model).items()
-    return {name: t.detach().clone() for name, t in state if id(t) not in parameters}
-
-
 def projected(output: Nest) -> Tensor:
     """Returns a number on which every number that a model returns has another influence.
 

@@ -101,7 +101,7 @@ def node_of(form: Form, model: Layer, names: Sequence[str], backwards: bool) -> 
 
 def _written(form: Form) -> str:
     """Names what the forward writes: another order of micro-batches shows there."""
-    writers = [node for node in form.trace.nodes if node.buffers & form.trace.changed]
-    if not writers:
-        return ""
-    return f"; the forward writes buffers in {writers[0].name}, {writers[0].place}"
+    for node in form.trace.nodes:
+        for name in node.state & form.trace.changed.keys():
+            return f"; the forward writes into {name}, which {node.name} uses, {node.place}"
+    return ""

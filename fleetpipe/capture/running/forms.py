@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Callable, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest
@@ -10,14 +12,18 @@ from fleetpipe.capture.cutting import cuts
 from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.cutting.edges import crossing
 from fleetpipe.capture.running.replay import entries
-from fleetpipe.capture.tracing.capturing import Capturing
-from fleetpipe.capture.tracing.python_state import python_state_kept
+from fleetpipe.capture.tracing._paddle import renew
+from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.signature import Signature, signature_of
-from fleetpipe.capture.tracing.value import Node, Trace
+from fleetpipe.capture.tracing.value import Node, Owned, Trace
+from fleetpipe.dygraph import state_slots
 from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.errors import CaptureError
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.schedules import Edge
+
+#: A look, whether the model trains, and the mode of each of its layers.
+_Key = tuple[Signature, bool, tuple[bool, ...]]
 
 
 class Form(NamedTuple):
@@ -29,6 +35,7 @@ class Form(NamedTuple):
         functions: What runs the nodes, between what takes the inputs and what gives the outputs.
         runner: Runs the stages.
         crossing: The values on each edge, by name.
+        written: By stage, what its nodes write into.
     """
 
     trace: Trace
@@ -36,6 +43,15 @@ class Form(NamedTuple):
     functions: Sequence[Callable[[Nest], Nest]]
     runner: StageRunner
     crossing: dict[Edge, tuple[str, ...]]
+    written: tuple[tuple[Owned, ...], ...]
+
+    def renew(self, stage: int) -> None:
+        """Moves what a stage writes into to new memory, as a micro-batch begins.
+
+        The graphs of the micro-batches before it keep what it was for them, till their backward.
+        """
+        for owned in self.written[stage]:
+            renew(getattr(owned.layer, owned.name))
 
     def nodes(self, stage: int) -> Sequence[Node]:
         """Returns the nodes of a stage."""
@@ -78,17 +94,23 @@ class Forms:
         self._interval, self._recompute = interval, recompute
         self.first = signature_of(capturing.example)
         self.stages = len(borders) + 1
-        self._known: dict[tuple[Signature, bool], Form] = {}
+        self._layers = capturing.model.sublayers(include_self=True)
+        self._known: dict[_Key, Form] = {}
+        self._examples: dict[bool, Form] = {}
         for training in (True, False):
-            self._known[self.first, training] = self._made(self.first, training)
+            form = self._made(self.first, training)
+            with in_mode(capturing.model, training):
+                self._known[self._key(self.first, training)] = form
+            self._examples[training] = form
 
     def of(self, signature: Signature, training: bool) -> Form:
-        """Returns how a batch of a look is run.
+        """Returns how a batch of a look is run, in the modes that the layers are in.
 
         Raises:
             CaptureError: It crosses between stages where the example does not.
         """
-        form = self._known.get((signature, training))
+        key = self._key(signature, training)
+        form = self._known.get(key)
         if form is None:
             form = self._made(signature, training)
             new = form.crossing.keys() - self.example(training).crossing.keys()
@@ -99,20 +121,62 @@ class Forms:
                     got=f"{signature}, with the edges {', '.join(map(str, sorted(new)))}",
                     fix="pass example_inputs in which everything is given that may be",
                 )
-            self._known[signature, training] = form
+            self._known[key] = form
         return form
 
     def example(self, training: bool) -> Form:
         """Returns how the example is run."""
-        return self._known[self.first, training]
+        return self._examples[training]
+
+    def _key(self, signature: Signature, training: bool) -> _Key:
+        return signature, training, tuple([layer.training for layer in self._layers])
 
     def _made(self, signature: Signature, training: bool) -> Form:
-        with python_state_kept(self.capturing.model):
-            trace = self.capturing(signature, training)
+        trace = self.capturing(signature, training)
         starts = tuple(cuts.starts(trace, self._borders))
         functions = entries(trace, signature)
         infos = tuple(LayerInfo(str(getattr(f, "__name__", ""))) for f in functions)
         bounds = (0, *(start + 1 for start in starts), len(functions))
         partition = Partition(bounds, "captured", infos)
         runner = StageRunner(dict(enumerate(functions)), partition, self._interval, self._recompute)
-        return Form(trace, starts, functions, runner, crossing(trace, starts))
+        edges = crossing(trace, starts)
+        form = Form(trace, starts, functions, runner, edges, _written(trace, starts))
+        if self._interval or self._recompute:
+            _require_recomputable(form)
+        return form
+
+
+def _written(trace: Trace, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ...]:
+    """Returns, for each stage, what its nodes write into, and backward may need."""
+    names: list[set[str]] = [set() for _ in (0, *starts)]
+    for number, node in enumerate(trace.nodes):
+        if not _normalizes(node):
+            names[bisect_right(starts, number)] |= node.state & trace.changed.keys()
+    return tuple(tuple(trace.changed[name] for name in sorted(found)) for found in names)
+
+
+def _normalizes(node: Node) -> bool:
+    """Whether a node is a layer of Paddle's: backward needs none of its running statistics."""
+    layer: Layer = node.function
+    plain = node.is_layer and not layer._forward_pre_hooks and not layer._forward_post_hooks
+    return plain and type(layer).__module__.startswith("paddle.nn.")
+
+
+def _require_recomputable(form: Form) -> None:
+    """Refuses to compute again what takes more of a micro-batch's state than one layer keeps.
+
+    Raises:
+        CaptureError: A parameter is written into, or several nodes use a buffer that is.
+    """
+    for owned in chain.from_iterable(form.written):
+        name = owned.path
+        users = [node for node in form.trace.nodes if name in node.state]
+        kept = {slot for _, slot in state_slots(owned.layer)}
+        if len(users) > 1 or owned.name not in kept:
+            raise CaptureError(
+                f"the forward writes into {name!r}, and nodes are computed again",
+                where=f"{users[-1].name}, {users[-1].place}",
+                cause="the second time they would find what other micro-batches have left there",
+                fix="set recompute_interval=0; or write into a buffer in the layer alone that has "
+                "it and uses it",
+            )

@@ -36,6 +36,7 @@ class CapturedStages:
 
         def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
             form, value = self.form(stage, value)
+            form.renew(stage)
             return form.runner.function(stage)(value, micro_batch)
 
         return run

@@ -9,6 +9,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.tracing._paddle import intercepted
+from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.signature import completed
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph import random_keys
@@ -61,11 +62,20 @@ class Untouched(paddle.nn.Layer):
         """The copy itself."""
         return self._model
 
+    def train(self, mode: bool = True) -> Untouched:
+        """Puts the model into training as a pipeline does."""
+        switch(self._model, mode)
+        self.training = mode
+        return self
+
+    def eval(self) -> Untouched:
+        """Puts the model into evaluation as a pipeline does."""
+        return self.train(False)
+
     def forward(self, inputs: Nest) -> Nest:
         """Calls the model."""
         keys = random_keys.current()
         micro_batch = _FIRST if keys is None else keys.micro_batch
-        self._model.training = self.training
         inputs = completed(inputs, self._example)
         return called(self._model, inputs, self._unopened, keys, micro_batch)
 

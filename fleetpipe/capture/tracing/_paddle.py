@@ -33,12 +33,47 @@ _METHODS = (
     *(f"__{name}__" for name in ("matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge")),
     *("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous", "detach", "detach_"),
     *("copy_", "_copy_to", "_local_value", "_register_grad_hook", "_remove_grad_hook"),
-    "_new_shared_tensor",
+    *("_new_shared_tensor", "set_value"),
+)
+#: Whether ``tensor.data = other`` takes all of the other, and not its memory alone.
+DATA_ENDS_TRAINING = paddle.version.full_version.startswith("2.")
+#: Operations that write into their first argument, and leave its version as it was.
+_SILENT = frozenset({"set_value", "copy_", "assign_value_", "set_data"})
+#: Methods in C that give away a Tensor's memory, or another's to it.
+_MEMORY = (
+    *("get_tensor", "_share_buffer_to", "_share_underline_tensor_to", "_unsafe_share_buffer_to"),
+    *("_clear", "_clear_data", "_set_impl", "_inplace_assign"),
 )
 #: Methods in C that read a Tensor's numbers.
 _READS = ("numpy", "_getitem_from_offset", "data_ptr", "_copy_gradient_from")
 #: What computes gradients.
 _BACKWARDS = ("run_backward", "run_partial_grad")
+
+
+def is_silent(function: Function) -> bool:
+    """Whether an operation writes into its first argument, whose version does not say so."""
+    return getattr(function, "__name__", "") in _SILENT
+
+
+def noticed(function: Function) -> Function:
+    """Returns an operation which is silent, and after which the version says that it wrote."""
+
+    @functools.wraps(function)
+    def write(tensor: Tensor, *args: Any, **named: Any) -> Any:
+        output = function(tensor, *args, **named)
+        tensor._bump_inplace_version()
+        return output
+
+    return write
+
+
+def target_of(function: Function, args: tuple[Any, ...]) -> Tensor | None:
+    """Returns the tensor into which an operation writes with its gradient; None without one."""
+    name = getattr(function, "__name__", "")
+    if name == "assign_out_":
+        return args[1]
+    writes = name == "_setitem_dygraph" or (name.endswith("_") and not name.endswith("__"))
+    return args[0] if writes and not is_silent(function) else None
 
 
 class Listener(Protocol):
@@ -53,14 +88,17 @@ class Listener(Protocol):
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Called for what makes numbers of Python's of a Tensor."""
 
+    def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Called for what reaches for a Tensor's memory."""
+
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Called for what computes gradients."""
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
         """Called for Paddle's ``recompute(function, *args)``, which ``call()`` does."""
 
-    def assigned(self, name: str, value: Any) -> None:
-        """Called before an attribute of a layer is set."""
+    def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
+        """Called for an attribute of a layer that is set: ``put(layer, name, value)``."""
 
 
 class _Unheard:
@@ -69,7 +107,7 @@ class _Unheard:
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return function(*args, **named)
 
-    read = backward = operation
+    read = backward = memory = operation
 
     def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
         return call(layer, *args, **named)
@@ -77,8 +115,8 @@ class _Unheard:
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
         return call()
 
-    def assigned(self, name: str, value: Any) -> None:
-        pass
+    def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
+        put(layer, name, value)
 
 
 #: Returns whom the operations of the thread that calls it go to.
@@ -101,12 +139,13 @@ def intercepted(listener: Listener) -> Iterator[None]:
     try:
         for module, name, function in _bound_operations():
             put(module, name, functools.partial(_called, chosen, "operation", function))
-        for names, heard in ((_METHODS, "operation"), (_READS, "read")):
+        for names, heard in ((_METHODS, "operation"), (_READS, "read"), (_MEMORY, "memory")):
             for name in names:
                 if name in vars(_Tensor):
                     put(_Tensor, name, _method(chosen, heard, vars(_Tensor)[name]))
         gradient_flag = vars(_Tensor)["stop_gradient"]
         put(_Tensor, "stop_gradient", _flag(chosen, gradient_flag))
+        put(_Tensor, "data", _data(chosen, vars(_Tensor)["data"]))
         for name in _BACKWARDS:
             function = vars(core.eager)[name]
             put(core.eager, name, functools.partial(_called, chosen, "backward", function))
@@ -148,10 +187,32 @@ def _flag(chosen: _Choice, flag: Any) -> property:
     return property(flag.__get__, put)
 
 
+def _data(chosen: _Choice, data: Any) -> property:
+    def get_data(tensor: Tensor) -> Tensor:
+        return data.__get__(tensor)
+
+    def get(tensor: Tensor) -> Tensor:
+        return chosen().operation(get_data, (tensor,), {})
+
+    def put(tensor: Tensor, value: Tensor) -> None:
+        chosen().operation(set_data, (tensor, value), {})
+
+    return property(get, put)
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """Has a tensor share the memory of another, and let go of its own; the rest of it stays."""
+    value._share_underline_tensor_to(tensor)
+
+
+def renew(tensor: Tensor) -> None:
+    """Moves a tensor to memory of its own: a graph that has it keeps what it was till now."""
+    set_data(tensor, tensor.detach().clone())
+
+
 def _setting(chosen: _Choice, put: Function) -> Function:
     def __setattr__(layer: Layer, name: str, value: Any) -> None:
-        chosen().assigned(name, value)
-        put(layer, name, value)
+        chosen().assigned(put, layer, name, value)
 
     return __setattr__
 

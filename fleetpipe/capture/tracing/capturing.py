@@ -79,8 +79,20 @@ def in_mode(model: Layer, training: bool) -> Iterator[None]:
     """Within it a model is in training or in evaluation; its layers' modes are put back."""
     modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
     try:
-        model.train() if training else model.eval()
+        switch(model, training)
         yield
     finally:
         for layer, mode in modes:
             layer.training = mode
+
+
+def switch(model: Layer, training: bool) -> None:
+    """Puts a model into training or evaluation by its own ``train()`` or ``eval()``.
+
+    Where it is there, and the modes of some layers were set by themselves, these stay.
+    """
+    modes = [layer.training for layer in model.sublayers(include_self=True)]
+    if training and (not model.training or all(modes)):
+        model.train()
+    elif not training and (model.training or not any(modes)):
+        model.eval()

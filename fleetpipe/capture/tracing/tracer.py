@@ -7,23 +7,29 @@ layer is not opened, and the forward runs again: as a whole it is called in Pyth
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
-from fleetpipe.capture.tracing._paddle import Function, intercepted
+from fleetpipe.capture.tracing._paddle import (
+    Function,
+    intercepted,
+    is_silent,
+    noticed,
+    set_data,
+    target_of,
+)
+from fleetpipe.capture.tracing.kept import state_kept
 from fleetpipe.capture.tracing.mark import noting
 from fleetpipe.capture.tracing.place import forward_place, is_users, user_place
 from fleetpipe.capture.tracing.signature import PLAIN
-from fleetpipe.capture.tracing.value import Like, Node, Owned, Ref, Trace, ValueId, like
+from fleetpipe.capture.tracing.state import RunState
+from fleetpipe.capture.tracing.value import Like, Node, Ref, Trace, ValueId, like
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
-from fleetpipe.dygraph import has_memory, state_slots
 from fleetpipe.dygraph.nest import leaves, tensors_of
-from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import CaptureError
 
 _IN_A_SUBLAYER = "put that code into a sublayer: what is within one may do anything"
@@ -49,6 +55,17 @@ _READS = _Obstacle(
 _BACKWARD = _Obstacle(
     "computes gradients", "a stage's backward is its own: a node is no place for another"
 )
+_MODES = _Obstacle(
+    "switches a layer between training and evaluation",
+    "a stage runs its nodes in the modes with which a batch begins",
+    "do it where modes are set: def train(self): super().train(); self.norm.eval(); or "
+    + _IN_A_SUBLAYER,
+)
+_MEMORY = _Obstacle(
+    "reaches for the memory of a tensor",
+    "a stage repeats operations: it would not see what is read or written there",
+    "write into a parameter or buffer by set_value or paddle.assign",
+)
 _UNKNOWN = _Obstacle(
     "uses a tensor that came from no operation of Paddle's",
     "it is a parameter of a layer that is no sublayer, or something else than Paddle made it",
@@ -61,6 +78,30 @@ def _kept(name: str) -> _Obstacle:
         f"keeps a tensor as {name!r}",
         "a stage repeats operations, and sets no attributes",
         f"return it, or write into a buffer by paddle.assign; or {_IN_A_SUBLAYER}",
+    )
+
+
+def _reads_state(name: str) -> _Obstacle:
+    return _Obstacle(
+        f"reads the numbers in {name!r}, which changes while the model trains",
+        "what is computed from them in Python stays as it was at the capture",
+        f"compute it by operations of Paddle's; or {_IN_A_SUBLAYER}",
+    )
+
+
+def _has_graph(name: str) -> _Obstacle:
+    return _Obstacle(
+        f"writes into the parameter {name!r} what needs a gradient",
+        "the parameter would be trained no more: its gradient goes to what was written",
+        "write under paddle.no_grad(), or what detach() returns",
+    )
+
+
+def _unseen(name: str) -> _Obstacle:
+    return _Obstacle(
+        f"changes {name!r} in a way that is no operation",
+        "a stage repeats operations",
+        f"write into it by set_value or paddle.assign; or {_IN_A_SUBLAYER}",
     )
 
 
@@ -88,8 +129,9 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
     while True:
         try:
             with state_kept(model) as changed:
-                trace = _Tracer(model, unopened).run(inputs)
-            return replace(trace, changed=frozenset(changed))
+                tracer = _Tracer(model, unopened)
+                trace = tracer.run(inputs)
+            return tracer.with_state(trace, changed)
         except _NotTraceable as failure:
             if failure.layer is model:
                 raise CaptureError(
@@ -107,7 +149,9 @@ class _Tracer(Walk):
 
     def __init__(self, model: Layer, unopened: Unopened) -> None:
         super().__init__(model, unopened)
-        self._owned = dict(_owned_by(model))
+        self._state = RunState(model)
+        #: Where numbers of parameters and buffers are read, by name.
+        self._numbers: dict[str, _NotTraceable] = {}
         self._nodes: list[Node] = []
         self._values: dict[int, ValueId] = {}
         #: Every tensor that has a number, so that no other gets its id.
@@ -139,6 +183,29 @@ class _Tracer(Walk):
             unopened=self._whole,
             left_out=tuple(self._left_out),
         )
+
+    def with_state(self, trace: Trace, ids: set[int]) -> Trace:
+        """Returns the run, with what it wrote into.
+
+        Args:
+            trace: The run.
+            ids: The parameters and buffers that were no more what they had been.
+
+        Raises:
+            _NotTraceable: What was written is read by Python, or no node has written it.
+        """
+        changed = self._state.changed(ids)
+        self._unopened.written.update(changed)
+        for name, failure in self._numbers.items():
+            if name in self._unopened.written:
+                raise failure
+        states = self._state.through_views(trace.nodes)
+        unseen = changed.keys() - frozenset().union(*states)
+        for name in unseen:
+            place = forward_place(self._model)
+            raise _NotTraceable(self._model, _unseen(name), place or "?")
+        nodes = (replace(node, state=state) for node, state in zip(trace.nodes, states))
+        return replace(trace, nodes=tuple(nodes), changed=changed)
 
     def mark(self) -> None:
         """Notes that a stage begins.
@@ -178,9 +245,35 @@ class _Tracer(Walk):
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Refuses to make numbers of a value."""
-        if not self._inside and id(args[0]) in self._values:
-            raise self._failure(_READS)
+        if not self._inside:
+            if id(args[0]) in self._values:
+                raise self._failure(_READS)
+            owned = self._state.get(args[0])
+            if owned is not None:
+                failure = self._failure(_reads_state(owned.path))
+                if not args[0].stop_gradient:
+                    raise failure
+                self._numbers.setdefault(owned.path, failure)
         return super().read(function, args, named)
+
+    def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Refuses to give away the memory of a value, or of a parameter or buffer."""
+        if not self._inside:
+            users = is_users(sys._getframe(2))
+            if function.__name__ == "get_tensor" and not users:
+                # Paddle 2.6 makes numbers that way: int(x).
+                return self.read(function, args, named)
+            owned = any(self._state.get(arg) is not None for arg in args)
+            # Paddle itself does so where it makes the first value of a parameter.
+            if owned or (id(args[0]) in self._values and users):
+                raise self._failure(_MEMORY)
+        return super().memory(function, args, named)
+
+    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Notes an operation; within a node, what it writes into."""
+        if self._inside:
+            self._state.heard(function, args)
+        return super().operation(function, args, named)
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Refuses to compute gradients."""
@@ -188,14 +281,28 @@ class _Tracer(Walk):
             raise self._failure(_BACKWARD)
         return super().backward(function, args, named)
 
-    def assigned(self, name: str, value: Any) -> None:
-        """Refuses that a tensor is kept, and notes what else is."""
-        # 0 is this function, 1 what stands for Layer.__setattr__, 2 what sets the attribute.
-        if self._inside or not is_users(sys._getframe(2)):
-            return
-        if isinstance(value, paddle.Tensor):
-            raise self._failure(_kept(name))
-        self._left_out.setdefault(f"it sets {name!r}, {user_place()}")
+    def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
+        """Refuses that a tensor is kept but in a buffer, and notes what else is."""
+        if not self._inside:
+            if name == "training" and id(layer) in self._paths and value != layer.training:
+                raise self._failure(_MODES)
+            buffer = vars(layer).get("_buffers", {}).get(name)
+            # 0 is this function, 1 what stands for Layer.__setattr__, 2 what sets the attribute.
+            if buffer is not None and value is not buffer:
+                if not isinstance(value, paddle.Tensor):
+                    what = f"takes the buffer {name!r} away"
+                    raise self._failure(_kept(name)._replace(what=what))
+            elif buffer is None and is_users(sys._getframe(2)):
+                if isinstance(value, paddle.Tensor):
+                    raise self._failure(_kept(name))
+                self._left_out.setdefault(f"it sets {name!r}, {user_place()}")
+        super().assigned(put, layer, name, value)
+
+    def _require_place(self, target: Tensor, value: Tensor, stays: bool) -> None:
+        """Refuses what cannot take the place of a parameter or buffer."""
+        refusal = self._state.refusal(target, value, stays)
+        if refusal is not None:
+            raise self._failure(_Obstacle(*refusal))
 
     def node(self, call: NodeCall) -> Any:
         """Notes what a call takes and makes."""
@@ -204,23 +311,27 @@ class _Tracer(Walk):
         if isinstance(layer, paddle.nn.Layer) and layer._sub_layers:
             self._whole[call.scopes[-1].path] = self._unopened.reason(layer) or "it has hooks"
         given = list(tensors_of((call.args, call.named)))
+        self._require_writable(call, given)
+        state = self._state.of(layer, given, len(self._nodes))
         versions = [tensor.inplace_version for tensor in given]
         with lent(_state_of(call.function, given)):
             output = call.do()
+        known, function = self._values, call.function
+        if is_silent(function) and id(given[0]) in known:
+            function = noticed(function)
+            given[0]._bump_inplace_version()
         changed = {
             id(tensor): tensor
             for tensor, version in zip(given, versions)
             if tensor.inplace_version != version
         }
-        known = self._values
+        made = list(tensors_of(output))
+        self._state.called(function, given, made, [*changed.values()])
         written = [(known[key], self._number(changed[key])) for key in changed if key in known]
-        outputs = [
-            known[id(tensor)] if id(tensor) in known else self._number(tensor)
-            for tensor in tensors_of(output)
-        ]
+        outputs = [self._value_of(tensor, given) for tensor in made]
         self._nodes.append(
             Node(
-                call.function,
+                function,
                 args,
                 named,
                 tuple(outputs),
@@ -228,9 +339,33 @@ class _Tracer(Walk):
                 call.scopes,
                 user_place(),
                 paddle.is_grad_enabled(),
+                state,
             )
         )
         return output
+
+    def _require_writable(self, call: NodeCall, given: Sequence[Tensor]) -> None:
+        """Refuses what a stage cannot write into a parameter or buffer."""
+        if call.function is set_data and len(given) > 1:
+            self._require_place(given[0], given[1], call.call is set_data)
+        target = target_of(call.function, call.args)
+        if target is None or not paddle.is_grad_enabled():
+            return
+        owned = self._state.get(target)
+        if owned is None or target.stop_gradient:
+            return
+        if any(not tensor.stop_gradient for tensor in given if tensor is not target):
+            raise self._failure(_has_graph(owned.path))
+
+    def _value_of(self, tensor: Tensor, given: Sequence[Tensor]) -> ValueId:
+        """Returns the number of a tensor that a node returned."""
+        if id(tensor) in self._values:
+            return self._values[id(tensor)]
+        number = self._number(tensor)
+        if self._state.get(tensor) is not None and any(tensor is one for one in given):
+            # An operation that wrote into a buffer returns it: it is a buffer still.
+            del self._values[id(tensor)]
+        return number
 
     def _number(self, tensor: Tensor) -> ValueId:
         """Gives a tensor a number; another one if it has one."""
@@ -258,7 +393,7 @@ class _Tracer(Walk):
         number = self._values.get(id(tensor))
         if number is not None:
             return Ref(number)
-        owned = self._owned.get(id(tensor))
+        owned = self._state.get(tensor)
         if owned is not None:
             return owned
         if not tensor.stop_gradient:
@@ -304,39 +439,3 @@ def _state_of(function: Function, given: list[Tensor]) -> list[Tensor]:
     if isinstance(function, paddle.nn.Layer):
         given = [*given, *function.state_dict().values()]
     return given
-
-
-def _owned_by(model: Layer) -> Iterator[tuple[int, Owned]]:
-    """Yields the parameters and buffers of a model by their ids."""
-    found: dict[int, Owned] = {}
-    for path, layer in model.named_sublayers(include_self=True):
-        for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]:
-            if tensor is not None:
-                whole = f"{path}.{name}" if path else name
-                found.setdefault(id(tensor), Owned(layer, name, whole))
-    yield from found.items()
-
-
-@contextmanager
-def state_kept(model: Layer) -> Iterator[set[int]]:
-    """Puts buffers and random states back in the end, and tells the ids of those that changed."""
-    changed: set[int] = set()
-    kept = [
-        (holder, name, holder[name], holder[name].clone())
-        for layer in model.sublayers(include_self=True)
-        for holder, name in state_slots(layer)
-        if has_memory(holder[name])
-    ]
-    with random_states_kept():
-        try:
-            yield changed
-        finally:
-            for holder, name, tensor, value in kept:
-                # equal_all of 2.6.2 takes small numbers for zeros.
-                if (
-                    holder[name] is not tensor
-                    or tensor.numpy().tobytes() != value.numpy().tobytes()
-                ):
-                    changed.add(id(tensor))
-                    tensor.set_value(value)
-                    holder[name] = tensor

@@ -12,7 +12,7 @@ from typing import Any, Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph import nest, state_slots
+from fleetpipe.dygraph import nest
 
 #: Numbers a value.
 ValueId = int
@@ -92,6 +92,8 @@ class Node:
             its own call at the end.
         place: File and line of the user's that called it.
         grad: Whether gradients were on.
+        state: The names of the parameters and buffers of the model that it has, takes, or takes
+            the memory of; each tensor has one.
     """
 
     function: Callable[..., Any]
@@ -102,6 +104,7 @@ class Node:
     scopes: tuple[Scope, ...]
     place: str
     grad: bool = True
+    state: frozenset[str] = frozenset()
 
     @property
     def is_layer(self) -> bool:
@@ -132,15 +135,6 @@ class Node:
         """The parameters and buffers that it takes, as an operation."""
         return [leaf for leaf in arguments(self) if isinstance(leaf, Owned)]
 
-    @property
-    def buffers(self) -> set[int]:
-        """The ids of the tensors of the model, but trained ones, that it has or takes."""
-        layer: Layer = self.function
-        layers = layer.sublayers(include_self=True) if self.is_layer else []
-        tensors = [holder[name] for layer in layers for holder, name in state_slots(layer)]
-        tensors += [getattr(one.layer, one.name) for one in self.owned]
-        return {id(tensor) for tensor in tensors}
-
 
 def arguments(node: Node) -> Iterator[Nest]:
     """Yields what the containers in a node's arguments hold."""
@@ -157,7 +151,7 @@ class Trace:
         outputs: What it returned, likewise.
         likes: What is known of each value.
         marks: The node before which each call of ``pipe_split`` came.
-        changed: The ids of the buffers into which it wrote.
+        changed: The parameters and buffers into which it wrote, by their names.
         unopened: Why a layer that has sublayers is a node as a whole, by its path.
         left_out: What it did beside these, which no stage does again, with file and line.
     """
@@ -167,7 +161,7 @@ class Trace:
     outputs: Nest
     likes: tuple[Like, ...]
     marks: tuple[int, ...] = ()
-    changed: frozenset[int] = frozenset()
+    changed: Mapping[str, Owned] = field(default_factory=dict)
     unopened: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     _made: dict[ValueId, int] = field(default_factory=dict, repr=False, compare=False)

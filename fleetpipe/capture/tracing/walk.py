@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from fleetpipe.aliases import Layer, Nest
-from fleetpipe.capture.tracing._paddle import Function
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture.tracing._paddle import Function, set_data
 from fleetpipe.capture.tracing.value import Scope
 
 #: Layers of Paddle's that call others, and are opened nevertheless.
@@ -28,6 +29,8 @@ class Unopened:
         """Takes the classes whose layers are never opened."""
         self._kinds = dict.fromkeys(kinds, "its class is in no_split")
         self._opened: dict[str, bool] = {}
+        #: The parameters and buffers that some run has written into, by name.
+        self.written: set[str] = set()
 
     def add(self, kind: type, reason: str) -> None:
         """Has layers of another class not be opened."""
@@ -100,6 +103,8 @@ class Walk:
         self._scopes: list[Scope] = []
         self._opened: list[Layer] = []
         self._inside = False
+        #: The buffers in whose place the run has put other tensors.
+        self._replaced: dict[tuple[int, str], Tensor] = {}
 
     def node(self, call: NodeCall) -> Any:
         """Does the call of a node; nothing is heard meanwhile."""
@@ -154,8 +159,24 @@ class Walk:
         """Calls the function: what a stage recomputes is said to the pipeline."""
         return call() if self._inside else function(*args)
 
-    def assigned(self, name: str, value: Any) -> None:
+    def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
+        return function(*args, **named)
+
+    def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
+        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
+        before = vars(layer).get("_buffers", {}).get(name)
+        another = isinstance(value, paddle.Tensor) and value is not before
+        if self._inside or id(layer) not in self._paths or before is None or not another:
+            put(layer, name, value)
+            return
+
+        def set_buffer(*_: Tensor) -> None:
+            put(layer, name, value)
+
+        # A stage has the buffer share the memory of the other tensor: it stays where it is.
+        buffer = self._replaced.setdefault((id(layer), name), before)
+        self._alone(NodeCall(set_data, set_buffer, (buffer, value), {}, tuple(self._scopes)))
 
     def _alone(self, call: NodeCall) -> Any:
         self._inside = True

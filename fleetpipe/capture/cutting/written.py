@@ -1,0 +1,88 @@
+"""What a forward writes into belongs to one stage, which has it in order: no cut parts its uses.
+
+A stage runs its micro-batches one after another, so that each finds what the one before has left.
+Another stage would come too early, too late, or have a copy of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+from fleetpipe.capture.tracing.value import Node, Trace
+from fleetpipe.errors import CaptureError
+
+
+class Span(NamedTuple):
+    """The first and the last node of a run that use a parameter or buffer."""
+
+    first: int
+    last: int
+
+
+#: By the name of what any of several runs writes into, its span in each; None where none uses it.
+Spans = dict[str, list[Optional[Span]]]
+
+
+def spans(traces: Sequence[Trace]) -> Spans:
+    """Returns where runs use what any of them writes into."""
+    names = dict.fromkeys(name for trace in traces for name in trace.changed)
+    return {name: [_span(name, trace.nodes) for trace in traces] for name in names}
+
+
+def _span(name: str, nodes: Sequence[Node]) -> Span | None:
+    users = [number for number, node in enumerate(nodes) if name in node.state]
+    return Span(users[0], users[-1]) if users else None
+
+
+def parted(written: Spans, starts: Sequence[int]) -> str | None:
+    """Names something that is used on both sides of a place; None where nothing is.
+
+    Args:
+        written: Where the runs use it.
+        starts: The first node behind the place, in each run.
+    """
+    for name, found in written.items():
+        pairs = [(span, start) for span, start in zip(found, starts) if span is not None]
+        if any(span.first < start for span, start in pairs) and any(
+            span.last >= start for span, start in pairs
+        ):
+            return name
+    return None
+
+
+def require_one_stage(runs: Sequence[tuple[Trace, Sequence[int]]]) -> None:
+    """Refuses a cut that parts the uses of what a forward writes into.
+
+    Args:
+        runs: In training and in evaluation, each with the first node of each stage but stage 0.
+
+    Raises:
+        CaptureError: A parameter or buffer is used in two stages.
+    """
+    traces, cuts = zip(*runs)
+    for starts in zip(*cuts):
+        written = spans(traces)
+        name = parted(written, starts)
+        if name is not None:
+            before, after = _sides(name, runs)
+            raise CaptureError(
+                f"two stages share {name!r}, into which the forward writes",
+                where=f"{before}; {after}",
+                cause="micro-batches come to the stages at different times: one stage would see "
+                "what others wrote for another micro-batch",
+                fix="cut so that all of its uses are in one stage: fleetpipe.explain(model, "
+                "example) shows where",
+            )
+
+
+def _sides(name: str, runs: Sequence[tuple[Trace, Sequence[int]]]) -> tuple[str, str]:
+    """Names a node in each of two stages that uses a parameter or buffer."""
+    users: dict[int, str] = {}
+    for trace, starts in runs:
+        for number, node in enumerate(trace.nodes):
+            if name in node.state:
+                stage = sum(start <= number for start in starts)
+                users.setdefault(stage, f"{node.name} in stage {stage}, {node.place}")
+    first, second, *_ = (users[stage] for stage in sorted(users))
+    return first, second

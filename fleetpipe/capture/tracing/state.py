@@ -1,0 +1,202 @@
+"""The parameters and buffers of a model during a run: which node has which, and writes into it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.capture.tracing._paddle import DATA_ENDS_TRAINING, Function, is_silent, set_data
+from fleetpipe.capture.tracing.value import Node, Owned
+from fleetpipe.dygraph import has_memory
+
+_NONE: frozenset[str] = frozenset()
+
+
+class Refusal(NamedTuple):
+    """Why no node can be made of what a forward does to a parameter or buffer.
+
+    Attributes:
+        what: What it does.
+        cause: Why that is no node.
+        fix: What to write instead.
+    """
+
+    what: str
+    cause: str
+    fix: str
+
+
+class RunState:
+    """The parameters and buffers of a model, while its forward runs once."""
+
+    def __init__(self, model: Layer) -> None:
+        """Begins before the run.
+
+        Args:
+            model: The model.
+        """
+        self._owned: dict[int, Owned] = {}
+        self._tensors: list[tuple[Tensor, int]] = []
+        self._places: Counter[int] = Counter()
+        self._of_layer: dict[int, frozenset[str]] = {}
+        #: By tensor that has their memory, and is none of them: the names of some.
+        self._views: dict[int, frozenset[str]] = {}
+        #: What nodes take views of, by the number of the node.
+        self._by_view: dict[int, frozenset[str]] = {}
+        self._written: set[str] = set()
+        self._written_by_view: set[str] = set()
+        self._find(model)
+
+    def _find(self, model: Layer) -> None:
+        for path, layer in model.named_sublayers(include_self=True):
+            for name, tensor in _held(layer):
+                whole = f"{path}.{name}" if path else name
+                if id(tensor) not in self._owned:
+                    self._tensors.append((tensor, tensor.inplace_version))
+                self._owned.setdefault(id(tensor), Owned(layer, name, whole))
+                self._places[id(tensor)] += 1
+        for layer in model.sublayers(include_self=True):
+            parts = layer.sublayers(include_self=True)
+            names = {self._owned[id(t)].path for part in parts for _, t in _held(part)}
+            self._of_layer[id(layer)] = frozenset(names)
+
+    def get(self, tensor: Tensor) -> Owned | None:
+        """Returns what stands for a parameter or buffer; None for another tensor."""
+        return self._owned.get(id(tensor))
+
+    def of(self, function: Function, given: Sequence[Tensor], number: int) -> frozenset[str]:
+        """Returns the names of what a node has, or takes.
+
+        Args:
+            function: What it calls.
+            given: The tensors that it takes.
+            number: The number of the node.
+        """
+        names = set(self._of_layer.get(id(function), _NONE))
+        names.update(self._owned[id(t)].path for t in given if id(t) in self._owned)
+        by_view = frozenset().union(*(self._views.get(id(tensor), _NONE) for tensor in given))
+        if by_view:
+            self._by_view[number] = by_view
+        return frozenset(names)
+
+    def called(
+        self,
+        function: Function,
+        given: Sequence[Tensor],
+        made: Iterable[Tensor],
+        written: Iterable[Tensor],
+    ) -> None:
+        """Notes what a node has written, and what has the memory of parameters or buffers.
+
+        Args:
+            function: What it called.
+            given: The tensors that it took.
+            made: Those that it returned.
+            written: Those of ``given`` that have another version now.
+        """
+        for tensor in written:
+            self._wrote(tensor)
+        if is_silent(function):
+            self._wrote(given[0])
+        if isinstance(function, paddle.nn.Layer):
+            return
+        sources = [(tensor, self._names_of(tensor)) for tensor in given]
+        sources = [(tensor, names) for tensor, names in sources if names and has_memory(tensor)]
+        if function is set_data:
+            # The value that a buffer has from here on.
+            self._views[id(given[1])] = self._names_of(given[0]) | self._names_of(given[1])
+            return
+        for output in made if sources else ():
+            if id(output) in self._owned or not has_memory(output):
+                continue
+            for tensor, names in sources:
+                if tensor is not output and output._is_shared_buffer_with(tensor):
+                    self._views[id(output)] = names.union(self._views.get(id(output), _NONE))
+
+    def _wrote(self, tensor: Tensor) -> None:
+        """Notes that a tensor was written into."""
+        if id(tensor) in self._owned:
+            self._written.add(self._owned[id(tensor)].path)
+        names = self._views.get(id(tensor), _NONE)
+        self._written |= names
+        self._written_by_view |= names
+
+    def heard(self, function: Function, args: tuple[object, ...]) -> None:
+        """Notes what an operation within a node writes into, where its version will not say so."""
+        if is_silent(function) and id(args[0]) in self._owned:
+            self._wrote(args[0])
+
+    def changed(self, ids: Collection[int]) -> dict[str, Owned]:
+        """Returns what the run has written into, by name.
+
+        Args:
+            ids: The tensors that are no more what they were.
+        """
+        self._written.update(
+            self._owned[id(tensor)].path
+            for tensor, version in self._tensors
+            if id(tensor) in ids or tensor.inplace_version != version
+        )
+        owned = {one.path: one for one in self._owned.values()}
+        return {name: owned[name] for name in sorted(self._written)}
+
+    def through_views(self, nodes: Sequence[Node]) -> list[frozenset[str]]:
+        """Returns the state of each node, with what it takes the memory of, if that is written."""
+        return [
+            node.state | (self._by_view.get(number, _NONE) & self._written_by_view)
+            for number, node in enumerate(nodes)
+        ]
+
+    def _names_of(self, tensor: Tensor) -> frozenset[str]:
+        owned = self._owned.get(id(tensor))
+        return self._views.get(id(tensor), _NONE) if owned is None else frozenset({owned.path})
+
+    def refusal(self, target: Tensor, value: Tensor, stays: bool) -> Refusal | None:
+        """Returns why a tensor cannot take the place of a parameter or buffer; None if it can.
+
+        Args:
+            target: The parameter or buffer.
+            value: The tensor whose memory it is to have.
+            stays: Whether the layers keep the one that they have, with the other's memory.
+        """
+        owned, other = self._owned.get(id(target)), self._owned.get(id(value))
+        if owned is None:
+            return None
+        write = f"write into it: paddle.assign(value.detach(), self.{owned.name})"
+        if other is not None and other != owned:
+            return Refusal(
+                f"has {owned.path!r} be the same tensor as {other.path!r}",
+                "a stage writes into the tensors that there are",
+                f"assign a copy: self.{owned.name} = value.clone()",
+            )
+        if stays and not target.stop_gradient and DATA_ENDS_TRAINING:
+            return Refusal(
+                f"sets .data of the parameter {owned.path!r}",
+                "in this version of Paddle that is another tensor, which is not trained",
+                f"write self.{owned.name}.set_value(value)",
+            )
+        if not stays and self._places[id(target)] > 1:
+            return Refusal(
+                f"puts another tensor in the place of {owned.path!r}, which several layers have",
+                "the others would keep the one that was there",
+                write,
+            )
+        if list(target.shape) != list(value.shape) or target.dtype != value.dtype:
+            return Refusal(
+                f"gives {owned.path!r} another shape or dtype",
+                f"it was {list(target.shape)} of {target.dtype}, and becomes {list(value.shape)} "
+                f"of {value.dtype}",
+                "keep one shape and dtype, or put that code into a sublayer: what is within one "
+                "may do anything",
+            )
+        return None
+
+
+def _held(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and buffers that a layer has itself, by name."""
+    for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]:
+        if tensor is not None:
+            yield name, tensor

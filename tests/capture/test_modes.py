@@ -1,0 +1,164 @@
+"""Layers that are in a mode of their own: the stages run them as the plain model does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import fleet
+from fleetpipe.errors import CaptureError
+from tests.capture.beside import trained
+from tests.jobs import job
+from tests.pipelines import sgd
+
+X = paddle.to_tensor(np.random.default_rng(0).standard_normal((8, 3)).astype("float32"))
+LABELS = paddle.to_tensor([[0], [1], [2], [0]] * 2)
+
+
+class Block(nn.Layer):  # type: ignore[misc]
+    """A batch norm between layers, and dropout that is an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(3, 3), nn.BatchNorm1D(3)
+
+    def forward(self, x: Any) -> Any:
+        # In evaluation it computes something else.
+        x = self.norm(self.fc(x).tanh())
+        return x * 2 if self.training else x
+
+
+class Net(nn.Layer):  # type: ignore[misc]
+    """Two blocks between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.frozen, self.block = Block(), Block()
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.block(self.frozen(self.first(x))))
+
+
+class Frozen(Net):
+    """Keeps a block in evaluation, in its own ``train``."""
+
+    def train(self, *mode: Any) -> Any:
+        super().train(*mode)
+        self.frozen.norm.eval()
+        return self
+
+
+class Frozens(nn.Sequential):  # type: ignore[misc]
+    """A sublayer that keeps its first layer in evaluation."""
+
+    def train(self, *mode: Any) -> Any:
+        super().train(*mode)
+        self[0].eval()
+        return self
+
+
+def modes(model: Any) -> dict[str, bool]:
+    """The mode of each layer, by name."""
+    return {name: part.training for name, part in model.named_sublayers(include_self=True)}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+@pytest.mark.parametrize("split_spec", [["block"], ["frozen.norm"]])
+def test_a_models_own_train_is_heeded(split_spec: list[str], schedule: str) -> None:
+    with job(2, 4, schedule):
+        done = trained(Frozen, [X, LABELS], split_spec=split_spec, steps=2, verify=False)
+        assert done.differing == []
+        assert modes(done.pipe.plain) == modes(done.plain)
+        done.plain.eval()
+        found = done.model.predict_batch(X[:3])
+        assert modes(done.pipe.plain) == modes(done.plain)
+    # Two micro-batches, of which the second has one row.
+    expected = paddle.concat([done.plain(X[:2]), done.plain(X[2:3])])
+    assert np.array_equal(found, expected)
+
+
+def test_a_sublayers_own_train_is_heeded_as_far_as_paddle_calls_it() -> None:
+    def build() -> Any:
+        return Frozens(Block(), nn.Linear(3, 3), Block())
+
+    with job(2):
+        done = trained(build, [X, LABELS], split_spec=["2"], steps=2, verify=False)
+    assert done.differing == []
+    assert modes(done.pipe.plain) == modes(done.plain)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_mode_that_the_user_sets_stays(before: bool) -> None:
+    """Set before the pipeline is made, and between two steps."""
+    with job(2):
+        paddle.seed(1)
+        model, plain = Net(), Net()
+        plain.set_state_dict(model.state_dict())
+        if before:
+            model.block.eval()
+        pipe = fleetpipe.pipeline(model, X[:2], nn.CrossEntropyLoss(), ["block"], verify=False)
+        wrapped = fleet.distributed_model(pipe)
+        if not before:
+            wrapped.train_batch([X, LABELS], sgd(wrapped))
+            plain.set_state_dict(pipe.state_dict())
+            model.block.eval()
+        plain.block.eval()
+        loss = wrapped.forward_backward_pipeline([X, LABELS])
+        losses = [
+            nn.functional.cross_entropy(plain(X[i : i + 2]), LABELS[i : i + 2]) / 4
+            for i in range(0, 8, 2)
+        ]
+        for share in losses:
+            share.backward()
+        assert float(loss) == float(sum(losses[1:], losses[0]))
+        gradients = {name: p.grad for name, p in plain.named_parameters() if p.trainable}
+        assert len(gradients) == 12
+        for name, parameter in pipe.named_parameters():
+            if name in gradients:
+                assert np.array_equal(parameter.grad, gradients[name]), name
+        assert modes(model) == modes(plain)
+        # What the user says, goes: the model's own train() sets all of them.
+        wrapped.train()
+        assert all(modes(model).values())
+        wrapped.eval()
+        assert not any(modes(model).values())
+
+
+class Switches(Net):
+    """Has a layer be in evaluation, in its forward."""
+
+    def forward(self, x: Any) -> Any:
+        self.frozen.norm.eval()
+        return super().forward(x)
+
+
+def test_a_forward_that_switches_modes_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError) as caught:
+        fleetpipe.pipeline(Switches(), X[:2], split_spec=["block"], verify=False)
+    text, line = str(caught.value), Switches.forward.__code__.co_firstlineno + 1
+    assert "switches a layer between training and evaluation" in text
+    assert f"where: {__file__}:{line}\n" in text
+    assert "def train(self): super().train(); self.norm.eval()" in text
+
+
+def test_in_a_sublayer_modes_may_be_switched() -> None:
+    class Toggles(Block):
+        def forward(self, x: Any) -> Any:
+            self.norm.train()
+            x = self.norm(self.fc(x))
+            self.norm.eval()
+            return self.norm(x)
+
+    def build() -> Any:
+        return nn.Sequential(nn.Linear(3, 3), Toggles(), nn.Linear(3, 3))
+
+    with job(2):
+        done = trained(build, [X, LABELS], split_spec=["2"], steps=2, verify=False)
+    assert done.differing == []
+    assert modes(done.pipe.plain) == modes(done.plain)
