@@ -18,7 +18,7 @@ from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.kept import attributes_running_on
 from fleetpipe.capture.tracing.place import forward_place
 from fleetpipe.capture.tracing.signature import PLAIN, signature_of
-from fleetpipe.capture.tracing.value import Node, Owned, Ref, Trace
+from fleetpipe.capture.tracing.value import Mode, Node, Owned, Ref, Trace
 from fleetpipe.dygraph.nest import leaves, mapped
 from fleetpipe.errors import CaptureError
 
@@ -75,6 +75,34 @@ def require_same_calls(capturing: Capturing) -> None:
         capturing.unopened.add(type(layers[found.path]), f"its forward {_WHAT}, {found.place}")
 
 
+def require_same_modes(first: Trace, again: Trace) -> None:
+    """Refuses a forward that switches layers between training and evaluation, and not always alike.
+
+    Args:
+        first: A run that switches some.
+        again: One from the modes in which that has left them.
+
+    Raises:
+        CaptureError: The second runs otherwise.
+    """
+    parts = _parting(first, again)
+    if parts is not None or first.switched != _modes_after(first, again):
+        raise CaptureError(
+            "the forward switches layers between training and evaluation, each time otherwise",
+            where=first.switched_at,
+            expected=None if parts is None else parts.expected,
+            got=None if parts is None else parts.got,
+            cause="what the first micro-batch leaves is what the second finds",
+            fix="do it where modes are set: def train(self): super().train(); self.norm.eval()",
+        )
+
+
+def _modes_after(first: Trace, again: Trace) -> tuple[Mode, ...]:
+    """Returns the modes that a second run leaves of the layers that the first has switched."""
+    modes = {id(mode.layer): mode for mode in again.switched}
+    return tuple(modes.get(id(mode.layer), mode) for mode in first.switched)
+
+
 def moved(tensor: Tensor) -> Tensor:
     """Returns other numbers of the same kind: rows and columns in another order."""
     other = tensor.detach().roll(1) if tensor.ndim else tensor.detach()
@@ -119,6 +147,8 @@ def _differing(node: Node | None, other: Node | None) -> tuple[str, str] | None:
     for one, another in zip_longest(_given(node), _given(other), fillvalue="nothing"):
         if not _same(one, another):
             return f"{node.name} with {_shown(one)}", f"{node.name} with {_shown(another, True)}"
+    if node.modes != other.modes:
+        return f"{node.name} in one mode", f"{node.name} in another"
     return None
 
 

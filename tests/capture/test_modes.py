@@ -138,17 +138,49 @@ class Switches(Net):
         return super().forward(x)
 
 
-def test_a_forward_that_switches_modes_is_refused_with_its_line() -> None:
+class Toggles(Net):
+    """Calls a layer in evaluation, and then in training."""
+
+    def forward(self, x: Any) -> Any:
+        self.frozen.norm.eval()
+        x = self.frozen(self.first(x))
+        self.frozen.norm.train()
+        return self.last(self.block(self.frozen.norm(x)))
+
+
+@pytest.mark.parametrize("kind", [Switches, Toggles])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_a_forward_may_switch_modes(kind: type, schedule: str) -> None:
+    with job(2, 4, schedule):
+        done = trained(kind, [X, LABELS], split_spec=["block"], steps=2, verify=False)
+        assert done.differing == []
+        assert modes(done.pipe.plain) == modes(done.plain)
+        done.plain.eval()
+        found = done.model.predict_batch(X[:2])
+    assert np.array_equal(found, done.plain(X[:2]))
+    assert modes(done.pipe.plain) == modes(done.plain)
+
+
+class Forgets(Net):
+    """Leaves a layer in another mode than it finds it in."""
+
+    def forward(self, x: Any) -> Any:
+        x = self.frozen(self.first(x))
+        self.frozen.norm.eval()
+        return self.last(self.block(x))
+
+
+def test_modes_that_change_from_call_to_call_are_refused_with_the_line() -> None:
     with pytest.raises(CaptureError) as caught:
-        fleetpipe.pipeline(Switches(), X[:2], split_spec=["block"], verify=False)
-    text, line = str(caught.value), Switches.forward.__code__.co_firstlineno + 1
-    assert "switches a layer between training and evaluation" in text
+        fleetpipe.pipeline(Forgets(), X[:2], split_spec=["block"], verify=False)
+    text, line = str(caught.value), Forgets.forward.__code__.co_firstlineno + 2
+    assert "between training and evaluation, each time otherwise" in text
     assert f"where: {__file__}:{line}\n" in text
     assert "def train(self): super().train(); self.norm.eval()" in text
 
 
 def test_in_a_sublayer_modes_may_be_switched() -> None:
-    class Toggles(Block):
+    class Switched(Block):
         def forward(self, x: Any) -> Any:
             self.norm.train()
             x = self.norm(self.fc(x))
@@ -156,7 +188,7 @@ def test_in_a_sublayer_modes_may_be_switched() -> None:
             return self.norm(x)
 
     def build() -> Any:
-        return nn.Sequential(nn.Linear(3, 3), Toggles(), nn.Linear(3, 3))
+        return nn.Sequential(nn.Linear(3, 3), Switched(), nn.Linear(3, 3))
 
     with job(2):
         done = trained(build, [X, LABELS], split_spec=["2"], steps=2, verify=False)

@@ -11,6 +11,7 @@ from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.cutting import cuts
 from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.cutting.edges import crossing
+from fleetpipe.capture.repeated import require_same_modes
 from fleetpipe.capture.running.replay import entries
 from fleetpipe.capture.tracing._paddle import renew
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
@@ -133,6 +134,8 @@ class Forms:
 
     def _made(self, signature: Signature, training: bool) -> Form:
         trace = self.capturing(signature, training)
+        if trace.switched:
+            require_same_modes(trace, self.capturing.after(trace, signature, training))
         starts = tuple(cuts.starts(trace, self._borders))
         functions = entries(trace, signature)
         infos = tuple(LayerInfo(str(getattr(f, "__name__", ""))) for f in functions)
@@ -156,10 +159,14 @@ def _written(trace: Trace, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ..
 
 
 def _normalizes(node: Node) -> bool:
-    """Whether a node is a layer of Paddle's: backward needs none of its running statistics."""
+    """Whether a node is a layer of Paddle's that trains: backward needs no running statistics."""
     layer: Layer = node.function
     plain = node.is_layer and not layer._forward_pre_hooks and not layer._forward_post_hooks
-    return plain and type(layer).__module__.startswith("paddle.nn.")
+    return (
+        plain
+        and type(layer).__module__.startswith("paddle.nn.")
+        and all(mode.training for mode in node.modes)
+    )
 
 
 def _require_recomputable(form: Form) -> None:
@@ -168,6 +175,13 @@ def _require_recomputable(form: Form) -> None:
     Raises:
         CaptureError: A parameter is written into, or several nodes use a buffer that is.
     """
+    if form.trace.switched:
+        raise CaptureError(
+            "the forward switches layers between training and evaluation, and nodes are computed "
+            "again",
+            where=form.trace.switched_at,
+            fix="set recompute_interval=0",
+        )
     for owned in chain.from_iterable(form.written):
         name = owned.path
         users = [node for node in form.trace.nodes if name in node.state]

@@ -7,13 +7,13 @@ them of the model's inputs, the last makes the model's outputs of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.capture.tracing.signature import Signature
-from fleetpipe.capture.tracing.value import Node, Owned, Ref, Trace, ValueId
+from fleetpipe.capture.tracing.value import Mode, Node, Owned, Ref, Trace, ValueId
 from fleetpipe.dygraph.nest import tensors_of
 
 #: The values that are still needed, by name.
@@ -46,7 +46,8 @@ def entries(trace: Trace, signature: Signature) -> list[Callable[[Nest], Nest]]:
     functions: list[Callable[[Nest], Nest]] = [_Inputs(trace, needed[0], signature)]
     for node, later in zip(trace.nodes, needed[1:]):
         layers = [node.function] if node.is_layer else [owned.layer for owned in node.owned]
-        functions.append(_named(functools.partial(_Call(node, later), *layers), node.name))
+        call = _Call(node, later, node.modes if trace.switched else ())
+        functions.append(_named(functools.partial(call, *layers), node.name))
     return [*functions, _Outputs(trace)]
 
 
@@ -98,7 +99,7 @@ class _Outputs:
 class _Call:
     """Calls what a node calls."""
 
-    def __init__(self, node: Node, needed: frozenset[str]) -> None:
+    def __init__(self, node: Node, needed: frozenset[str], modes: Sequence[Mode]) -> None:
         self._function = node.function
         self._args = [_fill(arg) for arg in node.args]
         self._named = {name: _fill(arg) for name, arg in node.named.items()}
@@ -108,9 +109,12 @@ class _Call:
         ]
         self._needed = needed
         self._grad = node.grad
+        self._modes = modes
 
     def __call__(self, *given: Any) -> Nest:
         values: Values = given[-1]
+        for mode in self._modes:
+            mode.put_back()
         args = [fill(values) for fill in self._args]
         named = {name: fill(values) for name, fill in self._named.items()}
         if self._grad:

@@ -37,7 +37,10 @@ class CapturedStages:
         def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
             form, value = self.form(stage, value)
             form.renew(stage)
-            return form.runner.function(stage)(value, micro_batch)
+            output = form.runner.function(stage)(value, micro_batch)
+            for mode in form.trace.switched:
+                mode.put_back()
+            return output
 
         return run
 

@@ -48,6 +48,13 @@ class Capturing:
             self.example if signature == self._look else numbers_like(signature), training
         )
 
+    def after(self, trace: Trace, signature: Signature, training: bool) -> Trace:
+        """Returns a run from the modes in which another has left the layers that it switched."""
+        with in_mode(self.model, training):
+            for mode in trace.switched:
+                mode.put_back()
+            return self(signature, training)
+
     def with_numbers(self, inputs: Nest, training: bool) -> Trace:
         """Returns what the forward calls for these inputs, which stay as they are.
 

@@ -27,7 +27,7 @@ from fleetpipe.capture.tracing.mark import noting
 from fleetpipe.capture.tracing.place import forward_place, is_users, user_place
 from fleetpipe.capture.tracing.signature import PLAIN
 from fleetpipe.capture.tracing.state import RunState
-from fleetpipe.capture.tracing.value import Like, Node, Ref, Trace, ValueId, like
+from fleetpipe.capture.tracing.value import Like, Mode, Node, Ref, Trace, ValueId, like
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph.nest import leaves, tensors_of
 from fleetpipe.errors import CaptureError
@@ -54,12 +54,6 @@ _READS = _Obstacle(
 )
 _BACKWARD = _Obstacle(
     "computes gradients", "a stage's backward is its own: a node is no place for another"
-)
-_MODES = _Obstacle(
-    "switches a layer between training and evaluation",
-    "a stage runs its nodes in the modes with which a batch begins",
-    "do it where modes are set: def train(self): super().train(); self.norm.eval(); or "
-    + _IN_A_SUBLAYER,
 )
 _MEMORY = _Obstacle(
     "reaches for the memory of a tensor",
@@ -150,6 +144,8 @@ class _Tracer(Walk):
     def __init__(self, model: Layer, unopened: Unopened) -> None:
         super().__init__(model, unopened)
         self._state = RunState(model)
+        #: The layers that were switched between training and evaluation, and where.
+        self._switched: dict[int, tuple[Layer, str]] = {}
         #: Where numbers of parameters and buffers are read, by name.
         self._numbers: dict[str, _NotTraceable] = {}
         self._nodes: list[Node] = []
@@ -180,6 +176,8 @@ class _Tracer(Walk):
             self._noted(output),
             tuple(self._likes),
             tuple(self._marks),
+            switched=tuple(Mode(layer, layer.training) for layer, _ in self._switched.values()),
+            switched_at=next((place for _, place in self._switched.values()), ""),
             unopened=self._whole,
             left_out=tuple(self._left_out),
         )
@@ -285,7 +283,7 @@ class _Tracer(Walk):
         """Refuses that a tensor is kept but in a buffer, and notes what else is."""
         if not self._inside:
             if name == "training" and id(layer) in self._paths and value != layer.training:
-                raise self._failure(_MODES)
+                self._switched.setdefault(id(layer), (layer, user_place()))
             buffer = vars(layer).get("_buffers", {}).get(name)
             # 0 is this function, 1 what stands for Layer.__setattr__, 2 what sets the attribute.
             if buffer is not None and value is not buffer:
@@ -314,6 +312,7 @@ class _Tracer(Walk):
         self._require_writable(call, given)
         state = self._state.of(layer, given, len(self._nodes))
         versions = [tensor.inplace_version for tensor in given]
+        modes = _modes_in(layer)
         with lent(_state_of(call.function, given)):
             output = call.do()
         known, function = self._values, call.function
@@ -340,6 +339,7 @@ class _Tracer(Walk):
                 user_place(),
                 paddle.is_grad_enabled(),
                 state,
+                modes,
             )
         )
         return output
@@ -402,6 +402,13 @@ class _Tracer(Walk):
 
     def _failure(self, obstacle: _Obstacle) -> _NotTraceable:
         return _NotTraceable(self._opened[-1], obstacle, user_place())
+
+
+def _modes_in(function: Function) -> tuple[Mode, ...]:
+    """Returns the modes of a layer that is a node, and of those in it."""
+    if not isinstance(function, paddle.nn.Layer):
+        return ()
+    return tuple(Mode(part, part.training) for part in function.sublayers(include_self=True))
 
 
 def _sizes(layer: Layer) -> dict[str, int]:

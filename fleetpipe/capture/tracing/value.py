@@ -78,6 +78,17 @@ def like(tensor: Tensor) -> Like:
     return Like(tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2])
 
 
+class Mode(NamedTuple):
+    """Whether a layer is in training."""
+
+    layer: Layer
+    training: bool
+
+    def put_back(self) -> None:
+        """Has the layer be in this mode, and those in it as they are."""
+        self.layer.training = self.training
+
+
 @dataclass(frozen=True)
 class Node:
     """A call of a sublayer, or an operation outside of any.
@@ -94,6 +105,7 @@ class Node:
         grad: Whether gradients were on.
         state: The names of the parameters and buffers of the model that it has, takes, or takes
             the memory of; each tensor has one.
+        modes: The layers in it, each with whether it trained.
     """
 
     function: Callable[..., Any]
@@ -105,6 +117,7 @@ class Node:
     place: str
     grad: bool = True
     state: frozenset[str] = frozenset()
+    modes: tuple[Mode, ...] = ()
 
     @property
     def is_layer(self) -> bool:
@@ -152,6 +165,8 @@ class Trace:
         likes: What is known of each value.
         marks: The node before which each call of ``pipe_split`` came.
         changed: The parameters and buffers into which it wrote, by their names.
+        switched: The layers that it switched between training and evaluation, as it left them.
+        switched_at: Where it did so first, file and line.
         unopened: Why a layer that has sublayers is a node as a whole, by its path.
         left_out: What it did beside these, which no stage does again, with file and line.
     """
@@ -162,6 +177,8 @@ class Trace:
     likes: tuple[Like, ...]
     marks: tuple[int, ...] = ()
     changed: Mapping[str, Owned] = field(default_factory=dict)
+    switched: tuple[Mode, ...] = ()
+    switched_at: str = ""
     unopened: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     _made: dict[ValueId, int] = field(default_factory=dict, repr=False, compare=False)
