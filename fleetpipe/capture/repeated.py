@@ -1,12 +1,12 @@
 """Makes sure that a forward calls the same whatever numbers it gets.
 
-A capture notes one run, and what Python computes in it stays as it was: how many rows a mask left,
-how often the model was called, what a generator of Python's drew. Runs on other numbers show where.
+A capture notes one run, and what Python computes in it stays as it was: how often the model was
+called, what time it is. Runs on other numbers show where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.kept import attributes_running_on
 from fleetpipe.capture.tracing.place import forward_place
 from fleetpipe.capture.tracing.signature import PLAIN, signature_of
-from fleetpipe.capture.tracing.value import Mode, Node, Owned, Ref, Trace
-from fleetpipe.dygraph.nest import leaves, mapped
+from fleetpipe.capture.tracing.value import Mode, Node, Owned, Ref, Trace, parts
+from fleetpipe.dygraph.nest import mapped
 from fleetpipe.errors import CaptureError
 
 _WHAT = "calls something else when it runs again on other numbers"
@@ -57,7 +57,7 @@ def require_same_calls(capturing: Capturing) -> None:
     layers = dict(model.named_sublayers(include_self=True))
     while True:
         # What Python keeps from one run shows in the next.
-        with attributes_running_on(model):
+        with attributes_running_on(model), capturing.told_if_slow():
             found = _difference(capturing)
         if found is None:
             return
@@ -117,15 +117,41 @@ def turned(tensor: Tensor) -> Tensor:
 def _difference(capturing: Capturing) -> _Difference | None:
     """Returns where runs on other numbers part from those on the example."""
     look = signature_of(capturing.example)
-    for training in (True, False):
-        first = capturing(look, training)
-        for change in (moved, turned):
-            numbers = mapped(change, capturing.example)
-            parts = _parting(first, capturing.with_numbers(numbers, training))
-            if parts is not None:
-                place = parts.place or forward_place(capturing.model)
-                return parts._replace(place=place)
+    # Numbers that a forward reads are refused: it takes little to find what comes from elsewhere.
+    for training, change in ((True, moved), (False, turned)):
+        while True:
+            first = capturing(look, training)
+            changes = capturing.unopened.changes
+            second = _run(capturing, change, training)
+            for node in _selecting(first, second):
+                capturing.unopened.add_selecting(node)
+            if changes == capturing.unopened.changes:
+                break
+        difference = _parting(first, second)
+        if difference is not None:
+            place = difference.place or forward_place(capturing.model)
+            return difference._replace(place=place)
     return None
+
+
+def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: bool) -> Trace:
+    """Runs the forward on other numbers; on nearer ones where it fails on these."""
+    try:
+        return capturing.with_numbers(mapped(change, capturing.example), training)
+    except CaptureError as error:
+        if change is moved or error.__cause__ is None:
+            raise
+        return capturing.with_numbers(mapped(moved, capturing.example), training)
+
+
+def _selecting(first: Trace, second: Trace) -> Iterator[str]:
+    """Yields the names of nodes whose outputs have another size in another run."""
+    for node, other in zip(first.nodes, second.nodes):
+        if node.function != other.function or node.makes != other.makes:
+            return
+        for value in node.makes - first.selected:
+            if first.likes[value].shape != second.likes[value].shape:
+                yield node.name
 
 
 def _parting(first: Trace, second: Trace) -> _Difference | None:
@@ -158,7 +184,7 @@ def _told(node: Node | None) -> str:
 
 def _given(node: Node) -> Iterator[object]:
     """Yields what a node is given, and the keys and places of it."""
-    for path, leaf in leaves((node.args, node.named), exact=True):
+    for path, leaf in parts((node.args, node.named)):
         yield path
         yield leaf
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import paddle
 import pytest
+from paddle import nn
 
 import fleetpipe
 from fleetpipe.errors import ConfigError
+from fleetpipe.job import say_once
 from tests.capture.models import GPT, Encoded, UNet, tokens
 
 
@@ -84,3 +88,17 @@ def test_without_matplotlib_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'fleetpipe\[examples\]'"):
         found.draw(tmp_path / "picture.png")
+
+
+def test_a_capture_that_takes_long_says_so_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(nn.Layer):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            time.sleep(0.05)
+            return x * 2
+
+    monkeypatch.setattr(say_once, "_PATIENCE", 0.01)
+    fleetpipe.explain(Slow(), paddle.ones([2, 3]))
+    line = "fleetpipe: capturing Slow: its forward runs in both modes, and on other numbers\n"
+    assert capsys.readouterr().err.count(line) == 1

@@ -32,6 +32,7 @@ class Net(nn.Layer):  # type: ignore[misc]
         self.first, self.second, self.last = (nn.Linear(3, 3) for _ in range(3))
         self.code = Within(code) if sublayers else code
         self.calls, self.seen = 0, []  # type: ignore[var-annotated]
+        self.counts = Counts()
 
     def forward(self, x: Any) -> Any:
         x = self.second(self.first(x).tanh())
@@ -47,6 +48,13 @@ class Within(nn.Layer):  # type: ignore[misc]
 
     def forward(self, x: Any) -> Any:
         return self.code(self, self.second(x))
+
+
+class Counts(nn.Layer):  # type: ignore[misc]
+    """Makes a number of Python's of a tensor."""
+
+    def forward(self, x: Any) -> Any:
+        return bool(x.sum() > 0)
 
 
 def branches(self: Any, x: Any) -> Any:
@@ -73,6 +81,56 @@ def conditional(self: Any, x: Any) -> Any:
 
 def counts_what_a_mask_left(self: Any, x: Any) -> Any:
     return x / (1 + len(paddle.nonzero(x > 0)))
+
+
+def some_rows(x: Any) -> Any:
+    """Selects the first row, and those that begin with what is positive."""
+    return x[(x[:, 0] > 0) | (paddle.arange(x.shape[0]) == 0)]
+
+
+def branches_on_what_a_mask_left(self: Any, x: Any) -> Any:
+    found = paddle.nonzero(x > 1)
+    return x * 2 if found.shape[0] else x
+
+
+def counts_what_came_of_a_mask(self: Any, x: Any) -> Any:
+    rows = self.second(some_rows(x)).tanh().unsqueeze(1)
+    count, _, width = rows.shape
+    return x * width * count
+
+
+def sizes_what_a_mask_left(self: Any, x: Any) -> Any:
+    return x / (paddle.masked_select(x, x > 0).size + 1)
+
+
+def passes_on_a_size(self: Any, x: Any) -> Any:
+    rows = some_rows(x)
+    return x + (rows + paddle.ones(rows.shape)).sum(0)
+
+
+def walks_through_rows(self: Any, x: Any) -> Any:
+    return x + sum(row.sum() for row in some_rows(x))
+
+
+def takes_a_number_of_a_sublayer(self: Any, x: Any) -> Any:
+    return x * 2 if self.counts(x) else x
+
+
+def branches_on_chance(self: Any, x: Any) -> Any:
+    chance = random.random()
+    if chance < 0.5:
+        return x * 2
+    return x
+
+
+def branches_on_chance_of_numpy(self: Any, x: Any) -> Any:
+    kept = np.random.uniform() < 0.5
+    return x * 2 if kept else x
+
+
+def branches_on_chance_of_its_own(self: Any, x: Any) -> Any:
+    heads = [NUMBERS.random() for _ in range(3)]
+    return x * 2 if heads[0] < 0.5 else x
 
 
 def draws_of_python(self: Any, x: Any) -> Any:
@@ -105,6 +163,8 @@ def makes_a_layer(self: Any, x: Any) -> Any:
 
 
 READS = "the forward of Net reads the numbers in a tensor"
+SIZE = "the forward of Net reads a size that depends on the numbers in a tensor"
+DRAWS = "the forward of Net draws from a generator of Python's or NumPy's"
 OTHERWISE = "the forward of Net calls something else when it runs again on other numbers"
 WITHIN = "put that code into a sublayer: what is within one may do anything"
 PYTHONS = "operations of Paddle's; or put that code into a sublayer"
@@ -116,8 +176,17 @@ REFUSED: list[tuple[Callable[[Any, Any], Any], int, str, str]] = [
     (takes_an_item, 1, READS, WITHIN),
     (takes_an_array, 1, READS, WITHIN),
     (conditional, 1, READS, WITHIN),
-    (counts_what_a_mask_left, 1, OTHERWISE, PYTHONS),
-    (draws_of_python, 1, OTHERWISE, PYTHONS),
+    (counts_what_a_mask_left, 1, SIZE, "paddle.numel(x)"),
+    (branches_on_what_a_mask_left, 2, SIZE, WITHIN),
+    (counts_what_came_of_a_mask, 3, SIZE, WITHIN),
+    (sizes_what_a_mask_left, 1, SIZE, WITHIN),
+    (passes_on_a_size, 2, SIZE, WITHIN),
+    (walks_through_rows, 1, SIZE, WITHIN),
+    (takes_a_number_of_a_sublayer, 1, "a number of Python's that counts makes", "return a tensor"),
+    (draws_of_python, 1, DRAWS, "draw by paddle.rand"),
+    (branches_on_chance, 1, DRAWS, "draw by paddle.rand"),
+    (branches_on_chance_of_numpy, 1, DRAWS, "draw by paddle.rand"),
+    (branches_on_chance_of_its_own, 1, DRAWS, "draw by paddle.rand"),
     (draws_of_numpy, 1, OTHERWISE, PYTHONS),
     (counts_its_calls, 2, OTHERWISE, PYTHONS),
     (keeps_a_tensor, 1, "the forward of Net keeps a tensor as 'before'", "paddle.assign"),
@@ -139,9 +208,13 @@ def test_the_line_is_named_and_what_to_do(
     assert fix in text
 
 
-@pytest.mark.parametrize(
-    "code", [branches, loops, takes_an_item, conditional, counts_what_a_mask_left]
-)
+AS_A_NODE = [
+    *(branches, loops, takes_an_item, conditional, counts_what_a_mask_left, passes_on_a_size),
+    *(branches_on_what_a_mask_left, counts_what_came_of_a_mask),
+]
+
+
+@pytest.mark.parametrize("code", AS_A_NODE)
 def test_in_a_sublayer_the_same_code_is_a_node(code: Callable[[Any, Any], Any]) -> None:
     with job(2):
         done = trained(lambda: Net(code, True), [X, LABELS], split_spec=["last"], steps=1)

@@ -144,6 +144,9 @@ def _fill(value: Nest) -> _Fill:
         if hasattr(kind, "_fields"):
             return lambda values: kind(*(item(values) for item in items))
         return lambda values: kind(item(values) for item in items)
+    if isinstance(value, slice):
+        ends = [_fill(end) for end in (value.start, value.stop, value.step)]
+        return lambda values: slice(*(end(values) for end in ends))
     if isinstance(value, dict):
         parts = {key: _fill(item) for key, item in value.items()}
         return lambda values: {key: item(values) for key, item in parts.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ _METHODS = (
     *(f"__{name}__" for name in ("matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge")),
     *("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous", "detach", "detach_"),
     *("copy_", "_copy_to", "_local_value", "_register_grad_hook", "_remove_grad_hook"),
-    *("_new_shared_tensor", "set_value"),
+    *("_new_shared_tensor", "set_value", "_tensor_use_gpudnn"),
 )
 #: Whether ``tensor.data = other`` takes all of the other, and not its memory alone.
 DATA_ENDS_TRAINING = paddle.version.full_version.startswith("2.")
@@ -91,6 +92,9 @@ class Listener(Protocol):
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Called for what reaches for a Tensor's memory."""
 
+    def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
+        """Called with the shape of a Tensor that somebody asks for; returns what it gets."""
+
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Called for what computes gradients."""
 
@@ -114,6 +118,9 @@ class _Unheard:
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
         return call()
+
+    def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
+        return shape
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
         put(layer, name, value)
@@ -146,6 +153,8 @@ def intercepted(listener: Listener) -> Iterator[None]:
         gradient_flag = vars(_Tensor)["stop_gradient"]
         put(_Tensor, "stop_gradient", _flag(chosen, gradient_flag))
         put(_Tensor, "data", _data(chosen, vars(_Tensor)["data"]))
+        put(_Tensor, "shape", _shape(chosen, vars(_Tensor)["shape"]))
+        put(_Tensor, "size", _size(vars(_Tensor)["size"]))
         for name in _BACKWARDS:
             function = vars(core.eager)[name]
             put(core.eager, name, functools.partial(_called, chosen, "backward", function))
@@ -210,6 +219,20 @@ def renew(tensor: Tensor) -> None:
     set_data(tensor, tensor.detach().clone())
 
 
+def _shape(chosen: _Choice, shape: Any) -> property:
+    return property(lambda tensor: chosen().shape(tensor, shape.__get__(tensor)))
+
+
+def _size(size: Any) -> property:
+    def count(tensor: Tensor) -> Any:
+        shape = tensor.shape
+        plain = all(type(one) is int for one in shape)
+        # 3.x makes an int of its own of the product.
+        return size.__get__(tensor) if plain else math.prod(shape)
+
+    return property(count)
+
+
 def _setting(chosen: _Choice, put: Function) -> Function:
     def __setattr__(layer: Layer, name: str, value: Any) -> None:
         chosen().assigned(put, layer, name, value)
@@ -236,16 +259,34 @@ def _apply(chosen: _Choice, apply: Any) -> Any:
 
 def _bound_operations() -> Iterator[tuple[Any, str, Function]]:
     """Yields each name by which a module of Python's holds an operation."""
+    for module, name, function in _found_in(frozenset(sys.modules)):
+        if vars(module).get(name) is function:
+            yield module, name, function
+
+
+@functools.lru_cache(maxsize=1)
+def _found_in(modules: frozenset[str]) -> list[tuple[Any, str, Function]]:
+    """Returns each name by which modules hold an operation: they are many, and seldom change."""
     known = {
         function
         for module in (_C_ops, _legacy_C_ops)
         for function in vars(module).values()
         if isinstance(function, BuiltinFunctionType)
     }
-    for path, module in list(sys.modules.items()):
+    return [
+        (module, name, value)
+        for path, module in list(sys.modules.items())
         # Those of the library itself are where Paddle's modules take the functions from.
-        if path.startswith("paddle.base.libpaddle") or not isinstance(module, ModuleType):
-            continue
-        for name, value in list(vars(module).items()):
-            if isinstance(value, BuiltinFunctionType) and value in known:
-                yield module, name, value
+        if not path.startswith("paddle.base.libpaddle") and isinstance(module, ModuleType)
+        for name, value in list(vars(module).items())
+        if isinstance(value, BuiltinFunctionType) and value in known
+    ]
+
+
+def generator_states() -> list[list[str]]:
+    """Returns what the states of Paddle's generators are, to be compared."""
+    # That of 3.x shows where in memory it is, too.
+    return [
+        [part for part in str(state).split() if not part.startswith("0x")]
+        for state in paddle.get_rng_state()
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
@@ -12,8 +12,9 @@ from fleetpipe.capture.tracing.signature import Signature, numbers_like, signatu
 from fleetpipe.capture.tracing.tracer import traced
 from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.capture.tracing.walk import Unopened
-from fleetpipe.dygraph.nest import mapped, outline
+from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import CaptureError, FleetPipeError, reason
+from fleetpipe.job.say_once import told_if_slow
 
 
 class Capturing:
@@ -37,6 +38,8 @@ class Capturing:
         self.example = example
         self.unopened = Unopened(no_split)
         self._look = signature_of(example)
+        #: The runs on the example, by the modes of all layers; with the state of ``unopened``.
+        self._known: dict[tuple[bool, ...], tuple[int, Trace]] = {}
 
     def __call__(self, signature: Signature, training: bool) -> Trace:
         """Returns what the forward calls, for a batch of a look, in training or in evaluation.
@@ -44,9 +47,15 @@ class Capturing:
         Raises:
             CaptureError: It does what no node can be made of.
         """
-        return self.with_numbers(
-            self.example if signature == self._look else numbers_like(signature), training
-        )
+        if signature != self._look:
+            return self.with_numbers(numbers_like(signature, self.example), training)
+        with in_mode(self.model, training):
+            modes = tuple([layer.training for layer in self.model.sublayers(include_self=True)])
+            known = self._known.get(modes)
+            if known is None or known[0] != self.unopened.changes:
+                trace = self.with_numbers(self.example, training)
+                self._known[modes] = known = (self.unopened.changes, trace)
+        return known[1]
 
     def after(self, trace: Trace, signature: Signature, training: bool) -> Trace:
         """Returns a run from the modes in which another has left the layers that it switched."""
@@ -62,12 +71,10 @@ class Capturing:
             CaptureError: It does what no node can be made of, or fails.
         """
         model = self.model
-        # A forward may write into what it is given.
-        given = mapped(lambda tensor: tensor.detach().clone(), inputs)
         try:
             # As each will run: nothing in evaluation needs a gradient.
-            with in_mode(model, training), paddle.set_grad_enabled(training):
-                return traced(model, given, self.unopened)
+            with self.told_if_slow(), in_mode(model, training), paddle.set_grad_enabled(training):
+                return traced(model, inputs, self.unopened)
         except FleetPipeError:
             raise
         except Exception as error:
@@ -79,6 +86,13 @@ class Capturing:
                 fix="call the plain model with such inputs first: example_inputs is one argument, "
                 "a tuple of arguments, or a dict by name",
             ) from error
+
+    def told_if_slow(self) -> AbstractContextManager[None]:
+        """Within it a line says, once it takes long, that the model is captured."""
+        name = type(self.model).__name__
+        return told_if_slow(
+            f"capturing {name}: its forward runs in both modes, and on other numbers"
+        )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 from fleetpipe.aliases import Layer
 
 #: Packages whose frames are not the user's; the last wraps functions of Paddle 2.6.2.
-_NOT_THE_USERS = ("paddle", "fleetpipe", "decorator")
+_NOT_THE_USERS = ("paddle", "fleetpipe", "numpy", "decorator")
 #: Models that Paddle brings are like a user's.
 _MODELS = "paddle.vision.models."
 
@@ -26,6 +26,14 @@ def user_place() -> str:
         if is_users(frame):
             return f"{frame.f_code.co_filename}:{line}"
     return "?"
+
+
+def asked_by_paddle() -> bool:
+    """Whether the innermost frame that is neither of this package nor NumPy's is Paddle's."""
+    for frame, _ in traceback.walk_stack(None):
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("fleetpipe", "numpy"):
+            return not is_users(frame)
+    return False
 
 
 def raised_at(where: TracebackType | None) -> str:

@@ -7,13 +7,14 @@ knows which run of the forward it is in, and can make that run again with other 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import DType, Nest
-from fleetpipe.dygraph.nest import rebuilt
+from fleetpipe.aliases import DType, Nest, Tensor
+from fleetpipe.dygraph.nest import mapped, rebuilt, tensors_of
 from fleetpipe.errors import CaptureError
 
 #: A signature.
@@ -35,9 +36,23 @@ def signature_of(value: Nest) -> Signature:
     return json.dumps(_described(value))
 
 
-def numbers_like(signature: Signature) -> Nest:
-    """Returns inputs of that look: zeros, in the place of tensors."""
-    return _made(json.loads(signature))
+def numbers_like(signature: Signature, example: Nest) -> Nest:
+    """Returns inputs of that look: the numbers of an example, as often as there is room, or zeros.
+
+    Args:
+        signature: The look.
+        example: Inputs. Not every forward takes zeros: a mask may leave nothing of them.
+    """
+    numbers = tensors_of(example)
+
+    def filled(zeros: Tensor) -> Tensor:
+        tensor = next(numbers, zeros)
+        count, there = math.prod(zeros.shape), math.prod(tensor.shape)
+        if tensor.dtype != zeros.dtype or not there:
+            return zeros
+        return tensor.detach().flatten().tile([-(-count // there)])[:count].reshape(zeros.shape)
+
+    return mapped(filled, _made(json.loads(signature)))
 
 
 def _described(value: Nest) -> Any:

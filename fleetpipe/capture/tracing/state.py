@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.tracing._paddle import DATA_ENDS_TRAINING, Function, is_silent, set_data
+from fleetpipe.capture.tracing.obstacles import Obstacle
 from fleetpipe.capture.tracing.value import Node, Owned
 from fleetpipe.dygraph import has_memory
 
 _NONE: frozenset[str] = frozenset()
-
-
-class Refusal(NamedTuple):
-    """Why no node can be made of what a forward does to a parameter or buffer.
-
-    Attributes:
-        what: What it does.
-        cause: Why that is no node.
-        fix: What to write instead.
-    """
-
-    what: str
-    cause: str
-    fix: str
 
 
 class RunState:
@@ -154,7 +140,7 @@ class RunState:
         owned = self._owned.get(id(tensor))
         return self._views.get(id(tensor), _NONE) if owned is None else frozenset({owned.path})
 
-    def refusal(self, target: Tensor, value: Tensor, stays: bool) -> Refusal | None:
+    def refusal(self, target: Tensor, value: Tensor, stays: bool) -> Obstacle | None:
         """Returns why a tensor cannot take the place of a parameter or buffer; None if it can.
 
         Args:
@@ -167,25 +153,25 @@ class RunState:
             return None
         write = f"write into it: paddle.assign(value.detach(), self.{owned.name})"
         if other is not None and other != owned:
-            return Refusal(
+            return Obstacle(
                 f"has {owned.path!r} be the same tensor as {other.path!r}",
                 "a stage writes into the tensors that there are",
                 f"assign a copy: self.{owned.name} = value.clone()",
             )
         if stays and not target.stop_gradient and DATA_ENDS_TRAINING:
-            return Refusal(
+            return Obstacle(
                 f"sets .data of the parameter {owned.path!r}",
                 "in this version of Paddle that is another tensor, which is not trained",
                 f"write self.{owned.name}.set_value(value)",
             )
         if not stays and self._places[id(target)] > 1:
-            return Refusal(
+            return Obstacle(
                 f"puts another tensor in the place of {owned.path!r}, which several layers have",
                 "the others would keep the one that was there",
                 write,
             )
         if list(target.shape) != list(value.shape) or target.dtype != value.dtype:
-            return Refusal(
+            return Obstacle(
                 f"gives {owned.path!r} another shape or dtype",
                 f"it was {list(target.shape)} of {target.dtype}, and becomes {list(value.shape)} "
                 f"of {value.dtype}",

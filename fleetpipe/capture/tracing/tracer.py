@@ -7,9 +7,12 @@ layer is not opened, and the forward runs again: as a whole it is called in Pyth
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
@@ -22,95 +25,58 @@ from fleetpipe.capture.tracing._paddle import (
     set_data,
     target_of,
 )
+from fleetpipe.capture.tracing.draws import Draws, Generators
 from fleetpipe.capture.tracing.kept import state_kept
 from fleetpipe.capture.tracing.mark import noting
+from fleetpipe.capture.tracing.obstacles import (
+    BACKWARD,
+    DRAWS,
+    MEMORY,
+    READS,
+    SIZE,
+    UNKNOWN,
+    Obstacle,
+    has_graph,
+    kept,
+    reads_state,
+    returned,
+    unseen,
+)
 from fleetpipe.capture.tracing.place import forward_place, is_users, user_place
 from fleetpipe.capture.tracing.signature import PLAIN
+from fleetpipe.capture.tracing.sizes import Size, Sizes, tensors_in, whole
 from fleetpipe.capture.tracing.state import RunState
-from fleetpipe.capture.tracing.value import Like, Mode, Node, Ref, Trace, ValueId, like
+from fleetpipe.capture.tracing.value import (
+    Like,
+    Mode,
+    Node,
+    Ref,
+    Trace,
+    ValueId,
+    changed,
+    like,
+    parts,
+)
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
-from fleetpipe.dygraph.nest import leaves, tensors_of
+from fleetpipe.dygraph.nest import leaves, mapped, tensors_of
 from fleetpipe.errors import CaptureError
 
-_IN_A_SUBLAYER = "put that code into a sublayer: what is within one may do anything"
+#: Numbers of Python's and NumPy's.
+_NUMBERS = (bool, int, float, np.ndarray, np.generic)
 
 
-class _Obstacle(NamedTuple):
-    """What no node can be made of.
+class _Refused(BaseException):
+    """The model cannot be captured; no error, so that no user's ``except`` catches it."""
 
-    Attributes:
-        what: What a forward does.
-        cause: Why that is no node.
-        fix: What to do where it is in the model's own forward.
-    """
-
-    what: str
-    cause: str
-    fix: str = _IN_A_SUBLAYER
-
-
-_READS = _Obstacle(
-    "reads the numbers in a tensor", "which nodes run would depend on the numbers in a batch"
-)
-_BACKWARD = _Obstacle(
-    "computes gradients", "a stage's backward is its own: a node is no place for another"
-)
-_MEMORY = _Obstacle(
-    "reaches for the memory of a tensor",
-    "a stage repeats operations: it would not see what is read or written there",
-    "write into a parameter or buffer by set_value or paddle.assign",
-)
-_UNKNOWN = _Obstacle(
-    "uses a tensor that came from no operation of Paddle's",
-    "it is a parameter of a layer that is no sublayer, or something else than Paddle made it",
-    f"make layers and parameters in __init__; or {_IN_A_SUBLAYER}",
-)
-
-
-def _kept(name: str) -> _Obstacle:
-    return _Obstacle(
-        f"keeps a tensor as {name!r}",
-        "a stage repeats operations, and sets no attributes",
-        f"return it, or write into a buffer by paddle.assign; or {_IN_A_SUBLAYER}",
-    )
-
-
-def _reads_state(name: str) -> _Obstacle:
-    return _Obstacle(
-        f"reads the numbers in {name!r}, which changes while the model trains",
-        "what is computed from them in Python stays as it was at the capture",
-        f"compute it by operations of Paddle's; or {_IN_A_SUBLAYER}",
-    )
-
-
-def _has_graph(name: str) -> _Obstacle:
-    return _Obstacle(
-        f"writes into the parameter {name!r} what needs a gradient",
-        "the parameter would be trained no more: its gradient goes to what was written",
-        "write under paddle.no_grad(), or what detach() returns",
-    )
-
-
-def _unseen(name: str) -> _Obstacle:
-    return _Obstacle(
-        f"changes {name!r} in a way that is no operation",
-        "a stage repeats operations",
-        f"write into it by set_value or paddle.assign; or {_IN_A_SUBLAYER}",
-    )
-
-
-class _NotTraceable(BaseException):
-    """Code that no node can be made of; no error, so that no user's ``except`` catches it."""
-
-    def __init__(self, layer: Layer, obstacle: _Obstacle, place: str) -> None:
-        super().__init__(obstacle.what)
-        self.layer, self.obstacle, self.place = layer, obstacle, place
+    def __init__(self, error: CaptureError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
     """Runs a model's forward once and returns what it called.
 
-    Buffers and random states are put back.
+    Parameters, buffers, random states and what layers keep on Python's side are put back.
 
     Args:
         model: Any layer. It runs in the mode that it is in.
@@ -120,22 +86,25 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
     Raises:
         CaptureError: The model's own forward does what no node can be made of.
     """
+    generators = Generators(model)
+    follows = False
     while True:
+        # A forward may write into what it is given.
+        given = mapped(lambda tensor: tensor.detach().clone(), inputs)
         try:
-            with state_kept(model) as changed:
+            with state_kept(model) as written:
                 tracer = _Tracer(model, unopened)
-                trace = tracer.run(inputs)
-            return tracer.with_state(trace, changed)
-        except _NotTraceable as failure:
-            if failure.layer is model:
-                raise CaptureError(
-                    f"the forward of {type(model).__name__} {failure.obstacle.what}",
-                    where=failure.place,
-                    cause=failure.obstacle.cause,
-                    fix=failure.obstacle.fix,
-                ) from None
-            reason = f"its forward {failure.obstacle.what}, {failure.place}"
-            unopened.add(type(failure.layer), reason)
+                before = generators.states()
+                trace = tracer.run(given, Draws(generators, tracer.drawn) if follows else None)
+                drew = generators.states() != before
+            trace = tracer.with_state(trace, written)
+        except _Refused as refused:
+            raise refused.error from None
+        for kind, reason in tracer.closed.items():
+            unopened.add(kind, reason)
+        if not tracer.closed and (follows or not drew):
+            return trace
+        follows = follows or drew
 
 
 class _Tracer(Walk):
@@ -146,8 +115,8 @@ class _Tracer(Walk):
         self._state = RunState(model)
         #: The layers that were switched between training and evaluation, and where.
         self._switched: dict[int, tuple[Layer, str]] = {}
-        #: Where numbers of parameters and buffers are read, by name.
-        self._numbers: dict[str, _NotTraceable] = {}
+        #: Who reads numbers of parameters and buffers, and where, by name.
+        self._numbers: dict[str, tuple[Layer, Obstacle, str]] = {}
         self._nodes: list[Node] = []
         self._values: dict[int, ValueId] = {}
         #: Every tensor that has a number, so that no other gets its id.
@@ -159,15 +128,28 @@ class _Tracer(Walk):
         #: What is no operation and no read, each once.
         self._left_out: dict[str, None] = {}
         #: How much is in the lists and dicts of each opened layer.
-        self._sizes: list[dict[str, int]] = []
+        self._lengths: list[dict[str, int]] = []
+        self._sizes = Sizes()
+        self._draws: Draws | None = None
+        #: The classes of layers that no nodes can be made of, and why.
+        self.closed: dict[type, str] = {}
 
-    def run(self, inputs: Nest) -> Trace:
-        """Runs the forward."""
+    def run(self, inputs: Nest, draws: Draws | None = None) -> Trace:
+        """Runs the forward.
+
+        Args:
+            inputs: Its inputs.
+            draws: What finds the lines that draw; None where nothing does.
+
+        Raises:
+            CaptureError: The model's own forward does what no node can be made of.
+        """
+        self._draws = draws
         args, named = arguments_of(inputs)
         for tensor in tensors_of(inputs):
             self._number(tensor)
         noted = self._noted(inputs)
-        with intercepted(self), noting(self.mark):
+        with intercepted(self), noting(self.mark), draws.followed() if draws else nullcontext():
             output = self._model(*args, **named)
         _require_tensors(self._model, output)
         return Trace(
@@ -180,7 +162,12 @@ class _Tracer(Walk):
             switched_at=next((place for _, place in self._switched.values()), ""),
             unopened=self._whole,
             left_out=tuple(self._left_out),
+            selected=frozenset(self._selected()),
         )
+
+    def drawn(self, place: str) -> None:
+        """Refuses to draw from what is no generator of Paddle's."""
+        self._meet(self._opened[-1], DRAWS, place)
 
     def with_state(self, trace: Trace, ids: set[int]) -> Trace:
         """Returns the run, with what it wrote into.
@@ -190,20 +177,22 @@ class _Tracer(Walk):
             ids: The parameters and buffers that were no more what they had been.
 
         Raises:
-            _NotTraceable: What was written is read by Python, or no node has written it.
+            CaptureError: The model's own forward has Python read what was written, or no node has
+                written it.
         """
         changed = self._state.changed(ids)
         self._unopened.written.update(changed)
-        for name, failure in self._numbers.items():
-            if name in self._unopened.written:
-                raise failure
+        for name in self._numbers.keys() & self._unopened.written:
+            self._meet(*self._numbers[name])
         states = self._state.through_views(trace.nodes)
-        unseen = changed.keys() - frozenset().union(*states)
-        for name in unseen:
-            place = forward_place(self._model)
-            raise _NotTraceable(self._model, _unseen(name), place or "?")
+        for name in changed.keys() - frozenset().union(*states) if not self.closed else ():
+            self._meet(self._model, unseen(name), forward_place(self._model) or "?")
         nodes = (replace(node, state=state) for node, state in zip(trace.nodes, states))
         return replace(trace, nodes=tuple(nodes), changed=changed)
+
+    def _selected(self) -> Iterator[ValueId]:
+        """Yields the values whose sizes depend on numbers."""
+        return (i for i, tensor in enumerate(self._tensors) if self._sizes.selected(tensor))
 
     def mark(self) -> None:
         """Notes that a stage begins.
@@ -223,13 +212,13 @@ class _Tracer(Walk):
 
     def entered(self, layer: Layer) -> None:
         """Looks at what the layer keeps."""
-        self._sizes.append(_sizes(layer))
+        self._lengths.append(_lengths(layer))
 
     def left(self, output: Nest) -> None:
         """Makes sure that what an opened layer returns came from nodes."""
         self._noted(output)
-        layer, before = self._opened[-1], self._sizes.pop()
-        for name, size in _sizes(layer).items():
+        layer, before = self._opened[-1], self._lengths.pop()
+        for name, size in _lengths(layer).items():
             if size != before.get(name, size):
                 self._left_out.setdefault(f"it changes {name!r}, {forward_place(layer)}")
 
@@ -241,17 +230,34 @@ class _Tracer(Walk):
             )
         return super().recompute(call, function, args)
 
+    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Follows sizes where nothing else is heard."""
+        if self._sizes.trying:
+            return function(*args, **named)
+        if self._inside:
+            self._state.heard(function, args)
+            return self._sizes.done(function, args, named)
+        try:
+            return super().operation(function, args, named)
+        except IndexError:
+            # Paddle's own loop over rows goes on until there is none.
+            if self._sizes.selected(args[0]):
+                self._refuse(SIZE)
+            raise
+
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Refuses to make numbers of a value."""
-        if not self._inside:
-            if id(args[0]) in self._values:
-                raise self._failure(_READS)
-            owned = self._state.get(args[0])
-            if owned is not None:
-                failure = self._failure(_reads_state(owned.path))
-                if not args[0].stop_gradient:
-                    raise failure
-                self._numbers.setdefault(owned.path, failure)
+        """Refuses to make numbers of a value, but of one that follows from the look."""
+        owned = self._state.get(args[0])
+        if self._inside:
+            self._sizes.blind |= not (self._sizes.trying or self._sizes.fixed(args[0]))
+        elif id(args[0]) in self._values:
+            if not self._sizes.fixed(args[0]):
+                self._refuse(READS)
+        elif owned is not None and args[0].stop_gradient:
+            reader = (self._opened[-1], reads_state(owned.path), user_place())
+            self._numbers.setdefault(owned.path, reader)
+        elif owned is not None:
+            self._refuse(reads_state(owned.path))
         return super().read(function, args, named)
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -264,19 +270,22 @@ class _Tracer(Walk):
             owned = any(self._state.get(arg) is not None for arg in args)
             # Paddle itself does so where it makes the first value of a parameter.
             if owned or (id(args[0]) in self._values and users):
-                raise self._failure(_MEMORY)
+                self._refuse(MEMORY)
         return super().memory(function, args, named)
 
-    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Notes an operation; within a node, what it writes into."""
+    def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
+        """Returns sizes whose use is a read, where they depend on numbers."""
+        if self._sizes.trying or not self._sizes.selected(tensor):
+            return shape
         if self._inside:
-            self._state.heard(function, args)
-        return super().operation(function, args, named)
+            self._sizes.blind = True
+            return shape
+        return self._sizes.dimensions(tensor, shape, lambda: self._refuse(SIZE))
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Refuses to compute gradients."""
         if not self._inside:
-            raise self._failure(_BACKWARD)
+            self._refuse(BACKWARD)
         return super().backward(function, args, named)
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
@@ -289,32 +298,35 @@ class _Tracer(Walk):
             if buffer is not None and value is not buffer:
                 if not isinstance(value, paddle.Tensor):
                     what = f"takes the buffer {name!r} away"
-                    raise self._failure(_kept(name)._replace(what=what))
+                    self._refuse(kept(name)._replace(what=what))
             elif buffer is None and is_users(sys._getframe(2)):
                 if isinstance(value, paddle.Tensor):
-                    raise self._failure(_kept(name))
-                self._left_out.setdefault(f"it sets {name!r}, {user_place()}")
+                    self._refuse(kept(name))
+                else:
+                    self._left_out.setdefault(f"it sets {name!r}, {user_place()}")
         super().assigned(put, layer, name, value)
 
     def _require_place(self, target: Tensor, value: Tensor, stays: bool) -> None:
         """Refuses what cannot take the place of a parameter or buffer."""
         refusal = self._state.refusal(target, value, stays)
         if refusal is not None:
-            raise self._failure(_Obstacle(*refusal))
+            self._refuse(refusal)
 
     def node(self, call: NodeCall) -> Any:
         """Notes what a call takes and makes."""
+        if self._sizes.given and any(type(x) is Size for _, x in parts((call.args, call.named))):
+            call = call._replace(args=whole(call.args), named=whole(call.named))
         args, named = self._noted(call.args), self._noted(call.named)
         layer: Layer = call.function
         if isinstance(layer, paddle.nn.Layer) and layer._sub_layers:
             self._whole[call.scopes[-1].path] = self._unopened.reason(layer) or "it has hooks"
-        given = list(tensors_of((call.args, call.named)))
+        given = tensors_in((call.args, call.named))
         self._require_writable(call, given)
         state = self._state.of(layer, given, len(self._nodes))
         versions = [tensor.inplace_version for tensor in given]
         modes = _modes_in(layer)
         with lent(_state_of(call.function, given)):
-            output = call.do()
+            output = self._done(call)
         known, function = self._values, call.function
         if is_silent(function) and id(given[0]) in known:
             function = noticed(function)
@@ -324,24 +336,42 @@ class _Tracer(Walk):
             for tensor, version in zip(given, versions)
             if tensor.inplace_version != version
         }
+        if call.is_users:
+            # Another time it may return something else than what it was given.
+            passed = {id(tensor) for tensor in given} - changed.keys()
+            if any(id(tensor) in passed for tensor in tensors_of(output)):
+                output = mapped(lambda t: paddle.assign(t) if id(t) in passed else t, output)
         made = list(tensors_of(output))
         self._state.called(function, given, made, [*changed.values()])
         written = [(known[key], self._number(changed[key])) for key in changed if key in known]
         outputs = [self._value_of(tensor, given) for tensor in made]
-        self._nodes.append(
-            Node(
-                function,
-                args,
-                named,
-                tuple(outputs),
-                tuple(written),
-                call.scopes,
-                user_place(),
-                paddle.is_grad_enabled(),
-                state,
-                modes,
-            )
+        node = Node(
+            function,
+            args,
+            named,
+            tuple(outputs),
+            tuple(written),
+            call.scopes,
+            user_place(),
+            paddle.is_grad_enabled(),
+            state,
+            modes,
         )
+        self._nodes.append(node)
+        if self._unopened.selecting and node.name in self._unopened.selecting:
+            self._sizes.select(tensors_in(output))
+        self._sizes.blind = False
+        return output
+
+    def _done(self, call: NodeCall) -> Any:
+        """Calls a node, and notes what its outputs depend on."""
+        if not isinstance(call.function, paddle.nn.Layer):
+            return self._sizes.done(call.call, call.args, call.named, self._is_constant)
+        with self._draws.node() if self._draws else nullcontext(lambda: False) as drew:
+            output = call.do()
+        told = self._sizes.blind or drew()
+        if told and any(isinstance(leaf, _NUMBERS) for _, leaf in parts(output)):
+            self._refuse(returned(str(call.scopes[-1])))
         return output
 
     def _require_writable(self, call: NodeCall, given: Sequence[Tensor]) -> None:
@@ -355,7 +385,7 @@ class _Tracer(Walk):
         if owned is None or target.stop_gradient:
             return
         if any(not tensor.stop_gradient for tensor in given if tensor is not target):
-            raise self._failure(_has_graph(owned.path))
+            self._refuse(has_graph(owned.path))
 
     def _value_of(self, tensor: Tensor, given: Sequence[Tensor]) -> ValueId:
         """Returns the number of a tensor that a node returned."""
@@ -375,19 +405,10 @@ class _Tracer(Walk):
         return number
 
     def _noted(self, value: Nest) -> Nest:
-        """Returns ``value`` with what stands for its tensors.
-
-        Raises:
-            _NotTraceable: One came from no node.
-        """
-        if isinstance(value, paddle.Tensor):
-            return self._stand_in(value)
-        if isinstance(value, (tuple, list)):
-            items = [self._noted(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, dict):
-            return {key: self._noted(item) for key, item in value.items()}
-        return value
+        """Returns ``value`` with what stands for its tensors."""
+        return changed(
+            value, lambda leaf: self._stand_in(leaf) if isinstance(leaf, paddle.Tensor) else leaf
+        )
 
     def _stand_in(self, tensor: Tensor) -> Nest:
         number = self._values.get(id(tensor))
@@ -397,11 +418,26 @@ class _Tracer(Walk):
         if owned is not None:
             return owned
         if not tensor.stop_gradient:
-            raise self._failure(_UNKNOWN)
+            self._refuse(UNKNOWN)
         return tensor
 
-    def _failure(self, obstacle: _Obstacle) -> _NotTraceable:
-        return _NotTraceable(self._opened[-1], obstacle, user_place())
+    def _is_constant(self, tensor: Tensor) -> bool:
+        return id(tensor) not in self._values and self._state.get(tensor) is None
+
+    def _refuse(self, obstacle: Obstacle) -> None:
+        self._meet(self._opened[-1], obstacle, user_place())
+
+    def _meet(self, layer: Layer, obstacle: Obstacle, place: str) -> None:
+        """Notes that a layer cannot be opened; the run goes on, to find the others too.
+
+        Raises:
+            CaptureError: It is the model itself.
+        """
+        if layer is self._model:
+            what = f"the forward of {type(layer).__name__} {obstacle.what}"
+            error = CaptureError(what, where=place, cause=obstacle.cause, fix=obstacle.fix)
+            raise _Refused(error)
+        self.closed.setdefault(type(layer), f"its forward {obstacle.what}, {place}")
 
 
 def _modes_in(function: Function) -> tuple[Mode, ...]:
@@ -411,7 +447,7 @@ def _modes_in(function: Function) -> tuple[Mode, ...]:
     return tuple(Mode(part, part.training) for part in function.sublayers(include_self=True))
 
 
-def _sizes(layer: Layer) -> dict[str, int]:
+def _lengths(layer: Layer) -> dict[str, int]:
     """Returns how much is in the lists, dicts and sets that a layer has as attributes."""
     return {
         name: len(value)

@@ -6,9 +6,10 @@ which they ran, which is the order of every later run. A value is a tensor of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
@@ -133,7 +134,7 @@ class Node:
         name = str(getattr(self.function, "__name__", self.function)).strip("_")
         return f"{inside}: {name}" if inside else name
 
-    @property
+    @cached_property
     def uses(self) -> set[ValueId]:
         """The values that it takes."""
         return {leaf.value for leaf in arguments(self) if isinstance(leaf, Ref)}
@@ -151,7 +152,34 @@ class Node:
 
 def arguments(node: Node) -> Iterator[Nest]:
     """Yields what the containers in a node's arguments hold."""
-    return (leaf for _, leaf in nest.leaves((node.args, node.named), exact=True))
+    return (leaf for _, leaf in parts((node.args, node.named)))
+
+
+def parts(value: Nest, path: nest.Path = ()) -> Iterator[tuple[nest.Path, Nest]]:
+    """Yields what arguments hold, in tuples, lists, dicts and slices, and the way to each."""
+    if isinstance(value, (Ref, Owned)):
+        yield path, value
+    elif isinstance(value, slice):
+        yield from parts([value.start, value.stop, value.step], path)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from parts(item, (*path, key))
+    elif isinstance(value, (tuple, list)):
+        for place, item in enumerate(value):
+            yield from parts(item, (*path, place))
+    else:
+        yield path, value
+
+
+def changed(value: Nest, change: Callable[[Nest], Nest]) -> Nest:
+    """Returns arguments like ``value`` with ``change(part)`` in the place of each part."""
+    if isinstance(value, slice):
+        return slice(*(changed(part, change) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, dict):
+        return {key: changed(item, change) for key, item in value.items()}
+    if isinstance(value, (tuple, list)) and not isinstance(value, (Ref, Owned)):
+        return nest.rebuilt(value, [changed(item, change) for item in value])
+    return change(value)
 
 
 @dataclass(frozen=True)
@@ -169,6 +197,7 @@ class Trace:
         switched_at: Where it did so first, file and line.
         unopened: Why a layer that has sublayers is a node as a whole, by its path.
         left_out: What it did beside these, which no stage does again, with file and line.
+        selected: The values whose sizes depend on numbers.
     """
 
     nodes: tuple[Node, ...]
@@ -181,26 +210,30 @@ class Trace:
     switched_at: str = ""
     unopened: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    _made: dict[ValueId, int] = field(default_factory=dict, repr=False, compare=False)
+    selected: frozenset[ValueId] = frozenset()
 
-    @property
+    @cached_property
     def input_values(self) -> list[ValueId]:
         """The values that are the model's inputs."""
         return refs_in(self.inputs)
 
-    @property
+    @cached_property
     def output_values(self) -> list[ValueId]:
         """The values that the model returns."""
         return refs_in(self.outputs)
 
     def maker(self, value: ValueId) -> int | None:
         """Returns the number of the node that first makes a value; None for an input."""
-        if not self._made:
-            for number in reversed(range(len(self.nodes))):
-                self._made.update(dict.fromkeys(self.nodes[number].makes, number))
-        return None if value in self.input_values else self._made.get(value)
+        return self._makers.get(value)
+
+    @cached_property
+    def _makers(self) -> dict[ValueId, int | None]:
+        makers: dict[ValueId, int | None] = {}
+        for number in reversed(range(len(self.nodes))):
+            makers.update(dict.fromkeys(self.nodes[number].makes, number))
+        return {**makers, **dict.fromkeys(self.input_values)}
 
 
 def refs_in(value: Nest) -> list[ValueId]:
     """Returns the values that stand in a nest, in order."""
-    return [leaf.value for _, leaf in nest.leaves(value, exact=True) if isinstance(leaf, Ref)]
+    return [leaf.value for _, leaf in parts(value) if isinstance(leaf, Ref)]

@@ -31,11 +31,21 @@ class Unopened:
         self._opened: dict[str, bool] = {}
         #: The parameters and buffers that some run has written into, by name.
         self.written: set[str] = set()
+        #: The names of nodes whose outputs have sizes that depend on numbers.
+        self.selecting: set[str] = set()
+        #: How often something was added: a run from before may be another one.
+        self.changes = 0
 
     def add(self, kind: type, reason: str) -> None:
         """Has layers of another class not be opened."""
         self._kinds[kind] = reason
         self._opened.clear()
+        self.changes += 1
+
+    def add_selecting(self, node: str) -> None:
+        """Notes a node whose outputs have sizes that depend on numbers."""
+        self.selecting.add(node)
+        self.changes += 1
 
     def opens(self, path: str, layer: Layer) -> bool:
         """Whether a layer is opened: once for all, whatever hooks a copy of it gets."""
@@ -80,6 +90,12 @@ class NodeCall(NamedTuple):
     args: tuple[Any, ...]
     named: dict[str, Any]
     scopes: tuple[Scope, ...]
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is a layer of a class that is not Paddle's."""
+        kind = type(self.function)
+        return issubclass(kind, paddle.nn.Layer) and not kind.__module__.startswith("paddle.nn.")
 
     def do(self) -> Any:
         """Calls it."""
@@ -150,6 +166,10 @@ class Walk:
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
         return function(*args, **named)
+
+    def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
+        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
+        return shape
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""

@@ -1,0 +1,96 @@
+"""What a forward does that no node can be made of: what it is, why, and what to write instead."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+IN_A_SUBLAYER = "put that code into a sublayer: what is within one may do anything"
+
+
+class Obstacle(NamedTuple):
+    """What no node can be made of.
+
+    Attributes:
+        what: What a forward does.
+        cause: Why that is no node.
+        fix: What to do where it is in the model's own forward.
+    """
+
+    what: str
+    cause: str
+    fix: str = IN_A_SUBLAYER
+
+
+READS = Obstacle(
+    "reads the numbers in a tensor", "which nodes run would depend on the numbers in a batch"
+)
+SIZE = Obstacle(
+    "reads a size that depends on the numbers in a tensor",
+    "how many a mask or nonzero() selects differs from batch to batch",
+    "compute with paddle.shape(x) and paddle.numel(x), which are operations, or with a mask that "
+    f"keeps the size; or {IN_A_SUBLAYER}",
+)
+DRAWS = Obstacle(
+    "draws from a generator of Python's or NumPy's",
+    "what it drew at the capture would stay, batch after batch",
+    "draw by paddle.rand, paddle.randint or paddle.bernoulli and compute with the tensor; or "
+    f"{IN_A_SUBLAYER}, and draws anew in each call",
+)
+BACKWARD = Obstacle(
+    "computes gradients", "a stage's backward is its own: a node is no place for another"
+)
+MEMORY = Obstacle(
+    "reaches for the memory of a tensor",
+    "a stage repeats operations: it would not see what is read or written there",
+    "write into a parameter or buffer by set_value or paddle.assign",
+)
+UNKNOWN = Obstacle(
+    "uses a tensor that came from no operation of Paddle's",
+    "it is a parameter of a layer that is no sublayer, or something else than Paddle made it",
+    f"make layers and parameters in __init__; or {IN_A_SUBLAYER}",
+)
+
+
+def kept(name: str) -> Obstacle:
+    """Returns that a tensor becomes an attribute."""
+    return Obstacle(
+        f"keeps a tensor as {name!r}",
+        "a stage repeats operations, and sets no attributes",
+        f"return it, or write into a buffer by paddle.assign; or {IN_A_SUBLAYER}",
+    )
+
+
+def returned(name: str) -> Obstacle:
+    """Returns that a sublayer, by its name, returns a number that depends on the batch."""
+    return Obstacle(
+        f"uses a number of Python's that {name} makes of those in a tensor, or of chance",
+        "which nodes run, and with what, would depend on the numbers in a batch",
+        f"return a tensor from {name}; or {IN_A_SUBLAYER}",
+    )
+
+
+def reads_state(name: str) -> Obstacle:
+    """Returns that Python computes with a parameter or buffer, by its name."""
+    return Obstacle(
+        f"reads the numbers in {name!r}, which changes while the model trains",
+        "what is computed from them in Python stays as it was at the capture",
+        f"compute it by operations of Paddle's; or {IN_A_SUBLAYER}",
+    )
+
+
+def has_graph(name: str) -> Obstacle:
+    """Returns that a parameter, by its name, is given what needs a gradient."""
+    return Obstacle(
+        f"writes into the parameter {name!r} what needs a gradient",
+        "the parameter would be trained no more: its gradient goes to what was written",
+        "write under paddle.no_grad(), or what detach() returns",
+    )
+
+
+def unseen(name: str) -> Obstacle:
+    """Returns that a parameter or buffer, by its name, changes and no operation wrote into it."""
+    return Obstacle(
+        f"changes {name!r} in a way that is no operation",
+        "a stage repeats operations",
+        f"write into it by set_value or paddle.assign; or {IN_A_SUBLAYER}",
+    )

@@ -1,0 +1,294 @@
+"""Which numbers, and which sizes, of a run follow from the look of the batch alone.
+
+What ``paddle.shape`` and operations on it make is the same for each batch of a look: code may read
+it, since another look is captured anew. The size of what ``nonzero`` or a mask selects depends on
+numbers: code that reads it reads numbers. Such a tensor has a second one beside it, of another
+size, on which what comes after is done too: the dimensions that stay the same depend on nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.capture.tracing._paddle import Function, generator_states
+from fleetpipe.capture.tracing.place import asked_by_paddle
+from fleetpipe.capture.tracing.value import changed
+
+#: Operations that compute with the size of a tensor alone.
+_OF_SIZE = {"shape", "shape64", "numel", "size", "is_empty"}
+
+#: Operations that give memory as it is.
+_UNSET = {"empty", "empty_like"}
+
+#: Operations whose outputs have as many rows as numbers say, by the first argument that says it.
+_SELECTING = {
+    **dict.fromkeys(("nonzero", "where_index", "unique", "unique_consecutive", "bincount"), 0),
+    **dict.fromkeys(("nms", "multiclass_nms3", "matrix_nms", "generate_proposals"), 0),
+    "masked_select": 1,
+    "segment_pool": 1,
+    **dict.fromkeys(("ctc_align", "sequence_mask"), 0),
+}
+
+#: Operations whose whole numbers may be sizes, by the first argument that may.
+_RESIZING = {
+    **dict.fromkeys(("reshape", "reshape2", "view_shape", "expand", "expand_v2", "tile"), 1),
+    **dict.fromkeys(("crop", "pad", "pad3d", "slice", "strided_slice", "split", "topk"), 1),
+    **dict.fromkeys(("one_hot", "pool2d", "conv2d_transpose", "full_with_tensor"), 1),
+    **dict.fromkeys(("nearest_interp", "bilinear_interp", "bicubic_interp", "linear_interp"), 1),
+    **dict.fromkeys(("trilinear_interp", "repeat_interleave"), 1),
+    "repeat_interleave_with_tensor_index": 1,
+    **dict.fromkeys(("full", "arange", "range_v2", "eye"), 0),
+    **dict.fromkeys(("linspace", "logspace", "uniform", "gaussian", "randint", "randperm"), 0),
+    **dict.fromkeys(("truncated_gaussian_random", *_UNSET), 0),
+}
+
+#: Operations whose outputs may have sizes that depend on numbers.
+_TELLING = {*_SELECTING, *_RESIZING, "getitem_dygraph"}
+
+_WHOLE = (paddle.int32, paddle.int64)
+
+
+class Size:
+    """A number that a dimension which depends on numbers makes: an int whose use is a read."""
+
+    # Functions of Paddle's ask whether a size is an int.
+    __class__ = property(lambda _: int)
+
+    def __init__(self, size: int, other: int | None, read: Callable[[], None]) -> None:
+        """Takes it.
+
+        Args:
+            size: It in this run.
+            other: It with another size of the dimension; None where that is not known.
+            read: Called when it is used.
+        """
+        self._size, self._other, self._read = size, other, read
+
+    @property
+    def value(self) -> int:
+        """The number, for who uses it."""
+        self._read()
+        return self._size
+
+    def made(self, function: Function, *others: Any) -> Any:
+        """Returns what a function makes of it and others: one like it, or a yes or no.
+
+        Paddle's own functions may ask what is the same for both: whether sizes fit, or one is 0.
+        """
+        sizes, another = zip(*((o._size, o._other) if type(o) is Size else (o, o) for o in others))
+        size = function(*sizes)
+        other = None if None in another else function(*another)
+        if not isinstance(size, bool):
+            return Size(size, other, self._read)
+        if size is not other or not asked_by_paddle():
+            self._read()
+        return size
+
+
+def _computed(function: Function, swapped: bool = False) -> Function:
+    def compute(*given: Any) -> Any:
+        size: Size = given[0]
+        return size.made(function, *(reversed(given) if swapped else given))
+
+    return compute
+
+
+def _read(function: Function) -> Function:
+    return lambda size, *others: function(size.value, *others)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Size, f"__{_name}__", _computed(getattr(operator, _name)))
+    setattr(Size, f"__r{_name}__", _computed(getattr(operator, _name), swapped=True))
+_OPERATORS: Mapping[str, Function] = {
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg")},
+    "bool": bool,
+}
+for _name, _function in _OPERATORS.items():
+    setattr(Size, f"__{_name}__", _computed(_function))
+_READS: tuple[Any, ...] = (operator.index, int, float, hash, str, repr, format)
+for _function in _READS:
+    setattr(Size, f"__{_function.__name__}__", _read(_function))
+
+
+def whole(value: Nest) -> Nest:
+    """Returns ``value`` with the number in the place of each :class:`Size`."""
+    return changed(value, lambda leaf: leaf.value if type(leaf) is Size else leaf)
+
+
+def tensors_in(value: Nest) -> list[Tensor]:
+    """Returns the tensors in arguments, those in slices too."""
+    found: list[Tensor] = []
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, paddle.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            rest.extend(reversed(value))
+        elif isinstance(value, dict):
+            rest.extend(reversed(list(value.values())))
+        elif isinstance(value, slice):
+            rest += [value.step, value.stop, value.start]
+    return found
+
+
+class Sizes:
+    """Follows the operations of a run, those within layers that are not opened too."""
+
+    def __init__(self) -> None:
+        """Begins before a run."""
+        #: The tensors whose numbers follow from the look, by id, while nothing else is written.
+        self._fixed: dict[int, tuple[Tensor, int]] = {}
+        #: Those whose sizes do not, each with one of another size where there is one.
+        self._selected: dict[int, tuple[Tensor, Tensor | None]] = {}
+        #: Whether any code has a :class:`Size`.
+        self.given = False
+        #: Whether the layer that runs, which is not opened, has read what depends on numbers.
+        self.blind = False
+        #: Whether an operation is done on tensors of other sizes: nobody may hear of it.
+        self.trying = False
+
+    def fixed(self, tensor: Tensor) -> bool:
+        """Whether the numbers of a tensor follow from the look of the batch."""
+        return bool(self._fixed.get(id(tensor), (None, None))[1] == tensor.inplace_version)
+
+    def selected(self, tensor: Tensor) -> bool:
+        """Whether the size of a tensor depends on numbers."""
+        return id(tensor) in self._selected
+
+    def dimensions(self, tensor: Tensor, shape: list[int], read: Callable[[], None]) -> list[Any]:
+        """Returns a shape with a :class:`Size` for each dimension that depends on numbers."""
+        self.given = True
+        other = self._selected[id(tensor)][1]
+        sizes: list[Any] = [None] * len(shape)
+        if other is not None and len(_shape(other)) == len(shape):
+            sizes = _shape(other)
+        return [
+            size if size == there else Size(size, there, read) for size, there in zip(shape, sizes)
+        ]
+
+    def select(self, tensors: Iterable[Tensor]) -> None:
+        """Notes that the sizes of tensors depend on numbers."""
+        self._selected.update({id(one): (one, None) for one in tensors if len(_shape(one))})
+
+    def done(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        constant: Callable[[Tensor], bool] | None = None,
+    ) -> Any:
+        """Does an operation, and notes what its outputs depend on.
+
+        Args:
+            function: The operation.
+            args: Its arguments.
+            named: Those by name.
+            constant: Whether a tensor is none of the run's; None within a layer that is not
+                opened, of whose tensors that is not known.
+        """
+        name = getattr(function, "__name__", "").strip("_")
+        taken = tensors_in((args, named))
+        if name in _OF_SIZE:
+            depending = [one for one in taken if self.selected(one)]
+        else:
+            depending = [one for one in taken if not self.fixed(one)]
+            if constant is not None:
+                depending = [one for one in depending if not constant(one)]
+        follows = not (depending or self.blind or name in _UNSET)
+        follows = follows and (bool(taken) or constant is not None)
+        states = generator_states() if follows else None
+        output = function(*args, **named)
+        made = tensors_in(output)
+        if follows and states == generator_states():
+            self._fixed.update({id(one): (one, one.inplace_version) for one in made})
+        if depending and (name in _TELLING or any(map(self.selected, depending))):
+            self.trying = True
+            try:
+                with paddle.no_grad():
+                    self._follow(function, (args, named), {id(one) for one in depending}, made)
+            finally:
+                self.trying = False
+        return output
+
+    def _follow(self, function: Function, given: Nest, depending: set[int], made: Nest) -> None:
+        """Notes which outputs of an operation have sizes that depend on numbers.
+
+        Args:
+            function: The operation.
+            given: Its arguments, and those by name.
+            depending: The ids of the tensors among them whose numbers are of the batch.
+            made: Its outputs.
+        """
+        name = getattr(function, "__name__", "").strip("_")
+        args, named = given
+        says = [
+            one
+            for one in tensors_in((args[_SELECTING.get(name, _RESIZING.get(name, 0)) :], named))
+            if id(one) in depending
+        ]
+        if name in _SELECTING and says:
+            return self._note(made, [_longer(one) for one in made])
+        if name in _RESIZING and any(one.dtype in _WHOLE or not _RESIZING[name] for one in says):
+            return self._note(made, None)
+        index: tuple[Any, ...] = ()
+        if name == "getitem_dygraph":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        ends = tensors_in([item for item in index if isinstance(item, slice)])
+        if any(id(one) in depending for one in ends):
+            return self._note(made, None)
+        masks = [
+            one
+            for one in tensors_in([item for item in index if not isinstance(item, slice)])
+            if one.dtype == paddle.bool and id(one) in depending
+        ]
+        others = {key: self._selected[key][1] for key in depending if key in self._selected}
+        writes = name == "setitem_dygraph" or function.__name__.endswith("_")
+        if not (others or masks) or (writes and not self.selected(args[0])):
+            return None
+        if any(other is None for other in others.values()):
+            return self._note(made, None)
+        for like in (paddle.ones_like, paddle.zeros_like):
+            masked = {id(one): like(others.get(id(one), one)) for one in masks}
+            tried = _tried(function, given, {**others, **masked})
+            if tried is None or [*map(_shape, tried)] != [*map(_shape, made)]:
+                break
+        if masks and tried is not None:
+            # Not every operation takes what is empty.
+            tried = [_longer(one, _shape(other)) for one, other in zip(made, tried)]
+        return self._note(made, tried)
+
+    def _note(self, made: list[Tensor], others: list[Tensor] | None) -> None:
+        """Notes what outputs are beside ones of other sizes; None where there are none."""
+        for one, other in zip(made, others or [None] * len(made)):
+            if _shape(one) and (other is None or _shape(other) != _shape(one)):
+                self._selected[id(one)] = (one, other)
+            else:
+                self._selected.pop(id(one), None)
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def _longer(tensor: Tensor, other: Sequence[int] | None = None) -> Tensor:
+    """Returns zeros with one row more; or one more where another shape is another."""
+    shape = _shape(tensor)
+    grows = [size != there for size, there in zip(shape, other)] if other else [True]
+    shape = [size + more for size, more in zip(shape, [*grows, *[False] * len(shape)])]
+    return paddle.zeros(shape, tensor.dtype)
+
+
+def _tried(function: Function, given: Nest, others: Mapping[int, Tensor]) -> list[Tensor] | None:
+    """Does an operation on tensors of other sizes; returns None where it does not go."""
+    args, named = changed(given, lambda leaf: others.get(id(leaf), leaf))
+    try:
+        return tensors_in(function(*args, **named))
+    except Exception:
+        # Of its own sizes the batch has one: which others go, is no matter.
+        return None
