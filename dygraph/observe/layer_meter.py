@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
@@ -269,6 +269,17 @@ def bytes_of(value: Nest, given: Nest = None) -> int:
     known = set(map(id, tensors_of(given)))
     tensors = {id(tensor): tensor for tensor in tensors_of(value) if id(tensor) not in known}
     return sum(map(tensor_bytes, tensors.values()))
+
+
+def first_uses(uses: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
+    """Returns, of the tensors that each of several has, those that none before it has."""
+    seen: set[int] = set()
+    found = []
+    for tensors in uses:
+        new = {id(tensor): tensor for tensor in tensors if id(tensor) not in seen}
+        seen.update(new)
+        found.append(list(new.values()))
+    return found
 
 
 def tensor_bytes(tensor: Tensor) -> int:

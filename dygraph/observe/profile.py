@@ -18,7 +18,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, slices_in
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.observe.layer_meter import Sample, tensor_bytes
+from fleetpipe.dygraph.observe.layer_meter import Sample, first_uses, tensor_bytes
 from fleetpipe.dygraph.observe.measuring import Runs, Samples, StageTimes, crossed
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.job.job import Job
@@ -217,13 +217,11 @@ def _state_bytes(layers: PipelineLayer) -> dict[int, tuple[int, int, int]]:
 
     What several layers share counts with the first of them.
     """
-    seen: set[int] = set()
+    uses = layers.layer_tensors()
     found: dict[int, tuple[int, int, int]] = {}
-    for number, tensors in layers.layer_tensors().items():
-        new = {id(tensor): tensor for tensor in tensors if id(tensor) not in seen}
-        seen.update(new)
-        trained = sum(tensor_bytes(t) for t in new.values() if not t.stop_gradient)
-        others = sum(tensor_bytes(t) for t in new.values() if t.stop_gradient)
+    for number, tensors in zip(uses, first_uses(uses.values())):
+        trained = sum(tensor_bytes(t) for t in tensors if not t.stop_gradient)
+        others = sum(tensor_bytes(t) for t in tensors if t.stop_gradient)
         found[number] = (trained, trained, others)
     return found
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
-from fleetpipe.aliases import Layer, Nest
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting.auto import Choice, places
+from fleetpipe.capture.cutting.costs import state_of
 from fleetpipe.capture.cutting.written import require_one_stage
 from fleetpipe.capture.picture import draw
 from fleetpipe.capture.proof import Proof
@@ -21,10 +22,11 @@ from fleetpipe.capture.running.untouched import Untouched, called
 from fleetpipe.capture.shadow import Shadow
 from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.value import Node
-from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.dygraph import PipelineParallel, has_memory
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.observe.layer_meter import first_uses
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.state.layer_files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
@@ -246,21 +248,27 @@ class CapturedPipeline(PipelineLayer):
         """Returns the layers that are nodes of a stage, each by the number of its first call."""
         return self.forms.example(training=True).layers(stage)
 
+    def layer_tensors(self) -> dict[int, list[Tensor]]:
+        """Returns the parameters and buffers of each entry of this process, by its number.
+
+        What no node uses in training counts with the inputs.
+        """
+        uses = self._uses()
+        return {n: [tensor for tensor in uses[n] if has_memory(tensor)] for n in self._functions}
+
     def _layer_infos(self) -> list[LayerInfo]:
         """Returns the name of each entry, with the parameters that no earlier one uses."""
-        seen: set[int] = set()
-        infos = []
-        for entry in self._layers_desc:
-            new = {
-                id(parameter): parameter
-                for layer in getattr(entry, "args", ())
-                for parameter in layer.parameters()
-                if parameter.trainable and id(parameter) not in seen
-            }
-            seen.update(new)
-            sizes = (math.prod(parameter.shape) for parameter in new.values())
-            infos.append(LayerInfo(entry.__name__, sum(sizes)))
-        return infos
+        return [
+            LayerInfo(entry.__name__, sum(math.prod(t.shape) for t in new if not t.stop_gradient))
+            for entry, new in zip(self._layers_desc, first_uses(self._uses()))
+        ]
+
+    def _uses(self) -> list[list[Tensor]]:
+        """Returns the parameters and buffers that each entry uses; the first has those unused."""
+        nodes = self.forms.example(training=True).trace.nodes
+        uses = [state_of(node) for node in nodes]
+        used = {id(tensor) for tensors in uses for tensor in tensors}
+        return [[t for t in self.plain.state_dict().values() if id(t) not in used], *uses, []]
 
     def _nodes(self, stages: Sequence[int]) -> list[Node]:
         """Returns the nodes of some stages, in both modes."""

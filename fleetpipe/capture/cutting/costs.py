@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from fleetpipe.capture.tracing.value import Node, Trace
 from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped
+from fleetpipe.dygraph.observe.layer_meter import first_uses, tensor_bytes
 
 #: Runs of all nodes; the fastest of each node counts.
 RUNS = 5
@@ -115,19 +115,13 @@ def _now() -> float:
 def state_of(node: Node) -> list[Tensor]:
     """Returns the parameters and buffers that a node has or takes."""
     layer: Layer = node.function
-    tensors = list(layer.state_dict().values()) if node.is_layer else []
+    tensors = [*layer.parameters(), *layer.buffers()] if node.is_layer else []
     return tensors + [getattr(owned.layer, owned.name) for owned in node.owned]
 
 
 def parameter_bytes(trace: Trace) -> list[int]:
     """Returns, for each node, the bytes of the parameters and buffers that none before it uses."""
-    seen: set[int] = set()
-    sizes = []
-    for node in trace.nodes:
-        new = {id(tensor): tensor for tensor in state_of(node) if id(tensor) not in seen}
-        seen.update(new)
-        sizes.append(sum(4 * math.prod(tensor.shape) for tensor in new.values()))
-    return sizes
+    return [sum(map(tensor_bytes, new)) for new in first_uses(map(state_of, trace.nodes))]
 
 
 def received(trace: Trace, start: int) -> Sequence[tuple[int, int]]:
