@@ -265,6 +265,34 @@ def test_a_model_that_recomputes_its_blocks_is_cut_between_them() -> None:
     assert done.differing == []
 
 
+class Compiled(nn.Layer):  # type: ignore[misc]
+    """A part of it is compiled at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.middle = paddle.jit.to_static(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.middle(self.first(x)))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_what_to_static_compiles_is_a_node(verify: bool) -> None:
+    model, x = Compiled(), paddle.randn([4, 8])
+    found = fleetpipe.explain(model, x)
+    assert [node.name for node in found.trace.nodes] == ["first", "middle", "last"]
+    assert "compiled by to_static" in found.unopened["middle"]
+    with job(2, 2):
+        pipe = fleetpipe.pipeline(
+            Compiled(), x[:2], loss_fn=lambda out, _: out.mean(), verify=verify
+        )
+        outputs = fleet.distributed_model(pipe).predict_batch((x,))
+        pipe.plain.eval()
+        plain = [pipe.plain(x[:2]), pipe.plain(x[2:])]
+        assert paddle.equal_all(outputs, paddle.concat(plain))
+
+
 def test_an_input_that_the_forward_writes_into_is_the_stages_own() -> None:
     class Writes(Net):
         def forward(self, x: Any) -> Any:

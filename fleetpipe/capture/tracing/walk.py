@@ -62,6 +62,9 @@ class Unopened:
             return self._kinds[kind]
         if layer._forward_pre_hooks or layer._forward_post_hooks:
             return "it has hooks of the user's"
+        # By its class: the attribute itself compiles.
+        if hasattr(type(layer.forward), "concrete_program"):
+            return "its forward is compiled by to_static"
         if kind.__module__.startswith("paddle.nn.") and kind.__name__ not in _OPENED:
             return "it is one of Paddle's"
         return None
