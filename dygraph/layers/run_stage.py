@@ -78,8 +78,10 @@ class StageRunner:
         copies = _copies(value)
         versions = [copy.inplace_version for copy in copies.values()]
         output = run(replace(value, copies), micro_batch)
-        written = versions != [copy.inplace_version for copy in copies.values()]
-        self._known[kind] = functools.partial(_run_on_copies, run) if written else run
+        pairs = zip(versions, copies.values())
+        written = [version != copy.inplace_version for version, copy in pairs]
+        on_copies = functools.partial(_run_on_copies, run, written)
+        self._known[kind] = on_copies if any(written) else run
         return output
 
     def _run_of(self, stage: int) -> Run:
@@ -151,8 +153,14 @@ def _copies(value: Nest) -> dict[int, Tensor]:
     return {id(tensor): tensor.clone() for tensor in tensors_of(value)}
 
 
-def _run_on_copies(run: Run, value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
-    return run(replace(value, _copies(value)), micro_batch)
+def _run_on_copies(
+    run: Run, written: list[bool], value: Nest, micro_batch: GlobalMicroBatch | None
+) -> Nest:
+    """Runs a stage on copies of what it writes into; of all where not as many tensors came."""
+    tensors = list({id(tensor): tensor for tensor in tensors_of(value)}.values())
+    if len(tensors) == len(written):
+        tensors = [tensor for tensor, copied in zip(tensors, written) if copied]
+    return run(replace(value, _copies(tensors)), micro_batch)
 
 
 def _sole(value: Nest) -> Nest:

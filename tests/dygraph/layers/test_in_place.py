@@ -9,7 +9,9 @@ import paddle
 import pytest
 from paddle import nn
 
+from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.partition import LayerInfo, Partition
 from tests.pipelines import batch, bits, job, pipeline, sgd
 
 WRITERS: dict[str, Callable[[Any], Any]] = {
@@ -77,3 +79,25 @@ def test_what_nobody_writes_into_is_handed_on_as_it_is() -> None:
     trained(look, 2, "1F1B", batch())
     # Of eight runs the first finds out.
     assert seen == [False] + [True] * 7
+
+
+def test_only_what_is_written_into_is_copied() -> None:
+    seen: list[tuple[Any, Any]] = []
+
+    def write(value: tuple[Any, ...]) -> Any:
+        kept, changed, *others = value
+        seen.append((kept, changed))
+        return sum([kept, changed.add_(paddle.ones([2])), *others])
+
+    runner = StageRunner({0: write}, Partition((0, 1), "one", (LayerInfo("write"),)))
+    first, second = paddle.ones([2]), paddle.ones([2])
+    second.stop_gradient = False
+    for _ in range(3):
+        assert runner.function(0)((first, second), None).tolist() == [3, 3]
+    # A first run tells; in others only the second is a copy.
+    assert [kept is first for kept, _ in seen] == [False, True, True]
+    assert not any(changed is second for _, changed in seen)
+    assert second.tolist() == [1, 1]
+    # Where another number of tensors comes, nobody knows which: all are copies.
+    assert runner.function(0)((first, second, first * 2), None).tolist() == [5, 5]
+    assert seen[-1][0] is not first
