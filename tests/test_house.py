@@ -40,13 +40,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         *("config", "engine", "job", "static/cut"),
         "dygraph/_paddle dygraph/backports dygraph/nest dygraph/random_keys dygraph/gradients"
-        " dygraph/derivatives"
-        " dygraph/broadcast dygraph/slices",
+        " dygraph/derivatives dygraph/broadcast dygraph/slices",
     ),
     (
         *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),
         *("io", "checkpoint"),
     ),
+    ("dygraph/layers/refusals",),
     ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/attached"),
     ("dygraph/state", "static/save"),
     ("dygraph/model", "static/entry"),

@@ -289,7 +289,10 @@ def _require_unchanged(tensors: Iterable[Tensor], copies: Mapping[int, Tensor], 
 
 def _same_numbers(tensor: Tensor, other: Tensor) -> bool:
     # By their bits: NaN is the same as NaN.
-    one, two = (either.numpy().reshape(-1).view(np.uint8) for either in (tensor, other))
+    one, two = (
+        np.ascontiguousarray(either.numpy()).reshape(-1).view(np.uint8)
+        for either in (tensor, other)
+    )
     return np.array_equal(one, two)
 
 

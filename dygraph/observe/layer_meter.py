@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable, NamedTuple
 
 from fleetpipe._paddle import paddle
@@ -24,6 +24,7 @@ from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
 from fleetpipe.partition import LayerInfo, Partition
+from fleetpipe.planning import LayerCost
 from fleetpipe.schedules import Action, Placement, Schedule
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 
@@ -43,14 +44,15 @@ _ALONE = Schedule("alone", Placement("loop", 1), 1, (tuple(Action(k, 0, 0) for k
 class Sample(NamedTuple):
     """What one run of a layer cost: seconds, and bytes, as in ``LayerCost``.
 
-    ``free`` is how much of its output its own graph does not keep, so that it may be let go.
+    ``free`` is how much of its output its own graph does not keep, so that it may be let go. I and
+    W are None where they were not measured.
     """
 
     forward: float
     backward: float
     split_forward: float
-    input_grad: float
-    weight_grad: float
+    input_grad: float | None
+    weight_grad: float | None
     output: float
     held: float
     releases: float
@@ -69,7 +71,14 @@ class LayerMeter:
             in the whole list, of which the loss has the one after the last.
     """
 
-    def __init__(self, count: int, calls_of: CallsOf, layers_of: LayersOf, slices: int = 1) -> None:
+    def __init__(
+        self,
+        count: int,
+        calls_of: CallsOf,
+        layers_of: LayersOf,
+        slices: int = 1,
+        splits: bool = True,
+    ) -> None:
         """Begins without any.
 
         Args:
@@ -78,9 +87,11 @@ class LayerMeter:
             layers_of: The layers of a stage, whose backward can be split.
             slices: Slices of a micro-batch. More than 1: what runs as a micro-batch is a slice, of
                 which no backward is split.
+            splits: Whether to measure I and W as well.
         """
         self.samples: defaultdict[tuple[int, int], list[Sample]] = defaultdict(list)
         self._slices, self._count = slices, count
+        self._splits = splits and slices == 1
         self._calls_of, self._layers_of = calls_of, layers_of
         self._each = Partition(tuple(range(count + 1)), "each", (LayerInfo(""),) * count)
         self._meters: dict[tuple[int, int], _Meter] = {}
@@ -124,8 +135,7 @@ class LayerMeter:
         self.samples[index, self._count].append(sample._replace(output=0, saved=0))
 
     def _meter(self, index: int, function: Callable[..., Nest], layer: Functions) -> _Meter:
-        sliced = self._slices > 1
-        return _Meter(function, layer, sliced, awaited=sliced and index < self._slices - 1)
+        return _Meter(function, layer, self._splits, awaited=index < self._slices - 1)
 
 
 def _run(
@@ -147,11 +157,12 @@ class _Meter:
         self,
         function: Callable[..., Nest],
         layer: Functions,
-        sliced: bool = False,
-        awaited: bool = False,
+        splits: bool,
+        awaited: bool,
     ) -> None:
-        # Whether it runs slices, and whether gradients come back for what this one keeps.
-        self._sliced, self._awaited = sliced, awaited
+        # Whether its backward is split too, and whether gradients come back for what it keeps.
+        self._splits, self._awaited = splits, awaited
+        self._now = _clock()
         self._piece = Piece("", [function])
         self._split = SplitBackward(_ALONE, lambda _: layer)
         self._warm = False
@@ -171,13 +182,13 @@ class _Meter:
         if not self._warm:
             # A first run makes room for gradients, and is slower; split, it examines the layer.
             self._whole(run, box[0])
-            if not self._sliced:
+            if self._splits:
                 self._parted(run, box[0])
             self._free = _not_kept(run, box[0])
             self._warm = True
-        recompute = not self._sliced and self._piece.needs_recompute(box[0])
+        recompute = self._splits and self._piece.needs_recompute(box[0])
         forward, backward, held, working = self._whole(run, box[0])
-        apart = (forward, 0.0, 0.0, 0, 0) if self._sliced else self._parted(run, box[0])
+        apart = self._parted(run, box[0]) if self._splits else (forward, None, None, 0, 0)
         split_forward, input_grad, weight_grad, held_split, waiting = apart
         output = run(box[0])
         # Where it is recomputed it holds what it makes, and nothing else.
@@ -197,10 +208,10 @@ class _Meter:
         value = mapped(leaf_like, value)
         before = allocated_bytes()
         restart_peak()
-        begin = time.perf_counter()
+        begin = self._now()
         with slices.again() as kept:
             output = run(value)
-        forward = time.perf_counter() - begin
+        forward = self._now() - begin
         held = max(allocated_bytes() - before, 0)
         working = max(peak_bytes() - before - held, 0)
         made, ones = _gradients_for(output, value)
@@ -210,10 +221,10 @@ class _Meter:
             made, ones, held = made + waiting, ones + theirs, held + bytes_of(waiting)
         at = allocated_bytes()
         restart_peak()
-        begin = time.perf_counter()
+        begin = self._now()
         if made:
             paddle.autograd.backward(made, ones)
-        backward = time.perf_counter() - begin
+        backward = self._now() - begin
         return forward, backward, held, max(working, peak_bytes() - at)
 
     def _parted(
@@ -223,24 +234,39 @@ class _Meter:
         split = self._split
         value = mapped(leaf_like, value)
         before = allocated_bytes()
-        begin = time.perf_counter()
+        begin = self._now()
         with split.recording(0, _FIRST):
             output = run(value)
-        forward = time.perf_counter() - begin
+        forward = self._now() - begin
         held = max(allocated_bytes() - before, 0)
         made, ones = _gradients_for(output, value)
-        begin = time.perf_counter()
+        begin = self._now()
         with split.input_grads(0, _FIRST):
             if made:
                 paddle.autograd.backward(made, ones)
-        input_grad = time.perf_counter() - begin
+        input_grad = self._now() - begin
         waiting = split.report().peaks[0].bytes
-        begin = time.perf_counter()
+        begin = self._now()
         split.weight_grads(0, _FIRST)
-        weight_grad = time.perf_counter() - begin
+        weight_grad = self._now() - begin
         split.release(0, _FIRST)
         split.end()
         return forward, input_grad, weight_grad, held, waiting
+
+
+def _clock() -> Callable[[], float]:
+    """Returns a clock of the seconds for which this thread had a processor.
+
+    Other load does not count. Where kernels run elsewhere it is the time, once they are done.
+    """
+    if paddle.device.get_device() == "cpu":
+        return time.thread_time
+
+    def clock() -> float:
+        paddle.device.synchronize()
+        return time.perf_counter()
+
+    return clock
 
 
 def _not_kept(run: Callable[[Nest], Nest], value: Nest) -> int:
@@ -269,6 +295,47 @@ def bytes_of(value: Nest, given: Nest = None) -> int:
     known = set(map(id, tensors_of(given)))
     tensors = {id(tensor): tensor for tensor in tensors_of(value) if id(tensor) not in known}
     return sum(map(tensor_bytes, tensors.values()))
+
+
+def fastest(samples: Iterable[Sequence[float | None]]) -> Sample:
+    """Returns the least of each figure: what else the machine does slows some, and hastens none."""
+    return Sample._make(None if None in each else min(each) for each in zip(*samples))
+
+
+def layer_costs(
+    names: Iterable[str], samples: Iterable[Sample], sizes: Iterable[tuple[int, int]]
+) -> list[LayerCost]:
+    """Returns the costs of layers that run one after another.
+
+    Args:
+        names: Their names.
+        samples: What is typical of each.
+        sizes: Of each what :func:`state_bytes` tells.
+    """
+    costs: list[LayerCost] = []
+    free = math.inf
+    for name, one, (trained, others) in zip(names, samples, sizes):
+        # What the layer before keeps, or one before that, stays.
+        releases, free = min(one.releases, free), one.free
+        costs.append(
+            LayerCost(
+                *(name, one.forward, one.backward, one.input_grad, one.weight_grad),
+                *(trained, trained, others, int(one.output), int(one.held), int(releases)),
+                *(int(one.held_split), int(one.waiting), int(one.working), int(one.saved)),
+            )
+        )
+    return costs
+
+
+def state_bytes(uses: Iterable[Iterable[Tensor]]) -> list[tuple[int, int]]:
+    """Returns the bytes that are trained, and the others, of what each of several uses first."""
+    return [
+        (
+            sum(tensor_bytes(tensor) for tensor in tensors if not tensor.stop_gradient),
+            sum(tensor_bytes(tensor) for tensor in tensors if tensor.stop_gradient),
+        )
+        for tensors in first_uses(uses)
+    ]
 
 
 def first_uses(uses: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:

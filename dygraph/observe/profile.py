@@ -7,7 +7,6 @@ each slice is measured like this as well.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, slices_in
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.observe.layer_meter import Sample, first_uses, tensor_bytes
+from fleetpipe.dygraph.observe.layer_meter import Sample, fastest, layer_costs, state_bytes
 from fleetpipe.dygraph.observe.measuring import Runs, Samples, StageTimes, crossed
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.job.job import Job
@@ -63,11 +62,12 @@ def measure(
         times = run.stages("B", slicing) if cut else {}
         samples = _of_all_ranks(job, run.layers())
         parts = _of_all_ranks(job, run.layers_of_slices(slicing)) if cut else {}
-    sizes = {str(number): list(size) for number, size in _state_bytes(layers).items()}
+    uses = layers.layer_tensors()
+    sizes = [[number, *size] for number, size in zip(uses, state_bytes(uses.values()))]
     everyone = job.group().all_gather((sizes, run.lengths(slicing) if cut else []))
     profile = None
     if job.group().rank == 0:
-        held = {int(n): size for part, _ in everyone for n, size in part.items()}
+        held = {n: (trained, others) for part, _ in everyone for n, trained, others in part}
         found = _profile(layers, _whole_costs(layers, samples, held, whole, split), whole, latency)
         if cut:
             lengths = next(theirs for _, theirs in everyone if theirs)
@@ -78,13 +78,10 @@ def measure(
 
 
 def _of_all_ranks(job: Job, own: Samples) -> _Typical:
-    """Returns the fastest times of each layer and slice; collective.
-
-    What else the machine does slows some, and hastens none.
-    """
+    """Returns the fastest times of each layer and slice; collective."""
     plain = [[*key, [list(sample) for sample in found]] for key, found in own.items()]
     everyone = job.group().all_gather(plain)
-    return {(i, n): Sample(*map(min, zip(*found))) for part in everyone for i, n, found in part}
+    return {(i, n): fastest(found) for part in everyone for i, n, found in part}
 
 
 def _parts(layers: PipelineLayer) -> list[tuple[int, int]]:
@@ -100,70 +97,38 @@ def _names(layers: PipelineLayer) -> list[str]:
 def _whole_costs(
     layers: PipelineLayer,
     samples: _Typical,
-    sizes: Mapping[int, Sequence[int]],
+    sizes: Mapping[int, tuple[int, int]],
     whole: StageTimes,
     split: StageTimes,
 ) -> list[LayerCost]:
     """Returns what all layers, and the loss, cost for a micro-batch."""
-    names, free = _names(layers), math.inf
-    costs: list[LayerCost] = []
+    scaled: list[Sample] = []
     for stage, (start, end) in enumerate(_parts(layers)):
-        part = [samples[0, number] for number in range(start, end)]
-        forward = _scale(whole["F", stage, 0], [sample.forward for sample in part])
-        backward = _scale(whole["B", stage, 0], [sample.backward for sample in part])
-        weight_grad = _scale(split["W", stage, 0], [sample.weight_grad for sample in part])
         slower = max(split["F", stage, 0] - whole["F", stage, 0], 0.0)
-        input_grad = _scale(split["I", stage, 0] + slower, [sample.input_grad for sample in part])
-        for number, one in zip(range(start, end), part):
-            parameters, gradients, buffers = sizes.get(number, (0, 0, 0))
-            # What the layer before keeps, or one before that, stays.
-            releases, free = min(one.releases, free), one.free
-            costs.append(
-                LayerCost(
-                    names[number],
-                    one.forward * forward,
-                    one.backward * backward,
-                    one.input_grad * input_grad,
-                    one.weight_grad * weight_grad,
-                    parameters=parameters,
-                    gradients=gradients,
-                    buffers=buffers,
-                    output=int(one.output),
-                    held=int(one.held),
-                    releases=int(releases),
-                    held_split=int(one.held_split),
-                    waiting=int(one.waiting),
-                    working=int(one.working),
-                    saved=int(one.saved),
-                )
-            )
-    return costs
+        scaled += _scaled(
+            [samples[0, number] for number in range(start, end)],
+            forward=whole["F", stage, 0],
+            backward=whole["B", stage, 0],
+            input_grad=split["I", stage, 0] + slower,
+            weight_grad=split["W", stage, 0],
+        )
+    return layer_costs(
+        _names(layers), scaled, [sizes.get(number, (0, 0)) for number in range(len(scaled))]
+    )
 
 
 def _slice_costs(
     layers: PipelineLayer, samples: _Typical, times: StageTimes, index: int
 ) -> tuple[LayerCost, ...]:
     """Returns what all layers, and the loss, cost for one slice of a micro-batch."""
-    names, free = _names(layers), math.inf
-    costs: list[LayerCost] = []
+    scaled: list[Sample] = []
     for stage, (start, end) in enumerate(_parts(layers)):
-        part = [samples[index, number] for number in range(start, end)]
-        forward = _scale(times["F", stage, index], [sample.forward for sample in part])
-        backward = _scale(times["B", stage, index], [sample.backward for sample in part])
-        for name, one in zip(names[start:end], part):
-            releases, free = min(one.releases, free), one.free
-            costs.append(
-                LayerCost(
-                    name,
-                    one.forward * forward,
-                    one.backward * backward,
-                    output=int(one.output),
-                    held=int(one.held),
-                    releases=int(releases),
-                    working=int(one.working),
-                )
-            )
-    return tuple(costs)
+        scaled += _scaled(
+            [samples[index, number] for number in range(start, end)],
+            forward=times["F", stage, index],
+            backward=times["B", stage, index],
+        )
+    return tuple(layer_costs(_names(layers), scaled, [(0, 0)] * len(scaled)))
 
 
 def _profile(
@@ -206,24 +171,13 @@ def between_ranks(
     return Link(latency, 0.0), Transfer(*fixed, TYPICAL.per_byte)
 
 
-def _scale(measured: float, parts: Sequence[float]) -> float:
-    """Returns the factor by which parts add up to what they were measured to take together."""
-    total = sum(parts)
-    return measured / total if total else 0.0
-
-
-def _state_bytes(layers: PipelineLayer) -> dict[int, tuple[int, int, int]]:
-    """Returns the bytes of parameters, gradients and buffers of this process's layers.
-
-    What several layers share counts with the first of them.
-    """
-    uses = layers.layer_tensors()
-    found: dict[int, tuple[int, int, int]] = {}
-    for number, tensors in zip(uses, first_uses(uses.values())):
-        trained = sum(tensor_bytes(t) for t in tensors if not t.stop_gradient)
-        others = sum(tensor_bytes(t) for t in tensors if t.stop_gradient)
-        found[number] = (trained, trained, others)
-    return found
+def _scaled(samples: list[Sample], **measured: float) -> list[Sample]:
+    """Returns the samples of a stage, whose times add up to what the stage was measured to take."""
+    for name, seconds in measured.items():
+        total = sum(getattr(one, name) for one in samples)
+        factor = seconds / total if total else 0.0
+        samples = [one._replace(**{name: getattr(one, name) * factor}) for one in samples]
+    return samples
 
 
 @contextmanager

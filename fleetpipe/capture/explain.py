@@ -9,13 +9,14 @@ from pathlib import Path
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.asked import classes_of, plain_model
 from fleetpipe.capture.cutting.auto import places
-from fleetpipe.capture.cutting.costs import NodeCost, measured, parameter_bytes
+from fleetpipe.capture.cutting.costs import measured, parameter_bytes
 from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.picture import draw
 from fleetpipe.capture.repeated import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
 from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.planning import LayerCost
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Explanation:
     crossing: Sequence[int]
     parameters: Sequence[int]
     unopened: Mapping[str, str]
-    costs: Sequence[NodeCost] | None = None
+    costs: Sequence[LayerCost] | None = None
 
     def __str__(self) -> str:
         rows = list(self._rows())
@@ -51,14 +52,14 @@ class Explanation:
         times = () if self.costs is None else ("F ms", "B ms")
         yield ("node", "what", "makes", "bytes before", "parameters", *times, "a cut before it")
         for number, node in enumerate(self.trace.nodes):
-            cost = () if self.costs is None else self.costs[number][:2]
+            cost = None if self.costs is None else self.costs[number]
             yield (
                 str(number),
                 node.name,
                 ", ".join(str(self.trace.likes[value]) for value in node.outputs),
                 f"{self.crossing[number]:,}" if number else "",
                 f"{self.parameters[number]:,}",
-                *(f"{1e3 * seconds:.3g}" for seconds in cost),
+                *(f"{1e3 * time:.3g}" for time in ((cost.forward, cost.whole) if cost else ())),
                 self._cut(number),
             )
 
@@ -127,7 +128,7 @@ def explain(
         _crossing(training),
         parameter_bytes(training),
         training.unopened,
-        measured(capturing, training) if measure else None,
+        measured(capturing, training, named).layers[1:-1] if measure else None,
     )
 
 

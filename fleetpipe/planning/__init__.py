@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fleetpipe.planning.explaining import Predicted
 from fleetpipe.planning.layer_cost import LayerCost, Link, Transfer
-from fleetpipe.planning.making import plan, recosted
+from fleetpipe.planning.making import fastest_cut, plan, recosted
 from fleetpipe.planning.plan import PipelinePlan
 from fleetpipe.planning.profile import Profile
 from fleetpipe.planning.stages import StageCost
@@ -21,6 +21,7 @@ __all__ = [
     "Profile",
     "StageCost",
     "Transfer",
+    "fastest_cut",
     "plan",
     "recosted",
 ]

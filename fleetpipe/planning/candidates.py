@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.partition import fastest, uniform
+from fleetpipe.partition import Bottleneck, fastest, uniform
 from fleetpipe.planning.memory import peak_bytes, static_bytes
 from fleetpipe.planning.profile import Profile
 from fleetpipe.planning.recomputing import Recompute, everything, recomputed
@@ -146,30 +146,66 @@ class Task:
         def time(stage: int, start: int, end: int) -> float:
             return stages.seconds(start, end)
 
-        def time_and_link(stage: int, start: int, end: int) -> float:
-            size = self.profile.layers[start - 1].output if start else 0
-            return stages.seconds(start, end) + (
-                2 * self._comm(shape, stage - 1, size) if start else 0
-            )
-
         def memory(stage: int, start: int, end: int) -> float:
-            parameters, gradients, buffers = stages.static(start, end)
-            under_way = min(self.micro_batches, parts - stage)
-            moments = self.optimizer_copies * gradients
-            return parameters + gradients + buffers + moments + under_way * stages.held(start, end)
+            return self._memory(parts, stage, start, end)
 
         def static(start: int, end: int) -> float:
             return sum(stages.static(start, end))
 
         found += [
-            fastest(places, count, parts, cost, floor).boundaries
-            for cost, floor in (
-                (time, stages.seconds),
-                (time_and_link, stages.seconds),
-                (memory, static),
-            )
+            fastest(places, count, parts, time, stages.seconds).boundaries,
+            self.fastest(shape).boundaries,
+            fastest(places, count, parts, memory, static).boundaries,
         ]
         return list(dict.fromkeys(found))
+
+    def fastest(self, shape: Placement, cap: float = math.inf, steady: bool = False) -> Bottleneck:
+        """Returns the cut whose slowest stage is fastest, with what crosses between ranks.
+
+        Args:
+            shape: Which rank has which stage.
+            cap: Bytes that a stage may have in use, with nothing recomputed.
+            steady: Whether it is to be the same whenever the layers are measured.
+
+        Raises:
+            PartitionError: There are too few places, or no cut fits.
+        """
+        parts, stages = shape.stages, self.stages
+        crossing = cache(lambda border, layer: self._crossing(shape, border, layer))
+
+        def cost(stage: int, start: int, end: int) -> float:
+            if self._memory(parts, stage, start, end) > cap:
+                return math.inf
+            busy, waiting = crossing(stage - 1, start)
+            return stages.seconds(start, end) + busy + waiting + crossing(stage, end)[0]
+
+        def sent(start: int) -> int:
+            return self.profile.layers[start - 1].output if start else 0
+
+        places, count = self.profile.cuts, stages.count
+        return fastest(places, count, parts, cost, stages.seconds, sent if steady else None)
+
+    def _crossing(self, shape: Placement, border: int, layer: int) -> tuple[float, float]:
+        """Returns how long both ranks are busy, and the later one waits, where a cut crosses.
+
+        Args:
+            shape: Which rank has which stage.
+            border: The stage before it.
+            layer: The layer after it.
+        """
+        if not 0 < layer < self.stages.count or shape.rank_of(border) == shape.rank_of(border + 1):
+            return 0.0, 0.0
+        size, transfer = self.profile.layers[layer - 1].output, self.profile.transfer
+        # A value comes, and its gradient goes back.
+        return transfer.sends(size) + transfer.receives(size), 2 * self._comm(shape, border, size)
+
+    def _memory(self, parts: int, stage: int, start: int, end: int) -> float:
+        """Returns the bytes that a stage has in use under 1F1B."""
+        parameters, gradients, buffers = self.stages.static(start, end)
+        under_way = min(self.micro_batches, parts - stage)
+        moments = self.optimizer_copies * gradients
+        held = under_way * self.stages.held(start, end)
+        return parameters + gradients + buffers + moments + held
 
     def costs(self, shape: Placement, stages: Sequence[StageCost], **others: Any) -> Costs:
         """Returns what the actions of some stages cost, their transfers included."""

@@ -8,14 +8,15 @@ from pathlib import Path
 
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.partition import LayerInfo, Partition
-from fleetpipe.planning.candidates import Lack, Task
+from fleetpipe.planning.candidates import Boundaries, Lack, Task
 from fleetpipe.planning.explaining import shown_range
 from fleetpipe.planning.plan import PipelinePlan
 from fleetpipe.planning.profile import Profile
 from fleetpipe.planning.recomputing import Recompute
 from fleetpipe.planning.search import best_plan
 from fleetpipe.planning.sizes import read_bytes, show_bytes
-from fleetpipe.schedules import Schedule
+from fleetpipe.planning.stages import StageCost
+from fleetpipe.schedules import Placement, Schedule
 from fleetpipe.schedules.placement import check_count
 
 #: All that may be chosen.
@@ -86,6 +87,33 @@ def plan(
     found.schedule.verify()
     partition = Partition(found.boundaries, "plan", names)
     return _costed(task, found.schedule, partition, found.recompute)
+
+
+def fastest_cut(
+    profile: Profile,
+    stages: int,
+    memory_cap: float | None = None,
+    optimizer_copies: float = 2,
+) -> tuple[Boundaries, tuple[StageCost, ...]]:
+    """Returns the cut whose slowest stage is fastest, and what its stages cost. Runs nothing.
+
+    Of cuts that measurements can hardly tell apart it is the one that sends least, so that it is
+    the same whenever a model is measured.
+
+    Args:
+        profile: What the layers cost.
+        stages: Number of stages, each on a rank of its own.
+        memory_cap: Bytes that a stage may have in use under 1F1B, with nothing recomputed.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+
+    Raises:
+        PartitionError: There are too few places for a cut, or none fits.
+    """
+    cap = math.inf if memory_cap is None else memory_cap
+    task = Task(profile, stages, stages, cap, frozenset(("partition",)), optimizer_copies)
+    shape = Placement("loop", stages)
+    boundaries = task.fastest(shape, cap, steady=True).boundaries
+    return boundaries, task.with_transfers(shape, task.stages.cut(boundaries))
 
 
 def recosted(plan: PipelinePlan, profile: Profile) -> PipelinePlan:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fleetpipe.errors import PartitionError
 from fleetpipe.partition import balanced, fastest
+from fleetpipe.partition.slowest import SLACK
 
 
 @given(
@@ -51,6 +52,38 @@ def test_sums_alone_give_the_balanced_cut(weights: list[int], parts: int) -> Non
     places = range(1, len(weights))
     found = fastest(places, len(weights), parts, lambda _, start, end: sum(weights[start:end]))
     assert list(found.boundaries) == balanced(weights, parts)
+
+
+@given(
+    st.lists(st.integers(1, 99), min_size=4, max_size=9),
+    st.lists(st.integers(0, 9), min_size=9, max_size=9),
+    st.integers(1, 4),
+)
+def test_of_cuts_that_are_nearly_as_fast_it_is_the_one_that_sends_least(
+    weights: list[int], sizes: list[int], parts: int
+) -> None:
+    count = len(weights)
+
+    def cost(_: int, start: int, end: int) -> float:
+        return sum(weights[start:end])
+
+    def sent(start: int) -> int:
+        return sizes[start] if start else 0
+
+    every: dict[tuple[int, ...], float] = {}
+    for inner in itertools.combinations(range(1, count), parts - 1):
+        bounds = (0, *inner, count)
+        every[bounds] = max(cost(0, *pair) for pair in zip(bounds, bounds[1:]))
+    most = (1 + SLACK) * min(every.values())
+    near = [bounds for bounds, slowest in every.items() if slowest <= most]
+    found = fastest(range(1, count), count, parts, cost, sent=sent)
+    assert found.cost == every[found.boundaries] <= most
+    # Of these the latest, the last border first.
+    assert found.boundaries == min(
+        near, key=lambda b: (sum(map(sent, b[:-1])), [-x for x in b[::-1]])
+    )
+    floored = fastest(range(1, count), count, parts, cost, lambda *pair: cost(0, *pair), sent)
+    assert floored == found
 
 
 def test_too_few_places_are_refused() -> None:

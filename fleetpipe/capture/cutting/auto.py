@@ -1,31 +1,20 @@
 """``split_spec="auto"``: the cut whose slowest stage is fastest, by what the nodes were measured.
 
-A stage takes as long as its nodes forward and backward, and as what it receives: each value comes
-over an edge, and its gradient goes back. The cut is exact: no other between calls of sublayers has
-a faster slowest stage under these figures.
+What a stage takes is what :func:`fleetpipe.plan` takes it to: its nodes forward and backward, and
+what comes into it and leaves it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from fleetpipe.aliases import Nest
-from fleetpipe.capture.cutting.costs import NodeCost, received
 from fleetpipe.capture.cutting.cuts import AtCall, Border, SplitPoint
 from fleetpipe.capture.cutting.written import parted, spans
 from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.partition import fastest
-
-#: What a value costs between two processes of one host: on its way, and by its size.
-SECONDS_PER_VALUE, SECONDS_PER_BYTE = 3e-5, 3e-10
-
-#: A parameter, its gradient, and two moments of an optimizer.
-COPIES = 4
+from fleetpipe.planning import Profile, fastest_cut
 
 
 class Choice(NamedTuple):
@@ -101,18 +90,16 @@ def _border(trace: Trace, number: int) -> Border | None:
 
 
 def chosen(
-    training: Trace,
-    evaluation: Trace,
-    costs: Sequence[NodeCost],
+    profile: Profile,
+    places: Mapping[int, Border],
     stages: int,
     memory_limit: float | None = None,
 ) -> Choice:
     """Returns the cut whose slowest stage is fastest.
 
     Args:
-        training: The run of the forward in training.
-        evaluation: That in evaluation.
-        costs: What each node of the former costs.
+        profile: What the nodes cost, the inputs before them and the outputs behind.
+        places: What names each place where a stage may begin, by node.
         stages: Number of stages.
         memory_limit: The bytes that a stage may have: its parameters with gradients and two
             moments, and what as many forwards hold as are on their way under 1F1B.
@@ -120,41 +107,16 @@ def chosen(
     Raises:
         PartitionError: There are too few places, or no cut fits into memory.
     """
-    total, held, parameters = [0.0], [0], [0]
-    for cost in costs:
-        total.append(total[-1] + cost.seconds)
-        held.append(held[-1] + cost.held)
-        parameters.append(parameters[-1] + cost.parameters)
-    receives = cache(lambda start: received(training, start))
-
-    def seconds(start: int, end: int) -> float:
-        size, values = receives(start)[end - start]
-        crossing = 2 * (size * SECONDS_PER_BYTE + values * SECONDS_PER_VALUE)
-        return total[end] - total[start] + crossing
-
-    def cost_of(stage: int, start: int, end: int) -> float:
-        if memory_limit is not None:
-            size = COPIES * (parameters[end] - parameters[start])
-            size += (stages - stage) * (held[end] - held[start])
-            if size > memory_limit:
-                return math.inf
-        return seconds(start, end)
-
-    named, _ = places(training, evaluation)
-
-    def floor(start: int, end: int) -> float:
-        return total[end] - total[start]
-
-    found = fastest(list(named), len(costs), stages, cost_of, floor)
-    bounds = found.boundaries
+    bounds, costs = fastest_cut(profile, stages, memory_limit)
     return Choice(
-        tuple(named[start] for start in bounds[1:-1]),
-        tuple(seconds(start, end) for start, end in zip(bounds, bounds[1:])),
-        max(total[-1] / stages, *(cost.seconds for cost in costs)),
+        # The inputs come first.
+        tuple(places[first - 1] for first in bounds[1:-1]),
+        tuple(stage.seconds for stage in costs),
+        max(profile.stages.least() / stages, *(layer.seconds for layer in profile.layers)),
     )
 
 
-def agreed(job: Job | None, measure: Callable[[], list[NodeCost]]) -> list[NodeCost]:
+def agreed(job: Job | None, measure: Callable[[], Profile]) -> Profile:
     """Returns what one rank measures, on every rank. Collective over the job.
 
     Args:
@@ -165,10 +127,7 @@ def agreed(job: Job | None, measure: Callable[[], list[NodeCost]]) -> list[NodeC
         return measure()
     pipeline, replicas = job.group(), job.replicas()
     with job.guarded(lambda: "measuring the nodes of the model"):
-        costs: Nest = None
-        if pipeline.rank == replicas.rank == 0:
-            costs = [tuple(map(float, cost)) for cost in measure()]
-        costs = replicas.broadcast(pipeline.broadcast(costs, 0), 0)
+        found = measure().dumps() if pipeline.rank == replicas.rank == 0 else None
+        found = replicas.broadcast(pipeline.broadcast(found, 0), 0)
         # The ranks that hold slices have measured together, each by its own clock.
-        costs = job.model_parallel().broadcast(costs, 0)
-    return [NodeCost(there, back, int(held), int(size)) for there, back, held, size in costs]
+        return Profile.loads(job.model_parallel().broadcast(found, 0))

@@ -67,8 +67,9 @@ def cut_of(
             fix="call fleet.init with a pp_degree first, or pass num_stages",
         )
     evaluation = capturing(look, False)
-    costs = agreed(current_job(), lambda: measured(capturing, training))
-    choice = chosen(training, evaluation, costs, stages, memory_limit)
+    named, _ = places(training, evaluation)
+    profile = agreed(current_job(), lambda: measured(capturing, training, named))
+    choice = chosen(profile, named, stages, memory_limit)
     return Cut(choice.borders, choice)
 
 

@@ -107,7 +107,7 @@ def _kept(tensor: Tensor) -> _Kept:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    return tensor.numpy().reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
 
 
 def _restored(kept: _Kept) -> bool:
