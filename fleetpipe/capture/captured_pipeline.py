@@ -136,7 +136,7 @@ class CapturedPipeline(PipelineLayer):
         weights = [SharedWeight(name, holders) for name, holders in ranks.items()]
         self.__dict__["_shared_weights"] = connected(weights, own, self._stage_id, self._job)
         if self._job is not None and not self._job.local:
-            kept = {id(tensor) for tensor in own.values()}
+            kept = {id(tensor) for tensor in (*own.values(), *self.forms.numbers)}
             release(t for t in self.plain.state_dict().values() if id(t) not in kept)
 
     def _hold(self, users: dict[str, tuple[int, ...]]) -> None:

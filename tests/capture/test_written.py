@@ -11,6 +11,7 @@ import pytest
 from paddle import nn
 
 import fleetpipe
+from fleetpipe import fleet
 from fleetpipe.errors import CaptureError
 from tests.capture.beside import trained
 from tests.jobs import job
@@ -269,6 +270,14 @@ def has_a_graph(self: Any, x: Any) -> Any:
     return x * self.scale
 
 
+OUTSIDE = paddle.zeros([3])
+
+
+def writes_elsewhere(self: Any, x: Any) -> Any:
+    OUTSIDE.add_(paddle.full([3], 0.5))
+    return x + OUTSIDE
+
+
 #: The code, the lines below its first at which the user finds it, and what the message says.
 REFUSED: list[tuple[Code, int, str, str]] = [
     (reads_a_counter, 2, "reads the numbers in a tensor", "put that code into a sublayer"),
@@ -279,6 +288,7 @@ REFUSED: list[tuple[Code, int, str, str]] = [
     (grows, 1, "gives 'mean' another shape", "keep one shape and dtype"),
     (is_two, 1, "be the same tensor as 'scale'", "assign a copy"),
     (is_none, 1, "takes the buffer 'mean' away", "paddle.assign"),
+    (writes_elsewhere, 1, "into a tensor that came from no operation", "register_buffer"),
     (has_a_graph, 1, "writes into the parameter 'scale' what needs a gradient", "no_grad"),
 ]
 
@@ -293,6 +303,25 @@ def test_what_cannot_be_repeated_is_refused_with_its_line(
     assert message in text
     assert f"where: {__file__}:{code.__code__.co_firstlineno + line}\n" in text
     assert fix in text
+
+
+def test_a_number_that_the_user_changes_is_read_anew() -> None:
+    class Scaled(Net):
+        def forward(self, x: Any) -> Any:
+            return self.last(self.first(x) * self.steps.item())
+
+    with job(2):
+        model, labels = Scaled(clipped), LABELS
+        pipe = fleetpipe.pipeline(model, X[:2], nn.CrossEntropyLoss(), ["last"], verify=False)
+        wrapped = fleet.distributed_model(pipe)
+        for steps in (2, 0, 3):
+            model.steps.set_value(paddle.to_tensor(steps))
+            loss = wrapped.forward_backward_pipeline([X, labels])
+            parts = [
+                nn.functional.cross_entropy(model(X[i : i + 2]), labels[i : i + 2]) / 4
+                for i in range(0, 8, 2)
+            ]
+            assert float(loss) == float(sum(parts[1:], parts[0]))
 
 
 @pytest.mark.parametrize(("code", "name"), [(clipped, "fc.weight"), (as_an_attribute, "mean")])

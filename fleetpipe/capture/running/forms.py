@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Callable, NamedTuple
 
-from fleetpipe.aliases import Layer, Nest
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting import cuts
 from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.cutting.edges import crossing
@@ -23,8 +23,8 @@ from fleetpipe.errors import CaptureError
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.schedules import Edge
 
-#: A look, whether the model trains, and the mode of each of its layers.
-_Key = tuple[Signature, bool, tuple[bool, ...]]
+#: A look, whether the model trains, the mode of each of its layers, and the numbers that were read.
+_Key = tuple[Signature, bool, tuple[bool, ...], tuple[bytes, ...]]
 
 
 class Form(NamedTuple):
@@ -97,15 +97,15 @@ class Forms:
         self.stages = len(borders) + 1
         self._layers = capturing.model.sublayers(include_self=True)
         self._known: dict[_Key, Form] = {}
-        self._examples: dict[bool, Form] = {}
-        for training in (True, False):
-            form = self._made(self.first, training)
+        #: The buffers whose numbers any run has read, by name.
+        self._numbers: dict[str, Owned] = {}
+        self._examples = {training: self._made(self.first, training) for training in (True, False)}
+        for training, form in self._examples.items():
             with in_mode(capturing.model, training):
                 self._known[self._key(self.first, training)] = form
-            self._examples[training] = form
 
     def of(self, signature: Signature, training: bool) -> Form:
-        """Returns how a batch of a look is run, in the modes that the layers are in.
+        """Returns how a batch of a look is run, with the modes and the numbers that there are.
 
         Raises:
             CaptureError: It crosses between stages where the example does not.
@@ -122,18 +122,26 @@ class Forms:
                     got=f"{signature}, with the edges {', '.join(map(str, sorted(new)))}",
                     fix="pass example_inputs in which everything is given that may be",
                 )
-            self._known[key] = form
+            # It may have read more numbers.
+            self._known[self._key(signature, training)] = form
         return form
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The buffers whose numbers Python reads, at every capture."""
+        return [getattr(owned.layer, owned.name) for owned in self._numbers.values()]
 
     def example(self, training: bool) -> Form:
         """Returns how the example is run."""
         return self._examples[training]
 
     def _key(self, signature: Signature, training: bool) -> _Key:
-        return signature, training, tuple([layer.training for layer in self._layers])
+        modes = tuple([layer.training for layer in self._layers])
+        return signature, training, modes, tuple(map(_bytes, self._numbers.values()))
 
     def _made(self, signature: Signature, training: bool) -> Form:
         trace = self.capturing(signature, training)
+        self._numbers.update((owned.path, owned) for owned in trace.numbers)
         if trace.switched:
             require_same_modes(trace, self.capturing.after(trace, signature, training))
         starts = tuple(cuts.starts(trace, self._borders))
@@ -147,6 +155,11 @@ class Forms:
         if self._interval or self._recompute:
             _require_recomputable(form)
         return form
+
+
+def _bytes(owned: Owned) -> bytes:
+    content: bytes = getattr(owned.layer, owned.name).numpy().tobytes()
+    return content
 
 
 def _written(trace: Trace, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ...]:

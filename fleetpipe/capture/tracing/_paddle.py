@@ -69,12 +69,13 @@ def noticed(function: Function) -> Function:
 
 
 def target_of(function: Function, args: tuple[Any, ...]) -> Tensor | None:
-    """Returns the tensor into which an operation writes with its gradient; None without one."""
+    """Returns the tensor into which an operation writes; None without one."""
     name = getattr(function, "__name__", "")
     if name == "assign_out_":
         return args[1]
-    writes = name == "_setitem_dygraph" or (name.endswith("_") and not name.endswith("__"))
-    return args[0] if writes and not is_silent(function) else None
+    writes = name.endswith("_") and not name.endswith("__") and name != "detach_"
+    writes = writes or name == "_setitem_dygraph" or is_silent(function)
+    return args[0] if writes and args and isinstance(args[0], _Tensor) else None
 
 
 class Listener(Protocol):

@@ -44,6 +44,12 @@ MEMORY = Obstacle(
     "a stage repeats operations: it would not see what is read or written there",
     "write into a parameter or buffer by set_value or paddle.assign",
 )
+FOREIGN = Obstacle(
+    "writes into a tensor that came from no operation of Paddle's",
+    "each micro-batch would find there what the one before has left",
+    "register_buffer what is kept from call to call; make what is not by paddle.zeros, full or "
+    "assign",
+)
 UNKNOWN = Obstacle(
     "uses a tensor that came from no operation of Paddle's",
     "it is a parameter of a layer that is no sublayer, or something else than Paddle made it",

@@ -126,8 +126,11 @@ class RunState:
             for tensor, version in self._tensors
             if id(tensor) in ids or tensor.inplace_version != version
         )
-        owned = {one.path: one for one in self._owned.values()}
-        return {name: owned[name] for name in sorted(self._written)}
+        return {name: self.named(name) for name in sorted(self._written)}
+
+    def named(self, name: str) -> Owned:
+        """Returns what stands for the parameter or buffer of a name."""
+        return next(owned for owned in self._owned.values() if owned.path == name)
 
     def through_views(self, nodes: Sequence[Node]) -> list[frozenset[str]]:
         """Returns the state of each node, with what it takes the memory of, if that is written."""

@@ -31,6 +31,7 @@ from fleetpipe.capture.tracing.mark import noting
 from fleetpipe.capture.tracing.obstacles import (
     BACKWARD,
     DRAWS,
+    FOREIGN,
     MEMORY,
     READS,
     SIZE,
@@ -58,6 +59,7 @@ from fleetpipe.capture.tracing.value import (
     parts,
 )
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
+from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.nest import leaves, mapped, tensors_of
 from fleetpipe.errors import CaptureError
 
@@ -188,7 +190,8 @@ class _Tracer(Walk):
         for name in changed.keys() - frozenset().union(*states) if not self.closed else ():
             self._meet(self._model, unseen(name), forward_place(self._model) or "?")
         nodes = (replace(node, state=state) for node, state in zip(trace.nodes, states))
-        return replace(trace, nodes=tuple(nodes), changed=changed)
+        numbers = tuple(self._state.named(name) for name in self._numbers)
+        return replace(trace, nodes=tuple(nodes), changed=changed, numbers=numbers)
 
     def _selected(self) -> Iterator[ValueId]:
         """Yields the values whose sizes depend on numbers."""
@@ -379,10 +382,14 @@ class _Tracer(Walk):
         if call.function is set_data and len(given) > 1:
             self._require_place(given[0], given[1], call.call is set_data)
         target = target_of(call.function, call.args)
-        if target is None or not paddle.is_grad_enabled():
+        if target is None or id(target) in self._values:
             return
         owned = self._state.get(target)
-        if owned is None or target.stop_gradient:
+        if owned is None:
+            if has_memory(target):
+                self._refuse(FOREIGN)
+            return
+        if target.stop_gradient or is_silent(call.function) or not paddle.is_grad_enabled():
             return
         if any(not tensor.stop_gradient for tensor in given if tensor is not target):
             self._refuse(has_graph(owned.path))

@@ -193,6 +193,7 @@ class Trace:
         likes: What is known of each value.
         marks: The node before which each call of ``pipe_split`` came.
         changed: The parameters and buffers into which it wrote, by their names.
+        numbers: The buffers whose numbers Python has read, which are as good as constants.
         switched: The layers that it switched between training and evaluation, as it left them.
         switched_at: Where it did so first, file and line.
         unopened: Why a layer that has sublayers is a node as a whole, by its path.
@@ -206,6 +207,7 @@ class Trace:
     likes: tuple[Like, ...]
     marks: tuple[int, ...] = ()
     changed: Mapping[str, Owned] = field(default_factory=dict)
+    numbers: tuple[Owned, ...] = ()
     switched: tuple[Mode, ...] = ()
     switched_at: str = ""
     unopened: Mapping[str, str] = field(default_factory=dict)
