@@ -278,6 +278,11 @@ def writes_elsewhere(self: Any, x: Any) -> Any:
     return x + OUTSIDE
 
 
+def adds_with_gradients(self: Any, x: Any) -> Any:
+    self.scale.add_(paddle.full([3], 0.5))
+    return x * self.scale
+
+
 #: The code, the lines below its first at which the user finds it, and what the message says.
 REFUSED: list[tuple[Code, int, str, str]] = [
     (reads_a_counter, 2, "reads the numbers in a tensor", "put that code into a sublayer"),
@@ -289,6 +294,7 @@ REFUSED: list[tuple[Code, int, str, str]] = [
     (is_two, 1, "be the same tensor as 'scale'", "assign a copy"),
     (is_none, 1, "takes the buffer 'mean' away", "paddle.assign"),
     (writes_elsewhere, 1, "into a tensor that came from no operation", "register_buffer"),
+    (adds_with_gradients, 1, "in place into the trained parameter 'scale'", "no_grad"),
     (has_a_graph, 1, "writes into the parameter 'scale' what needs a gradient", "no_grad"),
 ]
 

@@ -93,6 +93,15 @@ def has_graph(name: str) -> Obstacle:
     )
 
 
+def outside_no_grad(name: str) -> Obstacle:
+    """Returns that a trained parameter, by its name, is written into while gradients are on."""
+    return Obstacle(
+        f"writes in place into the trained parameter {name!r}",
+        "Paddle lets nobody do so while gradients are on",
+        "write under paddle.no_grad(), or by set_value",
+    )
+
+
 def unseen(name: str) -> Obstacle:
     """Returns that a parameter or buffer, by its name, changes and no operation wrote into it."""
     return Obstacle(

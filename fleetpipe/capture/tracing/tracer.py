@@ -39,6 +39,7 @@ from fleetpipe.capture.tracing.obstacles import (
     Obstacle,
     has_graph,
     kept,
+    outside_no_grad,
     reads_state,
     returned,
     unseen,
@@ -393,6 +394,8 @@ class _Tracer(Walk):
             return
         if any(not tensor.stop_gradient for tensor in given if tensor is not target):
             self._refuse(has_graph(owned.path))
+        elif call.function.__name__ != "assign_out_":
+            self._refuse(outside_no_grad(owned.path))
 
     def _value_of(self, tensor: Tensor, given: Sequence[Tensor]) -> ValueId:
         """Returns the number of a tensor that a node returned."""
