@@ -149,9 +149,15 @@ class Keys:
         micro_batch: The global micro-batch of the calls that :meth:`enter` is told of.
     """
 
-    def __init__(self, draw: int) -> None:
-        """Begins with the number drawn for the batch."""
+    def __init__(self, draw: int, python: bool = False) -> None:
+        """Begins with the number drawn for the batch.
+
+        Args:
+            draw: That number.
+            python: Whether Python's and NumPy's own generators are seeded for each call as well.
+        """
         self.micro_batch = GlobalMicroBatch(0)
+        self.python = python
         self._draw = draw
         self._slice = 0
         self._common: frozenset[str] = frozenset()
@@ -205,6 +211,9 @@ class Keys:
 
     def _seed(self, seed: int) -> None:
         """Does what ``paddle.seed`` does, which looks for devices each time."""
+        if self.python:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
         if self._generator is not None:
             self._generator.manual_seed(seed)
         else:
@@ -220,23 +229,29 @@ def current() -> Keys | None:
     return _keys
 
 
-def draw(mode: str) -> Keys | None:
-    """Draws the number of a batch from Paddle's default generator; None where mode is "fleet"."""
+def draw(mode: str, python: bool = False) -> Keys | None:
+    """Draws the number of a batch from Paddle's default generator; None where mode is "fleet".
+
+    Args:
+        mode: The option ``rng``.
+        python: Whether layers draw from Python's or NumPy's own generators.
+    """
     if mode == FLEET:
         return None
     drawn: Tensor = paddle.randint(0, 2**31 - 1, [1], dtype="int64")
-    return Keys(int(drawn.item()))
+    return Keys(int(drawn.item()), python)
 
 
-def peek(mode: str, group: Group) -> Keys | None:
+def peek(mode: str, group: Group, python: bool = False) -> Keys | None:
     """Returns the keys that the next batch will have. Collective over ``group``.
 
     Args:
         mode: The option ``rng``.
         group: The ranks that hold slices of one layer.
+        python: Whether layers draw from Python's or NumPy's own generators.
     """
     with random_states_kept():
-        keys = draw(mode)
+        keys = draw(mode, python)
     if keys is not None:
         keys.agree(group)
     return keys
@@ -262,7 +277,7 @@ def keyed(keys: Keys | None, group: Group) -> Iterator[None]:
         return
     keys.agree(group)
     track_streams(_stream_of)
-    before, states = _keys, GeneratorStates()
+    before, states = _keys, RandomStates() if keys.python else GeneratorStates()
     _keys = keys
     try:
         yield

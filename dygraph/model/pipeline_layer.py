@@ -225,6 +225,9 @@ class PipelineLayer(paddle.nn.Layer):
         """Returns what is trained beside the first batches of ``pipeline``, which wraps this."""
         return None
 
+    #: Whether layers are known to draw from Python's or NumPy's own generators.
+    draws_python = False
+
     @property
     def recomputes(self) -> bool:
         """Whether pieces of the stages are recomputed in backward (``recompute_interval``)."""

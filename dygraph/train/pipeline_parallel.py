@@ -333,7 +333,8 @@ class PipelineParallel(PipelineFace):
     def next_keys(self) -> random_keys.Keys | None:
         """Returns the random seeds that the next training batch will have. Collective over mp."""
         runtime = self._runtime
-        return random_keys.peek(runtime.config.rng, runtime.job.model_parallel())
+        group, python = runtime.job.model_parallel(), runtime.layers.draws_python
+        return random_keys.peek(runtime.config.rng, group, python)
 
     def _bind(self, optimizer: Optimizer) -> None:
         """Makes sure that the optimizer trains this model rightly."""

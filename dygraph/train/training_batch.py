@@ -56,7 +56,7 @@ class TrainingBatch:
         functions = runtime.loss_functions(loss_fn_idx)
         _require_gradients()
         # First, so that it does not matter which ranks' data draw random numbers too.
-        self._keys = random_keys.draw(runtime.config.rng)
+        self._keys = random_keys.draw(runtime.config.rng, runtime.layers.draws_python)
         batches = runtime.micro_batches(data)
         runtime.require_data(batches, labelled=True)
         self._beside = (batches, weights, loss_fn_idx)

@@ -181,6 +181,11 @@ class CapturedPipeline(PipelineLayer):
         return self
 
     @property
+    def draws_python(self) -> bool:  # type: ignore[override]
+        """Whether nodes draw from Python's or NumPy's own generators: each then has a key."""
+        return self.forms.example(training=True).trace.draws
+
+    @property
     def borders(self) -> Borders:
         """What crosses between the stages."""
         return self._stages

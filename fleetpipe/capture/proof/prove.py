@@ -24,6 +24,7 @@ from fleetpipe.capture.proof.training import Course, Step, moments, state_of_mod
 from fleetpipe.capture.running.forms import Forms
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.walk import arguments_of
+from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.schedules import Schedule
 
@@ -95,23 +96,28 @@ def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) 
     trial = Trial(model)
     inputs = [numbers for numbers in variants(capturing.example) if trial.accepts(numbers)]
     inputs = inputs or [capturing.example]
-    keyed = _draws(model, capturing.example)
+    python = forms.example(training=True).trace.draws
+    keyed = python or _draws(model, capturing.example)
+
+    def keys_of(step: Step) -> random_keys.Keys | None:
+        return random_keys.Keys(step.draw, python) if keyed else None
+
     rows = [capturing.example, with_another_row(capturing.example)]
     course = Course(
         _steps(inputs, [schedule] if schedule else _usual(forms.stages)),
         [numbers for numbers in rows if trial.accepts(numbers, training=False)],
     )
-    plain = PlainLoop(model, capturing.unopened, keyed)
+    plain = PlainLoop(model, capturing.unopened, keys_of)
     with kept(model), counted(model) as expected_calls:
         expected = Digests(model, plain, course)
     # They share the memory, which ``kept`` leaves to them.
     initial = {name: tensor.detach() for name, tensor in state_of_model(model).items()}
     with kept(model), counted(model) as calls:
         comparison = Comparison(model, expected, initial)
-        for moment in moments(model, CapturedRun(forms, model, keyed), course):
+        for moment in moments(model, CapturedRun(forms, model, keys_of), course):
             differing = comparison.differences(moment)
             if differing:
-                raise verdict.refuted(capturing, forms, moment, differing, course, keyed)
+                raise verdict.refuted(capturing, forms, moment, differing, course, keys_of)
     if calls != expected_calls:
         raise verdict.unequal_hooks(model, calls, expected_calls)
     return _proof(expected, course, comparison.rounded, forms, keyed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.proof.training import Step, projected, weights_of
@@ -15,6 +17,7 @@ from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.nest import mapped
+from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.engine.engine import Engine
 from fleetpipe.schedules import Placement, Plan, Schedule, forward_only
 from fleetpipe.schedules.action import GlobalMicroBatch
@@ -34,21 +37,23 @@ def copied(inputs: Nest) -> Nest:
 class PlainLoop:
     """The untouched model, one micro-batch after another."""
 
-    def __init__(self, model: Layer, unopened: Unopened, keyed: bool) -> None:
+    def __init__(
+        self, model: Layer, unopened: Unopened, keys_of: Callable[[Step], Keys | None]
+    ) -> None:
         """Takes the model.
 
         Args:
             model: The model.
             unopened: Which of its layers are nodes as a whole: each node has a key of its own.
-            keyed: Whether what is drawn is drawn under the keys of the captured nodes.
+            keys_of: Returns the keys of the captured nodes in a step; None where nothing is drawn.
         """
-        self._model, self._unopened, self._keyed = model, unopened, keyed
+        self._model, self._unopened, self._keys_of = model, unopened, keys_of
 
     def train(self, step: Step) -> list[Nest]:
         """Runs forward and backward of each micro-batch; see :class:`Side`."""
         outputs = []
         for number, inputs in enumerate(step.micro_batches):
-            keys = random_keys.Keys(step.draw) if self._keyed else None
+            keys = self._keys_of(step)
             micro_batch = GlobalMicroBatch(number)
             output = called(self._model, copied(inputs), self._unopened, keys, micro_batch)
             weighted(projected(output), weights_of(step)[number]).backward()
@@ -63,15 +68,15 @@ class PlainLoop:
 class CapturedRun:
     """The captured stages, all in this process, under the schedule of each step."""
 
-    def __init__(self, forms: Forms, model: Layer, keyed: bool) -> None:
+    def __init__(self, forms: Forms, model: Layer, keys_of: Callable[[Step], Keys | None]) -> None:
         """Takes the runs of the forward, cut.
 
         Args:
             forms: The runs.
             model: The model, whose mode says which of them is meant.
-            keyed: Whether what is drawn is drawn under keys.
+            keys_of: Returns the keys of a step; None where nothing is drawn.
         """
-        self._forms, self._keyed = forms, keyed
+        self._forms, self._keys_of = forms, keys_of
         self._parts = CapturedStages(forms, lambda: model.training)
 
     def train(self, step: Step) -> list[Nest]:
@@ -87,9 +92,8 @@ class CapturedRun:
         numbers = list(range(len(step.micro_batches)))
         batches = MicroBatches([copied(inputs) for inputs in step.micro_batches], numbers)
         stage.begin(Batch(batches, Losses([loss], weights_of(step))))
-        keys = random_keys.Keys(step.draw) if self._keyed else None
         try:
-            with random_keys.keyed(keys, SoleGroup()):
+            with random_keys.keyed(self._keys_of(step), SoleGroup()):
                 collectives = dict.fromkeys(("REDUCE", "STEP"), lambda: None)
                 _engine(plan, stage).run(collectives, _FIRST)
         finally:

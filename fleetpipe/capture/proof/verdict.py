@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.cutting.costs import state_of
 from fleetpipe.capture.difference import first_difference
 from fleetpipe.capture.proof.hook_calls import Calls
 from fleetpipe.capture.proof.sides import copied
-from fleetpipe.capture.proof.training import Course, Moment
+from fleetpipe.capture.proof.training import Course, Moment, Step
 from fleetpipe.capture.running.forms import Form, Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.place import forward_place
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.capture.tracing.value import Node
-from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.errors import CaptureError
 
 _INTO_A_SUBLAYER = "put that code into a sublayer, or its layer's class into no_split"
@@ -28,7 +28,7 @@ def refuted(
     moment: Moment,
     differing: Sequence[str],
     course: Course,
-    keyed: bool,
+    keys_of: Callable[[Step], Keys | None],
 ) -> CaptureError:
     """Returns the error for a moment that differs.
 
@@ -38,7 +38,7 @@ def refuted(
         moment: What the stages made.
         differing: The names of what differs.
         course: What was run.
-        keyed: Whether random numbers are drawn under keys.
+        keys_of: Returns the keys of a step; None where nothing is drawn.
     """
     training = moment.step < len(course.steps)
     form = forms.example(training)
@@ -46,7 +46,7 @@ def refuted(
     if moment.quantity == "output":
         inputs = _inputs_of(differing[0], moment, course)
         form = forms.of(signature_of(inputs), training)
-        keys = random_keys.Keys(course.steps[moment.step].draw) if keyed and training else None
+        keys = keys_of(course.steps[moment.step]) if training else None
         node = first_difference(capturing, form, copied(inputs), keys)
     names = [re.sub("^the mode of ", "", name) for name in differing]
     # Backward comes to the last node first; what is written, the first one spoils.

@@ -12,6 +12,7 @@ from fleetpipe.capture.tracing.signature import Signature, numbers_like, signatu
 from fleetpipe.capture.tracing.tracer import traced
 from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.capture.tracing.walk import Unopened
+from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import CaptureError, FleetPipeError, reason
 from fleetpipe.job.say_once import told_if_slow
@@ -38,8 +39,7 @@ class Capturing:
         self.example = example
         self.unopened = Unopened(no_split)
         self._look = signature_of(example)
-        #: The runs on the example, by the modes of all layers; with the state of ``unopened``.
-        self._known: dict[tuple[bool, ...], tuple[int, Trace]] = {}
+        self._known: dict[bool, tuple[object, Trace]] = {}
 
     def __call__(self, signature: Signature, training: bool) -> Trace:
         """Returns what the forward calls, for a batch of a look, in training or in evaluation.
@@ -49,13 +49,23 @@ class Capturing:
         """
         if signature != self._look:
             return self.with_numbers(numbers_like(signature, self.example), training)
-        with in_mode(self.model, training):
-            modes = tuple([layer.training for layer in self.model.sublayers(include_self=True)])
-            known = self._known.get(modes)
-            if known is None or known[0] != self.unopened.changes:
-                trace = self.with_numbers(self.example, training)
-                self._known[modes] = known = (self.unopened.changes, trace)
+        known = self._known.get(training)
+        if known is None or known[0] != self._depends_on(known[1]):
+            trace = self.with_numbers(self.example, training)
+            self._known[training] = known = (self._depends_on(trace), trace)
         return known[1]
+
+    def _depends_on(self, trace: Trace) -> object:
+        """Returns what another run would depend on, beside its inputs, to be compared."""
+        modes = [layer.training for layer in self.model.sublayers(include_self=True)]
+        numbers = [getattr(owned.layer, owned.name) for owned in trace.numbers]
+        return (
+            self.unopened.changes,
+            modes,
+            [tensor.numpy().tobytes() for tensor in numbers if has_memory(tensor)],
+            # Each run may leave other modes to the next.
+            object() if trace.switched else None,
+        )
 
     def after(self, trace: Trace, signature: Signature, training: bool) -> Trace:
         """Returns a run from the modes in which another has left the layers that it switched."""

@@ -106,7 +106,7 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
         for kind, reason in tracer.closed.items():
             unopened.add(kind, reason)
         if not tracer.closed and (follows or not drew):
-            return trace
+            return replace(trace, draws=drew)
         follows = follows or drew
 
 

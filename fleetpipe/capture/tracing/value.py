@@ -197,6 +197,7 @@ class Trace:
         switched: The layers that it switched between training and evaluation, as it left them.
         switched_at: Where it did so first, file and line.
         unopened: Why a layer that has sublayers is a node as a whole, by its path.
+        draws: Whether it drew from generators of Python's or NumPy's, within nodes.
         left_out: What it did beside these, which no stage does again, with file and line.
         selected: The values whose sizes depend on numbers.
     """
@@ -212,6 +213,7 @@ class Trace:
     switched_at: str = ""
     unopened: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    draws: bool = False
     selected: frozenset[ValueId] = frozenset()
 
     @cached_property

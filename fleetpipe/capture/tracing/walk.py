@@ -33,19 +33,23 @@ class Unopened:
         self.written: set[str] = set()
         #: The names of nodes whose outputs have sizes that depend on numbers.
         self.selecting: set[str] = set()
-        #: How often something was added: a run from before may be another one.
-        self.changes = 0
+        self._added = 0
+
+    @property
+    def changes(self) -> int:
+        """How much was added: a run from before may be another one."""
+        return self._added + len(self.written)
 
     def add(self, kind: type, reason: str) -> None:
         """Has layers of another class not be opened."""
         self._kinds[kind] = reason
         self._opened.clear()
-        self.changes += 1
+        self._added += 1
 
     def add_selecting(self, node: str) -> None:
         """Notes a node whose outputs have sizes that depend on numbers."""
         self.selecting.add(node)
-        self.changes += 1
+        self._added += 1
 
     def opens(self, path: str, layer: Layer) -> bool:
         """Whether a layer is opened: once for all, whatever hooks a copy of it gets."""
