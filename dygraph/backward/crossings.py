@@ -98,6 +98,10 @@ def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
     sums: list[int] = []
     for stage in sorted(crossings, reverse=True):
         crossing, count = crossings[stage], sums or [1]
+        outputs = 1 + max((i for parts in crossing for part in parts for i in part.ways), default=0)
+        if outputs > len(count):
+            # Of a captured model some go to other stages than the next one: any may be a sum.
+            count = [2] * outputs
         if any(
             part.edges + sum(count[i] for i in part.outputs) > 2
             and sum(count[i] > 0 for i in part.ways) > 1

@@ -13,33 +13,44 @@ from fleetpipe.parity.report import Report
 ROUNDING = 1e-5
 
 
-def crossings(
-    pipeline: PipelineParallel, report: Report
-) -> AbstractContextManager[dict[int, Crossing]]:
-    """Within it the graphs of the pipeline's stages are followed, in its first two steps."""
-    # In its first run a stage has a graph of its own: it finds out what it has to copy.
-    return pipeline.crossings() if report.steps < 2 else nullcontext({})
+class Orders:
+    """Looks for such places, in the first steps and whenever other parameters are trained."""
 
+    def __init__(self, pipeline: PipelineParallel, report: Report) -> None:
+        """Begins before the first step.
 
-def note(pipeline: PipelineParallel, report: Report, own: Mapping[int, Crossing]) -> None:
-    """Lets rounding pass where the pipeline adds up in another order. Collective.
+        Args:
+            pipeline: The wrapped model.
+            report: Gets the reasons, and the tolerance where there are any.
+        """
+        self._pipeline, self._report = pipeline, report
+        self._trained: frozenset[str] = frozenset()
 
-    Args:
-        pipeline: The wrapped model.
-        report: Gets the reasons, and the tolerance where there are any.
-        own: What :func:`crossings` found on the stages of this process.
-    """
-    if report.steps > 1:
-        return
-    plain = [(stage, crossing.plain()) for stage, crossing in own.items()]
-    parts = all_ranks().all_gather((plain, pipeline.reordered_leaves()))
-    everything = {stage: Crossing.from_plain(c) for part, _ in parts for stage, c in part}
-    reasons = [
-        f"stage {stage} hands on several tensors, whose gradients meet others'"
-        for stage in reordered(everything)
-    ]
-    leaves = sorted({name for _, names in parts for name in names})
-    reasons += [f"the backward of layer {name} is split" for name in leaves]
-    report.orders += [reason for reason in reasons if reason not in report.orders]
-    if report.orders:
-        report.tolerance = max(report.tolerance, ROUNDING)
+    def crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
+        """Within it the graphs of the pipeline's stages are followed, if need be. Collective."""
+        parameters = self._pipeline.layers.named_parameters()
+        before = self._trained
+        self._trained = frozenset(name for name, p in parameters if not p.stop_gradient)
+        changed = any(all_ranks().all_gather(self._trained != before))
+        # In its first run a stage has a graph of its own: it finds out what it has to copy.
+        return self._pipeline.crossings() if changed or self._report.steps < 2 else nullcontext({})
+
+    def note(self, own: Mapping[int, Crossing]) -> None:
+        """Lets rounding pass where the pipeline adds up in another order. Collective.
+
+        Args:
+            own: What :meth:`crossings` found on the stages of this process.
+        """
+        report = self._report
+        plain = [(stage, crossing.plain()) for stage, crossing in own.items()]
+        parts = all_ranks().all_gather((plain, self._pipeline.reordered_leaves()))
+        everything = {stage: Crossing.from_plain(c) for part, _ in parts for stage, c in part}
+        reasons = [
+            f"stage {stage} hands on several tensors, whose gradients meet others'"
+            for stage in reordered(everything)
+        ]
+        leaves = sorted({name for _, names in parts for name in names})
+        reasons += [f"the backward of layer {name} is split" for name in leaves]
+        report.orders += [reason for reason in reasons if reason not in report.orders]
+        if report.orders:
+            report.tolerance = max(report.tolerance, ROUNDING)

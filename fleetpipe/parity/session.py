@@ -78,6 +78,7 @@ class Session:
         self._watch = edges.EdgeWatch()
         pipeline.observe(self._watch)
         self.report = Report(numerics.settings(), tolerance=tolerance)
+        self._orders = orders.Orders(pipeline, self.report)
         self._evaluations = Evaluations(pipeline, reference)
 
     def train_with(self, optimizer: PipelineOptimizer) -> None:
@@ -113,7 +114,7 @@ class Session:
                 self._first_micro_batch * self._pipeline.schedule.slices
             ) as arrived,
             recorded_here(layers) as outputs,
-            orders.crossings(self._pipeline, self.report) as crossings,
+            self._orders.crossings() as crossings,
         ):
             diagnose = functools.partial(self._before_the_update, rates, arrived, own, keys)
             rounding = max(self.report.tolerance, orders.ROUNDING)
@@ -127,7 +128,7 @@ class Session:
         found += compare_values("loss", "", step, loss, single) + rates.stepped(step)
         self._gather(found, watched.squares)
         if not self._tolerance_given:
-            orders.note(self._pipeline, self.report, crossings)
+            self._orders.note(crossings)
         self.report.single_loss.append(float(_first(single)))
         self.report.pipeline_loss.append(float(_first(loss)))
         return single, loss
@@ -203,7 +204,7 @@ class Session:
 
 
 def _usual_tolerance(pipeline: PipelineParallel) -> float:
-    """Returns what passes where nothing is said; ``orders`` may raise it in the first steps."""
+    """Returns what passes where nothing is said; ``orders`` may raise it in a step."""
     slices = tensor_parallel.model_parallel_group().nranks
     if slices > 1 or pipeline.layers.state.adds_up_uses:
         return orders.ROUNDING

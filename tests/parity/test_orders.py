@@ -9,6 +9,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet, parity
+from fleetpipe.dygraph.backward.crossings import Crossing, Meeting, reordered
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.pipelines import batch, job, pipeline, sgd
 
@@ -67,13 +68,19 @@ class Gated(nn.Layer):
 
 
 def report(
-    layers: list[Any], schedule: str = "1F1B", scale: float = 1.0, **options: Any
+    layers: list[Any],
+    schedule: str = "1F1B",
+    scale: float = 1.0,
+    frozen_until: int = 0,
+    **options: Any,
 ) -> parity.Report:
     with job(len(options.get("seg_method", [0, 1])), schedule=schedule):
         model = pipeline(layers, **{"seg_method": [0, 1], **options})
         session = parity.begin(model, sgd(model))
         model.layers.state_dict()["0.up.weight"].register_hook(lambda grad: grad * scale)
         for step in range(3):
+            for name, parameter in model.layers.named_parameters():
+                parameter.stop_gradient = name.startswith("0.") and step < frozen_until
             session.step(batch(seed=step))
     return session.report
 
@@ -110,6 +117,18 @@ def test_adam_makes_no_more_of_a_last_bit_than_it_is() -> None:
     assert "gradient" in quantities
     assert "parameter" not in quantities
     assert not report.bit_exact
+
+
+def test_what_meets_only_once_a_layer_is_unfrozen_is_told_then() -> None:
+    found = report(ANOTHER["twice after the border"], frozen_until=2)
+    assert found.passed, found.verdict()
+    assert "stage 0 hands on several tensors" in found.orders[0]
+
+
+def test_what_goes_to_other_stages_than_the_next_may_be_a_sum() -> None:
+    hands_on_two = Crossing((), (Meeting(3, (), (0, 1)),))
+    takes_one = Crossing((Meeting(1, (), (0,)),), ())
+    assert reordered({0: hands_on_two, 1: takes_one, 2: takes_one}) == [0]
 
 
 def test_a_wrong_gradient_is_found_there_too() -> None:
