@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import paddle
 import pytest
 from paddle import nn
@@ -9,8 +12,8 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from tests.capture.beside import trained
-from tests.dygraph.idioms import HOOKS, STOPS, layers_of
-from tests.pipelines import batch, job
+from tests.dygraph.idioms import HOOKS, STOPS, hook, layers_of, linear
+from tests.pipelines import CLASSES, FEATURES, batch, job
 
 IDIOMS = {**HOOKS, **STOPS}
 
@@ -27,6 +30,47 @@ def test_what_is_done_around_layers_has_the_bits_of_the_plain_model(
             micro_batches=3,
             steps=2,
             split_spec=["2"],
+            verify=False,
+        )
+    assert done.differing == []
+
+
+class Chain(nn.Layer):
+    """A value that layers of several stages use."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.parts = nn.LayerList([linear() for _ in range(4)])
+        self.head, self.change = nn.Linear(FEATURES, CLASSES), change
+
+    def forward(self, x: Any) -> Any:
+        first, second, third, fourth = self.parts
+        h = first(x)
+        y = third(second(h)) + h
+        self.change(h)
+        return self.head(fourth(y + h) + h)
+
+
+def stop(h: Any) -> None:
+    h.stop_gradient = True
+
+
+def clip(h: Any) -> None:
+    hook(h, lambda grad: grad.clip(-0.01, 0.01))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+@pytest.mark.parametrize("change", [stop, clip])
+def test_what_is_done_to_a_value_in_a_later_stage_holds_in_all(
+    change: Callable[[Any], None], schedule: str
+) -> None:
+    with job(3, 3, schedule):
+        done = trained(
+            lambda: Chain(change),
+            batch(3),
+            micro_batches=3,
+            steps=2,
+            split_spec=["parts.2", "parts.3"],
             verify=False,
         )
     assert done.differing == []

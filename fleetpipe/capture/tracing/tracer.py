@@ -26,6 +26,7 @@ from fleetpipe.capture.tracing._paddle import (
     target_of,
 )
 from fleetpipe.capture.tracing.draws import Draws, Generators
+from fleetpipe.capture.tracing.hooks import at_makers
 from fleetpipe.capture.tracing.kept import state_kept
 from fleetpipe.capture.tracing.mark import noting
 from fleetpipe.capture.tracing.obstacles import (
@@ -155,12 +156,13 @@ class _Tracer(Walk):
         with intercepted(self), noting(self.mark), draws.followed() if draws else nullcontext():
             output = self._model(*args, **named)
         _require_tensors(self._model, output)
+        nodes, marks = at_makers(self._nodes, self._marks)
         return Trace(
-            tuple(self._nodes),
+            tuple(nodes),
             noted,
             self._noted(output),
             tuple(self._likes),
-            tuple(self._marks),
+            tuple(marks),
             switched=tuple(Mode(layer, layer.training) for layer, _ in self._switched.values()),
             switched_at=next((place for _, place in self._switched.values()), ""),
             unopened=self._whole,
@@ -327,7 +329,8 @@ class _Tracer(Walk):
         given = tensors_in((call.args, call.named))
         self._require_writable(call, given)
         state = self._state.of(layer, given, len(self._nodes))
-        versions = [tensor.inplace_version for tensor in given]
+        # Whoever takes a tensor later takes it with its gradient switched off, in each stage.
+        versions = [(tensor.inplace_version, tensor.stop_gradient) for tensor in given]
         modes = _modes_in(layer)
         with lent(_state_of(call.function, given)):
             output = self._done(call)
@@ -338,7 +341,7 @@ class _Tracer(Walk):
         changed = {
             id(tensor): tensor
             for tensor, version in zip(given, versions)
-            if tensor.inplace_version != version
+            if (tensor.inplace_version, tensor.stop_gradient) != version
         }
         if call.is_users:
             # Another time it may return something else than what it was given.

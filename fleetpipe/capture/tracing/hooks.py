@@ -1,0 +1,52 @@
+"""Puts hooks on gradients where what they are on is made.
+
+A hook sees the whole gradient of a value. Put in a later stage than the one that makes the value,
+it would see what comes from there alone. When it is put does not matter, so long as it is before
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fleetpipe.capture.tracing.value import Node, Ref
+
+_HOOKS = ("_register_grad_hook", "_remove_grad_hook")
+
+
+def at_makers(nodes: Sequence[Node], marks: Sequence[int]) -> tuple[list[Node], list[int]]:
+    """Returns nodes with each that puts or removes a hook right behind the one that made the value.
+
+    Args:
+        nodes: The nodes of a run, in order.
+        marks: Numbers of nodes at which something begins.
+
+    Returns:
+        The nodes in their new order, and the marks in it.
+    """
+    makers: dict[int, int] = {}
+    moved: dict[int, list[Node]] = {}
+    stay: list[int] = []
+    for number, node in enumerate(nodes):
+        maker = _maker(node, makers)
+        if maker is None:
+            stay.append(number)
+            makers.update(dict.fromkeys(node.makes, number))
+        else:
+            made_in = nodes[maker].scopes[:-1] if nodes[maker].is_layer else nodes[maker].scopes
+            moved.setdefault(maker, []).append(replace(node, scopes=made_in))
+    ordered: list[Node] = []
+    begins: list[int] = []
+    for number in stay:
+        begins += [len(ordered)] * (number + 1 - len(begins))
+        ordered += [nodes[number], *moved.get(number, ())]
+    begins += [len(ordered)] * (len(nodes) + 1 - len(begins))
+    return ordered, [begins[mark] for mark in marks]
+
+
+def _maker(node: Node, makers: dict[int, int]) -> int | None:
+    """Returns the number of the node that made the value of a hook; None for other nodes."""
+    if getattr(node.function, "__name__", "") not in _HOOKS or not isinstance(node.args[0], Ref):
+        return None
+    return makers.get(node.args[0].value)
