@@ -15,6 +15,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.dygraph.layers.tied import SharedLayer, called_through
+from fleetpipe.dygraph.state import manifest
 from fleetpipe.errors import CheckpointError
 
 _FILE = re.compile(
@@ -80,18 +81,24 @@ def layers_to_write(
     return layers
 
 
-def save(folder: str | Path, layers: Mapping[Place, Layer], tensor_slice: int) -> None:
-    """Writes a file for each layer.
+def save(
+    folder: str | Path,
+    layers: Mapping[Place, Layer],
+    tensor_slice: int,
+    writer: manifest.Writer,
+) -> None:
+    """Writes a file for each layer, and behind them the manifest that names them.
 
     Args:
         folder: Made where it does not exist.
         layers: The layers to write.
         tensor_slice: This rank's place among the tensor-parallel ranks.
+        writer: This rank's part in the save.
     """
     ending = f"-tensor_{tensor_slice:02d}-model_states.pdparams"
-    fleet_files.save_all(
-        folder, {place.stem + ending: layer.state_dict() for place, layer in layers.items()}
-    )
+    states = {place.stem + ending: layer.state_dict() for place, layer in layers.items()}
+    fleet_files.save_all(folder, states)
+    manifest.write(Path(folder), writer, states)
 
 
 def require_folder(folder: str | Path) -> None:
@@ -120,10 +127,11 @@ def load(
         tensor_slices: The number of these.
 
     Raises:
-        CheckpointError: A file is missing, is none of Paddle's, or does not fit its layer; nothing
-            was changed.
+        CheckpointError: A file is missing, is none of Paddle's, does not fit its layer, or is of
+            another save than the others; nothing was changed.
     """
     folder = Path(folder)
+    digests = manifest.digests_of_one_save(folder)
     names = sorted(entry.name for entry in folder.iterdir())
     states = {}
     for place, layer in layers.items():
@@ -131,6 +139,7 @@ def load(
         file = files[tensor_slice * len(files) // tensor_slices]
         states[place] = fleet_files.load(folder / file)
         _require_fit(place, layer, states[place], file)
+        manifest.require(folder / file, digests)
     for place, layer in reversed(list(layers.items())):
         layer.set_state_dict(states[place])
 

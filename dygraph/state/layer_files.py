@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +13,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.dygraph.state import files
+from fleetpipe.dygraph.state.manifest import Writer
 from fleetpipe.dygraph.state.tied_weights import SharedWeights
 from fleetpipe.job.job import Job
 from fleetpipe.partition import Partition
@@ -39,11 +42,15 @@ class LayerFiles:
         self._read = read
         self._sources = sources
         self._job = job
+        #: How often each folder was written: as often on every rank.
+        self._saves: Counter[str] = Counter()
 
     def save(self, folder: str | Path) -> None:
         """Writes a file for each layer; nothing in replicas other than the first."""
+        self._saves[str(folder)] += 1
         if self._writes():
-            files.save(folder, self._written, self._tensor_slice()[0])
+            writer = self._writer(self._saves[str(folder)])
+            files.save(folder, self._written, self._tensor_slice()[0], writer)
 
     def load(self, folder: str | Path, copies: SharedWeights) -> None:
         """Reads the files, and makes the copies of shared weights equal again.
@@ -71,6 +78,16 @@ class LayerFiles:
         if self._job is None:
             return int(paddle.distributed.get_rank()) == 0
         return self._job.replica == 0
+
+    def _writer(self, number: int) -> Writer:
+        """Returns this process's part in a save, of which no rank need tell another."""
+        if self._job is None:
+            return Writer(uuid.uuid4().hex, 0, 1)
+        tensor_slice, slices = self._tensor_slice()
+        ranks = 1 if self._job.local else self._job.degrees.pp
+        rank = 0 if self._job.local else self._job.hcg.get_stage_id()
+        save = f"{self._job.run}/{number}"
+        return Writer(save, rank * slices + tensor_slice, ranks * slices)
 
     def _tensor_slice(self) -> tuple[int, int]:
         """Returns this process's place among the tensor-parallel ranks, and their number."""

@@ -13,6 +13,7 @@ the store as there are groups.
 from __future__ import annotations
 
 import functools
+import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -42,6 +43,7 @@ class Job:
         hcg: Paddle's ``HybridCommunicateGroup``, or a ``LocalTopology``.
         timeout: Seconds that any wait for another rank may last.
         local: Whether this one process plays all ranks.
+        run: A name that no other job has, the same on all ranks.
         endings: Called when the job ends, before its connections are closed.
         pipelines: The models that were wrapped for training, as weak references.
     """
@@ -56,6 +58,7 @@ class Job:
         watch: Watch | None = None,
         mesh: SocketTransport | None = None,
         fused_replicas: Any = None,
+        run: str = "",
     ) -> None:
         """Describes a job.
 
@@ -68,11 +71,13 @@ class Job:
             watch: The connections over which its ranks watch each other; None likewise.
             mesh: The connections for everything else, to all ranks of the job; None likewise.
             fused_replicas: Paddle's group of all replicas, where both dp and sharding split them.
+            run: A name that no other job has, the same on all ranks; by default a new one.
         """
         self.degrees = degrees
         self.hcg = hcg
         self.timeout = timeout
         self.local = store is None
+        self.run = run or uuid.uuid4().hex
         self._store = store
         self._prefix = f"fleetpipe/{number}"
         self._transports: dict[int, Transport] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -48,6 +49,9 @@ def begin_together(
         PipelineTimeout: Some rank did not arrive; the message says which.
     """
     store = _job_store(timeout)
+    run = f"fleetpipe/{number}/run"
+    if meeting.own_rank() == 0:
+        store.set(run, uuid.uuid4().hex)
     watch, mesh = _join(store, number, timeout)
     try:
         with watch.guarding(lambda: "beginning the job"):
@@ -65,7 +69,7 @@ def begin_together(
         mesh.close()
         watch.close()
         raise
-    job = Job(degrees, hcg, timeout, number, store, watch, mesh, fused)
+    job = Job(degrees, hcg, timeout, number, store, watch, mesh, fused, store.get(run).decode())
     job.endings += [
         gloo.share_store_again,
         lambda: paddle_groups.trust(watch.failure is None),

@@ -57,6 +57,7 @@ def run(save, found):
 """
 
 DYGRAPH = f"""{KILLS}
+from fleetpipe.errors import CheckpointError
 from tests.pipelines import job, pipeline
 
 with job(2):
@@ -70,12 +71,22 @@ with job(2):
         fill(value)
         model.layers.save_state_dict(folder)
 
+    refused = 0
+
     def found():
+        global refused
         fill(-1.0)
-        model.layers.set_state_dir(folder)
-        return {{number for p in model.parameters() for number in p.flatten().tolist()}}
+        try:
+            model.layers.set_state_dir(folder)
+        except CheckpointError as error:
+            assert "layers of two saves" in str(error)
+            refused += 1
+        values = {{number for p in model.parameters() for number in p.flatten().tolist()}}
+        assert len(values) == 1, values
+        return values - {{-1.0}}
 
     run(save, found)
+    print("refused:", refused)
 """
 
 STATIC = f"""{KILLS}
@@ -103,12 +114,13 @@ with static_mode():
 """
 
 
-def test_layer_files_are_whole_after_a_kill(
+def test_layer_files_are_of_one_save_after_a_kill_or_refused(
     launch: Callable[..., Finished], tmp_path: Path
 ) -> None:
     words = launch(DYGRAPH, None, args=[str(tmp_path)]).logs[0].split("kills: ")[1].split()
     # Until the first rename every file is old.
-    assert int(words[2]) > int(words[0]) / 2
+    assert int(words[2]) > int(words[0]) / 4
+    assert int(words[4]) > 0
 
 
 def test_files_of_a_program_are_whole_after_a_kill(

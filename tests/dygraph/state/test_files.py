@@ -12,6 +12,7 @@ from paddle.distributed.fleet.meta_parallel import PipelineLayer as StockPipelin
 
 from fleetpipe import fleet
 from fleetpipe.dygraph.state import files
+from fleetpipe.dygraph.state.manifest import Writer
 from fleetpipe.errors import CheckpointError
 from fleetpipe.fleet import meta_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
@@ -20,11 +21,12 @@ from tests.dygraph.models import MODELS
 from tests.pipelines import batch, bits, job, mlp_layers, pipeline
 
 IN_THE_SECOND_CHUNK = [f"{layer:02d}-virtual_pp_stage_01" for layer in (4, 6, 7)]
+SUFFIX = "model_states.pdparams"
 WEIGHT = "shared_layers.embed.table.weight"
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name.replace("-model_states.pdparams", "") for path in folder.iterdir())
+    return sorted(path.name.replace(f"-{SUFFIX}", "") for path in folder.glob("*.pdparams"))
 
 
 def moved(layers: Any) -> dict[str, bytes]:
@@ -60,7 +62,34 @@ def test_each_layer_has_a_file_under_fleets_name(
     with job(ranks, 4, schedule):
         model = pipeline(layers, num_virtual_pipeline_stages=chunks).layers
         model.save_state_dict(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder" / "manifest-000.json").exists()
     assert names(tmp_path / "new" / "folder") == [f"layer_{name}-tensor_00" for name in expected]
+
+
+def test_layers_of_two_saves_are_refused_by_name(tmp_path: Path) -> None:
+    def rank(number: int, run: str, ranks: int = 2) -> None:
+        layer = nn.Linear(3, 3)
+        place = files.Place(number, None)
+        files.save(tmp_path, {place: layer}, 0, Writer(f"{run}/1", number, ranks))
+
+    def load() -> None:
+        layers = {files.Place(number, None): nn.Linear(3, 3) for number in range(2)}
+        files.load(tmp_path, layers, 0, 1)
+
+    for number in range(3):
+        rank(number, "first", 3)
+    load()
+    rank(0, "second")  # and rank 1 is killed before it begins
+    with pytest.raises(CheckpointError, match=r"layers of two saves\n.*\n.*manifest-000\.json and"):
+        load()
+    rank(1, "second")  # what rank 2 said of the first save is gone
+    load()
+    paddle.save(nn.Linear(3, 3).state_dict(), str(tmp_path / f"layer_00-tensor_00-{SUFFIX}"))
+    with pytest.raises(CheckpointError, match=r"layer_00-.* has another digest than its manifest"):
+        load()
+    for path in tmp_path.glob("manifest-*.json"):
+        path.unlink()
+    load()  # as a folder of Fleet's
 
 
 @pytest.mark.parametrize("reader", [(1, "1F1B", None), (3, "ZBH1", None), (2, "ZBV", None)])
@@ -192,8 +221,9 @@ def test_slices_are_read_as_fleet_assigns_them(tmp_path: Path) -> None:
     layer = nn.Linear(2, 2)
     for tensor_slice in range(4):
         layer.bias.set_value(paddle.full([2], float(tensor_slice)))
-        files.save(tmp_path, {files.Place(104, None): layer}, tensor_slice)
-    files.save(tmp_path, {files.Place(10, None): nn.Linear(2, 2)}, 0)
+        writer = Writer("run/1", tensor_slice, 5)
+        files.save(tmp_path, {files.Place(104, None): layer}, tensor_slice, writer)
+    files.save(tmp_path, {files.Place(10, None): nn.Linear(2, 2)}, 0, Writer("run/1", 4, 5))
     assert names(tmp_path)[1:3] == ["layer_104-tensor_00", "layer_104-tensor_01"]
     for tensor_slice, slices, expected in [(1, 4, 1), (1, 2, 2), (0, 1, 0), (5, 8, 2)]:
         files.load(tmp_path, {files.Place(104, None): layer}, tensor_slice, slices)
