@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo benchmark-mnist docs check test test-fast test-262 test-libraries test-libraries-short test-models benchmarks types lint clean distclean
+.PHONY: help demo benchmark-mnist docs check test test-fast test-262 test-262-cpu test-libraries test-libraries-short test-models benchmarks types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # A crashed worker ends the run: xdist would wait for ever for the last tests of the one in its place.
@@ -22,7 +22,8 @@ help:
 	@echo 'make benchmark-mnist  a multilayer perceptron on two CPU ranks under four schedules: a table'
 	@echo 'make check     ruff, mypy and the tests that start no processes, on paddlepaddle 3.3'
 	@echo 'make test      ruff, mypy and all tests, on paddlepaddle 3.3'
-	@echo 'make test-262  all tests, on paddlepaddle 2.6.2'
+	@echo 'make test-262  all tests, on paddlepaddle-gpu 2.6.2, which needs no GPU'
+	@echo 'make test-262-cpu  the examples, on paddlepaddle 2.6.2'
 	@echo 'make test-libraries  PaddleNLP and PaddleFormers on fleetpipe, beside themselves'
 	@echo 'make test-models  every model of paddle.vision as a pipeline, beside itself: a table'
 	@echo 'make benchmarks  the tables of the documentation, in turn; wants an idle machine'
@@ -32,15 +33,17 @@ help:
 
 .venv/.installed: REQUIREMENTS = --editable '.[cpu,examples,dev]'
 # 2.6.2 imports setuptools itself, and breaks with newer protobuf and numpy than it was built for.
-.venv-262/.installed: REQUIREMENTS = 'paddlepaddle==2.6.2' 'numpy<2' 'protobuf==3.20.2' \
-    'setuptools<80' --editable '.[examples,test]'
+# On a machine without a GPU as well, the newest package for GPUs is what is tested of it.
+FOR_262 := 'numpy<2' 'protobuf==3.20.3' 'setuptools<80' --editable '.[examples,test]'
+.venv-262/.installed: REQUIREMENTS = 'paddlepaddle-gpu==2.6.2' $(FOR_262)
+.venv-262-cpu/.installed: REQUIREMENTS = 'paddlepaddle==2.6.2' $(FOR_262)
 # A site is built from text and needs neither Paddle nor what tests need.
 .venv-docs/.installed: REQUIREMENTS = --editable '.[docs]'
 
 # The tools, pinned. It names nothing that Paddle needs.
 CONSTRAINTS := .ci/constraints.txt
 
-.venv/.installed .venv-262/.installed .venv-docs/.installed: setup.cfg $(CONSTRAINTS)
+.venv/.installed .venv-262/.installed .venv-262-cpu/.installed .venv-docs/.installed: setup.cfg $(CONSTRAINTS)
 	@echo 'setting up $(@D): the first time this takes a minute or two, most of it for Paddle'
 	$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
 	@echo '$(@D)/bin/python -m pip install -c $(CONSTRAINTS) $(subst ','\'',$(REQUIREMENTS))'
@@ -87,6 +90,11 @@ test: lint types
 
 test-262: .venv-262/.installed
 	.venv-262/bin/python $(PYTEST) $(PYTEST_ARGS)
+
+# The package for CPUs, which shares all but its kernels with that for GPUs, by the examples.
+test-262-cpu: .venv-262-cpu/.installed
+	.venv-262-cpu/bin/python $(PYTEST) $(PYTEST_ARGS) \
+	    $(addprefix tests/processes/test_,alexnet.py gpt.py mlp.py static.py)
 
 # NO_MKDOCS_2_WARNING: the theme's advice not to move to mkdocs 2, which setup.cfg excludes.
 docs: .venv-docs/.installed
@@ -141,4 +149,4 @@ clean:
 	find fleetpipe static dygraph examples tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-262 .venv-docs $(LIBRARIES:%=.venv-%)
+	rm -rf .venv .venv-262 .venv-262-cpu .venv-docs $(LIBRARIES:%=.venv-%)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import distributions
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,11 @@ MICRO_BATCHES, ROWS, STEPS = 4, 2, 4
 
 
 #: PaddleNLP 2.8.1, which has llama untied alone, and whose recompute Paddle 2.6.2 refuses on a CPU.
-OLD = version("paddlepaddle").startswith("2.6")
+OLD = any(
+    found.version.startswith("2.6")
+    for found in distributions()
+    if found.metadata["Name"] in ("paddlepaddle", "paddlepaddle-gpu")
+)
 
 
 class Model(NamedTuple):

@@ -187,7 +187,7 @@ def read_again(layers: Any) -> tuple[bool, list[str]]:
     layers.set_state_dir(folder)
     found = layers.state_dict()
     same = all(np.array_equal(found[name].numpy(), expected[name]) for name in expected)
-    return same, sorted(file.name for file in folder.iterdir())
+    return same, sorted(file.name for file in folder.glob("layer*"))
 
 
 def lost() -> None:
