@@ -182,6 +182,7 @@ def _environments(ranks: int | None, port: int | None) -> dict[int, dict[str, st
         rank: {
             "PADDLE_TRAINERS_NUM": str(ranks),
             "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_DISTRI_BACKEND": "gloo",
             "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
             "PADDLE_TRAINER_ID": str(rank),
             "PADDLE_RANK_IN_NODE": str(rank),

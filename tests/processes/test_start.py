@@ -78,7 +78,8 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
 @pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="this Paddle begins by NCCL alone")
 def test_paddles_older_start_before_a_job_is_named(launch: Callable[..., Finished]) -> None:
     script = """
-        import paddle
+        import os, paddle
+        del os.environ["PADDLE_DISTRI_BACKEND"]
         paddle.distributed.init_parallel_env()
         from fleetpipe import fleet
         fleet.init(is_collective=True)
