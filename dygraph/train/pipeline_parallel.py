@@ -93,6 +93,7 @@ class PipelineParallel(PipelineFace):
         scaler: Scaler = None,
         static_scheduler: bool = False,
         return_micro_batch_loss: bool = False,
+        weights: Sequence[Fraction] | None = None,
     ) -> Nest:
         """Trains without the optimizer step: leaves the gradients on the parameters.
 
@@ -103,13 +104,14 @@ class PipelineParallel(PipelineFace):
             scaler: As for :meth:`train_batch`.
             static_scheduler: Runs nothing, and returns :meth:`get_static_scheduler`.
             return_micro_batch_loss: As for :meth:`train_batch`.
+            weights: As for :meth:`train_batch`.
 
         Returns:
             The loss, as :meth:`train_batch` does.
         """
         if static_scheduler:
             return self.get_static_scheduler()
-        batch = TrainingBatch(self._runtime, data, 0, scaler, return_micro_batch_loss)
+        batch = TrainingBatch(self._runtime, data, 0, scaler, return_micro_batch_loss, weights)
         batch.train()
         return batch.loss
 

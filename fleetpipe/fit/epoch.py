@@ -88,20 +88,24 @@ class Pass:
             self.logs.update(position.told)
 
         def train() -> None:
-            if waiting:
-                position.advance(len(waiting))
-                self._step(waiting)
-                position.told = {name: self.logs[name] for name in told}
-                step_done()
+            position.advance(len(waiting))
+            self._step(waiting)
+            position.told = {name: self.logs[name] for name in told}
+            step_done()
 
         for step, rows in self._some(source, position.step):
             self._callbacks.on_batch_begin("train", step, self.logs)
             waiting.append((step, rows))
             if len(waiting) == accumulate:
                 train()
-        train()
+        ends = position.step + len(waiting) == source.steps
+        if waiting and (self.left != 0 or ends):
+            train()
         if self.left == 0:
             position.hold_metrics()
+        if waiting:
+            # Batches that make no step, as in paddle.Model: who goes on has them once more.
+            self._step(waiting, step=False)
         return self._end()
 
     def evaluate(self, source: Source, with_loss: bool) -> Logs:
@@ -132,11 +136,11 @@ class Pass:
                 self.left -= 1
             yield batch
 
-    def _step(self, waiting: list[tuple[int, Rows]]) -> None:
-        losses = self._runner.train([rows for _, rows in waiting])
-        for loss, (step, rows) in zip(losses, waiting):
-            self._runner.trained += 1
-            self._tell("train", step, rows, loss)
+    def _step(self, waiting: list[tuple[int, Rows]], step: bool = True) -> None:
+        losses = self._runner.train([rows for _, rows in waiting], step)
+        for loss, (number, rows) in zip(losses, waiting):
+            self._runner.trained += step
+            self._tell("train", number, rows, loss)
         waiting.clear()
 
     def _tell(self, mode: str, step: int, rows: Rows, loss: float | None) -> None:

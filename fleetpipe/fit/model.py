@@ -248,7 +248,8 @@ class Model(paddle.Model):
             num_workers: Processes that load a ``Dataset``.
             callbacks: ``paddle.callbacks.Callback`` s; they run on every rank.
             accumulate_grad_batches: Batches whose gradients are added up for one step.
-            num_iters: Most batches to train on, in all epochs together.
+            num_iters: Most batches in all epochs together, those of evaluations too, as in Paddle.
+                Where they end within the batches of a step, none is made of these.
             save_steps: Batches from one checkpoint to the next within an epoch.
             resume: ``"auto"`` goes on from the newest checkpoint, if there is one; None does so
                 under ``fleetpipe launch``, in the first training of the model.
@@ -293,7 +294,15 @@ class Model(paddle.Model):
         )
 
         def evaluated(epoch: int) -> Logs:
-            return {} if epoch % eval_freq else self._evaluate(evaluation, called, None)
+            if epoch % eval_freq or evaluation is None:
+                return {}
+            # As in paddle.Model, whose num_iters counts the batches of evaluations too.
+            runs = Pass(runner, called, self._metrics, passes.left or None)
+            logs = self._evaluate(evaluation, called, runs)
+            if passes.left:
+                position.taken += passes.left - (runs.left or 0)
+                passes.left = runs.left
+            return logs
 
         position = Position(runner, source, self._metrics, called.callbacks)
         with checkpoint.saved(called.callbacks, position, save_dir, go_on) as saver:
@@ -325,9 +334,10 @@ class Model(paddle.Model):
         """
         source = self._source(eval_data, batch_size, workers=num_workers)
         called = configured(self, callbacks, log_freq=log_freq, verbose=verbose)
+        runs = Pass(self._prepared(), called, self._metrics, num_iters)
         return {
             name: value
-            for name, value in self._evaluate(source, called, num_iters).items()
+            for name, value in self._evaluate(source, called, runs).items()
             if name in self.metric_names
         }
 
@@ -438,13 +448,10 @@ class Model(paddle.Model):
         trainable = sum(layer.parameters for layer in self.network.counted_partition().layers)
         return {"total_params": total, "trainable_params": trainable}
 
-    def _evaluate(self, source: Source | None, called: Callbacks, most: int | None) -> Logs:
-        if source is None:
-            return {}
-        self.mode = "eval"
+    def _evaluate(self, source: Source, called: Callbacks, runs: Pass) -> Logs:
+        self.mode, most = "eval", runs.left
         steps = source.steps if most is None else min(most, source.steps or most)
         called.on_begin("eval", {"steps": steps, "metrics": self.metric_names})
-        runs = Pass(self._prepared(), called, self._metrics, most)
         logs = runs.evaluate(source, self._criterion is not None)
         called.on_end("eval", logs)
         return logs

@@ -22,7 +22,7 @@ class Position:
     Attributes:
         epoch: The epoch that runs, or comes next.
         step: How many batches of it were trained.
-        taken: How many of all epochs, for ``num_iters``.
+        taken: How many of all epochs, and of evaluations between them, for ``num_iters``.
         stopped: Whether a callback has ended the training.
         told: What callbacks were told of the last batch: loss and metrics.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -61,21 +62,23 @@ class Runner:
         #: Number of batches trained so far.
         self.trained = 0
 
-    def train(self, batches: Sequence[Rows]) -> Iterator[float]:
+    def train(self, batches: Sequence[Rows], step: bool = True) -> Iterator[float]:
         """Trains on some batches with one step, before it yields the loss of the first.
 
         Before it yields the loss of a batch, the metrics count that batch. Each batch counts as a
         mean over its rows, and the gradients of all are added up, as Paddle's
-        ``accumulate_grad_batches`` has it.
+        ``accumulate_grad_batches`` has it. Without ``step`` these are left on the parameters.
         """
         alone = len(batches) == 1
         cuts = [self._cut(rows, alone) for rows in batches]
         cut = cuts[0] if alone else joined(cuts)
         with self._micro_batches(len(cut.rows)), self._precision.computing():
             self._counting.begin(cut.rows)
-            shares = self.pipeline.train_batch(
+            train: Callable[..., Nest] = self.pipeline.forward_backward_pipeline
+            if step:
+                train = functools.partial(self.pipeline.train_batch, optimizer=self.optimizer)
+            shares = train(
                 cut.data,
-                self.optimizer,
                 scaler=self._precision.scaler,
                 weights=self._weights(cuts),
                 return_micro_batch_loss=True,

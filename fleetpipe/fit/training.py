@@ -64,9 +64,10 @@ class Training:
             self._model.mode = "train"
             logs = self._passes.train(source, position, accumulate, self._saver.step_done)
             called.on_epoch_end(epoch, logs)
+            ended = self._passes.left != 0
             evaluated = evaluate(epoch)
             position.stopped = self._runner.any_rank(self._model.stop_training)
-            if self._passes.left != 0:
+            if ended:
                 position.next_epoch()
             self._saver.epoch_done(epoch, evaluated)
         called.on_end("train", logs)

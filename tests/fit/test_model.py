@@ -226,6 +226,30 @@ def test_the_gradients_of_several_batches_make_one_step(model: Any) -> None:
         assert np.array_equal(mine.numpy(), other.numpy())
 
 
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("batches", [2, 5, 7, 9])
+def test_num_iters_ends_where_paddles_model_does(
+    batches: int, evaluated: bool, accumulate: int
+) -> None:
+    def fitted(made: Any, network: Any) -> list[Any]:
+        told, sgd = Losses(), paddle.optimizer.SGD(0.1, parameters=network.parameters())
+        made.prepare(sgd, nn.CrossEntropyLoss())
+        data = Digits(0, 4 * ROWS), Digits(40, 40 + 2 * ROWS) if evaluated else None
+        options: Any = {"num_iters": batches, "accumulate_grad_batches": accumulate}
+        for _ in range(2):  # what the first leaves on the parameters is in the second's first step
+            made.stop_training = False  # which Paddle's leaves behind
+            made.fit(*data, ROWS, 2, shuffle=False, verbose=0, callbacks=[told], **options)
+        return [[logs["step"] for logs in told.train], told.train[-1]["loss"], len(told.eval)]
+
+    with jobs.job(pp=2, micro_batches=1, rows=ROWS):
+        model = fleetpipe.Model(layers())
+        network = single(model)
+        assert fitted(model, model) == fitted(paddle.Model(network), network)
+        for mine, other in zip(single(model).parameters(), network.parameters()):
+            assert np.array_equal(mine.numpy(), other.numpy())
+
+
 class Broken(Digits):
     """The digits, of which one cannot be read."""
 

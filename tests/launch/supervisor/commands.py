@@ -39,5 +39,6 @@ def launched(
     words = [command, "--nproc_per_node", "2", *options, str(file), *arguments]
     job = launcher(_COMMAND, None, args=[json.dumps(words)], cwd=folder, **more)
     code, output, errors = json.loads(job.logs[0].splitlines()[-1])
-    said = [line for line in errors.splitlines() if line.startswith(("fleetpipe:", "    |", "  w"))]
+    beginnings = ("fleetpipe:", "    |", "  what")
+    said = [line for line in errors.splitlines() if line.startswith(beginnings)]
     return Told(code, output, said)
