@@ -1,7 +1,8 @@
 """Where a parameter's gradient is: ``main_grad`` of a mixed-precision parameter, else ``grad``.
 
 Paddle's ``MixPrecisionLayer`` adds up the gradients of float16 and bfloat16 parameters in float32,
-in an attribute of its own; ``grad`` stays empty there.
+in an attribute of its own; ``grad`` stays empty there. And why there may be none: what a backward
+failed of.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
+from fleetpipe.errors import BoundaryError
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -51,3 +53,17 @@ def divide_gradients(parameters: Iterable[Tensor], divisor: int) -> None:
         gradient = gradient_of(parameter)
         if gradient is not None:
             set_gradient(parameter, gradient / divisor)
+
+
+def cause_of_backward(error: Exception) -> Exception:
+    """Returns what to raise where a backward failed: the error itself, or what made it fail."""
+    if "backward twice" not in str(error):
+        return error
+    return BoundaryError(
+        "a backward came to operations that an earlier one has run through",
+        expected="layers that use nothing but what they are given and their parameters",
+        cause="a layer keeps a tensor beside what it returns, in a list of its module or an "
+        "attribute, and a layer of another stage, of another micro-batch, or the loss uses it",
+        fix="return the tensor with the output, (output, kept), and have the layers behind hand "
+        "it on; or keep kept.detach()",
+    )

@@ -15,7 +15,7 @@ from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.layers.refusals import cause_of_backward
+from fleetpipe.dygraph.gradients import cause_of_backward
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.engine.stage import Values

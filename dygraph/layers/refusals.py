@@ -55,20 +55,6 @@ _OF_VALUES = (
 )
 
 
-def cause_of_backward(error: Exception) -> Exception:
-    """Returns what to raise where a backward failed: the error itself, or what made it fail."""
-    if "backward twice" not in str(error):
-        return error
-    return BoundaryError(
-        "a backward came to operations that an earlier one has run through",
-        expected="layers that use nothing but what they are given and their parameters",
-        cause="a layer keeps a tensor beside what it returns, in a list of its module or an "
-        "attribute, and a layer of another stage, of another micro-batch, or the loss uses it",
-        fix="return the tensor with the output, (output, kept), and have the layers behind hand "
-        "it on; or keep kept.detach()",
-    )
-
-
 def refusal(
     error: Exception, partition: Partition, index: int, layer: Callable[[Nest], Nest], value: Nest
 ) -> BoundaryError:

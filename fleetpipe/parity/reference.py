@@ -22,8 +22,7 @@ from fleetpipe.dygraph import (
 from fleetpipe.dygraph.batch.counted import slice_shares
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, sliced, slices_in
-from fleetpipe.dygraph.gradients import drop_gradients
-from fleetpipe.dygraph.layers.refusals import cause_of_backward
+from fleetpipe.dygraph.gradients import cause_of_backward, drop_gradients
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import pipeline_group
