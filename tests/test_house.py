@@ -170,3 +170,38 @@ def test_every_room_is_there() -> None:
             assert any(f"{PACKAGE}/{part}/" in name.replace(".", "/") + "/" for name in PLACED), (
                 part
             )
+
+
+def drawn() -> list[set[str]]:
+    """The drawing of the floors, from the ground up: the rooms of each line, by their paths."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawing = page.partition("    DYNAMIC GRAPH")[2].partition("```")[0].splitlines()[2:]
+    columns = ((4, 32, "dygraph/"), (32, 57, "static/"), (57, 200, ""))
+    return [
+        {
+            path + room
+            for start, end, path in columns
+            for room in line[start:end].replace(": its face", "").replace("..", "").split()
+        }
+        for line in reversed(drawing)
+    ]
+
+
+def test_the_drawing_of_the_floors_is_the_table() -> None:
+    def floor(path: str) -> int:
+        return min(
+            found[0]
+            for name in PLACED
+            if f"{name.replace('.', '/')}/".startswith(f"{PACKAGE}/{path}/")
+            if (found := place(name))
+        )
+
+    floors = [sorted(map(floor, rooms)) for rooms in drawn()]
+    assert all(below[-1] < above[0] for below, above in zip(floors, floors[1:])), floors
+    shown = set().union(*drawn())
+    for part in " ".join(room for rooms in FLOORS for room in rooms).split():
+        first, _, second = part.partition("/")
+        if first not in ("dygraph", "static"):
+            assert first in shown, part
+        elif (ROOT / part).is_dir():
+            assert f"{first}/{second}" in shown, part

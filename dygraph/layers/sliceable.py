@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
 
 #: Layers of Paddle, and those of its tensor parallelism, that see one place at a time.
@@ -13,6 +14,11 @@ _PLACE_BY_PLACE = (
     *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
     *("ReLU", "ReLU6", "LeakyReLU", "ELU", "GELU", "Silu", "Swish", "Tanh", "Sigmoid"),
 )
+#: The functions of these names, in whichever module of Paddle's they are defined.
+_FUNCTIONS = {
+    getattr(paddle.nn.functional, name)
+    for name in ("relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "swish", "tanh", "sigmoid")
+}
 _PADDLES = ("paddle.nn.", "paddle.distributed.", "fleetpipe.dygraph.tensor_parallel.")
 
 
@@ -30,7 +36,9 @@ def require_sliceable(entries: Sequence[Any]) -> None:
         found = getattr(entry, "layer_func", entry)
         kind = found if isinstance(found, type) or not hasattr(found, "forward") else type(found)
         name = getattr(kind, "__name__", repr(kind))
-        known = name in _PLACE_BY_PLACE and kind.__module__.startswith(_PADDLES)
+        known = kind in _FUNCTIONS or (
+            name in _PLACE_BY_PLACE and kind.__module__.startswith(_PADDLES)
+        )
         if not known and getattr(kind, "takes_slices", False) is not True:
             raise ConfigError(
                 f"layer {number}, {name}, does not say that it takes slices of a sequence",

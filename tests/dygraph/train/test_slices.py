@@ -160,7 +160,7 @@ class Twice(Silent):
     [
         (LayerDesc(Silent), "Silent"),
         (Silent(), "Silent"),
-        (nn.functional.tanh, "_?tanh"),
+        (paddle.cumsum, "cumsum"),
         (LayerDesc(nn.MultiHeadAttention, 8, 2), "MultiHeadAttention"),
     ],
 )
@@ -168,6 +168,15 @@ def test_a_layer_that_does_not_say_that_it_takes_slices_is_refused(layer: Any, n
     named = pytest.raises(ConfigError, match=rf"layer 1, {name}, does not say")
     with job(2, MICRO_BATCHES, "Seq1F1B"), named:
         wrapped(layers=[LayerDesc(nn.Linear, 8, 8), layer, LayerDesc(nn.Linear, 8, 8)])
+
+
+def test_functions_that_see_one_place_at_a_time_need_nothing() -> None:
+    functional = nn.functional
+    functions = [functional.relu, functional.gelu, functional.tanh, functional.sigmoid]
+    with job(2, MICRO_BATCHES, "Seq1F1B"):
+        layers = [LayerDesc(nn.Linear, 8, 8), *functions, functional.silu, paddle.tanh]
+        pipe, _ = wrapped(layers=[*layers, LayerDesc(nn.Linear, 8, 8)])
+        assert len(pipe.layers.layers) == 8
 
 
 def test_what_cannot_be_had_with_slices_is_refused() -> None:

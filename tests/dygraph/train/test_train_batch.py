@@ -243,6 +243,7 @@ def test_timers_are_logged_each_step(capfd: pytest.CaptureFixture[str]) -> None:
             "broadcast_final_loss",
         ):
             assert f"{name}: " in lines[0]
+            assert model.timers(name).elapsed() == 0  # each line is of one step
         model.timers("mine").start()
         with pytest.raises(StateError, match="started already"):
             model.timers("mine").start()
