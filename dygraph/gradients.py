@@ -7,6 +7,7 @@ failed of.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from fleetpipe._paddle import paddle
@@ -57,6 +58,15 @@ def divide_gradients(parameters: Iterable[Tensor], divisor: int) -> None:
 
 def cause_of_backward(error: Exception) -> Exception:
     """Returns what to raise where a backward failed: the error itself, or what made it fail."""
+    kernel = re.search(r"function .* is not implemented for data type `\w+`", str(error))
+    if kernel:
+        return BoundaryError(
+            "Paddle has no backward of an operation for the dtype that it was given",
+            got=kernel[0],
+            cause="labels with a fraction, where CrossEntropyLoss takes the numbers of classes; or "
+            "a layer that computes in a dtype which this device lacks",
+            fix="labels.astype('int64'), or soft_label=True of a loss that takes shares",
+        )
     if "backward twice" not in str(error):
         return error
     return BoundaryError(

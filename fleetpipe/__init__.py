@@ -47,6 +47,11 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_LATE[name]), name)
 
 
+def __dir__() -> list[str]:
+    """Returns the public names, those that are loaded late among them."""
+    return sorted([*_LATE, "__version__", "install"])
+
+
 def install() -> None:
     """Puts fleetpipe in the place of ``paddle.distributed.fleet`` for all later imports.
 

@@ -50,3 +50,11 @@ def test_the_rest_names_both_packages(module: str) -> None:
     assert done.returncode == 1
     last = done.stderr[done.stderr.index("PaddleNotFound") :]
     assert "pip install paddlepaddle (CPU) or pip install paddlepaddle-gpu (GPU)" in last
+
+
+def test_the_package_shows_its_public_names_and_nothing_else() -> None:
+    done = without_paddle("import fleetpipe; print(*dir(fleetpipe))")
+    assert done.stdout.split() == [
+        *("CheckpointManager", "Model", "SplitPoint", "__version__", "explain", "install"),
+        *("load_single", "pipe_split", "pipeline", "plan", "resume"),
+    ]

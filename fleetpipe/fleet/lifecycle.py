@@ -160,8 +160,18 @@ def shutdown() -> None:
 
 
 def get_hybrid_communicate_group() -> Any:
-    """Returns the topology of the job: Paddle's own object, or one process's stand-in for it."""
-    return paddle_fleet.get_hybrid_communicate_group()
+    """Returns the topology of the job: Paddle's own object, or one process's stand-in for it.
+
+    Raises:
+        StateError: There is no job.
+    """
+    try:
+        return paddle_fleet.get_hybrid_communicate_group()
+    except (AssertionError, AttributeError):  # the latter on 2.6.2
+        raise StateError(
+            "there is no topology before fleet.init, nor after fleet.shutdown",
+            fix="call fleet.init(is_collective=True, strategy=strategy) first",
+        ) from None
 
 
 def _refuse_other_launchers() -> None:

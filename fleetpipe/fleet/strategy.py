@@ -32,6 +32,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
 
     @hybrid_configs.setter
     def hybrid_configs(self, configs: Mapping[str, Any]) -> None:
+        _require_mapping("hybrid_configs", configs)
         for name in [f"{axis}_degree" for axis in AXES]:
             if name in configs:
                 require_degree(name, configs[name], least=-1 if name == "dp_degree" else 1)
@@ -50,6 +51,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
 
     @pipeline_configs.setter
     def pipeline_configs(self, configs: Mapping[str, Any]) -> None:
+        _require_mapping("pipeline_configs", configs)
         self._set("pipeline_configs", configs)
 
     def _set(self, group: str, configs: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
@@ -101,4 +103,15 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
 
     @fleetpipe_configs.setter
     def fleetpipe_configs(self, configs: Mapping[str, Any]) -> None:
+        _require_mapping("fleetpipe_configs", configs)
         self._fleetpipe_configs = merge_fleetpipe_configs(self._fleetpipe_configs, configs)
+
+
+def _require_mapping(group: str, configs: object) -> None:
+    if not isinstance(configs, Mapping):
+        raise ConfigError(
+            f"{group} takes options by name",
+            where=f"strategy.{group}",
+            got=repr(configs)[:200],
+            fix=f"strategy.{group} = {{..}}, with those that are to change",
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import reprlib
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _FILES = {
     "README.md": "README.md.txt",
     ".gitignore": "gitignore.txt",
 }
-_USABLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_USABLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}")
 #: A folder of this name would stand for the package wherever Python begins beside it.
 _TAKEN = ("fleetpipe", "paddle", "numpy")
 #: Whoever begins with `git init` has these already.
@@ -32,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe new`` to its parser."""
     parser.add_argument(
         "folder",
-        type=Path,
+        type=_folder,
         metavar="FOLDER",
         help="of the project, new or empty; its last part is the project's name",
     )
@@ -61,6 +62,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a project needs a name, such as my_project")
+    return Path(text)
+
+
 def _checked(folder: Path) -> str:
     """Returns the name of a project.
 
@@ -70,8 +77,9 @@ def _checked(folder: Path) -> str:
     name = folder.resolve().name
     if not _USABLE.fullmatch(name) or name.lower() in _TAKEN:
         raise ConfigError(
-            f"{name!r} cannot be the name of a project",
-            expected="letters, digits, - and _, a letter first, and no name of a package it needs",
+            f"{reprlib.repr(name)} cannot be the name of a project",
+            expected="at most 100 letters, digits, - and _, a letter first, and no name of a "
+            "package it needs",
             fix="fleetpipe new my_project",
         )
     if folder.is_dir() and {path.name for path in folder.iterdir()} - _KEPT:

@@ -80,6 +80,9 @@ def test_refusals() -> None:
         LossMonitor(-1)
     with pytest.raises(ConfigError, match="did you mean 'jsonl'"):
         MetricsLogger("nowhere", formats=["json"])
+    with pytest.raises(ConfigError, match="no format 'json'"):
+        MetricsLogger("nowhere", formats="json")
+    assert MetricsLogger("nowhere", formats="csv")._formats == ["csv"]
 
 
 def test_lines_of_an_epoch(model: Any, capsys: Any) -> None:

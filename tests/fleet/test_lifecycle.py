@@ -66,6 +66,11 @@ def test_processes_of_another_launcher_are_refused(
         pass
 
 
+def test_a_topology_before_init_is_refused() -> None:
+    with pytest.raises(StateError, match=r"call fleet\.init\(is_collective=True"):
+        fleet.get_hybrid_communicate_group()
+
+
 def test_another_job_may_begin_with_other_degrees_after_shutdown() -> None:
     for ranks in (2, 4, 1):
         with job(ranks):

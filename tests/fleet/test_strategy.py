@@ -59,6 +59,13 @@ def test_setting_merges_and_nested_options_are_alive() -> None:
     }
 
 
+@pytest.mark.parametrize("group", ["hybrid_configs", "pipeline_configs", "fleetpipe_configs"])
+@pytest.mark.parametrize("wrong", [None, "pp_degree=2", 2])
+def test_what_is_no_mapping_of_options_is_refused(group: str, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{group} takes options by name(.|\n)*got: {wrong!r}"):
+        setattr(fleet.DistributedStrategy(), group, wrong)
+
+
 def test_unknown_options_are_refused_with_the_nearest() -> None:
     strategy = fleet.DistributedStrategy()
     with pytest.raises(ConfigError, match=r"'pp_dgree'(.|\n)*did you mean 'pp_degree'"):

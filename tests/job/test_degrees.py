@@ -52,6 +52,11 @@ def test_degrees_that_a_graph_mode_does_not_run_are_refused_with_what_to_do() ->
     Degrees(pp=2, mp=2).refuse_beyond(("pp", "mp"), "nothing")
 
 
+def test_all_degrees_are_named_where_they_do_not_divide_the_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"pp_degree=2, .*, dp_degree=2\) do not divide"):
+        Degrees.resolve({"dp_degree": 2, "pp_degree": 2}, 3)
+
+
 def test_axes_of_fleets_without_a_pipeline_are_left_to_it() -> None:
     assert not runs_without_pipeline({"pp_degree": 4, "cp_degree": 1})
     assert runs_without_pipeline({"pp_degree": 1, "cp_degree": 2})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import reprlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -109,12 +110,23 @@ assert not any(name.startswith("paddle") for name in sys.modules)
     assert (tmp_path / "here" / "README.md").read_text().startswith("# here\n")
 
 
-@pytest.mark.parametrize("name", ["1st", "my project", "paddle", "Fleetpipe", "a.b", "-", "é"])
+@pytest.mark.parametrize(
+    "name", ["1st", "my project", "paddle", "Fleetpipe", "a.b", "-", "é", "a" * 101]
+)
 def test_a_bad_name_is_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["new", "--", str(tmp_path / name)]) == 2
-    assert f"{name!r} cannot be the name of a project" in capsys.readouterr().err
+    assert f"{reprlib.repr(name)} cannot be the name of a project" in capsys.readouterr().err
+
+
+def test_no_name_is_not_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", ""]) == 2
+    assert "a project needs a name" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
     assert list(tmp_path.iterdir()) == []
 
 

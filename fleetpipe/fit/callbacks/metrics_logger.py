@@ -44,7 +44,7 @@ class MetricsLogger(on_ranks.Callback):
         self,
         folder: str | Path,
         log_freq: int = 1,
-        formats: Iterable[str] = ("jsonl", "csv"),
+        formats: str | Iterable[str] = ("jsonl", "csv"),
         config: Mapping[str, Any] | None = None,
     ) -> None:
         """Takes where to write.
@@ -52,7 +52,8 @@ class MetricsLogger(on_ranks.Callback):
         Args:
             folder: Made where it does not exist.
             log_freq: Training batches from one row to the next.
-            formats: Of ``"jsonl"``, ``"csv"`` and ``"tensorboard"``, which needs tensorboardX.
+            formats: One or several of ``"jsonl"``, ``"csv"`` and ``"tensorboard"``, which needs
+                tensorboardX.
             config: What you chose, for the record: kept in ``run.json``.
 
         Raises:
@@ -61,7 +62,7 @@ class MetricsLogger(on_ranks.Callback):
         super().__init__()
         self._folder = Path(folder)
         self._every = log_freq
-        self._formats = list(formats)
+        self._formats = [formats] if isinstance(formats, str) else list(formats)
         for name in self._formats:
             if name not in _SINKS:
                 raise ConfigError(f"there is no format {name!r}", fix=nearest(name, _SINKS))

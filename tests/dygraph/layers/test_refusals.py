@@ -245,6 +245,14 @@ def test_paddles_model_refuses_a_pipeline_and_takes_all_else() -> None:
     paddle.Model(PipelineLayer(mlp_layers(), num_stages=1))
 
 
+def test_labels_with_a_fraction_are_told_in_the_place_of_a_kernel() -> None:
+    with job(2):
+        model = pipeline()
+        inputs, labels = batch()
+        with pytest.raises(BoundaryError, match=r"`float32`(.|\n)*labels\.astype\('int64'\)"):
+            model.train_batch([inputs, labels.astype("float32")], sgd(model))
+
+
 KEPT: list[Any] = []
 
 
