@@ -125,28 +125,11 @@ def explain(
         training,
         named,
         refused,
-        _crossing(training),
+        training.alive,
         parameter_bytes(training),
         training.unopened,
         measured(capturing, training, named).layers[1:-1] if measure else None,
     )
-
-
-def _crossing(trace: Trace) -> list[int]:
-    """Returns, for each node, the bytes of values made before it and used by it or after it."""
-    last: dict[int, int] = dict.fromkeys(trace.output_values, len(trace.nodes))
-    for number, node in reversed(list(enumerate(trace.nodes))):
-        for value in node.uses:
-            last.setdefault(value, number)
-
-    def alive(value: int, number: int) -> bool:
-        maker = trace.maker(value)
-        return (maker is None or maker < number) and number <= last[value]
-
-    return [
-        sum(trace.likes[value].nbytes for value in last if alive(value, number))
-        for number in range(len(trace.nodes))
-    ]
 
 
 def _quoted(text: str) -> str:

@@ -174,7 +174,7 @@ class Task:
         crossing = cache(lambda border, layer: self._crossing(shape, border, layer))
 
         def cost(stage: int, start: int, end: int) -> float:
-            if self._memory(parts, stage, start, end) > cap:
+            if cap < math.inf and self._memory(parts, stage, start, end) > cap:
                 return math.inf
             busy, waiting = crossing(stage - 1, start)
             return stages.seconds(start, end) + busy + waiting + crossing(stage, end)[0]

@@ -72,6 +72,7 @@ class Stages:
             lambda layer: layer.waiting,
         )
         self._sums = [[0.0, *accumulate(map(figure, self._all))] for figure in figures]
+        self._seconds = [forward + backward for forward, backward in zip(*self._sums[:2])]
 
     def end(self, end: int) -> int:
         """Returns the end of a stage, the loss with the last layer."""
@@ -79,9 +80,7 @@ class Stages:
 
     def seconds(self, start: int, end: int) -> float:
         """Returns how long F and B of the layers ``start`` to ``end - 1`` take."""
-        last = self.end(end)
-        forward, backward = self._sums[:2]
-        return (forward[last] - forward[start]) + (backward[last] - backward[start])
+        return self._seconds[self.end(end)] - self._seconds[start]
 
     def least(self) -> float:
         """Returns the seconds of all layers, each backward in the way that is faster."""

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.running.replay import entries
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
@@ -19,7 +19,6 @@ from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.observe.layer_meter import (
     LayerMeter,
-    Sample,
     fastest,
     first_uses,
     layer_costs,
@@ -29,8 +28,11 @@ from fleetpipe.dygraph.observe.layer_meter import (
 from fleetpipe.dygraph.observe.profile import TYPICAL
 from fleetpipe.planning import Profile
 
-#: Least and most runs of all nodes, of which the fastest of each counts.
+#: Least and most runs of a node, of which the fastest counts.
 LEAST_RUNS, MOST_RUNS = 5, 20
+
+#: Most nodes that are run so often of those that do the same; of these the median counts.
+MOST_ALIKE = 5
 
 #: Seconds of a processor after which no more runs begin than the least.
 SECONDS = 1.0
@@ -53,45 +55,47 @@ def measured(capturing: Capturing, trace: Trace, places: Iterable[int]) -> Profi
     model, functions = capturing.model, entries(trace, signature_of(capturing.example))
     names = ["inputs", *(node.name for node in trace.nodes), "outputs"]
     uses = [[], *map(state_of, trace.nodes), []]
+    alike: defaultdict[str, list[int]] = defaultdict(list)
+    for number, kind in enumerate(("inputs", *(_kind(trace, n) for n in trace.nodes), "outputs")):
+        alike[kind].append(number)
     meter = LayerMeter(
         len(functions),
         lambda number, value: ({number: functions[number]}, value),
         lambda _: {},
         splits=False,
     )
+
+    def run(number: int, value: Nest) -> Nest:
+        borrowed = [tensor for tensor in uses[number] if not has_memory(tensor)]
+        with lent(borrowed):
+            output = meter.run_of(number)(value, None)
+            drop_gradients(borrowed)
+        return output
+
+    often = {number for numbers in alike.values() for number in numbers[:MOST_ALIKE]}
+    inputs: dict[int, Nest] = {}
     with state_kept(model), in_mode(model, training=True), paddle.set_grad_enabled(True):
-        begun = time.thread_time()
-        # Whole runs one after another: what slows a node seldom does so in each.
-        for run in range(MOST_RUNS):
-            if run >= LEAST_RUNS and time.thread_time() - begun > SECONDS:
+        begun, value = time.thread_time(), capturing.example
+        for number in range(len(functions)):
+            if number in often:
+                inputs[number] = value
+            value = run(number, value)
+        # One run after another: what slows a node seldom does so in each.
+        for count in range(1, MOST_RUNS):
+            if count >= LEAST_RUNS and time.thread_time() - begun > SECONDS:
                 break
-            value = capturing.example
-            for number, tensors in enumerate(uses):
-                borrowed = [tensor for tensor in tensors if not has_memory(tensor)]
-                with lent(borrowed):
-                    value = meter.run_of(number)(value, None)
-                    drop_gradients(borrowed)
+            for number, value in inputs.items():
+                run(number, value)
     drop_gradients(model.parameters())
     samples = [fastest(meter.samples[0, number]) for number in range(len(functions))]
-    samples[1:-1] = _alike(trace, samples[1:-1])
+    for numbers in alike.values():
+        part = [samples[number] for number in numbers if number in often]
+        forward = statistics.median(one.forward for one in part)
+        backward = statistics.median(one.backward for one in part)
+        for number in numbers:
+            samples[number] = samples[number]._replace(forward=forward, backward=backward)
     costs = layer_costs(names, samples, state_bytes(uses))
     return Profile(tuple(costs), None, tuple(place + 1 for place in places), transfer=TYPICAL)
-
-
-def _alike(trace: Trace, samples: list[Sample]) -> list[Sample]:
-    """Returns samples in which nodes that do the same take the time that is typical of them."""
-    kinds = [_kind(trace, node) for node in trace.nodes]
-    found: defaultdict[str, list[Sample]] = defaultdict(list)
-    for kind, sample in zip(kinds, samples):
-        found[kind].append(sample)
-    typical = {
-        kind: {
-            "forward": statistics.median(one.forward for one in those),
-            "backward": statistics.median(one.backward for one in those),
-        }
-        for kind, those in found.items()
-    }
-    return [sample._replace(**typical[kind]) for kind, sample in zip(kinds, samples)]
 
 
 def _kind(trace: Trace, node: Node) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, Union
 
-from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.capture.tracing.value import Scope, Trace
 from fleetpipe.errors import CaptureError, ConfigError, nearest
 
 
@@ -57,13 +57,9 @@ class AtCall(NamedTuple):
         Raises:
             ConfigError: The forward does not call the sublayer.
         """
-        inside = [
-            number
-            for number, node in enumerate(trace.nodes)
-            if any(scope == (self.path, self.call) for scope in node.scopes)
-        ]
-        if not inside:
-            paths = {scope.path for node in trace.nodes for scope in node.scopes if scope.path}
+        inside = trace.calls.get(Scope(self.path, self.call))
+        if inside is None:
+            paths = {scope.path for scope in trace.calls if scope.path}
             within = [
                 f"{path} is not opened: {reason}"
                 for path, reason in trace.unopened.items()
@@ -75,7 +71,8 @@ class AtCall(NamedTuple):
                 cause=within[0] if within else "its forward is called by no other",
                 fix="name a sublayer that fleetpipe.explain(model, example) shows",
             )
-        return inside[0] if self.point is SplitPoint.BEGINNING else inside[-1] + 1
+        first, last = inside
+        return first if self.point is SplitPoint.BEGINNING else last + 1
 
 
 class AtMark(NamedTuple):

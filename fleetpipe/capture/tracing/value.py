@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fleetpipe._paddle import paddle
@@ -236,6 +237,29 @@ class Trace:
         for number in reversed(range(len(self.nodes))):
             makers.update(dict.fromkeys(self.nodes[number].makes, number))
         return {**makers, **dict.fromkeys(self.input_values)}
+
+    @cached_property
+    def calls(self) -> dict[Scope, tuple[int, int]]:
+        """The first and the last node of each call of a layer."""
+        found: dict[Scope, tuple[int, int]] = {}
+        for number, node in enumerate(self.nodes):
+            for scope in node.scopes:
+                found[scope] = (found.get(scope, (number,))[0], number)
+        return found
+
+    @cached_property
+    def alive(self) -> list[int]:
+        """For each node, the bytes of the values made before it and used by it or after it."""
+        last = dict.fromkeys(self.output_values, len(self.nodes))
+        for number, node in reversed(list(enumerate(self.nodes))):
+            for value in node.uses:
+                last.setdefault(value, number)
+        changes = [0] * (len(self.nodes) + 2)
+        for value, end in last.items():
+            maker = self.maker(value)
+            changes[0 if maker is None else maker + 1] += self.likes[value].nbytes
+            changes[end + 1] -= self.likes[value].nbytes
+        return list(accumulate(changes))[: len(self.nodes)]
 
 
 def refs_in(value: Nest) -> list[ValueId]:
