@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
@@ -19,6 +19,7 @@ from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.observe.layer_meter import (
     LayerMeter,
+    Sample,
     fastest,
     first_uses,
     layer_costs,
@@ -89,13 +90,18 @@ def measured(capturing: Capturing, trace: Trace, places: Iterable[int]) -> Profi
     drop_gradients(model.parameters())
     samples = [fastest(meter.samples[0, number]) for number in range(len(functions))]
     for numbers in alike.values():
-        part = [samples[number] for number in numbers if number in often]
-        forward = statistics.median(one.forward for one in part)
-        backward = statistics.median(one.backward for one in part)
-        for number in numbers:
-            samples[number] = samples[number]._replace(forward=forward, backward=backward)
+        _share(samples, numbers)
     costs = layer_costs(names, samples, state_bytes(uses))
     return Profile(tuple(costs), None, tuple(place + 1 for place in places), transfer=TYPICAL)
+
+
+def _share(samples: list[Sample], numbers: Sequence[int]) -> None:
+    """Gives nodes that do the same the times that are typical of those that ran often."""
+    part = [samples[number] for number in numbers[:MOST_ALIKE]]
+    forward = statistics.median(one.forward for one in part)
+    backward = statistics.median(one.backward for one in part)
+    for number in numbers:
+        samples[number] = samples[number]._replace(forward=forward, backward=backward)
 
 
 def _kind(trace: Trace, node: Node) -> str:
