@@ -72,7 +72,9 @@ class Stages:
             lambda layer: layer.waiting,
         )
         self._sums = [[0.0, *accumulate(map(figure, self._all))] for figure in figures]
-        self._seconds = [forward + backward for forward, backward in zip(*self._sums[:2])]
+        self._seconds: list[float] = [
+            forward + backward for forward, backward in zip(*self._sums[:2])
+        ]
 
     def end(self, end: int) -> int:
         """Returns the end of a stage, the loss with the last layer."""
