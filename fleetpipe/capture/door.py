@@ -20,6 +20,7 @@ from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph._paddle import forward_hooks
+from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
@@ -102,6 +103,9 @@ def pipeline(
     plan = split_spec if isinstance(split_spec, PipelinePlan) else None
     if plan is not None:
         num_stages, num_chunks = num_stages or plan.ranks, plan.chunks
+    chunks = None if num_chunks == 1 else num_chunks
+    if chunks is None and job is not None:
+        num_chunks = Arrangement(job.degrees.pp, None, use_dualpipev=False).placement.chunks
     asked = stages_asked(num_stages, num_chunks, job)
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     no_classes = classes_of(plain_model(model), no_split)
@@ -113,7 +117,6 @@ def pipeline(
     again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
     forms = Forms(capturing, cut.borders, recompute_interval, again)
     _tell_what_is_left_out(forms)
-    chunks = None if num_chunks == 1 else num_chunks
     proof = None
     if verify and _whole(model):
         schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)

@@ -129,6 +129,11 @@ def _difference(capturing: Capturing) -> _Difference | None:
                 break
         difference = _parting(first, second)
         if difference is not None:
+            # A constant may be kept from its first use on: what counts is whether later runs part.
+            capturing.forget()
+            first, second = capturing(look, training), _run(capturing, change, training)
+            difference = _parting(first, second)
+        if difference is not None:
             place = difference.place or forward_place(capturing.model)
             return difference._replace(place=place)
     return None

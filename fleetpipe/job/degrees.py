@@ -48,9 +48,9 @@ class Degrees:
             return cls(dp=1, **others)
         needed = ranks_per_replica * max(given["dp"], 1)
         if world_size % ranks_per_replica:
-            replicas = f", dp_degree={given['dp']}" if given["dp"] > 1 else ""
+            text = _text(others) + (f", dp_degree={given['dp']}" if given["dp"] > 1 else "")
             raise ConfigError(
-                f"the degrees (={_text(others)}{replicas}) do not divide the world size (={world_size})",
+                f"the degrees (={text}) do not divide the world size (={world_size})",
                 expected=f"a multiple of {ranks_per_replica} processes",
                 got=f"{world_size} processes",
                 fix=f"launch with --nproc_per_node {needed}, or lower a degree",

@@ -19,7 +19,7 @@ from tests.pipelines import sgd
 
 CASES: dict[str, tuple[Any, list[Any], Any, list[str], float]] = {
     "dropouts": (Residual, batch(8), nn.CrossEntropyLoss(), ["blocks.3", "blocks.6"], 0.0),
-    "skips and statistics": (UNet, [images(8, 16)[0], PIXELS], of_pixels, ["middle", "up2"], 0.0),
+    "skips and statistics": (UNet, [images(8, 16)[0], PIXELS], of_pixels, ["middle", "up2"], 1e-5),
     "a tied weight": (GPT, [tokens(8), tokens(8, seed=1)], of_tokens, ["blocks.2"], 1e-5),
 }
 
@@ -34,6 +34,8 @@ def test_a_captured_pipeline_passes_parity(name: str) -> None:
         session = parity.begin(model, sgd(model))
         for _ in range(2):
             session.step(data)
+        # Stages of a U-Net hand on several tensors: what may differ there does not need to.
         assert session.report.tolerance == tolerance
+        assert session.report.bit_exact or name == "a tied weight"
         assert session.report.passed, session.report.verdict()
         assert len(session.report.single_loss) == 2

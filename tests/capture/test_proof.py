@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +19,12 @@ from fleetpipe.capture.proof.sides import CapturedRun
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.tracing import _paddle, capturing
 from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.dygraph._paddle import peak_bytes, restart_peak
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.errors import CaptureError
 from tests.capture.beside import images
 from tests.capture.models import GPT, Encoded, UNet, tokens
+from tests.jobs import job
 
 
 def proof(model: Any, example: Any, split_spec: Any, **options: Any) -> Proof:
@@ -209,3 +212,55 @@ def test_hooks_that_are_not_called_are_found(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(CapturedRun, "train", without)
     with pytest.raises(CaptureError, match="call the hooks of second 0 times, and the model"):
         proof(model, X, ["second"])
+
+
+class Hooked(nn.Layer):  # type: ignore[misc]
+    """Puts a hook on a gradient, whatever mode it is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x)
+        y.register_hook(lambda grad: grad * 2)
+        return self.second(y)
+
+
+def test_a_hook_on_a_gradient_is_no_obstacle_in_evaluation() -> None:
+    assert proof(Hooked(), X, ["second"]).evaluated == (2, 3)
+
+
+@functools.lru_cache
+def constant(size: int) -> Any:
+    return paddle.arange(float(size)) / size
+
+
+class Constant(Sum):
+    """Makes a constant at the first call, and keeps it outside."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x + constant(3))
+
+
+def test_a_constant_that_is_kept_from_its_first_use_on_is_a_constant() -> None:
+    assert proof(Constant(), X, ["second"]).gradients == 4
+
+
+def test_the_number_of_chunks_is_the_schedules_where_nobody_says_it() -> None:
+    with job(2, schedule="ZBV"):
+        pipe = fleetpipe.pipeline(
+            nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))), X, split_spec=["1", "2", "3"]
+        )
+        assert pipe.placement.stages == 4
+        assert pipe.proof.trained[0][0] == "ZBV"
+
+
+def test_a_proof_needs_the_memory_of_training_once() -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    one = sum(4 * p.size for p in model.parameters())
+    restart_peak()
+    before = peak_bytes()
+    proof(model, paddle.ones([2, 512]), ["4"])
+    # Their values as they were and as they train, and the gradients; where Paddle tells the peak.
+    assert peak_bytes() - before < 2.7 * one

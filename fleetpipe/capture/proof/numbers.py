@@ -55,7 +55,6 @@ class Trial:
             with (
                 kept(self._model),
                 in_mode(self._model, training),
-                paddle.no_grad(),
                 intercepted(walk),
             ):
                 output = self._model(*args, **named)

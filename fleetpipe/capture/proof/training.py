@@ -108,8 +108,7 @@ def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
     model.eval()
     end = len(course.steps)
     for number, inputs in enumerate(course.evaluations):
-        with paddle.no_grad():
-            output = side.evaluate(mapped(lambda tensor: tensor.clone(), inputs))
+        output = side.evaluate(mapped(lambda tensor: tensor.clone(), inputs))
         yield Moment("output", end, _numbered([output], "evaluation", number), {})
         yield Moment("state", end, state_of_model(model), _modes(model))
 

@@ -153,6 +153,7 @@ def intercepted(listener: Listener) -> Iterator[None]:
                     put(_Tensor, name, _method(chosen, heard, vars(_Tensor)[name]))
         gradient_flag = vars(_Tensor)["stop_gradient"]
         put(_Tensor, "stop_gradient", _flag(chosen, gradient_flag))
+        put(_Tensor, "register_hook", _hook(vars(_Tensor)["register_hook"]))
         put(_Tensor, "data", _data(chosen, vars(_Tensor)["data"]))
         put(_Tensor, "shape", _shape(chosen, vars(_Tensor)["shape"]))
         put(_Tensor, "size", _size(vars(_Tensor)["size"]))
@@ -195,6 +196,24 @@ def _flag(chosen: _Choice, flag: Any) -> property:
         flag.__set__(tensor, value)
 
     return property(flag.__get__, put)
+
+
+class _NoHook:
+    """Stands for a hook on a gradient that there never is."""
+
+    def remove(self) -> bool:
+        """Removes nothing."""
+        return False
+
+
+def _hook(register: Function) -> Function:
+    def register_hook(tensor: Tensor, hook: Function) -> Any:
+        if tensor.stop_gradient and not paddle.is_grad_enabled():
+            # A pipeline evaluates without gradients; a plain model may do so with them.
+            return _NoHook()
+        return register(tensor, hook)
+
+    return register_hook
 
 
 def _data(chosen: _Choice, data: Any) -> property:

@@ -55,6 +55,10 @@ class Capturing:
             self._known[training] = known = (self._depends_on(trace), trace)
         return known[1]
 
+    def forget(self) -> None:
+        """Has the forward run again on the example when it is next asked for."""
+        self._known.clear()
+
     def _depends_on(self, trace: Trace) -> object:
         """Returns what another run would depend on, beside its inputs, to be compared."""
         modes = [layer.training for layer in self.model.sublayers(include_self=True)]
