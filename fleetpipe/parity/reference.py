@@ -82,7 +82,8 @@ class Reference:
         # A global norm of the twin's is summed in the order of the model, as the pipeline's is.
         optimizer.bind(pipe)
         known = self._twins.get(id(optimizer.wrapped))
-        self.optimizer = known or twin_optimizer(optimizer.wrapped, ours, theirs)
+        with paddle.utils.unique_name.guard():
+            self.optimizer = known or twin_optimizer(optimizer.wrapped, ours, theirs)
         self._twins[id(optimizer.wrapped)] = self.optimizer
         # The others come from the other ranks after each step.
         self._stepped_here = None if ours.keys() == theirs.keys() else frozenset(pipe.state.own())
@@ -198,7 +199,9 @@ class Reference:
 
     def step(self) -> None:
         """Updates the parameters and clears the gradients. Collective for a twin's optimizer."""
-        self.optimizer.step()
+        # Names of an optimizer's state are counted: the pipeline's are to be those of a first one.
+        with paddle.utils.unique_name.guard():
+            self.optimizer.step()
         self.optimizer.clear_grad()
         if self._stepped_here is None:
             return

@@ -160,3 +160,14 @@ def test_a_gradient_that_is_rounding_alone_is_no_difference() -> None:
     ).proof
     assert proof.gradients == 8
     assert all(share < 1e-5 for share in proof.rounded.values())
+
+
+def test_the_optimizers_state_has_the_names_of_a_plain_models() -> None:
+    """Others resume from it: names are counted, and a proof and a shadow train too."""
+    _, model, optimizer = wrapped()
+    for step in range(3):
+        model.train_batch(data(step), optimizer)
+    names = [name for name in optimizer.state_dict() if "moment" in name]
+    assert len(names) == 12
+    assert all(name.endswith("_0") for name in names), names
+    fleet.shutdown()

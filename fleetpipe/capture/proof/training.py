@@ -115,10 +115,12 @@ def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
 
 def _update(step: Step, parameters: Sequence[Tensor]) -> None:
     """Steps parameter by parameter: what an optimizer keeps of all needs more memory."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            step.optimizer(RATE, parameters=[parameter]).step()
-            drop_gradients([parameter])
+    # Names of an optimizer's state are counted: the user's are to be those of a first optimizer.
+    with paddle.utils.unique_name.guard():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                step.optimizer(RATE, parameters=[parameter]).step()
+                drop_gradients([parameter])
 
 
 def gradients_of(model: Layer) -> dict[str, Tensor]:

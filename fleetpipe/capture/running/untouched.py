@@ -49,7 +49,7 @@ class Untouched(paddle.nn.Layer):
             unopened: Which layers are nodes as a whole.
         """
         super().__init__()
-        with lent(model.state_dict().values()):
+        with lent(model.state_dict().values()), paddle.utils.unique_name.guard():
             copied = copy.deepcopy(model)
         # Around Layer.__setattr__, which would put the model's name before all others.
         self.__dict__.update(_model=copied, _example=example, _unopened=unopened)
