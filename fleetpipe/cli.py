@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe.errors import FleetPipeError, ScheduleError, nearest
+from fleetpipe.errors import FleetPipeError, ScheduleError, nearest, printable
 from fleetpipe.launch.quiet import DEFAULT_LEVEL, quiet
 from fleetpipe.version import __version__
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except FleetPipeError as error:
-        print(f"fleetpipe: {error}", file=sys.stderr)
+        print(f"fleetpipe: {printable(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, ScheduleError) else 2
     except KeyboardInterrupt:
         print("fleetpipe: interrupted", file=sys.stderr)

@@ -122,3 +122,16 @@ def reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     telling = [line for line in lines if line and not line.startswith("[operator <")]
     return f"{type(error).__name__}: {(telling or [''])[-1]}"
+
+
+def printable(text: str, most: int = 1000) -> str:
+    """Returns text as a terminal may show it: no control characters, and no line without an end.
+
+    Args:
+        text: Lines, in which names of a file or a user may stand.
+        most: Characters of a line.
+    """
+    lines = [
+        "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in text.split("\n")
+    ]
+    return "\n".join(f"{line[:most]} .." if len(line) > most else line for line in lines)

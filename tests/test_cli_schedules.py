@@ -264,3 +264,36 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     )
     assert finished.stderr == ""
     assert finished.stdout == "# fleetpip"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"# fleetpipe-schedule 1 name=x ranks={'9' * 100_000} micro_batches=1 chunks=1 "
+        "placement=loop\nF0.0 B0.0\n",
+        f"F0.{'9' * 100_000} B0.0\n",
+    ],
+    ids=["header", "token"],
+)
+def test_a_file_with_endless_numbers_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "schedule.txt").write_text(text)
+    assert main(["verify", str(tmp_path / "schedule.txt")]) == 2
+    told = capsys.readouterr().err
+    assert "a number has too many digits" in told
+    assert len(told) < 400
+
+
+def test_names_of_a_file_do_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "schedule.txt"
+    file.write_text(
+        "# fleetpipe-schedule 1 name=\x1b[31m ranks=1 micro_batches=1 chunks=1 placement=loop\nF0.0\n"
+    )
+    assert main(["verify", str(file)]) == 1
+    file.write_text(file.read_text().replace("F0.0", "F0.0 B0.0"))
+    assert main(["verify", str(file)]) in (0, 1)
+    output = capsys.readouterr()
+    assert "\x1b" not in output.out + output.err

@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, positive, using
+from fleetpipe.errors import ConfigError
 from fleetpipe.planning.estimating import estimates, shown
 from fleetpipe.planning.making import SEARCH, plan
 from fleetpipe.planning.profile import Profile
+
+#: Most that is searched here: some seconds of work.
+MOST_FORWARDS, MOST_CUTS = 10_000, 2_000
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
@@ -78,10 +82,31 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _require_moderate(profile: Profile, ranks: int, micro_batches: int) -> None:
+    """Refuses what would take minutes, or the memory of the machine.
+
+    Raises:
+        ConfigError: It would.
+    """
+    for what, size, most in (
+        ("ranks x micro-batches", ranks * micro_batches, MOST_FORWARDS),
+        ("layers x ranks", len(profile.layers) * ranks, MOST_CUTS),
+    ):
+        if size > most:
+            raise ConfigError(
+                f"a plan is searched here for at most {most} {what}",
+                got=str(size),
+                fix="give fewer, or layers that stand for several; fleetpipe.plan(..) in Python "
+                "has no such limit",
+            )
+
+
 def run_plan(arguments: argparse.Namespace) -> int:
     """Makes a plan, writes and prints it; returns the exit code."""
+    profile = Profile.read(arguments.file)
+    _require_moderate(profile, arguments.ranks, arguments.micro_batches)
     made = plan(
-        arguments.file,
+        profile,
         arguments.ranks,
         arguments.micro_batches,
         arguments.memory_cap,
@@ -99,8 +124,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def run_estimate(arguments: argparse.Namespace) -> int:
     """Prints what each schedule costs on several numbers of ranks; returns the exit code."""
     profile = Profile.read(arguments.file)
-    for ranks in arguments.ranks or ():
+    for ranks in arguments.ranks or (1,):
         profile.require_cuts_for(ranks)
+        _require_moderate(profile, ranks, arguments.micro_batches)
     copies = arguments.optimizer_copies
     found = estimates(profile, arguments.ranks or (1, 2, 4, 8), arguments.micro_batches, copies)
     if arguments.format == "json":

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 from fleetpipe.arguments import new_file, using
+from fleetpipe.errors import ConfigError
+from fleetpipe.report.files import ABOUT, LIVES, METRICS, TRACE
 from fleetpipe.report.page import page
 from fleetpipe.report.run import read
 
@@ -36,8 +38,10 @@ def run(options: argparse.Namespace) -> int:
         0.
 
     Raises:
-        ConfigError: The folder holds no run, or a file cannot be read or written.
+        ConfigError: The folder holds no run, or a file cannot be read or written, or the page
+            would replace a file of the run.
     """
+    _refuse_the_runs_own(options.folder, options.output)
     with using("FOLDER", options.folder, "the folder of a run"):
         found = read(options.folder)
     text = page(found)
@@ -48,3 +52,12 @@ def run(options: argparse.Namespace) -> int:
         sys.stderr.write(f"fleetpipe: {note}\n")
     sys.stdout.write(f"{options.output}: {len(text):,} characters\n")
     return 0
+
+
+def _refuse_the_runs_own(folder: Path, output: Path) -> None:
+    own = {path.resolve() for name in (METRICS, ABOUT, LIVES, TRACE) for path in folder.rglob(name)}
+    if output.resolve() in own:
+        raise ConfigError(
+            f"--output: {output} is a file of the run, which the page would replace",
+            fix="give another name, such as report.html",
+        )

@@ -97,7 +97,10 @@ def read(folder: Path) -> Run:
     try:
         trace = traces[0] / files.TRACE if traces else None
         pipeline = pipeline_of(about.get("schedule"), trace)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, FleetPipeError) as error:
+    except (
+        *(OSError, ValueError, LookupError, TypeError, AttributeError, FleetPipeError),
+        RecursionError,
+    ) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         notes.append(f"The pipeline cannot be drawn: {first}.")
     if pipeline is None or not pipeline.measured:

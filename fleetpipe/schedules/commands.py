@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, using
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, printable
 from fleetpipe.schedules.api import Plan, Schedule, read_csv
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.forms.chrome import write_trace
@@ -31,6 +31,8 @@ from fleetpipe.schedules.registry import (
 from fleetpipe.schedules.rows import in_slices
 from fleetpipe.schedules.verified import build_verified
 
+#: More digits than any number of a schedule has.
+_NO_COUNT = re.compile(r"\d{19,}")
 _TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
 
 #: Most that is built here, or searched for: some seconds of work. ``build`` has no limit.
@@ -237,7 +239,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     value.verify()
     kind, rows = ("plan", value.ops) if isinstance(value, Plan) else ("schedule", value.actions)
     _print(
-        f"valid {kind}: {value.name}, {value.placement.ranks} ranks,"
+        f"valid {kind}: {printable(value.name)}, {value.placement.ranks} ranks,"
         f" {value.micro_batches} micro-batches{in_slices(value.slices)},"
         f" chunks {value.placement.chunks} ({value.placement.name}),"
         f" {sum(map(len, rows))} entries"
@@ -246,7 +248,19 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedule | Plan:
-    """Reads a schedule or plan in its text form or the CSV form."""
+    """Reads a schedule or plan in its text form or the CSV form.
+
+    Raises:
+        ConfigError: A number in it counts nothing that there is.
+    """
+    digits = _NO_COUNT.search(text)
+    if digits:
+        raise ConfigError(
+            "FILE: a number has too many digits",
+            where=f"line {text.count(chr(10), 0, digits.start()) + 1}",
+            got=f"{digits[0][:20]} ..",
+            fix="give a schedule or plan whose numbers count ranks, stages and micro-batches",
+        )
     if is_csv(text):
         return read_csv(text, placement, micro_batches)
     text = _with_header(text, micro_batches, placement)

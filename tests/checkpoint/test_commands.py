@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from paddle import nn
 from safetensors.numpy import load_file
 
 import fleetpipe
+from fleetpipe.checkpoint.files import manifest
 from fleetpipe.cli import main
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.pipelines import bits, job, mlp_layers, pipeline
@@ -56,6 +58,35 @@ def test_ls_and_show(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no checkpoint in this folder" in said(capsys, "ls", home.parent, code=2)
     (home / "step-00000002").rename(home / "step-00000002.aside")
     assert "2  set aside: the run went back" in said(capsys, "ls", home)
+
+
+@pytest.mark.parametrize("wrong", [None, -1, 2.5, "\x1b[31m", [], {"a": 1}, 10**400, [[[]]]])
+@pytest.mark.parametrize(
+    "place",
+    [
+        *(["step"], ["metrics"], ["metrics", "loss"], ["layout"], ["layout", "dp"], ["versions"]),
+        *(["files"], ["files", "0"], ["files", "0", "size"], ["order"], ["order", 0]),
+        *(["optimizer"], ["tensors"], ["tensors", "model", "0.bias", "shape", 0]),
+    ],
+    ids=str,
+)
+def test_values_of_other_kinds_with_a_right_checksum_are_damage(
+    home: Path, place: list[str], wrong: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = home / "step-00000001" / "manifest.json"
+    contents = json.loads(file.read_text())
+    del contents["crc32"]
+    names = [next(iter(contents["files"])) if name == "0" else name for name in place]
+    holder = contents
+    for name in names[:-1]:
+        holder = holder[name]
+    holder[names[-1]] = wrong
+    file.write_text(manifest.sealed(contents))
+    for words in (["show", home / "step-00000001"], ["ls", home]):
+        assert main(["checkpoint", *map(str, words)]) in (0, 2)
+        output = capsys.readouterr()
+        assert "\x1b" not in output.out + output.err
+        assert len(output.err.splitlines()) <= 8
 
 
 def test_verify_names_what_is_damaged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

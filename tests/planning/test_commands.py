@@ -41,10 +41,23 @@ def test_requests_that_cannot_be_met_are_refused(
         (["--ranks", "4", "--memory-cap", "much"], "2GiB"),
         (["--ranks", "40"], "cannot be cut into 40 stages"),
         (["--ranks", "4", "--search", "cut"], "has no 'cut' to search"),
+        (["--ranks", "4", "--micro-batches", "9" * 9], "at most 10000 ranks x micro-batches"),
     ):
         assert main(["plan", profile, *words]) == 2
         assert message in capsys.readouterr().err
     assert main(["plan", "nowhere.json", "--ranks", "2"]) == 2
+
+
+@pytest.mark.parametrize("command", [["plan", "--ranks", "16"], ["estimate", "--ranks", "2,16"]])
+def test_a_search_of_minutes_is_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    even(200).write(path)
+    name, *words = command
+    assert main([name, str(path), *words]) == 2
+    assert "at most 2000 layers x ranks\n  got: 3200\n" in capsys.readouterr().err
+    assert main(["estimate", str(path), "--micro-batches", "1" * 10]) == 2
 
 
 def test_estimates_are_a_table_of_every_schedule(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fleetpipe.cli import main
 from fleetpipe.errors import ConfigError
 from fleetpipe.report.files import append_line, read_lines
 from fleetpipe.report.lives import lives_of
@@ -113,6 +114,23 @@ def spoiled(value: object, rng: random.Random) -> object:
         return [*value[:place], spoiled(value[place], rng), *value[place + 1 :]]
     others: list[object] = [None, True, -1, 1e308, float("nan"), 10**30, "", "\ud800<b>", [], {}]
     return rng.choice([*others, [[]], {"a": {"b": []}}, [None], "F0.0"])
+
+
+def test_a_trace_that_is_too_deep_is_told_of(tmp_path: Path) -> None:
+    folder = written(tmp_path, [row(1, 1.0)])
+    (folder / "trace.json").write_text("[" * 100_000 + "]" * 100_000)
+    assert any("pipeline cannot be drawn" in note for note in read(folder).notes)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json"])
+def test_a_page_does_not_replace_the_run(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path, [row(1, 1.0)], versions={})
+    before = (folder / name).read_text()
+    assert main(["report", str(folder), "-o", str(folder / name)]) == 2
+    assert "is a file of the run" in capsys.readouterr().err
+    assert (folder / name).read_text() == before
 
 
 @pytest.mark.parametrize("seed", range(60))

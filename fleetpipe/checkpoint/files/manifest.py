@@ -165,7 +165,7 @@ def _parsed(contents: Mapping[str, Json]) -> Manifest:
             tensors[Name(group, name)] = Entry(entry["file"], tensor, pieces)
     if {name.name for name in tensors if name.group == MODEL} != set(contents["order"]):
         raise ValueError("an order of other names than the model's")
-    return Manifest(
+    found = Manifest(
         step=contents["step"],
         files=files,
         tensors=tensors,
@@ -175,6 +175,28 @@ def _parsed(contents: Mapping[str, Json]) -> Manifest:
         layout=contents["layout"],
         versions=contents["versions"],
     )
+    _require_kinds(found)
+    return found
+
+
+def _require_kinds(found: Manifest) -> None:
+    """Refuses what no save writes, whoever computed the checksum of it."""
+    entries = found.tensors.values()
+    counts = [found.step, *found.layout.values()]
+    counts += [number for whole in found.files.values() for number in whole]
+    counts += [size for entry in entries for size in entry.tensor.shape]
+    counts += [piece.crc32 for entry in entries for piece in entry.pieces]
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in counts):
+        raise ValueError("a number that is no count")
+    if not all(
+        (type(value) in (int, float) and abs(value) < 1e300) or value != value
+        for value in found.metrics.values()
+    ):
+        raise ValueError("a metric that is no number")
+    if not all(isinstance(text, str) for text in (*found.order, *found.versions.values())):
+        raise ValueError("a name that is no text")
+    if not isinstance(found.optimizer, (str, type(None))):
+        raise ValueError("an optimizer that is no text")
 
 
 def _unreadable(path: Path, got: str) -> CheckpointError:

@@ -19,7 +19,7 @@ from fleetpipe.checkpoint.files.reader import Reader
 from fleetpipe.checkpoint.files.retention import LATEST, Retention
 from fleetpipe.checkpoint.tools.differences import differences
 from fleetpipe.checkpoint.tools.merging import merge
-from fleetpipe.errors import CheckpointError, ConfigError
+from fleetpipe.errors import CheckpointError, ConfigError, printable
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -78,31 +78,31 @@ def _ls(arguments: argparse.Namespace) -> int:
         try:
             found = manifest.read(folder)
         except CheckpointError as error:
-            print(f"{step:>10}  damaged: {str(error).splitlines()[0]}")
+            _say(f"{step:>10}  damaged: {str(error).splitlines()[0]}")
             continue
         size = sum(whole.size for whole in found.files.values())
         metrics = "  ".join(f"{name}={value:g}" for name, value in found.metrics.items())
-        print(f"{step:>10}  {_size(size):>9}  {len(found.tensors):>6} tensors  {metrics}".rstrip())
+        _say(f"{step:>10}  {_size(size):>9}  {len(found.tensors):>6} tensors  {metrics}".rstrip())
     for step, folder in commit.aside_steps(arguments.path).items():
-        print(f"{step:>10}  set aside: the run went back before it; {folder.name}")
+        _say(f"{step:>10}  set aside: the run went back before it; {folder.name}")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     found = _read(arguments.path, arguments.step)
-    print(f"step       {found.step}")
-    print(f"written by {_listed(found.versions)}")
-    print(f"layout     {_listed(found.layout)} (any other reads it)")
-    print(f"optimizer  {found.optimizer or 'none'}")
+    _say(f"step       {found.step}")
+    _say(f"written by {_listed(found.versions)}")
+    _say(f"layout     {_listed(found.layout)} (any other reads it)")
+    _say(f"optimizer  {found.optimizer or 'none'}")
     if found.metrics:
-        print(f"metrics    {_listed(found.metrics)}")
+        _say(f"metrics    {_listed(found.metrics)}")
     for group in GROUPS:
         entries = {n.name: e for n, e in found.tensors.items() if n.group == group}
         if entries:
             size = sum(entry.tensor.nbytes for entry in entries.values())
-            print(f"{group}: {len(entries)} tensors, {_size(size)}")
+            _say(f"{group}: {len(entries)} tensors, {_size(size)}")
         for name, entry in entries.items():
-            print(f"  {name:40} {entry.tensor.dtype:8} {list(entry.tensor.shape)}")
+            _say(f"  {name:40} {entry.tensor.dtype:8} {list(entry.tensor.shape)}")
     return 0
 
 
@@ -116,8 +116,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     for folder in folders:
         errors = list(_damage(folder))
         for error in errors:
-            print(error)
-        print(f"{folder.name}: {'damaged' if errors else 'whole'}")
+            _say(error)
+        _say(f"{folder.name}: {'damaged' if errors else 'whole'}")
         worst = max(worst, int(bool(errors)))
     return worst
 
@@ -140,7 +140,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         )
     ]
     found = differences(*readers)
-    print("\n".join(found) if found else "all tensors have the same bits")
+    _say("\n".join(found) if found else "all tensors have the same bits")
     return int(bool(found))
 
 
@@ -158,7 +158,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         merge(reader, target)
     else:
         _converting().write_parameters(reader, target)
-    print(f"{folder.name}: {_size(target.stat().st_size)} in {target}")
+    _say(f"{folder.name}: {_size(target.stat().st_size)} in {target}")
     return 0
 
 
@@ -166,13 +166,13 @@ def _convert(arguments: argparse.Namespace) -> int:
     if [*arguments.path.glob("layer_*-model_states.pdparams")]:
         step = arguments.step or 0
         count = _converting().from_layer_files(arguments.path, arguments.other, step)
-        print(f"step {step} of {arguments.other}: {count} tensors")
+        _say(f"step {step} of {arguments.other}: {count} tensors")
         return 0
     folder = _folder(arguments.path, arguments.step)
     reader = Reader(folder, manifest.read(folder))
     reader.check((GROUPS[0],))
     count = _converting().to_layer_files(reader, arguments.other)
-    print(f"{folder.name}: {count} layer files in {arguments.other}")
+    _say(f"{folder.name}: {count} layer files in {arguments.other}")
     return 0
 
 
@@ -217,3 +217,8 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count} B"
         count /= 1000
     return f"{count:.3g} {_UNITS[-1]}"
+
+
+def _say(text: object) -> None:
+    """Prints what may have names of a file in it."""
+    print(printable(str(text)))
