@@ -289,9 +289,8 @@ def test_names_of_a_file_do_not_steer_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "schedule.txt"
-    file.write_text(
-        "# fleetpipe-schedule 1 name=\x1b[31m ranks=1 micro_batches=1 chunks=1 placement=loop\nF0.0\n"
-    )
+    header = "name=\x1b[31m ranks=1 micro_batches=1 chunks=1 placement=loop"
+    file.write_text(f"# fleetpipe-schedule 1 {header}\nF0.0\n")
     assert main(["verify", str(file)]) == 1
     file.write_text(file.read_text().replace("F0.0", "F0.0 B0.0"))
     assert main(["verify", str(file)]) in (0, 1)

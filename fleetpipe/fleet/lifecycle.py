@@ -256,7 +256,10 @@ def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> N
     with warnings.catch_warnings():
         # Paddle warns that this is no parallel environment, once for every group it makes.
         warnings.simplefilter("ignore")
-        paddle_fleet.init(role_maker, is_collective, None, log_level)
+        # Nor are there groups of one rank to tell of, and no pp_degree of 1.
+        level = "WARNING" if log_level == "INFO" else log_level
+        paddle_fleet.init(role_maker, is_collective, None, level)
+        paddle_fleet.utils.log_util.set_log_level(log_level)
 
 
 #: What stock Paddle's ``PipelineLayer`` says where there is no GPU; it names no cause.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import paddle
@@ -64,6 +65,18 @@ def test_processes_of_another_launcher_are_refused(
     monkeypatch.setenv(name, "1")
     with job(3):
         pass
+
+
+def test_one_process_tells_of_no_groups_of_paddles(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    logger = paddle_fleet.utils.log_util.logger
+    monkeypatch.setattr(logger, "handle", lambda record: lines.append(record.getMessage()))
+    try:
+        lifecycle._init_alone.__wrapped__(None, True, "INFO")
+    finally:
+        fleet.shutdown()
+    assert not [line for line in lines if "pp_degree" in line or "comm group" in line]
+    assert logger.level == logging.INFO
 
 
 def test_a_topology_before_init_is_refused() -> None:
