@@ -67,7 +67,7 @@ class Shadow:
         first = next(filter(None, all_ranks().all_gather(obstacle)), None)
         if first is not None:
             tell_once(f"the first batches are not shadowed by the plain model: {first}")
-            self._pipeline.accompany(None)
+            self._end()
             return
         begin = time.perf_counter()
         reference = self._prepared(batch.optimizer)
@@ -217,7 +217,7 @@ class Shadow:
         if not everything:
             return
         places = [place for part, place in parts if part and place]
-        self._pipeline.accompany(None)
+        self._end()
         raise CaptureError(
             f"batch {self._number} does not train as the plain model does: {everything[0]} "
             f"differs{f', and {len(everything) - 1} more' * (len(everything) > 1)}",
@@ -258,7 +258,12 @@ class Shadow:
                 f"the first {self._batches} batches were trained beside the untouched model as "
                 f"well, which took {self._seconds:.3g} s, and trained alike; that ends here"
             )
-            self._pipeline.accompany(None)
+            self._end()
+
+    def _end(self) -> None:
+        """Lets go of the plain model: the pipeline goes on alone."""
+        self._pipeline.accompany(None)
+        self._reference = self._batch = None
 
 
 def _take_rate(rate: object, twin: Optimizer) -> None:

@@ -63,6 +63,7 @@ class Digests:
     Attributes:
         moments: All moments, without tensors.
         digests: Of each, by name.
+        course: What was trained.
     """
 
     def __init__(self, model: Layer, plain: PlainLoop, course: Course) -> None:
@@ -73,7 +74,7 @@ class Digests:
             plain: What runs it.
             course: What to do.
         """
-        self._model, self._plain, self._course = model, plain, course
+        self._model, self._plain, self.course = model, plain, course
         self.moments: list[Moment] = []
         self.digests: list[dict[str, bytes]] = []
         self._whole: dict[int, State] = {}
@@ -90,7 +91,7 @@ class Digests:
         """
         if number not in self._whole:
             with _beside(self._model, initial):
-                again = enumerate(moments(self._model, self._plain, self._course))
+                again = enumerate(moments(self._model, self._plain, self.course))
                 # Later moments are not asked for yet, and states are for the next step.
                 self._whole = {
                     at: moment.cloned().tensors
@@ -103,7 +104,7 @@ class Digests:
         """Returns the gradients of a step whose parameters start a unit in the last place off."""
         with _beside(self._model, start):
             move_by_a_unit(p for p in self._model.parameters() if not p.stop_gradient)
-            self._plain.train(self._course.steps[step])
+            self._plain.train(self.course.steps[step])
             return {name: grad.clone() for name, grad in gradients_of(self._model).items()}
 
 

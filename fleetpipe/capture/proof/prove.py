@@ -8,7 +8,7 @@ the plain model's parameters and buffers, so that a difference in rounding stays
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fleetpipe import schedules
@@ -16,16 +16,18 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.proof import verdict
 from fleetpipe.capture.proof.comparison import Comparison, Digests, kept
-from fleetpipe.capture.proof.hook_calls import counted
+from fleetpipe.capture.proof.hook_calls import Calls, counted
 from fleetpipe.capture.proof.numbers import Trial, variants, with_another_row
 from fleetpipe.capture.proof.sides import CapturedRun, PlainLoop, copied
 from fleetpipe.capture.proof.summed import summed
 from fleetpipe.capture.proof.training import Course, Step, moments, state_of_model
 from fleetpipe.capture.running.forms import Forms
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
+from fleetpipe.capture.tracing.place import raised_at
 from fleetpipe.capture.tracing.walk import arguments_of
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.nest import tensors_of
+from fleetpipe.errors import CaptureError, reason
 from fleetpipe.schedules import Schedule
 
 #: Micro-batches of a step where no strategy says how many.
@@ -93,23 +95,17 @@ def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) 
         CaptureError: They differ; it names the first layer that does, with file and line.
     """
     model = capturing.model
-    trial = Trial(model)
-    inputs = [numbers for numbers in variants(capturing.example) if trial.accepts(numbers)]
-    inputs = inputs or [capturing.example]
     python = forms.example(training=True).trace.draws
     keyed = python or _draws(model, capturing.example)
 
     def keys_of(step: Step) -> random_keys.Keys | None:
         return random_keys.Keys(step.draw, python) if keyed else None
 
-    rows = [capturing.example, with_another_row(capturing.example)]
-    course = Course(
-        _steps(inputs, [schedule] if schedule else _usual(forms.stages)),
-        [numbers for numbers in rows if trial.accepts(numbers, training=False)],
-    )
     plain = PlainLoop(model, capturing.unopened, keys_of)
-    with kept(model), counted(model) as expected_calls:
-        expected = Digests(model, plain, course)
+    expected, expected_calls = _trained(
+        plain, _courses(capturing, [schedule] if schedule else _usual(forms.stages))
+    )
+    course = expected.course
     # They share the memory, which ``kept`` leaves to them.
     initial = {name: tensor.detach() for name, tensor in state_of_model(model).items()}
     with kept(model), counted(model) as calls:
@@ -121,6 +117,41 @@ def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) 
     if calls != expected_calls:
         raise verdict.unequal_hooks(model, calls, expected_calls)
     return _proof(expected, course, comparison.rounded, forms, keyed)
+
+
+def _courses(capturing: Capturing, planned: Sequence[Schedule]) -> Iterator[Course]:
+    """Yields what may be trained: on other numbers and rows, and on less where a model fails."""
+    trial = Trial(capturing.model)
+    example = capturing.example
+    inputs = [numbers for numbers in variants(example) if trial.accepts(numbers)]
+    rows = [example, with_another_row(example)]
+    evaluations = [numbers for numbers in rows if trial.accepts(numbers, training=False)]
+    steps = _steps(inputs or [example], planned)
+    yield Course(steps, evaluations)
+    # After a step a model may fail on what it took before it.
+    yield Course(steps, [])
+    yield Course(_steps([example], planned), [])
+
+
+def _trained(plain: PlainLoop, courses: Iterator[Course]) -> tuple[Digests, Calls]:
+    """Trains the plain model, and returns what came of it, with the calls of hooks.
+
+    Raises:
+        CaptureError: It fails on the example itself.
+    """
+    failure = Exception()
+    for course in courses:
+        try:
+            with kept(plain.model), counted(plain.model) as calls:
+                return Digests(plain.model, plain, course), calls
+        except Exception as error:
+            failure = error
+    raise CaptureError(
+        f"the plain {type(plain.model).__name__} fails in training: {reason(failure)}",
+        where=raised_at(failure.__traceback__),
+        cause="it was trained on example_inputs by a plain loop, to compare the pipeline with it",
+        fix="train the plain model on such inputs first",
+    ) from failure
 
 
 def _draws(model: Layer, inputs: Nest) -> bool:

@@ -47,7 +47,7 @@ class PlainLoop:
             unopened: Which of its layers are nodes as a whole: each node has a key of its own.
             keys_of: Returns the keys of the captured nodes in a step; None where nothing is drawn.
         """
-        self._model, self._unopened, self._keys_of = model, unopened, keys_of
+        self.model, self._unopened, self._keys_of = model, unopened, keys_of
 
     def train(self, step: Step) -> list[Nest]:
         """Runs forward and backward of each micro-batch; see :class:`Side`."""
@@ -55,14 +55,14 @@ class PlainLoop:
         for number, inputs in enumerate(step.micro_batches):
             keys = self._keys_of(step)
             micro_batch = GlobalMicroBatch(number)
-            output = called(self._model, copied(inputs), self._unopened, keys, micro_batch)
+            output = called(self.model, copied(inputs), self._unopened, keys, micro_batch)
             weighted(projected(output), weights_of(step)[number]).backward()
             outputs.append(mapped(lambda tensor: tensor.detach(), output))
         return outputs
 
     def evaluate(self, inputs: Nest) -> Nest:
         """Runs one forward; see :class:`Side`."""
-        return called(self._model, inputs, self._unopened, None, _FIRST)
+        return called(self.model, inputs, self._unopened, None, _FIRST)
 
 
 class CapturedRun:

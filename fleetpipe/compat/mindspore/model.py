@@ -84,7 +84,8 @@ class Model:
         network = self._cell.network.backbone_network
         example = mapped(lambda tensor: tensor[:rows], inputs)
         loss = self._cell.network.loss_fn
-        captured = pipeline(network, example, loss, stages_of_layers(network))
+        # A whole model beside the first batches would take the memory that stages are to save.
+        captured = pipeline(network, example, loss, stages_of_layers(network), verify=True)
         _require_declared(captured, network)
         self._trainer = Trainer(captured)
         self._trainer.prepare(self._optimizer, loss)
