@@ -35,7 +35,7 @@ class Sums:
         return (
             CAN_RUN_REDUCE_HOOKS
             and id(parameter) in self._begun
-            and not _is_watched(parameter)
+            and not is_watched(parameter)
             # A callback may have dropped it in the middle of the batch.
             and parameter.grad is not None
             and parameter.grad.is_dense()
@@ -106,7 +106,7 @@ def count_own_hook(parameter: Tensor) -> None:
     _own[id(parameter)] = _own.get(id(parameter), 0) + 1
 
 
-def _is_watched(parameter: Tensor) -> bool:
+def is_watched(parameter: Tensor) -> bool:
     """Whether anybody but fleetpipe ever put a hook on the gradient of ``parameter``.
 
     Paddle numbers the hooks of a parameter and tells nothing else of them.

@@ -10,7 +10,6 @@ from typing import Any, Callable, NamedTuple
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting.auto import Choice, places
 from fleetpipe.capture.cutting.costs import state_of
-from fleetpipe.capture.cutting.written import require_one_stage
 from fleetpipe.capture.picture import draw
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.files import files_of_model
@@ -124,7 +123,6 @@ class CapturedPipeline(PipelineLayer):
         self._functions = {i: functions[i] for stage in self._owned for i in self._range(stage)}
         self.runner = example.runner
         users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
-        require_one_stage([(form.trace, form.starts) for form in self._examples()])
         self.__dict__["users"] = users
         self._hold(users)
         own = self.state.own()

@@ -17,7 +17,7 @@ from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.kept import state_kept
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, arguments_of
-from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph import has_memory, random_keys
 from fleetpipe.dygraph.nest import mapped, tensors_of
 from fleetpipe.transport import SoleGroup
 
@@ -53,7 +53,8 @@ class _Recorded(Keyed):
     def node(self, call: NodeCall) -> Any:
         """Calls it under its key, if there are keys."""
         output = super().node(call)
-        self.outputs.append([tensor.clone() for tensor in tensors_of(output)])
+        made = list(tensors_of(output))
+        self.outputs.append([t.clone() if has_memory(t) else t for t in made])
         return output
 
 

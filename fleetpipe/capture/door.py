@@ -12,6 +12,7 @@ from fleetpipe.capture.asked import classes_of, plain_model, stages_asked
 from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
 from fleetpipe.capture.cutting.cut import cut_of
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
+from fleetpipe.capture.cutting.written import require_one_stage
 from fleetpipe.capture.proof import planned_schedule, prove
 from fleetpipe.capture.repeated import require_same_calls
 from fleetpipe.capture.running.forms import Forms
@@ -116,6 +117,8 @@ def pipeline(
     ranks = asked.ranks_of(cut.stages, str(cut))
     again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
     forms = Forms(capturing, cut.borders, recompute_interval, again)
+    examples = (forms.example(training) for training in (True, False))
+    require_one_stage([(form.trace, form.starts) for form in examples])
     _tell_what_is_left_out(forms)
     proof = None
     if verify and _whole(model):

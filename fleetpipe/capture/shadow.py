@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fleetpipe.aliases import Nest, Optimizer
+from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.capture.difference import first_difference
 from fleetpipe.capture.proof.rounding import SHARE, Rounding, distance, same_bits
 from fleetpipe.capture.proof.sides import copied
@@ -22,6 +22,7 @@ from fleetpipe.capture.running.untouched import Untouched
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.dygraph import PipelineParallel, learning_rate_of, random_keys
+from fleetpipe.dygraph.backward.adding import is_watched
 from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.dygraph.nest import tensors_of
@@ -92,7 +93,7 @@ class Shadow:
         rounding = Rounding(gradients, lambda: gradients)
         off: list[str] = []
         for name, parameter in self._pipe.state.own_parameters().items():
-            gap = distance(gradient_of(parameter), gradients.get(name))
+            gap = _apart(gradient_of(parameter), gradients.get(name))
             if gap and not rounding.carries(name, gap):
                 off.append(name)
         found = [f"the gradient of {name}" for name in off]
@@ -146,6 +147,8 @@ class Shadow:
         pipe = self._pipe
         if any(not p.stop_gradient for loss in pipe.loss_layers() for p in loss.parameters()):
             return "the loss is trained too, and both would add to its gradients"
+        if any(map(is_watched, pipe.state.own_parameters().values())):
+            return "a parameter has a hook on its gradient, which a copy of it has not"
         if self._pipeline.model_parallel.ranks > 1:
             return "its layers have shards of their weights here, and a copy is not whole"
         if batch.loss_fn_idx:
@@ -168,14 +171,9 @@ class Shadow:
         pipe = self._pipe
         if self._reference is None:
             self._reference = of_same_layers(pipe)
-            # What an optimizer has kept from earlier steps, a twin of it has not.
-            fresh = optimizer is not None and not optimizer.wrapped.state_dict().keys() - {
-                "LR_Scheduler",
-                "master_weights",
-            }
-            if fresh:
+            self._has_twin = _can_have_a_twin(optimizer)
+            if self._has_twin:
                 self._reference.train_like(optimizer, pipe)
-            self._has_twin = fresh
         else:
             pipe.copy_to(self._reference.model)
             self._reference.take_hidden_buffers(pipe)
@@ -264,6 +262,24 @@ class Shadow:
         """Lets go of the plain model: the pipeline goes on alone."""
         self._pipeline.accompany(None)
         self._reference = self._batch = None
+
+
+def _apart(gradient: Tensor | None, right: Tensor | None) -> float:
+    """Returns how far a gradient is off; none is as good as zeros, to which Paddle clears them."""
+    only = right if gradient is None else gradient
+    if only is not None and (gradient is None or right is None):
+        return float(only.abs().max())
+    return distance(gradient, right)
+
+
+def _can_have_a_twin(optimizer: Optimizer) -> bool:
+    """Whether a copy of an optimizer steps as it does.
+
+    It does not where it has kept something from earlier steps, or has a step of its own put on it.
+    """
+    if optimizer is None or "step" in vars(optimizer.wrapped):
+        return False
+    return not optimizer.wrapped.state_dict().keys() - {"LR_Scheduler", "master_weights"}
 
 
 def _take_rate(rate: object, twin: Optimizer) -> None:

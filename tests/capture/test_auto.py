@@ -196,3 +196,21 @@ def test_auto_is_what_a_pipeline_does_by_default() -> None:
 def test_auto_needs_to_know_of_how_many_stages() -> None:
     with pytest.raises(ConfigError, match="needs the number of stages"):
         fleetpipe.pipeline(UNet(), images(2, 16)[0])
+
+
+class Gate(nn.Layer):  # type: ignore[misc]
+    """A gate of an image's channels, made of what each is on average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.less, self.more = nn.Conv2D(4, 2, 1), nn.Conv2D(2, 4, 1)
+
+    def forward(self, x: Any) -> Any:
+        mean = nn.functional.adaptive_avg_pool2d(x, 1)
+        return x * nn.functional.sigmoid(self.more(nn.functional.relu(self.less(mean))))
+
+
+def test_a_result_that_stands_for_its_tensor_in_the_graph_is_measured() -> None:
+    model = nn.Sequential(nn.Conv2D(4, 4, 1), Gate(), nn.Conv2D(4, 4, 1))
+    pipe = fleetpipe.pipeline(model, paddle.ones([2, 4, 3, 3]), num_stages=2)
+    assert pipe.proof.gradients == 8

@@ -35,14 +35,14 @@ def data(seed: int) -> list[Any]:
     return [paddle.to_tensor(numbers.normal(size=(ROWS, 4)).astype("float32")) for _ in range(2)]
 
 
-def wrapped(**options: Any) -> tuple[Any, Any, Any]:
+def wrapped(build: Any = Gated, **options: Any) -> tuple[Any, Any, Any]:
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"pp_degree": 2}
     strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2}
     fleet.init(is_collective=True, strategy=strategy)
     paddle.seed(0)
     options = {"split_spec": ["second"], "loss_fn": nn.MSELoss(), **options}
-    pipe = fleetpipe.pipeline(Gated(), data(0)[0][:2], **options)
+    pipe = fleetpipe.pipeline(build(), data(0)[0][:2], **options)
     rate = paddle.optimizer.lr.StepDecay(0.1, 1)
     clip = nn.ClipGradByGlobalNorm(0.1)
     adam = paddle.optimizer.AdamW(rate, parameters=pipe.parameters(), grad_clip=clip)
@@ -99,13 +99,14 @@ def test_a_difference_ends_the_job_before_the_parameters_change(batch: int) -> N
 
 def test_the_optimizers_update_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, model, optimizer = wrapped()
-    step = optimizer.wrapped.step
+    kind = type(optimizer.wrapped)
+    step = kind.step
 
-    def wrong() -> None:
-        step()
+    def wrong(self: Any) -> None:
+        step(self)
         pipe.plain.first.weight.set_value(pipe.plain.first.weight * 1.01)
 
-    monkeypatch.setattr(optimizer.wrapped, "step", wrong)
+    monkeypatch.setattr(kind, "step", wrong)
     before = pipe.plain.first.weight.numpy()
     with pytest.raises(CaptureError, match=r"the update of first\.weight differs"):
         model.train_batch(data(0), optimizer)
@@ -170,4 +171,72 @@ def test_the_optimizers_state_has_the_names_of_a_plain_models() -> None:
     names = [name for name in optimizer.state_dict() if "moment" in name]
     assert len(names) == 12
     assert all(name.endswith("_0") for name in names), names
+    fleet.shutdown()
+
+
+class Assigns(Gated):
+    """Counts its calls in a buffer of its own, and computes with that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", paddle.zeros([1]))
+
+    def forward(self, x: Any) -> Any:
+        self.calls = self.calls + 1
+        return super().forward(x * self.calls)
+
+
+class Hooked(Gated):
+    """Has hooks on a layer and on a parameter's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_forward_post_hook(lambda layer, inputs, output: output * 2)
+        nn.utils.weight_norm(self.second)
+
+
+@pytest.mark.parametrize("build", [Assigns, Hooked])
+def test_plain_models_pass(build: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    _, model, optimizer = wrapped(build)
+    for step in range(2):
+        model.train_batch(data(step), optimizer)
+    assert "trained alike" in capfd.readouterr().err
+    fleet.shutdown()
+
+
+def test_a_copy_without_the_hooks_of_parameters_is_no_measure(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def build() -> Any:
+        model = Gated()
+        model.first.weight.register_hook(lambda grad: grad * 0.5)
+        return model
+
+    _, model, optimizer = wrapped(build)
+    model.train_batch(data(0), optimizer)
+    assert "not shadowed by the plain model: a parameter has a hook" in capfd.readouterr().err
+    fleet.shutdown()
+
+
+def test_a_step_that_the_user_has_put_on_the_optimizer_is_taken_once() -> None:
+    _, model, optimizer = wrapped()
+    step, calls = optimizer.wrapped.step, [0]
+
+    def counted() -> None:
+        calls[0] += 1
+        step()
+
+    optimizer.wrapped.step = counted
+    for number in range(2):
+        model.train_batch(data(number), optimizer)
+    assert calls == [2]
+    fleet.shutdown()
+
+
+def test_a_layer_that_is_frozen_between_the_first_batches_is_no_difference() -> None:
+    pipe, model, optimizer = wrapped()
+    for step in range(2):
+        model.train_batch(data(step), optimizer)
+        for parameter in pipe.plain.first.parameters():
+            parameter.stop_gradient = True
     fleet.shutdown()

@@ -54,7 +54,8 @@ class Untouched(paddle.nn.Layer):
         # Around Layer.__setattr__, which would put the model's name before all others.
         self.__dict__.update(_model=copied, _example=example, _unopened=unopened)
         for kind in ("_sub_layers", "_parameters", "_buffers"):
-            getattr(self, kind).update(getattr(copied, kind))
+            # The very dicts: a forward may put another tensor in the place of a buffer.
+            self.__dict__[kind] = getattr(copied, kind)
         self._non_persistable_buffer_names_set = copied._non_persistable_buffer_names_set
 
     @property

@@ -36,6 +36,8 @@ _METHODS = (
     *("copy_", "_copy_to", "_local_value", "_register_grad_hook", "_remove_grad_hook"),
     *("_new_shared_tensor", "set_value", "_tensor_use_gpudnn"),
 )
+#: The one whose result stands for its tensor in the graph: backward takes no two such roots.
+_ALIAS = "_tensor_use_gpudnn"
 #: Whether ``tensor.data = other`` takes all of the other, and not its memory alone.
 DATA_ENDS_TRAINING = paddle.version.full_version.startswith("2.")
 #: Operations that write into their first argument, and leave its version as it was.
@@ -150,7 +152,10 @@ def intercepted(listener: Listener) -> Iterator[None]:
         for names, heard in ((_METHODS, "operation"), (_READS, "read"), (_MEMORY, "memory")):
             for name in names:
                 if name in vars(_Tensor):
-                    put(_Tensor, name, _method(chosen, heard, vars(_Tensor)[name]))
+                    function = vars(_Tensor)[name]
+                    if name == _ALIAS:
+                        function = _apart(function)
+                    put(_Tensor, name, _method(chosen, heard, function))
         gradient_flag = vars(_Tensor)["stop_gradient"]
         put(_Tensor, "stop_gradient", _flag(chosen, gradient_flag))
         put(_Tensor, "register_hook", _hook(vars(_Tensor)["register_hook"]))
@@ -196,6 +201,15 @@ def _flag(chosen: _Choice, flag: Any) -> property:
         flag.__set__(tensor, value)
 
     return property(flag.__get__, put)
+
+
+def _apart(function: Function) -> Function:
+    """Returns a method whose result has a place of its own in the graph, and not its tensor's."""
+
+    def tensor_use_gpudnn(tensor: Tensor, *args: Any) -> Tensor:
+        return function(paddle.assign(tensor), *args)
+
+    return tensor_use_gpudnn
 
 
 class _NoHook:

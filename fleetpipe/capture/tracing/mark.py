@@ -21,6 +21,11 @@ def pipe_split() -> None:
         note()
 
 
+def is_noting() -> bool:
+    """Whether a forward runs to be captured, and by nobody else's wish."""
+    return bool(_listening)
+
+
 @contextmanager
 def noting(note: Callable[[], None]) -> Iterator[None]:
     """Within it ``note`` is called for each call of :func:`pipe_split`."""
