@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import NamedTuple
 
-from fleetpipe.aliases import Nest, Optimizer, Tensor
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture.difference import first_difference
 from fleetpipe.capture.proof.rounding import SHARE, Rounding, distance, same_bits
 from fleetpipe.capture.proof.sides import copied
@@ -22,6 +24,7 @@ from fleetpipe.capture.running.untouched import Untouched
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.dygraph import PipelineParallel, learning_rate_of, random_keys
+from fleetpipe.dygraph._paddle import forward_hooks
 from fleetpipe.dygraph.backward.adding import is_watched
 from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
@@ -32,6 +35,9 @@ from fleetpipe.job.say_once import tell_once
 from fleetpipe.parity.beside import Beside, as_the_next_batch
 from fleetpipe.parity.reference import Reference, of_same_layers
 from fleetpipe.schedules.action import GlobalMicroBatch
+
+#: What a deep copy makes anew.
+_COPIED = (paddle.nn.Layer, paddle.Tensor, dict, list, set)
 
 
 class _Batch(NamedTuple):
@@ -149,6 +155,9 @@ class Shadow:
             return "the loss is trained too, and both would add to its gradients"
         if any(map(is_watched, pipe.state.own_parameters().values())):
             return "a parameter has a hook on its gradient, which a copy of it has not"
+        holder = _holds_on(self._forms.capturing.model)
+        if holder is not None:
+            return f"a function of {holder} holds on to what a copy has anew"
         if self._pipeline.model_parallel.ranks > 1:
             return "its layers have shards of their weights here, and a copy is not whole"
         if batch.loss_fn_idx:
@@ -270,6 +279,22 @@ def _apart(gradient: Tensor | None, right: Tensor | None) -> float:
     if only is not None and (gradient is None or right is None):
         return float(only.abs().max())
     return distance(gradient, right)
+
+
+def _holds_on(model: Layer) -> str | None:
+    """Returns the layer of which a function has a closure over what is copied with a model.
+
+    The function itself is not: in a copy it would reach into the model.
+    """
+    for path, layer in model.named_sublayers(include_self=True):
+        attributes = [*vars(layer).values()]
+        for hooks in forward_hooks(layer):
+            attributes += hooks.values()
+        for value in attributes:
+            cells = value.__closure__ or () if isinstance(value, FunctionType) else ()
+            if any(isinstance(cell.cell_contents, _COPIED) for cell in cells):
+                return path or type(model).__name__
+    return None
 
 
 def _can_have_a_twin(optimizer: Optimizer) -> bool:

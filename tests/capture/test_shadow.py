@@ -240,3 +240,20 @@ def test_a_layer_that_is_frozen_between_the_first_batches_is_no_difference() -> 
         for parameter in pipe.plain.first.parameters():
             parameter.stop_gradient = True
     fleet.shutdown()
+
+
+def test_a_hook_that_reaches_into_the_model_is_no_measure(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def build() -> Any:
+        model, features = Gated(), {}
+        model.features = features
+        model.first.register_forward_post_hook(
+            lambda layer, inputs, output: features.update(first=output.detach())
+        )
+        return model
+
+    _, model, optimizer = wrapped(build)
+    model.train_batch(data(0), optimizer)
+    assert "a function of first holds on to what a copy has anew" in capfd.readouterr().err
+    fleet.shutdown()
