@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.running.memory import release
 from fleetpipe.capture.tracing._paddle import renew, set_data
-from fleetpipe.capture.tracing.python_state import python_state_kept
 from fleetpipe.dygraph import has_memory
+from fleetpipe.dygraph._paddle import is_parameter
 from fleetpipe.dygraph.random_keys import random_states_kept
-
-#: What an attribute may be filled with, while it stays the same object.
-_CONTAINERS = (list, dict, set, deque)
 
 #: Where a layer has what it has; a tensor that is set leaves the attributes and comes here.
 _HOLDERS = ("_parameters", "_buffers", "_sub_layers")
@@ -59,7 +59,7 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
         (holder, dict(holder)) for layer in layers for holder in (layer._parameters, layer._buffers)
     ]
     tensors = {id(t): _kept(t) for _, held in places for t in held.values() if t is not None}
-    holders = [_contents({kind: vars(layer)[kind] for kind in _HOLDERS}) for layer in layers]
+    holders = _restores((vars(layer)[kind] for layer in layers for kind in _HOLDERS), tensors)
     attributes_of_run = nullcontext() if id(model) in _waiting else python_state_kept(model)
     with random_states_kept(), attributes_of_run:
         try:
@@ -67,35 +67,12 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
         finally:
             for holder, held in places:
                 changed.update(id(t) for name, t in held.items() if holder.get(name) is not t)
-            for contents, (now, before) in zip(holders, attributes):
-                _fill(contents)
+            for restore in holders:
+                restore()
+            for now, before in attributes:
                 # It was None, and its place was taken by a tensor.
                 now.update((name, before[name]) for name in before.keys() - now.keys())
             changed.update(key for key, kept in tensors.items() if _restored(kept))
-
-
-def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns attributes, each with a copy of what it contains."""
-    return {
-        name: (value, value.copy() if isinstance(value, _CONTAINERS) else None)
-        for name, value in attributes.items()
-    }
-
-
-def _fill(contents: dict[str, tuple[Any, Any]]) -> None:
-    """Gives containers what they contained."""
-    for value, content in contents.values():
-        if content is None or (len(content) == len(value) and _same_items(content, value)):
-            continue
-        value.clear()
-        value.extend(content) if isinstance(value, (list, deque)) else value.update(content)
-
-
-def _same_items(one: Any, other: Any) -> bool:
-    """Whether containers hold the same objects in the same order."""
-    if isinstance(one, dict):
-        one, other = (*one, *one.values()), (*other, *other.values())
-    return all(a is b for a, b in zip(one, other))
 
 
 def _kept(tensor: Tensor) -> _Kept:
@@ -131,3 +108,92 @@ def _restored(kept: _Kept) -> bool:
     )
     set_data(tensor, memory)
     return not same
+
+
+#: Puts one thing back.
+_Restore = Callable[[], None]
+
+
+@contextmanager
+def python_state_kept(model: Layer) -> Iterator[None]:
+    """Puts back, in the same objects, what a model's layers keep on Python's side.
+
+    Tensors that are neither parameters nor buffers are among it; objects of other classes are not
+    looked into.
+    """
+    layers = model.sublayers(include_self=True)
+    state = (t for layer in layers for t in (*layer._parameters.values(), *layer._buffers.values()))
+    restores = _restores(map(vars, layers), map(id, state))
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+
+
+def _restores(values: Iterable[Any], visited: Iterable[int]) -> list[_Restore]:
+    """Returns what puts back what is in containers, but in tensors of some ids."""
+    restores: list[_Restore] = []
+    seen = set(visited)
+    for value in values:
+        _keep(value, restores, seen)
+    return restores
+
+
+def _keep(value: Any, restores: list[_Restore], visited: set[int]) -> None:
+    """Notes how to put back what is in ``value``, and in what it holds."""
+    if id(value) in visited:
+        return
+    if isinstance(value, (dict, list, set, deque)):
+        visited.add(id(value))
+        content = value.copy()
+        restores.append(lambda: _refill(value, content))
+        for item in content.values() if isinstance(content, dict) else content:
+            _keep(item, restores, visited)
+    elif isinstance(value, tuple):
+        for item in value:
+            _keep(item, restores, visited)
+    elif isinstance(value, paddle.Tensor):
+        # Parameters are no part of this: they are kept by name.
+        if not is_parameter(value) and has_memory(value):
+            visited.add(id(value))
+            version, numbers = value.inplace_version, value.detach().clone()
+            restores.append(lambda: _rewrite(value, version, numbers))
+    else:
+        restore = _restore_of(value)
+        if restore is not None:
+            visited.add(id(value))
+            restores.append(restore)
+
+
+def _restore_of(value: Any) -> _Restore | None:
+    """Returns what puts a generator or an array back; None for anything else."""
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, np.ndarray) and value.dtype != object and value.flags.writeable:
+        return functools.partial(np.copyto, value, value.copy())
+    return None
+
+
+def _rewrite(tensor: Any, version: int, numbers: Any) -> None:
+    if tensor.inplace_version != version:
+        tensor.set_value(numbers)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Gives a container the content that it had; one that has it stays untouched."""
+    if isinstance(container, dict):
+        same = container.keys() == content.keys() and all(
+            container[key] is item for key, item in content.items()
+        )
+    else:
+        same = len(container) == len(content) and all(
+            one is other for one, other in zip(container, content)
+        )
+    if not same:
+        container.clear()
+        (container.update if isinstance(container, (dict, set)) else container.extend)(content)
