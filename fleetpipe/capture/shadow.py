@@ -9,13 +9,21 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from types import FunctionType
 from typing import NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture.difference import first_difference
-from fleetpipe.capture.proof.rounding import SHARE, Rounding, distance, same_bits
+from fleetpipe.capture.proof.comparison import kept
+from fleetpipe.capture.proof.rounding import (
+    SHARE,
+    Rounding,
+    distance,
+    move_by_a_unit,
+    same_bits,
+)
 from fleetpipe.capture.proof.sides import copied
 from fleetpipe.capture.proof.verdict import node_of
 from fleetpipe.capture.running.forms import Forms
@@ -27,6 +35,7 @@ from fleetpipe.dygraph import PipelineParallel, learning_rate_of, random_keys
 from fleetpipe.dygraph._paddle import forward_hooks
 from fleetpipe.dygraph.backward.adding import is_watched
 from fleetpipe.dygraph.batch.companion import BatchBeside
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError
@@ -41,12 +50,23 @@ _COPIED = (paddle.nn.Layer, paddle.Tensor, dict, list, set)
 
 
 class _Batch(NamedTuple):
-    """What of a batch is compared: its inputs, the seeds, and the plain model's loss."""
+    """A batch that is compared.
+
+    Attributes:
+        inputs: Those of this replica.
+        keys: The seeds of what layers draw.
+        loss: The plain model's.
+        optimizer: What steps; None where the caller steps it.
+        everyone: The micro-batches of all replicas.
+        weights: Their weights, where the caller gives them.
+    """
 
     inputs: Sequence[Nest]
     keys: random_keys.Keys | None
     loss: Nest
     optimizer: Optimizer
+    everyone: MicroBatches
+    weights: Sequence[Fraction] | None
 
 
 class Shadow:
@@ -82,7 +102,7 @@ class Shadow:
         keys = copy.copy(batch.keys)
         with as_the_next_batch(keys):
             loss = Beside(self._pipeline, reference).train(everyone, batch.weights)
-        self._batch = _Batch(own.inputs, keys, loss, batch.optimizer)
+        self._batch = _Batch(own.inputs, keys, loss, batch.optimizer, everyone, batch.weights)
         self._seconds += time.perf_counter() - begin
 
     def reduced(self, loss: Nest) -> None:
@@ -95,8 +115,9 @@ class Shadow:
         if batch is None or reference is None:
             return
         begin = time.perf_counter()
-        gradients = {n: t.grad for n, t in reference.tensors().items() if t.grad is not None}
-        rounding = Rounding(gradients, lambda: gradients)
+        tensors = reference.tensors().items()
+        gradients = {name: t.grad.clone() for name, t in tensors if t.grad is not None}
+        rounding = Rounding(gradients, lambda: self._moved(reference, batch))
         off: list[str] = []
         for name, parameter in self._pipe.state.own_parameters().items():
             gap = _apart(gradient_of(parameter), gradients.get(name))
@@ -189,6 +210,20 @@ class Shadow:
         drop_gradients(self._reference.model.parameters())
         self._reference.take_switches(pipe)
         return self._reference
+
+    def _moved(self, reference: Reference, batch: _Batch) -> dict[str, Tensor]:
+        """Returns the plain gradients of parameters that are a unit in the last place off."""
+        tensors = reference.tensors()
+        before = {name: t.grad.clone() for name, t in tensors.items() if t.grad is not None}
+        with kept(reference.model):
+            drop_gradients(tensors.values())
+            move_by_a_unit(tensor for tensor in tensors.values() if not tensor.stop_gradient)
+            with as_the_next_batch(batch.keys):
+                Beside(self._pipeline, reference).train(batch.everyone, batch.weights)
+            moved = {name: t.grad.clone() for name, t in tensors.items() if t.grad is not None}
+        for name, gradient in before.items():
+            tensors[name].grad = gradient
+        return moved
 
     def _different_loss(self, loss: Nest, right: Nest) -> list[str]:
         for one, other in zip(tensors_of(loss), tensors_of(right)):

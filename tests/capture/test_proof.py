@@ -15,6 +15,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.capture.proof import Proof
+from fleetpipe.capture.proof.rounding import Rounding
 from fleetpipe.capture.proof.sides import CapturedRun
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.tracing import _paddle, capturing
@@ -264,3 +265,22 @@ def test_a_proof_needs_the_memory_of_training_once() -> None:
     proof(model, paddle.ones([2, 512]), ["4"])
     # Their values as they were and as they train, and the gradients; where Paddle tells the peak.
     assert peak_bytes() - before < 2.7 * one
+
+
+def test_hooks_are_not_counted_while_rounding_is_measured() -> None:
+    """A key's bias has a gradient of rounding alone, and the layers have hooks."""
+    paddle.seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.MultiHeadAttention(8, 2), nn.Linear(8, 8))
+    for layer in model:
+        layer.register_forward_post_hook(lambda layer, inputs, output: output + 0)
+    run = proof(model, paddle.randn([2, 5, 8]), ["1"])
+    assert run.gradients == 12
+
+
+def test_what_a_unit_in_the_last_place_moves_is_rounding() -> None:
+    right = {"w": paddle.to_tensor([1e-10, 0.0]), "u": paddle.ones([2])}
+    moved = {"w": paddle.to_tensor([3e-10, 0.0]), "u": paddle.ones([2])}
+    rounding = Rounding(right, lambda: moved)
+    assert rounding.carries("w", 3e-9)
+    assert not Rounding({"w": right["w"]}, lambda: {"w": right["w"]}).carries("w", 3e-9)
+    assert not Rounding({"a.w": right["w"]}, lambda: {"a.w": moved["w"]}).carries("a.w", 4e-9)

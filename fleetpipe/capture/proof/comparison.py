@@ -14,6 +14,7 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.capture.proof.hook_calls import uncounted
 from fleetpipe.capture.proof.rounding import (
     Rounding,
     distance,
@@ -113,7 +114,7 @@ def _beside(model: Layer, start: State) -> Iterator[None]:
     """Within it a model begins anew; afterwards it has the values and gradients of before."""
     # Copies, for to clear a gradient empties it.
     gradients = [(p, p.grad.clone()) for p in model.parameters() if p.grad is not None]
-    with kept(model):
+    with kept(model), uncounted():
         drop_gradients(model.parameters())
         give(model, start)
         yield

@@ -15,6 +15,8 @@ from fleetpipe.dygraph._paddle import forward_hooks
 #: By the path of a layer, how often its hooks were called.
 Calls = Counter[str]
 
+_pauses: list[None] = []
+
 
 @contextmanager
 def counted(model: Layer) -> Iterator[Calls]:
@@ -36,7 +38,17 @@ def counted(model: Layer) -> Iterator[Calls]:
             hooks.update((key, hook) for key, hook in before.items() if key in hooks)
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Within it calls are not counted: a proof runs the model once more to measure rounding."""
+    _pauses.append(None)
+    try:
+        yield
+    finally:
+        _pauses.pop()
+
+
 def _called(calls: Calls, path: str, hook: Callable[..., Any], *args: Any, **named: Any) -> Any:
     # A proof may meet rows that have to be captured first.
-    calls[path] += not is_noting()
+    calls[path] += not (is_noting() or _pauses)
     return hook(*args, **named)
