@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
-from fleetpipe.capture.difference import first_difference
 from fleetpipe.capture.proof.comparison import kept
+from fleetpipe.capture.proof.first_difference import first_difference
 from fleetpipe.capture.proof.rounding import (
     SHARE,
     Rounding,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.cutting.costs import state_of
-from fleetpipe.capture.difference import first_difference
+from fleetpipe.capture.proof.first_difference import first_difference
 from fleetpipe.capture.proof.hook_calls import Calls
 from fleetpipe.capture.proof.sides import copied
 from fleetpipe.capture.proof.training import Course, Moment, Step

@@ -1,14 +1,13 @@
-"""How far tensors are apart, and the first node whose call gives others than the model's."""
+"""The first node whose captured call gives others than the untouched model's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture.proof.rounding import distance
 from fleetpipe.capture.running.forms import Form
 from fleetpipe.capture.running.replay import name_of
 from fleetpipe.capture.running.untouched import Keyed
@@ -20,27 +19,6 @@ from fleetpipe.capture.tracing.walk import NodeCall, Unopened, arguments_of
 from fleetpipe.dygraph import has_memory, random_keys
 from fleetpipe.dygraph.nest import mapped, tensors_of
 from fleetpipe.transport import SoleGroup
-
-
-def gap(one: Tensor | None, other: Tensor | None) -> float:
-    """Returns the largest difference over the largest value of ``other``.
-
-    It is 0 where the bits are the same, and infinite where shapes or dtypes are others.
-    """
-    if one is None or other is None or list(one.shape) != list(other.shape):
-        return float("inf")
-    if one.dtype != other.dtype:
-        return float("inf")
-    if one.dtype == paddle.bfloat16:
-        # NumPy has none.
-        one, other = one.astype("float32"), other.astype("float32")
-    ours, theirs = one.numpy(), other.numpy()
-    if ours.tobytes() == theirs.tobytes():
-        return 0.0
-    gaps = np.abs(ours.astype("float64") - theirs.astype("float64"))
-    largest = float(np.abs(theirs.astype("float64")).max())
-    relative = float(gaps.max()) / largest if largest else float("inf")
-    return relative if relative == relative else float("inf")
 
 
 class _Recorded(Keyed):
@@ -101,6 +79,9 @@ def _first(
             keys.enter(number + 1)
         values = function(values)
         found = [values.get(name_of(value)) for value in node.outputs]
-        if any(one is not None and gap(one, other) for one, other in zip(found, expected)):
+        if any(
+            one is not None and has_memory(one) and distance(one, other)
+            for one, other in zip(found, expected)
+        ):
             return node
     return None
