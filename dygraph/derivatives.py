@@ -12,7 +12,7 @@ from pathlib import Path
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.nest import outline
-from fleetpipe.errors import BoundaryError, reason
+from fleetpipe.errors import BoundaryError
 
 
 def is_refusal(error: Exception) -> bool:
@@ -34,10 +34,25 @@ def refusal(error: Exception, where: str, value: Nest) -> BoundaryError:
     """
     return BoundaryError(
         f"{where} differentiates by a tensor from which nothing leads to the result in this stage",
+        where=_line_of(error),
         expected="all that lies between the two in one stage: a stage has a graph of its own",
         got=outline(value),
-        cause=f"the tensor came with the value, and what was computed of it in stages before is "
-        f"not in this one's graph; or it has stop_gradient=True. Paddle says: {reason(error)}",
+        cause="the tensor came with the value, and what was computed of it in stages before is "
+        "not in this one's graph; or it has stop_gradient=True",
         fix="put the layers between the two into one layer of the list (of a plain model: into one "
         "sublayer) whose forward calls paddle.grad(.., create_graph=True) and returns it too",
     )
+
+
+def _line_of(error: Exception) -> str | None:
+    """Returns file and line of the innermost frame that is neither Paddle's nor of this package."""
+    # A checkout has this folder beside the package, by a link.
+    here = Path(__file__)
+    ours = [here.parent.parent.resolve(), here.resolve().parent]
+    ours.append(Path(paddle.__file__).resolve().parent)
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not any(folder in Path(frame.f_code.co_filename).resolve().parents for folder in ours)
+    ]
+    return lines[-1] if lines else None

@@ -38,7 +38,7 @@ from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.dygraph.nest import tensors_of
-from fleetpipe.errors import CaptureError
+from fleetpipe.errors import CaptureError, reason
 from fleetpipe.job.job import all_ranks
 from fleetpipe.job.say_once import tell_once
 from fleetpipe.parity.beside import Beside, as_the_next_batch
@@ -90,20 +90,31 @@ class Shadow:
 
     def begin(self, batch: BatchBeside) -> None:
         """Trains the plain model on a batch that is about to run. Collective."""
-        obstacle = self._obstacle(batch)
-        first = next(filter(None, all_ranks().all_gather(obstacle)), None)
-        if first is not None:
-            tell_once(f"the first batches are not shadowed by the plain model: {first}")
-            self._end()
+        if self._given_up(self._obstacle(batch)):
             return
         begin = time.perf_counter()
         reference = self._prepared(batch.optimizer)
         own, everyone = self._pipeline.share(batch.data)
         keys = copy.copy(batch.keys)
-        with as_the_next_batch(keys):
-            loss = Beside(self._pipeline, reference).train(everyone, batch.weights)
+        loss, failure = None, None
+        try:
+            with as_the_next_batch(keys):
+                loss = Beside(self._pipeline, reference).train(everyone, batch.weights)
+        except Exception as error:
+            # What the pipeline does with this batch, it says itself.
+            failure = f"it fails alone: {reason(error)}"
+        if self._given_up(failure):
+            return
         self._batch = _Batch(own.inputs, keys, loss, batch.optimizer, everyone, batch.weights)
         self._seconds += time.perf_counter() - begin
+
+    def _given_up(self, obstacle: str | None) -> bool:
+        """Ends the comparison where a rank has a reason, and says it. Collective."""
+        first = next(filter(None, all_ranks().all_gather(obstacle)), None)
+        if first is not None:
+            tell_once(f"the first batches are not shadowed by the plain model: {first}")
+            self._end()
+        return first is not None
 
     def reduced(self, loss: Nest) -> None:
         """Compares the loss, the gradients and what the forward wrote. Collective.

@@ -13,7 +13,7 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.capture.running import room, stages
 from fleetpipe.dygraph import learning_rate_of
-from fleetpipe.errors import CaptureError, ConfigError
+from fleetpipe.errors import BoundaryError, CaptureError, ConfigError
 
 ROWS = 8
 
@@ -256,4 +256,21 @@ def test_a_hook_that_reaches_into_the_model_is_no_measure(
     _, model, optimizer = wrapped(build)
     model.train_batch(data(0), optimizer)
     assert "a function of first holds on to what a copy has anew" in capfd.readouterr().err
+    fleet.shutdown()
+
+
+def test_a_loss_by_the_input_is_refused_with_its_line() -> None:
+    """The plain model fails on it too, whose inputs are copies."""
+
+    def loss(output: Any, label: Any) -> Any:
+        return paddle.grad(output.sum(), label, create_graph=True)[0].square().mean()
+
+    _, model, optimizer = wrapped(loss_fn=loss)
+    x = data(0)[0]
+    x.stop_gradient = False
+    with pytest.raises(BoundaryError) as caught:
+        model.train_batch([x, x], optimizer)
+    line = loss.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}" in str(caught.value)
+    assert "create_graph=True" in str(caught.value)
     fleet.shutdown()
