@@ -188,36 +188,38 @@ class DygraphStage:
 
     def forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
         """Runs the layers of ``stage``; the last stage also computes the loss."""
-        try:
-            return self._forward(stage, micro_batch, inputs)
-        except Exception:
-            refusal = self._split.refusal(stage, self._within(micro_batch))
-            if refusal is not None:
-                raise refusal from None
-            raise
-
-    def _forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
-        self.micro_batch_id = self._within(micro_batch)
+        number = self.micro_batch_id = self._within(micro_batch)
         received = {edge: _received(value) for edge, value in inputs.items()}
         # Now: a layer may switch the gradient of what it is given off once it has used it.
         leaves = {edge: differentiable(value) for edge, value in received.items()}
         value = self._borders.joined(received) if stage else self._inputs_of(micro_batch)
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
-        number = self._within(micro_batch)
-        with self._split.recording(stage, number), self._slice_forward(stage, number):
-            output = self._run_of(stage)(value, micro_batch)
-        if self._hooks is not None:
-            self._hooks.after_forward(stage, value, output)
         handed: Values = {}
-        if stage == self._last:
-            output = self._finish(micro_batch, output)
-        else:
-            handed = self._borders.parted(stage, output)
+        with self._refusals_named(stage, number):
+            with self._split.recording(stage, number), self._slice_forward(stage, number):
+                output = self._run_of(stage)(value, micro_batch)
+            if self._hooks is not None:
+                self._hooks.after_forward(stage, value, output)
+            if stage == self._last:
+                output = self._finish(micro_batch, output)
+            else:
+                handed = self._borders.parted(stage, output)
         leaving = {edge: differentiable(part) for edge, part in handed.items()}
         self._kept[stage, micro_batch] = _Kept(value, output, leaves, leaving)
         self.micro_batch_id += 1
         return handed
+
+    @contextmanager
+    def _refusals_named(self, stage: int, number: MicroBatch) -> Iterator[None]:
+        """Within it an error says which leaf layer it comes from, where a backward is split."""
+        try:
+            yield
+        except Exception:
+            refusal = self._split.refusal(stage, number)
+            if refusal is not None:
+                raise refusal from None
+            raise
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs autograd from the outputs, or from the loss, back to what the stage received."""

@@ -184,12 +184,15 @@ def _require_kinds(found: Manifest) -> None:
     entries = found.tensors.values()
     counts = [found.step, *found.layout.values()]
     counts += [number for whole in found.files.values() for number in whole]
-    counts += [size for entry in entries for size in entry.tensor.shape]
     counts += [piece.crc32 for entry in entries for piece in entry.pieces]
-    if not all(type(number) is int and 0 <= number < 1 << 63 for number in counts):
+    for name, entry in found.tensors.items():
+        if not all(map(_is_count, entry.tensor.shape)):
+            raise ValueError(f"{name.name!r}, of a shape that has no sizes")
+    if not all(map(_is_count, counts)):
         raise ValueError("a number that is no count")
+    # A figure that nobody has computed yet is infinite.
     if not all(
-        (type(value) in (int, float) and abs(value) < 1e300) or value != value
+        type(value) is float or (type(value) is int and abs(value) < 1 << 63)
         for value in found.metrics.values()
     ):
         raise ValueError("a metric that is no number")
@@ -197,6 +200,10 @@ def _require_kinds(found: Manifest) -> None:
         raise ValueError("a name that is no text")
     if not isinstance(found.optimizer, (str, type(None))):
         raise ValueError("an optimizer that is no text")
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63
 
 
 def _unreadable(path: Path, got: str) -> CheckpointError:
