@@ -13,7 +13,14 @@ from typing import Any
 
 from fleetpipe.aliases import Strategy
 from fleetpipe.errors import ConfigError, ScheduleError, nearest
-from fleetpipe.schedules import Costs, Edge, Schedule, build_verified, canonical_name
+from fleetpipe.schedules import (
+    Costs,
+    Edge,
+    Schedule,
+    build_verified,
+    canonical_name,
+    option_names,
+)
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -53,8 +60,8 @@ class PipelineConfig:
         fetch_broadcast: Static graph: whether every rank gets what is fetched.
         trace: Folder for the trace of what really ran; None: nothing is recorded.
         costs: What actions cost, for the schedule ``auto`` and for a memory cap in bytes.
-        groups: Sizes of the groups of micro-batches, for Interleaved1F1B and kFkB.
-        warmup_slack: Forwards in advance for each later rank, for Interleaved1F1B.
+        options: Further options of the schedule, as ``groups`` and ``warmup_slack``, and those of
+            registered schedules: pairs of a name and a value.
         slices: Slices that each sequence is cut into, for Seq1F1B; their lengths, in proportion,
             where these are not equal; the most slices, for auto.
     """
@@ -71,8 +78,7 @@ class PipelineConfig:
     fetch: str = "mean"
     fetch_broadcast: bool = False
     costs: Costs | None = None
-    groups: tuple[int, ...] | None = None
-    warmup_slack: int | None = None
+    options: tuple[tuple[str, object], ...] = ()
     slices: int | tuple[int, ...] | None = None
 
     @classmethod
@@ -100,8 +106,7 @@ class PipelineConfig:
             fetch_broadcast=_switch("fetch_broadcast", options["fetch_broadcast"]),
             trace=_trace(options["trace"], strategy),
             costs=_costs(options["costs"]),
-            groups=_groups(options["groups"]),
-            warmup_slack=options["warmup_slack"],
+            options=_of_schedule(options),
             slices=_slices(options["slices"]),
         )
 
@@ -178,9 +183,10 @@ def _schedule_for(
             ranks=ranks,
             micro_batches=config.micro_batches,
             chunks=chunks,
-            groups=config.groups,
-            warmup_slack=config.warmup_slack,
-            slices=None if config.slices is None else config.most_slices,
+            options={
+                **dict(config.options),
+                "slices": None if config.slices is None else config.most_slices,
+            },
             memory_cap=config.memory_cap,
             costs=costs,
             edges=edges,
@@ -203,10 +209,11 @@ def merge_fleetpipe_configs(
     current: Mapping[str, object], changes: Mapping[str, object]
 ) -> dict[str, object]:
     """Returns ``current`` with ``changes`` put in; an unknown key is refused with the nearest."""
+    known = {*FLEETPIPE_DEFAULTS, *option_names()} - {"placed"}
     for key in changes:
-        if key not in FLEETPIPE_DEFAULTS:
+        if key not in known:
             raise ConfigError(
-                f"fleetpipe_configs has no option {key!r}", fix=nearest(key, FLEETPIPE_DEFAULTS)
+                f"fleetpipe_configs has no option {key!r}", fix=nearest(key, sorted(known))
             )
     return {**current, **changes}
 
@@ -248,10 +255,18 @@ def _choice(name: str, value: object, words: tuple[str, ...]) -> str:
     )
 
 
-def _groups(value: object) -> tuple[int, ...] | None:
-    if value is not None and not isinstance(value, (list, tuple)):
-        raise ConfigError("`groups` is no list of sizes", got=repr(value), fix="groups=[4, 4]")
-    return None if value is None else tuple(value)
+def _of_schedule(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
+    """Returns what belongs to the schedule alone, with tuples for lists."""
+    groups = options["groups"]
+    if groups is not None and not isinstance(groups, (list, tuple)):
+        raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[4, 4]")
+    names = option_names() - {"costs", "memory_cap", "slices"}
+    values = {name: options[name] for name in sorted(names & options.keys())}
+    return tuple(
+        (name, tuple(value) if isinstance(value, list) else value)
+        for name, value in values.items()
+        if value is not None
+    )
 
 
 def _slices(value: Any) -> int | tuple[int, ...] | None:

@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("numerics heap _paddle arguments",),
     (
         "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"
-        " schedules/rows schedules/garbage",
+        " schedules/options schedules/rows schedules/garbage",
         "partition",
     ),
     ("schedules/families", "schedules/explain"),

@@ -90,7 +90,8 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         random numbers from, ``"keyed"`` (default) or ``"fleet"``, Paddle's generator as it is.
         ``post_validation``: whether a rank steps before the norm of all gradients is known, and
         puts its state back where they were clipped after all (default False; the same bits).
-        ``groups`` and ``warmup_slack``: of Interleaved1F1B, ``groups`` of kFkB too; ``slices``:
+        ``groups`` and ``warmup_slack``: of Interleaved1F1B, ``groups`` of kFkB too, and likewise
+        the options of a schedule that was registered before; ``slices``:
         of Seq1F1B, what each sequence is cut into, a number or a list of lengths, and of auto how
         many slices there may be at most. ``fetch``: in static graph what
         ``exe.run`` returns of a value that each micro-batch has, the ``"mean"`` (default), the

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Bottleneck, fastest, uniform
-from fleetpipe.planning.memory import peak_bytes, static_bytes
+from fleetpipe.planning.memory import peak_bytes, shares_of_cap
 from fleetpipe.planning.profile import Profile
 from fleetpipe.planning.recomputing import Recompute, everything, recomputed
 from fleetpipe.planning.stages import StageCost, Stages
@@ -301,15 +301,10 @@ class Task:
             return None
         costs, cap = self.costs(shape, stages), None
         if not math.isinf(self.cap):
-            # The search knows one cap for all ranks: what a stage holds is said in shares of the
-            # room that its rank has.
-            rooms = [self._room(stages, shape.stages_of(rank)) for rank in range(shape.ranks)]
-            if min(rooms) <= 0:
+            shares = shares_of_cap(shape, stages, self.cap, self.optimizer_copies)
+            if shares is None:
                 return None
-            holds = [max(stage.held_split, stage.waiting, 1) for stage in stages]
-            shares = tuple(hold / rooms[shape.rank_of(s)] for s, hold in enumerate(holds))
-            frees = min(1 - stage.waiting / hold for stage, hold in zip(stages, holds))
-            costs, cap = self.costs(shape, stages, bytes=shares, input_grad_frees=frees), 1
+            costs, cap = self.costs(shape, stages, **shares._asdict()), 1
         try:
             return self._build("auto", shape, costs=costs, placed=shape.name, memory_cap=cap)
         except ConfigError:  # not even one micro-batch fits
@@ -323,11 +318,6 @@ class Task:
             chunks=shape.chunks,
             **options,
         )
-
-    def _room(self, stages: Sequence[StageCost], owned: Sequence[int]) -> float:
-        own = [stages[stage] for stage in owned]
-        working = max(stage.working for stage in own)
-        return self.cap - static_bytes(own, self.optimizer_copies) - working
 
     def bound(self) -> float:
         """Returns seconds that no plan is below, whatever the cut, placement and schedule.

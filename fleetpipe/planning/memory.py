@@ -8,7 +8,7 @@ from typing import NamedTuple, Union
 import numpy as np
 
 from fleetpipe.planning.stages import StageCost
-from fleetpipe.schedules import Schedule
+from fleetpipe.schedules import Placement, Schedule
 from fleetpipe.schedules.action import flatten
 
 #: The costs of stages, by stage.
@@ -31,6 +31,18 @@ class Peak(NamedTuple):
     waiting: dict[int, int]
 
 
+class Shares(NamedTuple):
+    """What stages hold, for a search that knows one cap of 1 for all ranks.
+
+    Attributes:
+        bytes: For each stage what a forward holds, in shares of the room that its rank has.
+        input_grad_frees: The part of it that I frees.
+    """
+
+    bytes: tuple[float, ...]
+    input_grad_frees: float
+
+
 class _Moments(NamedTuple):
     """What a rank holds while each of its actions runs, equal moments once.
 
@@ -49,6 +61,31 @@ def static_bytes(stages: Sequence[StageCost], optimizer_copies: float) -> int:
     return sum(
         stage.parameters + stage.gradients + stage.buffers + int(optimizer_copies * stage.gradients)
         for stage in stages
+    )
+
+
+def shares_of_cap(
+    placement: Placement, stages: Sequence[StageCost], cap: float, optimizer_copies: float
+) -> Shares | None:
+    """Returns what stages hold in shares of what a cap leaves; None where it leaves nothing.
+
+    Args:
+        placement: Which rank has which stage.
+        stages: What they cost.
+        cap: Bytes that a rank may have in use.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+    """
+    rooms = []
+    for rank in range(placement.ranks):
+        owned = [stages[stage] for stage in placement.stages_of(rank)]
+        working = max(stage.working for stage in owned)
+        rooms.append(cap - static_bytes(owned, optimizer_copies) - working)
+    if min(rooms) <= 0:
+        return None
+    holds = [max(stage.held_split, stage.waiting, 1) for stage in stages]
+    return Shares(
+        tuple(hold / rooms[placement.rank_of(s)] for s, hold in enumerate(holds)),
+        min(1 - stage.waiting / hold for stage, hold in zip(stages, holds)),
     )
 
 

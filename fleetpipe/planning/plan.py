@@ -12,11 +12,10 @@ from typing import Any
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.planning.explaining import Facts, Predicted, explained, shown
-from fleetpipe.planning.memory import peak_bytes
+from fleetpipe.planning.memory import peak_bytes, shares_of_cap
 from fleetpipe.planning.recomputing import Recompute
 from fleetpipe.planning.stages import StageCost
-from fleetpipe.schedules import Costs, Schedule, build
-from fleetpipe.schedules.action import flatten
+from fleetpipe.schedules import Costs, Schedule, rebuild
 
 #: Written into each file.
 VERSION = 1
@@ -70,25 +69,26 @@ class PipelinePlan:
         return self.schedule.placement.chunks
 
     def schedule_for(self, micro_batches: int) -> Schedule:
-        """Returns its schedule, or one like it for another number of micro-batches, verified."""
+        """Returns its schedule, or one like it for another number of micro-batches, verified.
+
+        Raises:
+            ScheduleError: It would need more memory than the plan's own cap.
+        """
         if micro_batches == self.micro_batches:
             return self.schedule
-        placement, name = self.schedule.placement, self.schedule.name
-        options = {"costs": self.costs, "placed": placement.name} if name == "auto" else {}
-        if self.schedule.slices > 1:
-            options = {"slices": self.schedule.slices}
-        elif name == "kFkB":
-            # The last rank begins with the forwards of a group.
-            kinds = [action.kind for action in flatten(self.schedule.actions[-1])]
-            options = {"groups": [kinds.index("B")]}
-        schedule = build(
-            name,
-            ranks=placement.ranks,
-            micro_batches=micro_batches,
-            chunks=placement.chunks,
-            **options,
-        )
+        measured = {"costs": self._costs_of_search()} if self.schedule.name == "auto" else {}
+        schedule = rebuild(self.schedule, micro_batches, **measured)
         schedule.verify()
+        peaks = peak_bytes(schedule, self.stages, self.optimizer_copies, self.slices)
+        if self.memory_cap is not None and max(peaks) > self.memory_cap:
+            raise ScheduleError(
+                f"the plan's schedule for {micro_batches} micro-batches passes its memory cap",
+                where=f"{schedule.name}, rank {peaks.index(max(peaks))}",
+                expected=f"at most {self.memory_cap:.10g} bytes, the cap of the plan",
+                got=f"{max(peaks)} bytes at the peak",
+                fix=f"plan anew for {micro_batches} micro-batches, or give accumulate_steps="
+                f"{self.micro_batches}",
+            )
         return schedule
 
     @property
@@ -98,6 +98,14 @@ class PipelinePlan:
         if not self.slices:
             return costs
         return replace(costs, each_slice=tuple(map(_costs, self.slices, self.slice_comm)))
+
+    def _costs_of_search(self) -> Costs:
+        """Returns the costs that the search is to know, as those that it found the schedule by."""
+        shares = None
+        if self.memory_cap is not None:
+            placement, copies = self.schedule.placement, self.optimizer_copies
+            shares = shares_of_cap(placement, self.stages, self.memory_cap, copies)
+        return self.costs if shares is None else replace(self.costs, **shares._asdict())
 
     @cached_property
     def predicted(self) -> Predicted:

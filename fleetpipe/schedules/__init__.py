@@ -23,7 +23,14 @@ from fleetpipe.schedules.forms.terminal import render
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.play.timeline import Timeline
-from fleetpipe.schedules.registry import build, canonical_name, names, register
+from fleetpipe.schedules.registry import (
+    build,
+    canonical_name,
+    names,
+    option_names,
+    rebuild,
+    register,
+)
 from fleetpipe.schedules.verified import build_verified
 
 __all__ = [
@@ -50,7 +57,9 @@ __all__ = [
     "chain",
     "forward_only",
     "names",
+    "option_names",
     "read_csv",
+    "rebuild",
     "register",
     "render",
 ]

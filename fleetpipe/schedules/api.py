@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from functools import cached_property
 
 from fleetpipe.schedules.check.deadlock import linear_order
@@ -34,14 +35,7 @@ class Schedule(ScheduleRows):
     @classmethod
     def of(cls, rows: ScheduleRows) -> Schedule:
         """Returns the schedule of these rows."""
-        return cls(
-            rows.name,
-            rows.placement,
-            rows.micro_batches,
-            rows.actions,
-            rows.forward_only,
-            rows.slices,
-        )
+        return cls(**{field.name: getattr(rows, field.name) for field in fields(rows)})
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -119,15 +113,7 @@ class Plan(PlanRows):
     @classmethod
     def of(cls, rows: PlanRows) -> Plan:
         """Returns the plan of these rows."""
-        return cls(
-            rows.name,
-            rows.placement,
-            rows.micro_batches,
-            rows.edges,
-            rows.ops,
-            rows.forward_only,
-            rows.slices,
-        )
+        return cls(**{field.name: getattr(rows, field.name) for field in fields(rows)})
 
     @classmethod
     def parse(cls, text: str) -> Plan:

@@ -145,9 +145,7 @@ def run_schedule(arguments: argparse.Namespace) -> int:
         ranks=arguments.ranks,
         micro_batches=arguments.micro_batches,
         chunks=arguments.chunks,
-        groups=arguments.groups,
-        warmup_slack=arguments.warmup_slack,
-        slices=arguments.slices,
+        options={name: getattr(arguments, name) for name in ("groups", "warmup_slack", "slices")},
         memory_cap=arguments.memory_cap,
         costs=costs,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from fleetpipe.schedules.families.table import (
     schedule_rows,
     slices_of,
 )
+from fleetpipe.schedules.options import kept, names_of
 from fleetpipe.schedules.placement import Placement, check_count
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.search.auto import auto
@@ -179,7 +181,10 @@ def build(
     if canonical == AUTO:
         placement = Placement("loop", ranks, 1 if chunks is None else chunks)
         check_options(AUTO, auto, options)
-        schedule = Schedule.of(auto(placement, micro_batches, **options))
+        rows = auto(placement, micro_batches, **options)
+        # Costs are a measurement, given anew with each search.
+        own = {option: value for option, value in options.items() if option != "costs"}
+        schedule = Schedule.of(dataclasses.replace(rows, options=kept(AUTO, auto, own)))
         costs = searched_costs(schedule, options.get("costs"))
         schedule.verify(memory_cap=options.get("memory_cap"), costs=costs)
         return schedule
@@ -187,6 +192,40 @@ def build(
     if schedule.name == _INTERLEAVED and options.get("groups") is not None:
         refuse_groups(schedule, options["groups"])
     return schedule
+
+
+def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
+    """Builds a schedule anew, from its own options, for another number of micro-batches.
+
+    Args:
+        schedule: What :func:`build` returned, or its text form.
+        micro_batches: Micro-batches of a batch, m.
+        **changes: Options with another value; ``costs`` of auto, which no schedule keeps.
+
+    Raises:
+        ConfigError: A schedule of no known name, or options that do not fit that number.
+        ScheduleError: What a registered function made is no valid schedule.
+
+    Example:
+        >>> rebuild(build("kFkB", ranks=2, micro_batches=8, groups=[4]), 2).options
+        (('groups', (4,)),)
+    """
+    options = {**dict(schedule.options), **changes}
+    if schedule.slices > 1:
+        options.setdefault("slices", schedule.slices)
+    return build(
+        schedule.name,
+        ranks=schedule.placement.ranks,
+        micro_batches=micro_batches,
+        chunks=schedule.placement.chunks,
+        **options,
+    )
+
+
+def option_names() -> frozenset[str]:
+    """Returns the names of all options of all schedules, registered ones included."""
+    functions = (auto, *(family.rows for family in FAMILIES.values()))
+    return frozenset(name for rows in functions for name in names_of(rows))
 
 
 def searched_costs(schedule: Schedule, costs: Costs | None) -> Costs:

@@ -13,6 +13,7 @@ from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules.action import Action, Fused, Item, flatten
 from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.operations import Op
+from fleetpipe.schedules.options import Options
 from fleetpipe.schedules.placement import Placement, check_count
 
 
@@ -28,6 +29,8 @@ class ScheduleRows:
         forward_only: There is no backward: evaluation and prediction.
         slices: Slices that each micro-batch's sequence is cut into. More than 1: actions are of
             slices, and have :class:`SliceNumber` in the place of the micro-batch.
+        options: What else the schedule was built with, where it is not the usual: pairs of a name
+            and a number, a word or a tuple of them, sorted by name.
 
     Raises:
         ScheduleError: Not one row for each rank, or an action that names no slice.
@@ -40,6 +43,7 @@ class ScheduleRows:
     actions: tuple[tuple[Item, ...], ...]
     forward_only: bool = False
     slices: int = 1
+    options: Options = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
@@ -92,6 +96,7 @@ class PlanRows:
         ops: For each rank what it does, in order.
         forward_only: There is no backward: evaluation and prediction.
         slices: Slices that each micro-batch's sequence is cut into.
+        options: As those of :class:`ScheduleRows`.
     """
 
     name: str
@@ -101,6 +106,7 @@ class PlanRows:
     ops: tuple[tuple[Op, ...], ...]
     forward_only: bool = False
     slices: int = 1
+    options: Options = ()
 
     @property
     def units(self) -> int:
@@ -119,7 +125,13 @@ def computations(plan: PlanRows) -> ScheduleRows:
     """Returns the computations of a plan alone."""
     rows = tuple(tuple([op for op in row if isinstance(op, (Action, Fused))]) for row in plan.ops)
     return ScheduleRows(
-        plan.name, plan.placement, plan.micro_batches, rows, plan.forward_only, plan.slices
+        plan.name,
+        plan.placement,
+        plan.micro_batches,
+        rows,
+        plan.forward_only,
+        plan.slices,
+        plan.options,
     )
 
 

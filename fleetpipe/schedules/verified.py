@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.costs import Costs
@@ -16,9 +16,7 @@ def build_verified(
     ranks: int,
     micro_batches: int,
     chunks: int | None = None,
-    groups: Sequence[int] | None = None,
-    warmup_slack: int | None = None,
-    slices: int | None = None,
+    options: Mapping[str, object] | None = None,
     memory_cap: float | None = None,
     costs: Costs | None = None,
     edges: Iterable[Edge] | None = None,
@@ -31,10 +29,8 @@ def build_verified(
         ranks: Ranks of the pipeline, p.
         micro_batches: Micro-batches of a batch, m.
         chunks: Model parts of each rank, v; None for the schedule's own default.
-        groups: Sizes of the groups of micro-batches; None for those of the schedule.
-        warmup_slack: Forwards in advance for each later rank; None for those of the schedule.
-        slices: Slices of each micro-batch's sequence, of a search the most; None for those of the
-            schedule.
+        options: Options of the schedule, as ``groups``, ``warmup_slack``, ``slices``; one that is
+            None is left out.
         memory_cap: Most that a rank may hold: forwards of one stage and a whole micro-batch, or
             bytes where ``costs`` has bytes. A search keeps within it, any other schedule is refused
             where it does not.
@@ -46,12 +42,11 @@ def build_verified(
         ConfigError: An unknown name or option, or numbers that the schedule does not take.
         ScheduleError: The schedule passes the cap, or cannot run on these edges.
     """
-    asked: dict[str, object] = {"groups": groups, "warmup_slack": warmup_slack}
-    asked["slices"] = slices
+    wanted = dict(options or {})
     if canonical_name(name) == AUTO:
-        asked.update(memory_cap=memory_cap, costs=costs, placed=placed)
-    options = {option: value for option, value in asked.items() if value is not None}
-    schedule = build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks, **options)
+        wanted.update(memory_cap=memory_cap, costs=costs, placed=placed)
+    wanted = {option: value for option, value in wanted.items() if value is not None}
+    schedule = build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks, **wanted)
     if canonical_name(name) == AUTO:
         costs = searched_costs(schedule, costs)
     schedule.verify(edges, memory_cap=memory_cap, costs=costs)

@@ -198,6 +198,32 @@ def test_other_numbers_of_micro_batches_get_a_schedule_like_the_plans() -> None:
             assert schedule.placement == made.schedule.placement
 
 
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.6])
+@pytest.mark.parametrize("profile", [even(8), whole_only(even(8))], ids=["split", "whole"])
+def test_other_numbers_of_micro_batches_keep_the_plans_own_cap(
+    share: float, profile: Profile
+) -> None:
+    free = plan(profile, 4, 8, search=("schedule", "placement"))
+    cap = share * max(free.predicted.peak_bytes)
+    made = plan(profile, 4, 8, memory_cap=int(cap), search=("schedule", "placement"))
+    if not profile.splits and share < 0.9:
+        assert made.schedule.options == (("warmup_slack", 1),)
+    for count in (1, 3, 16, 40):
+        schedule = PipelinePlan.loads(made.dumps()).schedule_for(count)
+        assert schedule.options == made.schedule.options
+        assert max(peak_bytes(schedule, made.stages, made.optimizer_copies)) <= cap
+
+
+def test_a_schedule_that_grows_past_the_plans_cap_is_refused() -> None:
+    made = plan(even(8), 2, 4, search=("partition",))
+    grows = replace(made, schedule=build("FThenB", ranks=2, micro_batches=4), memory_cap=None)
+    capped = replace(grows, memory_cap=max(grows.predicted.peak_bytes))
+    assert capped.schedule_for(3).name == "FThenB"
+    assert grows.schedule_for(8).name == "FThenB"
+    with pytest.raises(ScheduleError, match="the plan's schedule for 8 micro-batches passes"):
+        capped.schedule_for(8)
+
+
 def test_transfers_between_ranks_keep_the_actions_of_both_busy() -> None:
     # Of a value of 1 MiB: 1 ms to send, 3 ms to receive.
     transfer = Transfer(sending=0.5e-3, receiving=2.5e-3, per_byte=0.5e-3 / MIB)

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.fleet import DistributedStrategy
 from fleetpipe.schedules import Action, Item, Placement, Schedule, build, names, register
 
 pytestmark = pytest.mark.usefixtures("own_names")
@@ -33,6 +35,32 @@ def test_it_is_built_like_any_other() -> None:
     assert schedule.simulate().makespan == 3 * 4 * 3
     assert Schedule.parse(str(schedule)) == schedule
     schedule.lower().verify()
+
+
+def test_its_options_are_kept_and_a_strategy_takes_them() -> None:
+    def grouped(placement: Placement, micro_batches: int, group: int = 1) -> Any:
+        groups = [range(k, min(k + group, micro_batches)) for k in range(0, micro_batches, group)]
+        return [
+            [Action(kind, rank, k) for ks in groups for kind in "FB" for k in ks]
+            for rank in range(placement.ranks)
+        ]
+
+    strategy = DistributedStrategy()
+    with pytest.raises(ConfigError, match="no option 'group'"):
+        strategy.fleetpipe_configs = {"group": 4}
+    register("Grouped", grouped)
+    strategy.pipeline_configs = {"accumulate_steps": 8, "schedule_mode": "Grouped"}
+    strategy.fleetpipe_configs = {"group": 4}
+    schedule = PipelineConfig.from_strategy(strategy).schedule_for(2, None)
+    assert schedule.options == (("group", 4),)
+    assert schedule == build("Grouped", ranks=2, micro_batches=8, group=4)
+    assert str(schedule).split("\n")[1].startswith("F0.0 F0.1 F0.2 F0.3 B0.0")
+    # Another schedule does not take it.
+    strategy.pipeline_configs = {"schedule_mode": "ZBH1"}
+    with pytest.raises(ConfigError, match="ZBH1 has no option 'group'"):
+        PipelineConfig.from_strategy(strategy).schedule_for(2, None)
+    with pytest.raises(ConfigError, match="a number, a word, or a list of them"):
+        build("Grouped", ranks=2, micro_batches=8, group=object())
 
 
 def test_what_it_makes_is_verified() -> None:

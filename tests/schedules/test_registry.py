@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.schedules import Plan, Schedule, build, canonical_name, names
+from fleetpipe.schedules import Plan, Schedule, build, canonical_name, names, rebuild
 from tests.schedules.declared import bubble, peaks, takes
 from tests.schedules.helpers import follow
 
@@ -106,3 +106,37 @@ def test_what_a_schedule_does_not_take_is_refused(arguments: dict[str, int], mes
 
 def test_names_are_those_of_the_table() -> None:
     assert tuple(name for name in names() if name != "auto") == (*NAMES, "Seq1F1B", "Hanayo")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("1F1B", {}, ()),
+        ("kFkB", {"groups": [4]}, (("groups", (4,)),)),
+        ("VPP", {"warmup_slack": 1, "groups": None}, (("warmup_slack", 1),)),
+        ("VPP", {"warmup_slack": 2}, ()),
+        ("Seq1F1B", {"slices": 3}, ()),
+        ("auto", {"memory_cap": 3, "placed": "loop"}, (("memory_cap", 3), ("placed", "loop"))),
+        ("auto", {"slices": 4}, (("slices", 4),)),
+    ],
+)
+def test_a_schedule_carries_its_options_through_text_plan_and_rebuilding(
+    name: str, given: dict[str, object], kept: tuple[tuple[str, object], ...]
+) -> None:
+    schedule = build(name, ranks=3, micro_batches=6, **given)
+    assert schedule.options == kept
+    assert Schedule.parse(str(schedule)) == schedule
+    plan = schedule.lower()
+    assert Plan.parse(str(plan)).schedule.options == kept
+    for count in (2, 6, 9):
+        again = build(name, ranks=3, micro_batches=count, **given)
+        assert rebuild(Schedule.parse(str(schedule)), count) == again
+
+
+def test_options_that_fit_one_number_of_micro_batches_are_not_bent_to_another() -> None:
+    schedule = build("VPP", ranks=2, micro_batches=6, groups=[4, 2])
+    assert rebuild(schedule, 6) == schedule
+    with pytest.raises(ConfigError, match="sizes with the sum 8"):
+        rebuild(schedule, 8)
+    with pytest.raises(ConfigError, match="no schedule 'Mine'"):
+        rebuild(Schedule("Mine", schedule.placement, 6, schedule.actions), 8)

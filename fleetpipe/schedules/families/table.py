@@ -19,6 +19,7 @@ from fleetpipe.schedules.families.seq_one_f_one_b import seq_one_f_one_b
 from fleetpipe.schedules.families.zbv import zb_v
 from fleetpipe.schedules.families.zero_bubble import zb_h1, zb_h2
 from fleetpipe.schedules.garbage import collector_paused
+from fleetpipe.schedules.options import kept, names_of
 from fleetpipe.schedules.placement import Placement, check_count
 from fleetpipe.schedules.rows import ScheduleRows
 
@@ -100,9 +101,12 @@ def schedule_rows(
     check_options(name, family.rows, options)
     slices = slices_of(name, options)
     check_count("slices", slices)
+    # The slices of a family are a field of their own.
+    others = {option: value for option, value in options.items() if option != "slices"}
+    own = kept(name, family.rows, others if family.sliced else options)
     with collector_paused():
         rows = tuple(map(tuple, family.rows(placement, micro_batches, **options)))
-    return ScheduleRows(name, placement, micro_batches, rows, slices=slices)
+    return ScheduleRows(name, placement, micro_batches, rows, slices=slices, options=own)
 
 
 def slices_of(name: str, options: Mapping[str, object]) -> Any:
@@ -113,14 +117,9 @@ def slices_of(name: str, options: Mapping[str, object]) -> Any:
     return options.get("slices", own)
 
 
-def options_of(rows: Callable[..., object]) -> list[str]:
-    """Returns the names of the options that follow the placement and m."""
-    return list(inspect.signature(rows).parameters)[2:]
-
-
 def check_options(name: str, rows: Callable[..., object], options: Iterable[str]) -> None:
     """Raises ConfigError where ``rows``, which makes the schedule ``name``, lacks an option."""
-    known = options_of(rows)
+    known = names_of(rows)
     for option in options:
         if option not in known:
             raise ConfigError(

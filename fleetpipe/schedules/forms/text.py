@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -11,6 +12,7 @@ from fleetpipe.schedules.action import Item, parse_item
 from fleetpipe.schedules.edges import Edge, checked_edges, parse_edge
 from fleetpipe.schedules.explain.window import window
 from fleetpipe.schedules.operations import Op, parse_op
+from fleetpipe.schedules.options import Options
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows
 
@@ -39,6 +41,7 @@ class _Header(NamedTuple):
         forward_only: There is no backward: evaluation and prediction.
         edges: The edges of a plan in text form; None in a schedule.
         slices: Slices of a micro-batch.
+        options: What else the schedule was built with.
     """
 
     name: str
@@ -47,6 +50,7 @@ class _Header(NamedTuple):
     forward_only: bool = False
     edges: str | None = None
     slices: int = 1
+    options: Options = ()
 
 
 def write_schedule(schedule: ScheduleRows) -> str:
@@ -71,6 +75,7 @@ def read_schedule(text: str) -> ScheduleRows:
         rows,
         header.forward_only,
         header.slices,
+        header.options,
     )
 
 
@@ -95,6 +100,7 @@ def read_plan(text: str) -> PlanRows:
         rows,
         header.forward_only,
         header.slices,
+        header.options,
     )
 
 
@@ -111,6 +117,7 @@ def _write(
         f"placement={placement.name}",
         *(["forward_only=true"] if value.forward_only else []),
         *([f"slices={value.slices}"] if value.slices > 1 else []),
+        *([f"options={_written(value.options)}"] if value.options else []),
         *last,
     ]
     return "\n".join([" ".join(fields), *(" ".join(map(str, row)) or IDLE for row in rows)])
@@ -193,7 +200,7 @@ def _read_header(form: str, line: str) -> _Header:
     wanted = (*_KEYS, "edges") if form == _PLAN else _KEYS
     for word in words[3:]:
         key, equals, value = word.partition("=")
-        if not (equals and value) or key not in (*wanted, "forward_only", "slices"):
+        if not (equals and value) or key not in (*wanted, "forward_only", "slices", "options"):
             raise _header_error(
                 f"cannot read {word!r}", "one of " + " ".join(f"{key}=" for key in wanted), line
             )
@@ -218,7 +225,29 @@ def _read_header(form: str, line: str) -> _Header:
         "forward_only" in fields,
         "" if edges == IDLE else edges,
         _read_number("slices", fields.get("slices", "1")),
+        _read_options(fields.get("options", "{}")),
     )
+
+
+def _written(options: Options) -> str:
+    """Returns options as an object of JSON that is one word."""
+    return json.dumps(dict(options), separators=(",", ":")).replace(" ", "\\u0020")
+
+
+def _read_options(text: str) -> Options:
+    try:
+        options = json.loads(text)
+        pairs = tuple((name, _without_lists(value)) for name, value in options.items())
+    except (ValueError, AttributeError, RecursionError) as error:
+        expected = 'an object of JSON without spaces, as {"groups":[2]}, sorted by name'
+        raise _header_error("cannot read options", expected, text) from error
+    return tuple(sorted(pairs))
+
+
+def _without_lists(value: object) -> object:
+    if isinstance(value, dict):
+        raise ValueError("an object in an option")
+    return tuple(map(_without_lists, value)) if isinstance(value, list) else value
 
 
 def _read_edges(text: str, stages: int) -> tuple[Edge, ...]:

@@ -59,6 +59,7 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
         tuple(map(tuple, emitter.rows)),
         schedule.forward_only,
         schedule.slices,
+        schedule.options,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fleetpipe.schedules.families.table import FAMILIES, options_of
+from fleetpipe.schedules.families.table import FAMILIES
+from fleetpipe.schedules.options import names_of
 
 
 def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, object]]:
@@ -14,7 +15,7 @@ def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, obj
         hidden: A latency in times of a forward and a backward together: groups of kFkB hide it
             where k - 1 is at least twice that, and larger groups only take memory.
     """
-    options = options_of(FAMILIES[name].rows)
+    options = names_of(FAMILIES[name].rows)
     if "warmup_slack" in options:
         return [{"warmup_slack": 1}, {"warmup_slack": 2}]
     if name == "kFkB":

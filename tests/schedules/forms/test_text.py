@@ -27,6 +27,16 @@ def test_a_vee_with_split_backward_and_a_fused_pair_is_kept() -> None:
     assert hash(Schedule.parse(str(schedule))) == hash(schedule)
 
 
+def test_options_are_one_word() -> None:
+    given = ((" ", "a b"), ("groups", (2, (1, 3))), ("on", True), ("share", 0.5))
+    schedule = Schedule("A", Placement("loop", 1), 1, ((),), options=given)
+    header = str(schedule).split("\n")[0]
+    assert header.endswith(
+        'options={"\\u0020":"a\\u0020b","groups":[2,[1,3]],"on":true,"share":0.5}'
+    )
+    assert Schedule.parse(str(schedule)) == schedule
+
+
 def test_an_idle_rank_is_a_hyphen() -> None:
     schedule = Schedule.parse(f"{HEADER}\nF0.0 B0.0\n-\n")
     assert schedule.actions[1] == ()
@@ -52,6 +62,9 @@ def test_an_idle_rank_is_a_hyphen() -> None:
         (HEADER.replace("=loop", "=wee"), "line 1", "wee", "did you mean 'vee'"),
         (HEADER.replace("=loop", "=vee"), "line 1", "chunks=1", "chunks=2"),
         (HEADER.replace("schedule 1", "schedule 2"), "line 1", "no header", "fleetpipe-schedule 1"),
+        (HEADER + " options=4", "line 1", "4", "object of JSON"),
+        (HEADER + " options={'a':1}", "line 1", "{'a':1}", "object of JSON"),
+        (HEADER + ' options={"a":{}}', "line 1", '{"a":{}}', "object of JSON"),
         (PLAN, "line 1", "no header", "fleetpipe-schedule 1"),
         ("", "line 1", "no header", "fleetpipe-schedule 1"),
     ],
