@@ -16,7 +16,7 @@ floors only (``tests/test_house.py``)::
 from __future__ import annotations
 
 from fleetpipe.schedules.action import Action, Fused, Item, SliceNumber
-from fleetpipe.schedules.api import Plan, Schedule, forward_only, read_csv
+from fleetpipe.schedules.api import Plan, Schedule, forward_only
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, Edge, chain
 from fleetpipe.schedules.forms.terminal import render
@@ -58,7 +58,6 @@ __all__ = [
     "forward_only",
     "names",
     "option_names",
-    "read_csv",
     "rebuild",
     "register",
     "render",

@@ -12,7 +12,6 @@ from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.families.forward_only import forward_rows
-from fleetpipe.schedules.forms import csv_form
 from fleetpipe.schedules.forms.text import read_plan, read_schedule, write_plan, write_schedule
 from fleetpipe.schedules.placement import Placement, check_count
 from fleetpipe.schedules.play.lower import lower
@@ -172,24 +171,3 @@ def forward_only(placement: Placement, micro_batches: int) -> Schedule:
     check_count("micro_batches", micro_batches)
     rows = tuple(map(tuple, forward_rows(placement, micro_batches)))
     return Schedule("ForwardOnly", placement, micro_batches, rows, forward_only=True)
-
-
-def read_csv(
-    text: str, placement: str | None = None, micro_batches: int | None = None
-) -> Schedule | Plan:
-    """Reads the CSV form of torch.distributed.pipelining. Verifies nothing.
-
-    With sends and receives it is a plan. What the form leaves unsaid is put in: activations are
-    released after B or W, and every row ends with the reductions and the optimizer step.
-
-    Args:
-        text: Lines of cells like ``0F0,1B2`` or ``0F0,0SEND_F0``, one for each rank.
-        placement: "loop", "vee" or "wave"; None finds which of them has its stages.
-        micro_batches: Micro-batches of a batch, m; None means as many as it names.
-
-    Raises:
-        ScheduleError: Names the line, the cell and what was expected.
-        ConfigError: An unknown placement, or fewer than one micro-batch.
-    """
-    rows = csv_form.read_csv(text, placement, micro_batches)
-    return Schedule.of(rows) if isinstance(rows, ScheduleRows) else Plan.of(rows)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, using
 from fleetpipe.errors import ConfigError, printable
-from fleetpipe.schedules.api import Plan, Schedule, read_csv
+from fleetpipe.schedules.api import Plan, Schedule
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.forms.chrome import write_trace
-from fleetpipe.schedules.forms.csv_form import is_csv
 from fleetpipe.schedules.forms.events import events_of
 from fleetpipe.schedules.forms.picture import plot
 from fleetpipe.schedules.forms.terminal import render, summary
@@ -212,9 +211,7 @@ def as_json(timeline: Timeline) -> dict[str, object]:
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe verify`` to its parser."""
-    parser.add_argument(
-        "file", metavar="FILE", help="a schedule or plan, also as CSV; - reads standard input"
-    )
+    parser.add_argument("file", metavar="FILE", help="a schedule or plan; - reads standard input")
     parser.add_argument(
         "--micro-batches",
         type=int,
@@ -246,7 +243,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedule | Plan:
-    """Reads a schedule or plan in its text form or the CSV form.
+    """Reads a schedule or plan in its text form.
 
     Raises:
         ConfigError: A number in it counts nothing that there is.
@@ -259,8 +256,6 @@ def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedu
             got=f"{digits[0][:20]} ..",
             fix="give a schedule or plan whose numbers count ranks, stages and micro-batches",
         )
-    if is_csv(text):
-        return read_csv(text, placement, micro_batches)
     text = _with_header(text, micro_batches, placement)
     return Plan.parse(text) if text.startswith("# fleetpipe-plan") else Schedule.parse(text)
 

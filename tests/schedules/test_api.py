@@ -14,7 +14,6 @@ from fleetpipe.schedules import (
     build,
     forward_only,
     names,
-    read_csv,
 )
 from fleetpipe.schedules.rows import ScheduleRows
 
@@ -29,10 +28,8 @@ def test_what_is_handed_out_can_do_everything(name: str) -> None:
     assert plan.schedule.lower() == plan
 
 
-def test_other_sources_hand_out_the_same() -> None:
+def test_forwards_alone_are_a_schedule_too() -> None:
     assert type(forward_only(Placement("loop", 2), 3)) is Schedule
-    assert type(read_csv("0F0,0B0\n")) is Schedule
-    assert type(read_csv("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")) is Plan
 
 
 def test_values_stay_what_they_are_when_copied_and_sent() -> None:

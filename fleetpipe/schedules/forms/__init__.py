@@ -1,7 +1,7 @@
 """How schedules are written and drawn: as text, in a terminal, as a trace and as a picture.
 
-Users import events, pictures and traces from here; ``text.py`` and ``csv_form.py`` are behind
-``str(schedule)``, ``Schedule.parse`` and ``schedules.read_csv``. To draw what ran, begin with
+Users import events, pictures and traces from here; ``text.py`` is behind
+``str(schedule)`` and ``Schedule.parse``. To draw what ran, begin with
 :class:`Event`. It imports values, explanations and players; faces and commands import it.
 """
 

@@ -194,7 +194,6 @@ def _read_header(form: str, line: str) -> _Header:
             where=_HEADER,
             expected=f"'# {form} 1 name=..'",
             got=line,
-            fix="fleetpipe.schedules.read_csv reads the CSV form" if "," in line else None,
         )
     fields: dict[str, str] = {}
     wanted = (*_KEYS, "edges") if form == _PLAN else _KEYS
