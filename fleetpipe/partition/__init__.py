@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fleetpipe.partition.cuts import by_class, explicit, uniform
 from fleetpipe.partition.layers import LayerInfo, Partition, StageRange
-from fleetpipe.partition.optimum import balanced
 from fleetpipe.partition.segmentation import segment
-from fleetpipe.partition.slowest import Bottleneck, fastest
+from fleetpipe.partition.slowest import Bottleneck, balanced, fastest
 
 __all__ = [
     "segment",

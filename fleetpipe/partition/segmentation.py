@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fleetpipe.errors import PartitionError, nearest
 from fleetpipe.partition.cuts import by_class, explicit, uniform
 from fleetpipe.partition.layers import LayerInfo, Partition
-from fleetpipe.partition.optimum import balanced
+from fleetpipe.partition.slowest import balanced
 
 METHODS = ("uniform", "layer:Regex", "balanced")
 
