@@ -16,7 +16,7 @@ from types import ModuleType
 from fleetpipe import fleet as our_fleet
 from fleetpipe._paddle import paddle
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
-from fleetpipe.launch.older import fluid, renamed
+from fleetpipe.launch.older import fluid
 from fleetpipe.launch.without_gpu import without_gpu
 
 
@@ -43,8 +43,7 @@ def in_place_of_paddles() -> Iterator[None]:
     """Within it, imports of ``paddle.distributed.fleet`` get fleetpipe's modules.
 
     So do its attributes, as in ``paddle.distributed.fleet.init``, and every module below it that
-    fleetpipe has one for. The others stay Paddle's. What nobody catches says what an argument that
-    Paddle no longer has is called today.
+    fleetpipe has one for. The others stay Paddle's.
     """
     tails = ["", ".meta_parallel", *(f".{path}" for path in OVERLAYS)]
     counterparts = {PADDLES + tail: sys.modules[OURS + tail] for tail in tails}
@@ -56,7 +55,7 @@ def in_place_of_paddles() -> Iterator[None]:
     setattr(distributed, "fleet", our_fleet)  # noqa: B010  # mypy: a module is not assignable
     sys.meta_path.insert(0, finder)
     try:
-        with without_gpu(), fluid.provided(), renamed.told():
+        with without_gpu(), fluid.provided():
             yield
     finally:
         sys.meta_path.remove(finder)
