@@ -224,8 +224,8 @@ def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
 
 def option_names() -> frozenset[str]:
     """Returns the names of all options of all schedules, registered ones included."""
-    functions = (auto, *(family.rows for family in FAMILIES.values()))
-    return frozenset(name for rows in functions for name in names_of(rows))
+    families = (family.rows for family in FAMILIES.values())
+    return frozenset({*names_of(auto), *(name for rows in families for name in names_of(rows))})
 
 
 def searched_costs(schedule: Schedule, costs: Costs | None) -> Costs:
