@@ -3,9 +3,11 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo benchmark-mnist docs check test test-fast test-262 test-262-cpu test-libraries test-libraries-short test-models benchmarks types lint clean distclean
+.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-libraries test-libraries-short test-models benchmarks types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
+# Where an environment has its programs: on Windows, make and bash are those of Git's shell.
+BIN := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
 # A crashed worker ends the run: xdist would wait for ever for the last tests of the one in its place.
 # tests/conftest.py gives the files to the workers, in the order in which it sorts the tests.
 PYTEST := -m pytest -n 2 --no-loadscope-reorder --max-worker-restart=0
@@ -28,7 +30,8 @@ help:
 	@echo 'make test-models  every model of paddle.vision as a pipeline, beside itself: a table'
 	@echo 'make benchmarks  the tables of the documentation, in turn; wants an idle machine'
 	@echo 'make docs      the documentation as a site, in build/site'
-	@echo 'make lint      ruff alone;  make types: mypy alone;  make test-fast: the tests of make check'
+	@echo 'make lint      ruff alone;  make types: mypy alone'
+	@echo 'make test-fast: the tests of make check, all that Windows runs;  make test-all: those of make test'
 	@echo 'make clean     remove what was built;  make distclean: the environments too'
 
 .venv/.installed: REQUIREMENTS = --editable '.[cpu,examples,dev]'
@@ -45,16 +48,16 @@ CONSTRAINTS := .ci/constraints.txt
 
 .venv/.installed .venv-262/.installed .venv-262-cpu/.installed .venv-docs/.installed: setup.cfg $(CONSTRAINTS)
 	@echo 'setting up $(@D): the first time this takes a minute or two, most of it for Paddle'
-	$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
-	@echo '$(@D)/bin/python -m pip install -c $(CONSTRAINTS) $(subst ','\'',$(REQUIREMENTS))'
-	@$(@D)/bin/python -m pip install --progress-bar off -c $(CONSTRAINTS) $(REQUIREMENTS) \
-	    | sed -un '/^ *\(Downloading\|Using cached\|Installing\) /p'
+	$(@D)/$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
+	@echo '$(@D)/$(BIN)/python -m pip install -c $(CONSTRAINTS) $(subst ','\'',$(REQUIREMENTS))'
+	@$(@D)/$(BIN)/python -m pip install --progress-bar off -c $(CONSTRAINTS) $(REQUIREMENTS) \
+	    | sed -unE '/^ *(Downloading|Using cached|Installing) /p'
 	@touch $@
 
 demo: .venv/.installed
 	@rm -rf build/demo demo && mkdir -p build/demo
 	@status=0; \
-	.venv/bin/python -m fleetpipe run --nproc 2 --log-dir build/demo/log --log-level $(LOG_LEVEL) \
+	.venv/$(BIN)/python -m fleetpipe run --nproc 2 --log-dir build/demo/log --log-level $(LOG_LEVEL) \
 	    examples/dygraph_alexnet.py --batch-size 16 --report build/demo/report.json --trace demo \
 	    || status=$$?; \
 	for log in build/demo/log/workerlog.*; do \
@@ -70,35 +73,37 @@ demo: .venv/.installed
 
 # MNIST=FOLDER: that of its .gz files, in the place of scikit-learn's digits.
 benchmark-mnist: .venv/.installed
-	.venv/bin/python -m fleetpipe run --nproc 2 --log-dir build/benchmark-mnist \
+	.venv/$(BIN)/python -m fleetpipe run --nproc 2 --log-dir build/benchmark-mnist \
 	    --log-level $(LOG_LEVEL) examples/mnist_mlp_benchmark.py $(if $(MNIST),--data $(MNIST))
 
 lint: .venv/.installed
-	.venv/bin/python -m ruff check .
-	.venv/bin/python -m ruff format --check .
+	.venv/$(BIN)/python -m ruff check .
+	.venv/$(BIN)/python -m ruff format --check .
 
 types: .venv/.installed
-	.venv/bin/python tests/check_types.py
+	.venv/$(BIN)/python tests/check_types.py
 
 check: lint types test-fast
 
 test-fast: .venv/.installed
-	.venv/bin/python $(PYTEST) -m 'not processes and not libraries' $(PYTEST_ARGS)
+	.venv/$(BIN)/python $(PYTEST) -m 'not processes and not libraries' $(PYTEST_ARGS)
 
-test: lint types
-	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
+test: lint types test-all
+
+test-all: .venv/.installed
+	.venv/$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 test-262: .venv-262/.installed
-	.venv-262/bin/python $(PYTEST) $(PYTEST_ARGS)
+	.venv-262/$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 # The package for CPUs, which shares all but its kernels with that for GPUs, by the examples.
 test-262-cpu: .venv-262-cpu/.installed
-	.venv-262-cpu/bin/python $(PYTEST) $(PYTEST_ARGS) \
+	.venv-262-cpu/$(BIN)/python $(PYTEST) $(PYTEST_ARGS) \
 	    $(addprefix tests/processes/test_,alexnet.py gpt.py mlp.py static.py)
 
 # NO_MKDOCS_2_WARNING: the theme's advice not to move to mkdocs 2, which setup.cfg excludes.
 docs: .venv-docs/.installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/$(BIN)/python -m mkdocs build --strict
 	@echo 'the site is in build/site; its search needs a server: python3 -m http.server -d build/site'
 
 # PaddleNLP on both versions of Paddle, and two versions of PaddleFormers; none can share one.
@@ -107,16 +112,16 @@ LIBRARIES := libraries libraries-262 libraries-formers-0.4.1 libraries-formers-1
 $(LIBRARIES:%=.venv-%/.installed): .venv-%/.installed: .ci/%.txt
 	@echo 'setting up $(@D): the first time this takes a few minutes'
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --progress-bar off --quiet --no-deps --requirement $<
-	$(@D)/bin/python -m pip install --progress-bar off --quiet --no-deps --editable .
+	$(@D)/$(BIN)/python -m pip install --progress-bar off --quiet --no-deps --requirement $<
+	$(@D)/$(BIN)/python -m pip install --progress-bar off --quiet --no-deps --editable .
 	@touch $@
 
 # Each environment skips, and says so, the tests of the libraries that it does not have.
 test-libraries: $(LIBRARIES:%=.venv-%/.installed)
 	for name in $(filter-out libraries-262,$(LIBRARIES)); do \
-	    .venv-$$name/bin/python -m pytest -m libraries tests/libraries $(PYTEST_ARGS); \
+	    .venv-$$name/$(BIN)/python -m pytest -m libraries tests/libraries $(PYTEST_ARGS); \
 	done
-	.venv-libraries-262/bin/python -m pytest -m libraries $(PYTEST_ARGS) \
+	.venv-libraries-262/$(BIN)/python -m pytest -m libraries $(PYTEST_ARGS) \
 	    tests/libraries/test_models.py
 
 # For CI: one family of each library, in every form.
@@ -124,13 +129,13 @@ SHORT := libraries libraries-formers-1.2.0
 
 test-libraries-short: $(SHORT:%=.venv-%/.installed)
 	export FLEETPIPE_TEST_FAMILIES=llama; \
-	.venv-libraries/bin/python -m pytest -m libraries tests/libraries/test_models.py; \
-	.venv-libraries-formers-1.2.0/bin/python -m pytest -m libraries \
+	.venv-libraries/$(BIN)/python -m pytest -m libraries tests/libraries/test_models.py; \
+	.venv-libraries-formers-1.2.0/$(BIN)/python -m pytest -m libraries \
 	    tests/libraries/test_formers_models.py
 
 # Every model of paddle.vision, for as long as that takes.
 test-models: .venv/.installed
-	.venv/bin/python -m tests.capture.vision
+	.venv/$(BIN)/python -m tests.capture.vision
 
 # Those that measure by the clock want an idle machine. Each table is kept in build/benchmarks too.
 BENCHMARKS := run_schedules split_backward pipeline transport start schedules search plan slices \
@@ -140,7 +145,7 @@ benchmarks: .venv/.installed
 	@mkdir -p build/benchmarks
 	@for name in $(BENCHMARKS); do \
 	    echo "== benchmarks/$$name.py"; \
-	    .venv/bin/python benchmarks/$$name.py 2> build/benchmarks/$$name.log \
+	    .venv/$(BIN)/python benchmarks/$$name.py 2> build/benchmarks/$$name.log \
 	        | tee build/benchmarks/$$name.txt || echo "failed: build/benchmarks/$$name.log"; \
 	done
 

@@ -100,8 +100,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_sessionfinish() -> None:
     """Ends the workers of loaders that a test left: xdist leaves without Python's own farewell."""
-    # Paddle's own handler would raise an error wherever this process is by then.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if sys.platform != "win32":
+        # Paddle's own handler would raise an error wherever this process is by then.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.kill()
 

@@ -1,0 +1,60 @@
+"""What hosts and tools read of the repository agrees with the Makefile, setup.cfg and the pins."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(" ".join(re.findall(r"^([\w -]+):(?!=)", MAKEFILE, re.MULTILINE)).split())
+
+
+def jobs() -> dict[str, Any]:
+    """Returns the workflow's jobs by name."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["concurrency"]["cancel-in-progress"] is True
+    found: dict[str, Any] = workflow["jobs"]
+    return found
+
+
+def targets(job: dict[str, Any]) -> set[str]:
+    """Returns which targets a job's matrix names."""
+    matrix = job["strategy"]["matrix"]
+    return {*matrix.get("target", ()), *(row["target"] for row in matrix.get("include", ()))}
+
+
+def test_the_workflow_runs_targets_of_the_makefile_and_nothing_else() -> None:
+    for name, job in jobs().items():
+        runs = [step["run"] for step in job["steps"] if "run" in step]
+        assert runs == ["make ${{ matrix.target }} PYTHON=python"], name
+        assert targets(job), name
+        assert targets(job) - TARGETS == set(), name
+        assert job["timeout-minutes"] <= 60, name
+        used = [step["uses"] for step in job["steps"] if "uses" in step]
+        assert [action for action in used if not re.search(r"@v\d+\.\d+\.\d+$", action)] == []
+
+
+def test_the_workflow_runs_all_that_ci_runs() -> None:
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    wanted = set(re.findall(r"^(?:tests|step make) ([\w-]+)$", script, re.MULTILINE))
+    parts = re.search(r"^test: (.+)$", MAKEFILE, re.MULTILINE)
+    assert parts is not None
+    wanted = wanted - {"test"} | set(parts[1].split())
+    assert len(wanted) > 5
+    assert wanted - set().union(*map(targets, jobs().values())) == set()
+
+
+def test_the_workflow_runs_every_python_that_setup_cfg_names() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    named = re.findall(r"Python :: (3\.\d+)", config["metadata"]["classifiers"])
+    systems, versions = (jobs()[name]["strategy"]["matrix"] for name in ("systems", "versions"))
+    assert systems["python"] == named
+    assert set(versions["python"]) <= set(named)
+    assert {row["os"] for row in systems["include"]} == set(systems["os"])
