@@ -58,3 +58,14 @@ def test_the_workflow_runs_every_python_that_setup_cfg_names() -> None:
     assert systems["python"] == named
     assert set(versions["python"]) <= set(named)
     assert {row["os"] for row in systems["include"]} == set(systems["os"])
+
+
+def test_pre_commit_takes_the_tools_that_are_pinned() -> None:
+    pins = (ROOT / ".ci/constraints.txt").read_text(encoding="utf-8")
+    pinned = {line.partition(";")[0] for line in pins.splitlines()}
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    assert [hook["id"] for hook in hooks if hook["language"] != "python"] == []
+    assert [
+        hook["id"] for hook in hooks if not pinned.issuperset(hook["additional_dependencies"])
+    ] == []
