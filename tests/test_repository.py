@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,3 +70,15 @@ def test_pre_commit_takes_the_tools_that_are_pinned() -> None:
     assert [
         hook["id"] for hook in hooks if not pinned.issuperset(hook["additional_dependencies"])
     ] == []
+
+
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / ".github/PULL_REQUEST_TEMPLATE.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_links_of_the_pages_beside_the_code_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    commands = re.findall(r"(?:`|^    )make ([a-z][\w-]*)", text, re.MULTILINE)
+    assert set(commands) - TARGETS == set()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
