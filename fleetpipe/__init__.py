@@ -7,9 +7,14 @@
 from __future__ import annotations
 
 import importlib
+import os.path
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe.version import __version__ as __version__
+
+# In a checkout without symbolic links dygraph/ and static/ stand beside this folder alone.
+if not os.path.isdir(os.path.join(__path__[0], "dygraph")):
+    __path__.append(os.path.dirname(__path__[0]))
 
 if TYPE_CHECKING:
     from fleetpipe.capture.cutting.cuts import SplitPoint as SplitPoint

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from tests.launching import ROOT
 
 SOURCES = {"fleetpipe": "fleetpipe", "dygraph": "fleetpipe/dygraph", "static": "fleetpipe/static"}
+BESIDE = (".ci", ".github", "benchmarks", "docs", "examples", "tests")
 WITHOUT_PADDLE = "import sys; sys.modules.update(paddle=None, numpy=None); "
 
 
@@ -22,11 +24,20 @@ def copied(folder: Path) -> Path:
     """Copies what a clone has to ``folder``, so that the tree stays clean."""
     pytest.importorskip("build.env", reason="only the environment of make test has build")
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in SOURCES:
+    for name in (*SOURCES, *BESIDE):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
+    for path in ROOT.iterdir():
+        if path.is_file() and path.name != ".git":
+            shutil.copy(path, folder)
     return folder
+
+
+def without_links(clone: Path) -> Path:
+    """Leaves ``clone`` as Windows' git has it, a text for a link, or an archive: nothing."""
+    for name in ("dygraph", "static"):
+        (clone / "fleetpipe" / name).unlink(missing_ok=True)
+    (clone / "fleetpipe" / "dygraph").write_text("../dygraph")
+    return clone
 
 
 def done_in(folder: Path, *words: str) -> None:
@@ -73,18 +84,37 @@ def source_files() -> list[str]:
     )
 
 
+def contents(wheel: zipfile.Path) -> dict[str, bytes]:
+    """Returns the files of a wheel, with what they hold."""
+    return {name: wheel.root.read(name) for name in wheel.root.namelist() if name[-1] != "/"}
+
+
 def test_every_source_file_is_in_the_wheel_once(wheel: zipfile.Path) -> None:
     found = sorted(name for name in wheel.root.namelist() if name.endswith(".py"))
     assert found == source_files(), "does each of their folders have an __init__.py?"
 
 
-def test_the_source_archive_holds_files_where_the_tree_has_links(built: Path) -> None:
+def test_the_source_archive_holds_the_tree_with_its_tests_and_no_links(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as members:
         files = [member for member in members if not member.isdir()]
     assert all(member.isfile() for member in files)
-    found = sorted(member.name.partition("/")[2] for member in files)
-    assert [name for name in found if name.endswith(".py")] == source_files()
+    found = {member.name.partition("/")[2] for member in files}
+    assert {name for name in found if name.startswith("fleetpipe/dygraph")} == set()
+    assert {
+        str(path.relative_to(ROOT))
+        for folder in (*SOURCES, *BESIDE)
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    } <= found
+    assert {"Makefile", "SECURITY.md", "CITATION.cff", ".pre-commit-config.yaml"} <= found
+
+
+def test_a_checkout_without_links_makes_the_same_wheel(wheel: zipfile.Path, tmp_path: Path) -> None:
+    clone = without_links(copied(tmp_path / "clone"))
+    done_in(clone, "-m", "build", "--no-isolation", "--wheel", "--outdir", "dist")
+    (path,) = (clone / "dist").glob("*.whl")
+    assert contents(zipfile.Path(path)) == contents(wheel)
 
 
 def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.Path) -> None:
@@ -118,15 +148,19 @@ def test_imports_without_paddle_and_numpy(installed: Path, module: str) -> None:
 @pytest.mark.parametrize("module", ["fleetpipe.dygraph", "fleetpipe.static"])
 def test_the_folders_beside_fleetpipe_are_its_packages(installed: Path, module: str) -> None:
     find = f"from importlib.util import find_spec; print(find_spec({module!r}).origin)"
-    for root in (installed, ROOT):
+    name = module.partition(".")[2]
+    for root, folder in ((installed, f"fleetpipe/{name}"), (ROOT, name)):
         done = python(find, root)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.strip() == str(root / module.replace(".", "/") / "__init__.py")
+        assert Path(done.stdout.strip()).resolve() == root / folder / "__init__.py"
 
 
-def test_an_editable_install_works_for_a_script_beside_the_clone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkout", [lambda clone: clone, without_links])
+def test_an_editable_install_works_for_a_script_beside_the_clone(
+    checkout: Callable[[Path], Path], tmp_path: Path
+) -> None:
     """There the clone's own folder is on the path of modules, by the package's name."""
-    clone, environment = copied(tmp_path / "fleetpipe"), tmp_path / "environment"
+    clone, environment = checkout(copied(tmp_path / "fleetpipe")), tmp_path / "environment"
     done_in(tmp_path, "-m", "venv", "--without-pip", str(environment))
     (packages,) = environment.glob("lib/python*/site-packages")
     hook = f"from setuptools import build_meta; build_meta.build_editable({os.fspath(tmp_path)!r})"
@@ -136,13 +170,13 @@ def test_an_editable_install_works_for_a_script_beside_the_clone(tmp_path: Path)
     script = tmp_path / "train.py"
     script.write_text(
         "from importlib.util import find_spec\n"
-        "import fleetpipe.schedules\n"
-        "print(fleetpipe.schedules.__file__)\n"
-        "print(find_spec('fleetpipe.dygraph').origin)\n"
+        "for name in ('schedules', 'dygraph', 'static'):\n"
+        "    print(find_spec(f'fleetpipe.{name}').origin)\n"
     )
-    command = [str(environment / "bin" / "python"), str(script)]
+    command = [str(environment / "bin" / "python"), "-E", str(script)]
     done = subprocess.run(command, cwd="/", check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    package = clone / "fleetpipe"
-    found = [str(package / name / "__init__.py") for name in ("schedules", "dygraph")]
-    assert done.stdout.split() == found
+    places = [
+        clone / place / "__init__.py" for place in ("fleetpipe/schedules", "dygraph", "static")
+    ]
+    assert [Path(line).resolve() for line in done.stdout.splitlines()] == places

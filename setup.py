@@ -1,0 +1,21 @@
+"""What setup.cfg cannot say: packages that stand beside ``fleetpipe/``.
+
+``fleetpipe/dygraph`` and ``fleetpipe/static`` are links to the folders of these names at the top
+level, and a checkout may lack them (Windows; an unpacked archive). So neither is built from.
+"""
+
+import sys
+
+from setuptools import find_packages, setup
+
+# An editable install is the tree itself on the path, where editors and type checkers look and where
+# a folder named fleetpipe beside a script hides nothing. In strict mode it is built as a wheel is.
+tree = "editable_wheel" in sys.argv and "strict" not in sys.argv
+beside = [] if tree else ["dygraph", "static"]
+packages = find_packages(include=["fleetpipe*"])
+packages += [f"fleetpipe.{name}" for name in find_packages(include=[f"{top}*" for top in beside])]
+
+setup(
+    packages=sorted(set(packages)),
+    package_dir={"": ".", **{f"fleetpipe.{top}": top for top in beside}},
+)
