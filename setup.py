@@ -1,10 +1,12 @@
-"""What setup.cfg cannot say: packages that stand beside ``fleetpipe/``.
+"""What setup.cfg cannot say: packages that stand beside ``fleetpipe/``, and a package page's links.
 
 ``fleetpipe/dygraph`` and ``fleetpipe/static`` are links to the folders of these names at the top
 level, and a checkout may lack them (Windows; an unpacked archive). So neither is built from.
 """
 
+import re
 import sys
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
@@ -18,4 +20,8 @@ packages += [f"fleetpipe.{name}" for name in find_packages(include=[f"{top}*" fo
 setup(
     packages=sorted(set(packages)),
     package_dir={"": ".", **{f"fleetpipe.{top}": top for top in beside}},
+    # A page of the package stands outside of the repository: there, links into it keep their text.
+    long_description=re.sub(
+        r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", Path("README.md").read_text(encoding="utf-8")
+    ),
 )

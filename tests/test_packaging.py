@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -115,6 +116,13 @@ def test_a_checkout_without_links_makes_the_same_wheel(wheel: zipfile.Path, tmp_
     done_in(clone, "-m", "build", "--no-isolation", "--wheel", "--outdir", "dist")
     (path,) = (clone / "dist").glob("*.whl")
     assert contents(zipfile.Path(path)) == contents(wheel)
+
+
+def test_the_page_of_the_package_has_no_links_into_the_repository(installed: Path) -> None:
+    (metadata,) = installed.glob("*.dist-info/METADATA")
+    page = metadata.read_text(encoding="utf-8").partition("\n\n")[2]
+    assert re.findall(r"\]\((?!https?:)", page) == []
+    assert "while you change something" in page, "a link keeps its text"
 
 
 def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.Path) -> None:
