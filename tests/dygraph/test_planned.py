@@ -140,7 +140,7 @@ def test_a_plan_that_was_read_is_the_plan() -> None:
 
 
 def test_what_is_no_plan_is_refused() -> None:
-    refused = pytest.raises(ConfigError, match=r"(?s)the plan cannot be read.*not Profile")
+    refused = pytest.raises(ConfigError, match=r"(?s)the plan cannot be read.*not '?Profile")
     with job(2, micro_batches=M), refused:
         pipeline(mlp_layers(), plan=costs())
 
