@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Layer, Nest, Tensor, Topology
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.checkpoint.contents.model_part import NamedTensors
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST, device_id, has_memory
@@ -35,6 +35,7 @@ from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
+from fleetpipe.paddle_types import CommunicateTopology
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.planning import PipelinePlan
 from fleetpipe.schedules import Edge, Schedule
@@ -65,8 +66,8 @@ class PipelineLayer(paddle.nn.Layer):
         self,
         layers: Iterable[Any],
         num_stages: int | None = None,
-        topology: Topology = None,
-        loss_fn: Any = None,
+        topology: CommunicateTopology | None = None,
+        loss_fn: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         seg_method: str | Sequence[int] = "uniform",
         recompute_interval: int = 0,
         recompute_ctx: Any = None,

@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.aliases import Nest, Optimizer, Scaler, Scheduler
+from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward.crossings import Crossing
 from fleetpipe.dygraph.backward.deferral_report import DeferralReport
@@ -24,6 +24,7 @@ from fleetpipe.dygraph.train.training_batch import TrainingBatch
 from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_types import Batch, GradScaler, LRScheduler, Optimizer, Tensor
 from fleetpipe.planning import Profile
 
 
@@ -37,14 +38,14 @@ class PipelineParallel(PipelineFace):
 
     def train_batch(
         self,
-        data: Nest,
+        data: Batch,
         optimizer: Optimizer,
-        lr_scheduler: Scheduler = None,
-        scaler: Scaler = None,
+        lr_scheduler: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
         loss_fn_idx: int = 0,
         return_micro_batch_loss: bool = False,
         weights: Sequence[Fraction] | None = None,
-    ) -> Nest:
+    ) -> Tensor:
         """Trains on one batch: all micro-batches forward and backward, then one optimizer step.
 
         Args:
@@ -85,12 +86,13 @@ class PipelineParallel(PipelineFace):
         batch.train(optimizer)
         if lr_scheduler is not None:
             lr_scheduler.step()
-        return batch.loss
+        loss: Tensor = batch.loss
+        return loss
 
     def forward_backward_pipeline(
         self,
-        data: Nest,
-        scaler: Scaler = None,
+        data: Batch,
+        scaler: GradScaler | None = None,
         static_scheduler: bool = False,
         return_micro_batch_loss: bool = False,
         weights: Sequence[Fraction] | None = None,
@@ -116,7 +118,7 @@ class PipelineParallel(PipelineFace):
         return batch.loss
 
     def _prepare_training(
-        self, data: Nest, optimizer: Optimizer, lr_scheduler: Scheduler = None
+        self, data: Nest, optimizer: Optimizer, lr_scheduler: LRScheduler | None = None
     ) -> Nest:
         """Checks what ``forward_backward_pipeline`` and then ``optimizer.step`` will train with.
 
@@ -141,7 +143,7 @@ class PipelineParallel(PipelineFace):
 
     def eval_batch(
         self,
-        data: Nest,
+        data: Batch,
         compute_loss: bool = False,
         loss_fn_idx: int = 0,
         return_host_tensor: bool = False,
@@ -196,7 +198,7 @@ class PipelineParallel(PipelineFace):
                 return output
             return self._runtime.job.group().broadcast(output, self._runtime.last_owner)
 
-    def profile(self, data: Nest, path: str | Path | None = None) -> Profile:
+    def profile(self, data: Batch, path: str | Path | None = None) -> Profile:
         """Measures what each layer, and each action of each stage, costs. Collective.
 
         Parameters stay as they are; gradients are cleared.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 from fleetpipe._paddle import user_strategy
-from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.asked import classes_of, plain_model, stages_asked
 from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
 from fleetpipe.capture.cutting.cut import cut_of
@@ -25,6 +24,7 @@ from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.say_once import tell_once
+from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.planning import PipelinePlan
 
 #: Proves a model beforehand, and trains it beside the first batches.
@@ -36,8 +36,8 @@ SHADOWED = 2
 
 def pipeline(
     model: Layer,
-    example_inputs: Nest,
-    loss_fn: Any = None,
+    example_inputs: Inputs,
+    loss_fn: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     split_spec: SplitSpec | PipelinePlan = AUTO,
     num_stages: int | None = None,
     num_chunks: int = 1,

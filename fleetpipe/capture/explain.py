@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.asked import classes_of, plain_model
 from fleetpipe.capture.cutting.auto import places
 from fleetpipe.capture.cutting.costs import measured, parameter_bytes
@@ -16,6 +15,7 @@ from fleetpipe.capture.repeated import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
 from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.planning import LayerCost
 
 
@@ -100,7 +100,7 @@ class Explanation:
 
 
 def explain(
-    model: Layer, example_inputs: Nest, no_split: Sequence[type | str] = (), measure: bool = False
+    model: Layer, example_inputs: Inputs, no_split: Sequence[type | str] = (), measure: bool = False
 ) -> Explanation:
     """Captures a model and tells what was found; print what it returns.
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.aliases import Layer, Optimizer, Program, Scaler, Scheduler
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Names
+from fleetpipe.checkpoint.contents.parts import Names, SavedModel
 from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.files import commit
 from fleetpipe.checkpoint.files.retention import Retention
@@ -19,6 +18,7 @@ from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import Restored, restore
 from fleetpipe.checkpoint.saving import Saver, Saving
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
 
 
 class CheckpointManager:
@@ -71,10 +71,10 @@ class CheckpointManager:
         self,
         step: int,
         *,
-        model: Layer | Program,
-        optimizer: Optimizer = None,
-        lr_scheduler: Scheduler = None,
-        scaler: Scaler = None,
+        model: Layer | Program | SavedModel,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
         data: SavedData | None = None,
         metrics: Mapping[str, float] | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -131,10 +131,10 @@ class CheckpointManager:
         self,
         step: int | str = "latest",
         *,
-        model: Layer | Program = None,
-        optimizer: Optimizer = None,
-        lr_scheduler: Scheduler = None,
-        scaler: Scaler = None,
+        model: Layer | Program | SavedModel | None = None,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
         data: SavedData | None = None,
         only: Sequence[str] | None = None,
     ) -> Restored:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fleetpipe.aliases import Layer, Optimizer
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.files.retention import LATEST, Retention
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import restore
+from fleetpipe.paddle_types import Layer, Optimizer
 from fleetpipe.transport import SoleGroup
 
 
@@ -17,7 +17,7 @@ def load_single(
     model: Layer,
     folder: str | os.PathLike[str],
     step: int | str = LATEST,
-    optimizer: Optimizer = None,
+    optimizer: Optimizer | None = None,
 ) -> int:
     """Loads what any job has saved into a model of one process. Not collective.
 

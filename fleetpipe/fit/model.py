@@ -10,7 +10,7 @@ import numpy as np
 
 from fleetpipe import fleet
 from fleetpipe._paddle import paddle
-from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
+from fleetpipe.aliases import Nest
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
@@ -26,6 +26,7 @@ from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import Source, source_of
 from fleetpipe.fit.training import Training
 from fleetpipe.job import life
+from fleetpipe.paddle_types import Layer, Optimizer, Tensor
 
 if TYPE_CHECKING:
     from paddle.hapi.model_summary import ModelSummary
@@ -78,12 +79,12 @@ class Model(paddle.Model):
         self.stop_training = False
         self._metrics: list[Metric] = []
         self._criterion: Callable[..., Nest] | None = None
-        self._optimizer: Optimizer = None
+        self._optimizer: Any = None
         self._runner: Runner | None = None
 
     def prepare(
         self,
-        optimizer: Optimizer = None,
+        optimizer: Optimizer | None = None,
         loss: Callable[..., Nest] | None = None,
         metrics: Metric | Sequence[Metric] | None = None,
         amp_configs: str | dict[str, Any] | None = None,
@@ -104,14 +105,14 @@ class Model(paddle.Model):
         given.require_prepared(optimizer, loss, _listed(metrics))
         self._metrics, self._criterion = _listed(metrics), loss
         # Callbacks see the user's own optimizer, whose learning rate they change.
-        is_wrapped = isinstance(optimizer, PipelineOptimizer)
-        self._optimizer = optimizer.wrapped if is_wrapped else optimizer
+        wrapped = optimizer if isinstance(optimizer, PipelineOptimizer) else None
+        self._optimizer = optimizer if wrapped is None else wrapped.wrapped
         precision = precision_of(amp_configs, self.network, self._optimizer)
-        if optimizer is not None and not is_wrapped:
-            optimizer = fleet.distributed_optimizer(optimizer)
+        if optimizer is not None and wrapped is None:
+            wrapped = fleet.distributed_optimizer(optimizer)
         if self._wrapped is None:
             self._wrapped = fleet.distributed_model(self.network)
-        self._runner = Runner(self._wrapped, self._job, loss, self._metrics, optimizer, precision)
+        self._runner = Runner(self._wrapped, self._job, loss, self._metrics, wrapped, precision)
 
     @property
     def pipeline(self) -> PipelineParallel:
@@ -123,7 +124,7 @@ class Model(paddle.Model):
         return self._prepared().pipeline
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> PipelineOptimizer | None:
         """The optimizer of :meth:`prepare` as it was wrapped; None where it was given none."""
         return self._prepared().optimizer
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from typing import cast
 
 import numpy as np
 
@@ -76,7 +77,9 @@ class Runner:
             self._counting.begin(cut.rows)
             train: Callable[..., Nest] = self.pipeline.forward_backward_pipeline
             if step:
-                train = functools.partial(self.pipeline.train_batch, optimizer=self.optimizer)
+                train = functools.partial(
+                    self.pipeline.train_batch, optimizer=cast(PipelineOptimizer, self.optimizer)
+                )
             shares = train(
                 cut.data,
                 scaler=self._precision.scaler,

@@ -27,21 +27,25 @@ from fleetpipe.job.degrees import (
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.say_once import tell_once
 from fleetpipe.job.watching import process_exit
+from fleetpipe.paddle_types import DistributedStrategy as Strategy
+from fleetpipe.paddle_types import Fleet, HybridCommunicateGroup, RoleMakerBase
 
 #: Where torchrun, Open MPI's mpirun and MPICH's tell how many processes they started.
 _OTHER_LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
+#: Paddle's singleton, of which Fleet's functions are methods.
+_fleet: Fleet = paddle_fleet.fleet
 _numbers = itertools.count()
 #: The role maker, is_collective and log level of ``init`` in static mode; None outside of it.
 _static_arguments: tuple[Any, bool, int | str] | None = None
 
 
 def init(
-    role_maker: Any = None,
+    role_maker: RoleMakerBase | None = None,
     is_collective: bool = False,
-    strategy: Any = None,
+    strategy: Strategy | None = None,
     log_level: int | str = "INFO",
-) -> Any:
+) -> Fleet:
     """Begins a job: Fleet's ``init``, with every option checked before any process waits.
 
     Collective over all ranks of the job: those of a launcher, or the tasks that ``srun`` started. A
@@ -69,7 +73,7 @@ def init(
     world_size = meeting.world_size()
     _paddle.choose_backend()
     if runs_without_pipeline(strategy.hybrid_configs):
-        return paddle_fleet.init(role_maker, is_collective, strategy, log_level)
+        return _fleet.init(role_maker, is_collective, strategy, log_level)
     _refuse_other_launchers()
     degrees = Degrees.resolve(strategy.hybrid_configs, world_size)
     if degrees.pp > 1 and not is_collective:
@@ -82,7 +86,7 @@ def init(
     if not paddle.in_dynamic_mode():
         return _init_static(degrees, (role_maker, is_collective, strategy, log_level))
     if not is_collective:
-        return paddle_fleet.init(role_maker, is_collective, strategy, log_level)
+        return _fleet.init(role_maker, is_collective, strategy, log_level)
     if degrees.pp > 1:
         degrees.refuse_beyond(
             PIPELINE_AXES, "use mp_degree, dp_degree or sharding_degree for these ranks"
@@ -159,14 +163,14 @@ def shutdown() -> None:
         _static_arguments = None
 
 
-def get_hybrid_communicate_group() -> Any:
+def get_hybrid_communicate_group() -> HybridCommunicateGroup:
     """Returns the topology of the job: Paddle's own object, or one process's stand-in for it.
 
     Raises:
         StateError: There is no job.
     """
     try:
-        return paddle_fleet.get_hybrid_communicate_group()
+        return _fleet.get_hybrid_communicate_group()
     except (AssertionError, AttributeError):  # the latter on 2.6.2
         raise StateError(
             "there is no topology before fleet.init, nor after fleet.shutdown",
@@ -187,7 +191,7 @@ def _refuse_other_launchers() -> None:
             )
 
 
-def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Any:
+def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Fleet:
     """Takes note of a job that begins when the stages of its program are known."""
     global _static_arguments
     role_maker, is_collective, strategy, log_level = arguments
@@ -201,11 +205,13 @@ def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Any:
     running = current_job()
     if running is not None:
         _paddle.install_topology(running.hcg, copy.deepcopy(strategy))
-        return paddle_fleet.fleet
-    return paddle_fleet.init(*arguments)
+        return _fleet
+    return _fleet.init(*arguments)
 
 
-def _change_strategy(running: Job, degrees: Degrees, strategy: Any, config: PipelineConfig) -> Any:
+def _change_strategy(
+    running: Job, degrees: Degrees, strategy: Any, config: PipelineConfig
+) -> Fleet:
     if degrees != running.degrees:
         raise ConfigError(
             "fleet.init was called before, with other degrees",
@@ -215,12 +221,12 @@ def _change_strategy(running: Job, degrees: Degrees, strategy: Any, config: Pipe
         )
     running.limit_waits(config.timeout)
     _paddle.install_topology(running.hcg, copy.deepcopy(strategy))
-    return paddle_fleet.fleet
+    return _fleet
 
 
 def _begin(
     degrees: Degrees, world_size: int, arguments: tuple[Any, ...], config: PipelineConfig
-) -> Any:
+) -> Fleet:
     number = next(_numbers)
     role_maker, is_collective, strategy, log_level = arguments
     if world_size > 1:
@@ -229,7 +235,7 @@ def _begin(
         begun = start.begin_together(degrees, strategy, facts, config.timeout, number, init)
         job.begin(begun)
         tensor_parallel.connect_slices(begun)
-        return paddle_fleet.fleet
+        return _fleet
     _init_alone(role_maker, is_collective, log_level)
     hcg = _paddle.LocalTopology(degrees.pp)
     _paddle.install_topology(hcg, copy.deepcopy(strategy))
@@ -238,7 +244,7 @@ def _begin(
             f"fleetpipe: this one process plays all {degrees.pp} ranks of the pipeline\n"
         )
     job.begin(Job(degrees, hcg, config.timeout, number))
-    return paddle_fleet.fleet
+    return _fleet
 
 
 def _facts(degrees: Degrees, strategy: Any, config: PipelineConfig) -> dict[str, str]:

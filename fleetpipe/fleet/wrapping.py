@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import overload
+from typing import Any, overload
 
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
 from fleetpipe import _paddle
 from fleetpipe._paddle import paddle, paddle_fleet
-from fleetpipe.aliases import DType, Layer, Optimizer, Scaler, Strategy
+from fleetpipe.aliases import DType
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel, wrap
 from fleetpipe.dygraph.optimizer.scaler import agreeing
 from fleetpipe.dygraph.tensor_parallel import TensorParallel
@@ -20,6 +20,7 @@ from fleetpipe.fleet.lifecycle import begin_static
 from fleetpipe.job import meeting
 from fleetpipe.job.degrees import PIPELINE_AXES
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_types import DistributedStrategy, GradScaler, Layer, Optimizer
 from fleetpipe.static import StaticOptimizer, refuse_stages
 
 
@@ -31,7 +32,7 @@ def distributed_model(model: PipelineLayer) -> PipelineParallel: ...
 def distributed_model(model: Layer) -> Layer: ...
 
 
-def distributed_model(model: Layer) -> Layer:
+def distributed_model(model: Any) -> Any:
     """Wraps a model for training. Collective over the job.
 
     Args:
@@ -90,7 +91,7 @@ def distributed_model(model: Layer) -> Layer:
         return paddle_fleet.distributed_model(model)
 
 
-def _decorated(model: PipelineLayer) -> Layer:
+def _decorated(model: PipelineLayer) -> Any:
     """Casts a model as ``strategy.amp`` with pure float16 or bfloat16 asks; on CPU it stays."""
     strategy = _paddle.user_strategy()
     if strategy is None or not strategy.amp:
@@ -103,7 +104,7 @@ def _decorated(model: PipelineLayer) -> Layer:
 
 
 def distributed_optimizer(
-    optimizer: Optimizer, strategy: Strategy | None = None
+    optimizer: Optimizer, strategy: DistributedStrategy | None = None
 ) -> PipelineOptimizer:
     """Wraps an optimizer for ``train_batch``, or in static graph for ``minimize``.
 
@@ -126,7 +127,7 @@ def distributed_optimizer(
     return wrapped
 
 
-def _wrapped(optimizer: Optimizer, strategy: Strategy | None) -> Optimizer:
+def _wrapped(optimizer: Optimizer, strategy: DistributedStrategy | None) -> Any:
     if not paddle.in_dynamic_mode():
         chosen = _paddle.user_strategy() if strategy is None else strategy
         if getattr(chosen, "pipeline", False):
@@ -142,7 +143,7 @@ def _wrapped(optimizer: Optimizer, strategy: Strategy | None) -> Optimizer:
     return PipelineOptimizer(optimizer)
 
 
-def distributed_scaler(scaler: Scaler) -> Scaler:
+def distributed_scaler(scaler: GradScaler) -> GradScaler:
     """Has a ``GradScaler`` ask all ranks whether a gradient overflowed: all step, or none.
 
     Args:
@@ -152,4 +153,7 @@ def distributed_scaler(scaler: Scaler) -> Scaler:
     Returns:
         ``scaler``.
     """
-    return agreeing(scaler) if current_job() else paddle_fleet.distributed_scaler(scaler)
+    agreed: GradScaler = (
+        agreeing(scaler) if current_job() else paddle_fleet.distributed_scaler(scaler)
+    )
+    return agreed

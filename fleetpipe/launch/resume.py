@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TypedDict
 
-from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
@@ -21,6 +20,7 @@ from fleetpipe.config import DEFAULT_TIMEOUT
 from fleetpipe.job import job, life
 from fleetpipe.job.stopping import Stopping
 from fleetpipe.launch.keeping.kept_state import KeptState
+from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
 
 #: Names the folder of checkpoints where the script does not.
 FOLDER = "FLEETPIPE_CHECKPOINT_DIR"
@@ -38,10 +38,10 @@ STOP_SIGNALS = {
 class State(TypedDict):
     """What a run consists of, as :class:`fleetpipe.CheckpointManager` takes it."""
 
-    model: Layer
-    optimizer: Optimizer
-    lr_scheduler: Scheduler
-    scaler: Scaler
+    model: Layer | Program
+    optimizer: Optimizer | None
+    lr_scheduler: LRScheduler | None
+    scaler: GradScaler | None
     data: SavedData | None
 
 
@@ -140,11 +140,11 @@ class Run:
 
 
 def resume(
-    model: Layer,
-    optimizer: Optimizer = None,
+    model: Layer | Program,
+    optimizer: Optimizer | None = None,
     *,
-    lr_scheduler: Scheduler = None,
-    scaler: Scaler = None,
+    lr_scheduler: LRScheduler | None = None,
+    scaler: GradScaler | None = None,
     data: SavedData | None = None,
     manager: CheckpointManager | None = None,
 ) -> Run:
