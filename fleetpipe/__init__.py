@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os.path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fleetpipe.version import __version__ as __version__
 
@@ -17,6 +17,7 @@ if not os.path.isdir(os.path.join(__path__[0], "dygraph")):
     __path__.append(os.path.dirname(__path__[0]))
 
 if TYPE_CHECKING:
+    from fleetpipe import callbacks as callbacks
     from fleetpipe.capture.cutting.cuts import SplitPoint as SplitPoint
     from fleetpipe.capture.door import pipeline as pipeline
     from fleetpipe.capture.explain import explain as explain
@@ -32,6 +33,7 @@ _LATE = {
     "CheckpointManager": "fleetpipe.checkpoint.manager",
     "Model": "fleetpipe.fit.model",
     "SplitPoint": "fleetpipe.capture.cutting.cuts",
+    "callbacks": "fleetpipe.callbacks",
     "explain": "fleetpipe.capture.explain",
     "load_single": "fleetpipe.checkpoint.single",
     "pipe_split": "fleetpipe.capture.tracing.mark",
@@ -40,21 +42,39 @@ _LATE = {
     "resume": "fleetpipe.launch.resume",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Loads what needs Paddle when it is asked for.
-
-    Raises:
-        AttributeError: There is no such name.
-    """
-    if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LATE[name]), name)
+__all__ = [
+    "CheckpointManager",
+    "Model",
+    "SplitPoint",
+    "__version__",
+    "callbacks",
+    "explain",
+    "install",
+    "load_single",
+    "pipe_split",
+    "pipeline",
+    "plan",
+    "resume",
+]
 
 
 def __dir__() -> list[str]:
     """Returns the public names, those that are loaded late among them."""
-    return sorted([*_LATE, "__version__", "install"])
+    return __all__
+
+
+if not TYPE_CHECKING:  # to a type checker it would give the module every name
+
+    def __getattr__(name: str) -> object:
+        """Loads what needs Paddle when it is asked for.
+
+        Raises:
+            AttributeError: There is no such name.
+        """
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(_LATE[name])
+        return getattr(module, name, module)
 
 
 def install() -> None:

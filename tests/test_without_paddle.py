@@ -55,6 +55,6 @@ def test_the_rest_names_both_packages(module: str) -> None:
 def test_the_package_shows_its_public_names_and_nothing_else() -> None:
     done = without_paddle("import fleetpipe; print(*dir(fleetpipe))")
     assert done.stdout.split() == [
-        *("CheckpointManager", "Model", "SplitPoint", "__version__", "explain", "install"),
-        *("load_single", "pipe_split", "pipeline", "plan", "resume"),
+        *("CheckpointManager", "Model", "SplitPoint", "__version__", "callbacks", "explain"),
+        *("install", "load_single", "pipe_split", "pipeline", "plan", "resume"),
     ]

@@ -6,6 +6,8 @@ checkers look here.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from paddle.distributed.fleet import meta_parallel as _theirs
 
 from fleetpipe.dygraph import (
@@ -61,4 +63,37 @@ __all__ = [
     "tensor_parallel",
 ]
 
-__getattr__, __dir__ = overlay.over(globals(), _theirs)
+if TYPE_CHECKING:
+    # Paddle's names, which a run asks its module for.
+    # fmt: off
+    # isort: off
+    from paddle.distributed.fleet.layers.mpu.random import (
+        RNGStatesTracker as RNGStatesTracker, get_rng_state_tracker as get_rng_state_tracker,
+        model_parallel_random_seed as model_parallel_random_seed,
+    )
+    from paddle.distributed.fleet.meta_parallel import (
+        meta_parallel_base as meta_parallel_base, pipeline_hooks as pipeline_hooks,
+        pp_utils as pp_utils, segment_parallel as segment_parallel,
+        sharding_parallel as sharding_parallel, zero_bubble_utils as zero_bubble_utils,
+    )
+    from paddle.distributed.fleet.meta_parallel.parallel_layers.spec_utils import (
+        LayerSpec as LayerSpec, build_spec_layer as build_spec_layer,
+        get_spec_layer as get_spec_layer, import_spec_layer as import_spec_layer,
+    )
+    from paddle.distributed.fleet.meta_parallel.pp_utils.forward_backward_overlap_utils import (
+        ScheduleChunk as ScheduleChunk, ScheduleNode as ScheduleNode,
+    )
+    # isort: on
+    # fmt: on
+    MetaParallelBase = meta_parallel_base.MetaParallelBase
+    SegmentParallel = segment_parallel.SegmentParallel
+    ShardingParallel = sharding_parallel.ShardingParallel
+    dict_to_tuple_helper: Any
+    #: Made by ``overlay``: import their classes from the package where you check types.
+    dualpipev: Any
+    parallel_layers: Any
+    pipeline_parallel: Any
+    sharding: Any
+    tensor_parallel: Any
+else:
+    __getattr__, __dir__ = overlay.over(globals(), _theirs)
