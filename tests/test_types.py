@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fleetpipe._paddle import paddle_fleet
 from tests.launching import ROOT
 
 pytest.importorskip("mypy", reason="only the environment of make test has mypy")
@@ -22,6 +24,10 @@ MYPY = [
     "--cache-dir",
     str(ROOT / ".mypy_cache"),
 ]
+#: A line's mistake stands behind it, as the line that it becomes.
+SCRIPT = (ROOT / "tests" / "users_script.txt").read_text(encoding="utf-8")
+PADDLES = (paddle_fleet, paddle_fleet.meta_parallel)
+MISTAKES = [number for number, line in enumerate(SCRIPT.splitlines(), 1) if "# wrong:" in line]
 
 
 def said_of(scripts: list[Path], environment: Path) -> list[str]:
@@ -35,14 +41,50 @@ def said_of(scripts: list[Path], environment: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+def said_by_pyright(scripts: list[Path], environment: Path) -> list[tuple[str, int]]:
+    """Returns the scripts and lines in which pyright finds errors."""
+    pytest.importorskip("basedpyright", reason="pyright is an extra (dev) of its own weight")
+    folder = scripts[0].parent
+    names = [script.name for script in scripts]
+    (folder / "pyrightconfig.json").write_text(
+        json.dumps({"typeCheckingMode": "standard", "include": names})
+    )
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath"]
+    command.append(str(environment / "bin" / "python"))
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    said = json.loads(done.stdout)["generalDiagnostics"]
+    return [
+        (Path(one["file"]).name, one["range"]["start"]["line"] + 1)
+        for one in said
+        if one["severity"] == "error"
+    ]
+
+
+def environment_of(folder: Path, *packages: str) -> Path:
+    """Makes an environment that has fleetpipe as it is installed, and other folders' packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (own,) = folder.glob("lib/python*/site-packages")
+    (own / "all.pth").write_text("\n".join([str(ROOT), *packages]))
+    return folder
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """An environment with this environment's packages and fleetpipe as it is installed."""
-    folder = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "all.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
-    return folder
+    """An environment with this environment's packages."""
+    return environment_of(tmp_path / "environment", sysconfig.get_path("purelib"))
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> list[Path]:
+    """A user's script without mistakes, with them, and one of all names that Paddle has."""
+    right, wrong, names = (tmp_path / f"{name}.py" for name in ("right", "wrong", "names"))
+    right.write_text(SCRIPT)
+    wrong.write_text(re.sub(r"^( *).*# wrong: (.*)$", r"\1\2", SCRIPT, flags=re.MULTILINE))
+    public = {module: [name for name in dir(module) if name[0] != "_"] for module in PADDLES}
+    lines = [f"print({m.__name__.rpartition('.')[2]}.{n})" for m in public for n in public[m]]
+    heading = "from fleetpipe import fleet\nfrom fleetpipe.fleet import meta_parallel\n"
+    names.write_text(heading + "\n".join(lines))
+    return [right, wrong, names]
 
 
 def test_a_misspelt_method_is_found_and_the_first_script_is_right(
@@ -65,3 +107,26 @@ def test_a_misspelt_method_is_found_and_the_first_script_is_right(
     assert 'Argument 1 to "LayerDesc" has incompatible type' in said
     assert 'Unexpected keyword argument "topolgy" for "PipelineLayer"' in said
     assert "Found 3 errors in 1 file (checked 2 source files)" in said
+
+
+def test_mypy_finds_ten_mistakes_of_a_user_and_nothing_where_there_are_none(
+    scripts: list[Path], environment: Path
+) -> None:
+    said = [line for line in said_of(scripts, environment) if ": error: " in line]
+    found = {(line.split(":")[0], int(line.split(":")[1])) for line in said}
+    assert found == {("wrong.py", number) for number in MISTAKES}, "\n".join(said)
+    assert len(MISTAKES) == 10
+
+
+def test_pyright_finds_them_too(scripts: list[Path], environment: Path) -> None:
+    found = said_by_pyright(scripts, environment)
+    assert set(found) == {("wrong.py", number) for number in MISTAKES}
+
+
+def test_without_paddle_the_names_of_fleetpipe_are_checked(
+    scripts: list[Path], tmp_path: Path
+) -> None:
+    found = said_by_pyright(scripts[1:2], environment_of(tmp_path / "without"))
+    lines = [SCRIPT.splitlines()[number - 1].partition("# wrong: ")[2] for _, number in found]
+    for mistake in ("worker_indx", "AFTER", "keep=2", "train_batch(1, 2)", "Modle"):
+        assert any(mistake in line for line in lines), mistake
