@@ -6,17 +6,19 @@ and on 2.6.2. What a user never calls takes ``fleetpipe.aliases``, whose names a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 if TYPE_CHECKING:
     from paddle import Tensor as Tensor
     from paddle.amp import GradScaler as GradScaler
+    from paddle.callbacks import Callback
     from paddle.distributed.fleet import CommunicateTopology as CommunicateTopology
     from paddle.distributed.fleet import DistributedStrategy as DistributedStrategy
     from paddle.distributed.fleet import Fleet as Fleet
     from paddle.distributed.fleet import HybridCommunicateGroup as HybridCommunicateGroup
     from paddle.distributed.fleet.base.role_maker import RoleMakerBase as RoleMakerBase
+    from paddle.io import Dataset
     from paddle.nn import Layer as Layer
     from paddle.optimizer.lr import LRScheduler as LRScheduler
     from paddle.static import InputSpec
@@ -38,11 +40,16 @@ if TYPE_CHECKING:
         def state_dict(self) -> Any:
             """Returns what the optimizer keeps, by parameter."""
 
+    #: Of :class:`fleetpipe.Model`'s methods.
+    FitCallbacks = Union[Callback, Sequence[Callback], None]
+    #: What yields batches, or is made into them.
+    Data = Union[Dataset[Any], Iterable[Any], None]
     #: The arguments of a model's forward: one, several, or by name.
     Inputs = Union[Tensor, InputSpec, tuple[Any, ...], list[Any], dict[str, Any]]
 else:
     CommunicateTopology = DistributedStrategy = Fleet = GradScaler = HybridCommunicateGroup = Any
-    Inputs = Layer = LRScheduler = Optimizer = Program = RoleMakerBase = Tensor = Any
+    Data = FitCallbacks = Inputs = Layer = LRScheduler = Optimizer = Program = Any
+    RoleMakerBase = Tensor = Any
 
 #: Of ``[inputs, labels]`` or an iterator of ``(inputs, labels)``; None on a rank that needs none.
 Batch = Union[list[Any], tuple[Any, ...], Iterator[Any], None]

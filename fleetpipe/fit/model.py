@@ -26,7 +26,7 @@ from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import Source, source_of
 from fleetpipe.fit.training import Training
 from fleetpipe.job import life
-from fleetpipe.paddle_types import Layer, Optimizer, Tensor
+from fleetpipe.paddle_types import Data, FitCallbacks, Layer, Optimizer, Tensor
 
 if TYPE_CHECKING:
     from paddle.hapi.model_summary import ModelSummary
@@ -206,8 +206,8 @@ class Model(paddle.Model):
 
     def fit(
         self,
-        train_data: Nest = None,
-        eval_data: Nest = None,
+        train_data: Data = None,
+        eval_data: Data = None,
         batch_size: int | Sequence[int] = 1,
         epochs: int = 1,
         eval_freq: int = 1,
@@ -218,7 +218,7 @@ class Model(paddle.Model):
         drop_last: bool = False,
         shuffle: bool = True,
         num_workers: int = 0,
-        callbacks: Nest = None,
+        callbacks: FitCallbacks = None,
         accumulate_grad_batches: int = 1,
         num_iters: int | None = None,
         save_steps: int | None = None,
@@ -314,12 +314,12 @@ class Model(paddle.Model):
 
     def evaluate(
         self,
-        eval_data: Nest,
+        eval_data: Data,
         batch_size: int = 1,
         log_freq: int = 10,
         verbose: int = 2,
         num_workers: int = 0,
-        callbacks: Nest = None,
+        callbacks: FitCallbacks = None,
         num_iters: int | None = None,
     ) -> Logs:
         """Returns the loss of the last batch and the metrics of all, by name. Collective.
@@ -344,12 +344,12 @@ class Model(paddle.Model):
 
     def predict(
         self,
-        test_data: Nest,
+        test_data: Data,
         batch_size: int = 1,
         num_workers: int = 0,
         stack_outputs: bool = False,
         verbose: int = 1,
-        callbacks: Nest = None,
+        callbacks: FitCallbacks = None,
     ) -> list[Nest]:
         """Returns the model's outputs for the whole of the data, on every rank. Collective.
 
