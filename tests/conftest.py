@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import multiprocessing
 import os
 import random
@@ -125,7 +126,8 @@ def _leave_stacks_on_a_crash(with_paddle: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Gives every test the same random numbers, whatever ran before it."""
+    """Gives every test the same random numbers and notices, whatever ran before it."""
+    logging.getLogger("fleetpipe").setLevel(logging.INFO)
     _leave_stacks_on_a_crash("paddle" in sys.modules)
     random.seed(0)
     if "numpy" in sys.modules:

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Callable
 
+from fleetpipe import log
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.checkpoint.contents.model_part import NamedTensors
@@ -34,12 +35,13 @@ from fleetpipe.dygraph.state.tied_weights import connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
-from fleetpipe.job.say_once import tell_once
 from fleetpipe.paddle_types import CommunicateTopology
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.planning import PipelinePlan
 from fleetpipe.schedules import Edge, Schedule
 from fleetpipe.transport import Group, SoleGroup
+
+_log = log.logger(__name__)
 
 
 class PipelineLayer(paddle.nn.Layer):
@@ -144,7 +146,8 @@ class PipelineLayer(paddle.nn.Layer):
         self._stage_id, self._owned = self._own_stages()
         self._build()
         if job is not None and not job.local and not self.state.own_parameters():
-            tell_once(
+            log.once(
+                _log.warning,
                 f"the layers of rank {self._stage_id} of the pipeline have no parameters, and "
                 "Paddle's optimizers take no empty list: cut elsewhere with seg_method",
                 any_rank=True,

@@ -6,14 +6,16 @@ where work is queued, a time is that of queueing it.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from fleetpipe import log
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.errors import StateError
 from fleetpipe.schedules import Action, Op, Recv, Send
+
+_log = log.logger(__name__)
 
 _TRANSFERS = {"S": "send", "R": "recv"}
 _WAYS = {"F": "forward", "B": "backward"}
@@ -105,7 +107,7 @@ class Timers:
             f"{name}: {self.timers[name].elapsed(reset) * 1000.0 / normalizer:.2f}"
             for name in names
         ]
-        sys.stderr.write(" | ".join(["time (ms)", *texts]) + "\n")
+        _log.info(" | ".join(["time (ms)", *texts]))
 
 
 class TimedActions:

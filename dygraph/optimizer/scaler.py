@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import MethodType
 
+from fleetpipe import log
 from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.aliases import Optimizer, Scaler
 from fleetpipe.dygraph._paddle import (
@@ -19,7 +20,8 @@ from fleetpipe.dygraph._paddle import (
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
-from fleetpipe.job.say_once import tell_once
+
+_log = log.logger(__name__)
 
 
 def agreeing(scaler: Scaler) -> Scaler:
@@ -55,7 +57,10 @@ def prepared(scaler: Scaler) -> Scaler:
     if scaler.is_enable():
         return agreeing(scaler)
     if device_kind() == "cpu":
-        tell_once("a GradScaler does nothing on CPU: gradients are computed in float32 there")
+        log.once(
+            _log.warning,
+            "a GradScaler does nothing on CPU: gradients are computed in float32 there",
+        )
     return None
 
 

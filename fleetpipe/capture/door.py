@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
+from fleetpipe import log
 from fleetpipe._paddle import user_strategy
 from fleetpipe.capture.asked import classes_of, plain_model, stages_asked
 from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
@@ -23,9 +24,10 @@ from fleetpipe.dygraph._paddle import forward_hooks
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
-from fleetpipe.job.say_once import tell_once
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.planning import PipelinePlan
+
+_log = log.logger(__name__)
 
 #: Proves a model beforehand, and trains it beside the first batches.
 FIRST = "first"
@@ -136,7 +138,7 @@ def _tell_what_is_left_out(forms: Forms) -> None:
         [f"it calls a hook of {type(model).__name__}'s own"] if any(forward_hooks(model)) else []
     )
     for text in (*forms.example(training=True).trace.left_out, *hooks):
-        tell_once(f"the captured stages leave out what the forward does: {text}")
+        log.once(_log.warning, f"the captured stages leave out what the forward does: {text}")
 
 
 def _whole(model: Layer) -> bool:
@@ -144,7 +146,8 @@ def _whole(model: Layer) -> bool:
     job = current_job()
     lazy = without_memory(model)
     if lazy and job is not None and not job.local:
-        tell_once(
+        log.once(
+            _log.warning,
             "nothing is compared before training: the model was built under LazyGuard, and no rank "
             "has all of it; it is compared where one process plays all ranks",
         )

@@ -13,6 +13,7 @@ from fractions import Fraction
 from types import FunctionType
 from typing import NamedTuple
 
+from fleetpipe import log
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture.proof.comparison import kept
@@ -40,10 +41,11 @@ from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError, reason
 from fleetpipe.job.job import all_ranks
-from fleetpipe.job.say_once import tell_once
 from fleetpipe.parity.beside import Beside, as_the_next_batch
 from fleetpipe.parity.reference import Reference, of_same_layers
 from fleetpipe.schedules.action import GlobalMicroBatch
+
+_log = log.logger(__name__)
 
 #: What a deep copy makes anew.
 _COPIED = (paddle.nn.Layer, paddle.Tensor, dict, list, set)
@@ -112,7 +114,9 @@ class Shadow:
         """Ends the comparison where a rank has a reason, and says it. Collective."""
         first = next(filter(None, all_ranks().all_gather(obstacle)), None)
         if first is not None:
-            tell_once(f"the first batches are not shadowed by the plain model: {first}")
+            log.once(
+                _log.warning, f"the first batches are not shadowed by the plain model: {first}"
+            )
             self._end()
         return first is not None
 
@@ -307,9 +311,10 @@ class Shadow:
         self._batch = None
         self._number += 1
         if self._number == self._batches:
-            tell_once(
+            log.once(
+                _log.info,
                 f"the first {self._batches} batches were trained beside the untouched model as "
-                f"well, which took {self._seconds:.3g} s, and trained alike; that ends here"
+                f"well, which took {self._seconds:.3g} s, and trained alike; that ends here",
             )
             self._end()
 

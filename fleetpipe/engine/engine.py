@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Callable
 
+from fleetpipe import log
 from fleetpipe.engine.observer import Blocked, Instruction, Observer, message_of, wrapped
 from fleetpipe.engine.stage import Stage, Values
 from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout, ScheduleError
@@ -19,6 +20,8 @@ from fleetpipe.schedules import Action, Edge, Free, Fused, Op, Plan, Recv, Send
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch, parts
 from fleetpipe.schedules.operations import ranks_of
 from fleetpipe.transport import MessageKey, Transport, Value, describe
+
+_log = log.logger(__name__)
 
 Compute = Callable[[int, GlobalMicroBatch, Values], Values]
 
@@ -317,9 +320,9 @@ def _located(error: Exception, walker: Walker) -> Exception:
     if isinstance(error, BoundaryError):
         error.add_place(walker.where())
         return error
-    note = f"fleetpipe: raised at {walker.where()}"
+    note = f"raised at {walker.where()}"
     if sys.version_info >= (3, 11):
-        error.add_note(note)
+        error.add_note(f"fleetpipe: {note}")
     else:
-        sys.stderr.write(note + "\n")
+        _log.error(note)
     return error

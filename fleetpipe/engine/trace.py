@@ -6,13 +6,13 @@ picture show both: measured beside predicted.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Callable, Protocol
 
+from fleetpipe import log
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
 from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, write_trace
@@ -20,6 +20,8 @@ from fleetpipe.schedules.forms.events import Event, events_of, figures_of
 from fleetpipe.schedules.forms.picture import NoMatplotlib, Panel, draw, panel_of
 from fleetpipe.transport import Group, Transport
 from fleetpipe.transport.joining.hosts import host_identity
+
+_log = log.logger(__name__)
 
 #: Steps that a trace keeps unless it is told otherwise.
 MOST_STEPS = 20
@@ -98,7 +100,7 @@ class Trace:
         def write() -> None:
             summary = trace.write()
             if summary is not None:
-                sys.stderr.write(f"fleetpipe: {summary}\n")
+                _log.info(summary)
 
         job.endings.append(write)
         return trace

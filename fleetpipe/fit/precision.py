@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fleetpipe import fleet
+from fleetpipe import fleet, log
 from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.aliases import Layer, Optimizer, Scaler
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit import _paddle
-from fleetpipe.job.say_once import tell_once
+
+_log = log.logger(__name__)
 
 #: Its stubs take literals alone.
 _amp: Any = paddle.amp
@@ -65,7 +66,10 @@ def precision_of(
     if level == "O0":
         return Precision()
     if device_kind() == "cpu":
-        tell_once("amp_configs: on a CPU auto_cast changes nothing; all is computed as it is")
+        log.once(
+            _log.warning,
+            "amp_configs: on a CPU auto_cast changes nothing; all is computed as it is",
+        )
         return Precision()
     if level == "O2":
         _amp.decorate(models=network, optimizers=optimizer, level=level)

@@ -11,7 +11,7 @@ import sys
 import warnings
 from typing import Any
 
-from fleetpipe import _paddle, static
+from fleetpipe import _paddle, log, static
 from fleetpipe._paddle import dynamic_mode, paddle, paddle_fleet
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
@@ -25,10 +25,11 @@ from fleetpipe.job.degrees import (
     runs_without_pipeline,
 )
 from fleetpipe.job.job import Job, current_job
-from fleetpipe.job.say_once import tell_once
 from fleetpipe.job.watching import process_exit
 from fleetpipe.paddle_types import DistributedStrategy as Strategy
 from fleetpipe.paddle_types import Fleet, HybridCommunicateGroup, RoleMakerBase
+
+_log = log.logger(__name__)
 
 #: Where torchrun, Open MPI's mpirun and MPICH's tell how many processes they started.
 _OTHER_LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -94,7 +95,9 @@ def init(
     if degrees.sharding > 1:
         refuse_sharding_options(strategy)
     if strategy.amp and _paddle.device_kind() == "cpu":
-        tell_once("strategy.amp has no effect on CPU: Paddle computes in float32 there")
+        log.once(
+            _log.warning, "strategy.amp has no effect on CPU: Paddle computes in float32 there"
+        )
     running = current_job()
     if running is not None:
         return _change_strategy(running, degrees, strategy, config)
@@ -240,9 +243,7 @@ def _begin(
     hcg = _paddle.LocalTopology(degrees.pp)
     _paddle.install_topology(hcg, copy.deepcopy(strategy))
     if degrees.pp > 1:
-        sys.stderr.write(
-            f"fleetpipe: this one process plays all {degrees.pp} ranks of the pipeline\n"
-        )
+        _log.info("this one process plays all %d ranks of the pipeline", degrees.pp)
     job.begin(Job(degrees, hcg, config.timeout, number))
     return _fleet
 
@@ -271,17 +272,16 @@ def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> N
 #: What stock Paddle's ``PipelineLayer`` says where there is no GPU; it names no cause.
 _STOCK_ON_CPU = "'ParallelEnv' object has no attribute '_device_id'"
 _STOCK_HINT = """\
-fleetpipe: the PipelineLayer of this script is stock Paddle's, which cannot be built on a CPU
+the PipelineLayer of this script is stock Paddle's, which cannot be built on a CPU
   what to do: from fleetpipe.fleet.meta_parallel import PipelineLayer; where a library imports it, \
-start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()
-"""
+start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
 
 
 def _end_with_process() -> None:
     """Ends the job with the process; an error that nobody caught reaches the other ranks."""
     error = process_exit.error()
     if isinstance(error, AttributeError) and _STOCK_ON_CPU in str(error):
-        sys.stderr.write(_STOCK_HINT)
+        _log.error(_STOCK_HINT)
     try:
         job.end(error)
     except FleetPipeError as failure:

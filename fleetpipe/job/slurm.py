@@ -14,9 +14,11 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from fleetpipe import log
 from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.say_once import tell_once
+
+_log = log.logger(__name__)
 
 #: Below the ports that the system gives to outgoing connections, and those of Gloo's stores.
 _PORTS = range(12000, 20000)
@@ -71,7 +73,9 @@ def adopt() -> None:
         return
     if not {"SLURM_STEP_ID", "SLURM_STEPID"} & os.environ.keys():
         job = os.environ["SLURM_JOB_ID"]
-        tell_once(f"one process within Slurm job {job}; srun would start its {tasks} tasks")
+        log.once(
+            _log.warning, f"one process within Slurm job {job}; srun would start its {tasks} tasks"
+        )
         return
     step = _step(tasks)
     endpoints = _endpoints(step)
@@ -88,9 +92,10 @@ def adopt() -> None:
         PADDLE_NNODES=str(len(step.nodes)),
     )
     _choose_device(step.local)
-    tell_once(
+    log.once(
+        _log.info,
         f"Slurm's job {step.job}, step {step.number}: {tasks} ranks on {len(step.nodes)} node(s), "
-        f"rank 0 at {endpoints[0]}"
+        f"rank 0 at {endpoints[0]}",
     )
 
 

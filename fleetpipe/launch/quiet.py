@@ -1,4 +1,4 @@
-"""Leaves out of what a command shows the lines of Paddle's own log that are below a level."""
+"""Leaves out of what a command shows the lines of Paddle's log, and fleetpipe's, below a level."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fleetpipe.log import FLEETS_LOGGER, NAME
+
 #: The levels, with the number that Paddle's C++ parts know each by.
 LEVELS = {"DEBUG": 0, "INFO": 0, "WARNING": 1, "ERROR": 2}
 DEFAULT_LEVEL = "WARNING"
 
 #: Paddle warns of it at every import where there is no ccache; it matters to those who compile.
 _CCACHE = "No ccache found"
-_FLEETS_LOGGER = "paddle.distributed.fleet.utils.log_util"
 
 
 def environment(level: str) -> dict[str, str]:
@@ -34,7 +35,12 @@ def environment(level: str) -> dict[str, str]:
 
 @contextmanager
 def quiet(level: str) -> Iterator[None]:
-    """Within it, Paddle's lines below ``level`` are left out. Paddle is imported within it."""
+    """Within it, Paddle's lines below ``level`` are left out. Paddle is imported within it.
+
+    Another level than the default is fleetpipe's own from here on: jobs end with the process.
+    """
+    if level != DEFAULT_LEVEL:
+        logging.getLogger(NAME).setLevel(level)
     if LEVELS[level] == 0:
         yield
         return
@@ -44,7 +50,7 @@ def quiet(level: str) -> Iterator[None]:
 
     # A filter: `fleet.init` sets the level itself.
     least: int = getattr(logging, level)
-    logger, before = logging.getLogger(_FLEETS_LOGGER), dict(os.environ)
+    logger, before = logging.getLogger(FLEETS_LOGGER), dict(os.environ)
     logger.addFilter(shown)
     os.environ.update(environment(level))
     warnings.filterwarnings("ignore", _CCACHE)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any, TypedDict
 
+from fleetpipe import log
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
@@ -21,6 +21,8 @@ from fleetpipe.job import job, life
 from fleetpipe.job.stopping import Stopping
 from fleetpipe.launch.keeping.kept_state import KeptState
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
+
+_log = log.logger(__name__)
 
 #: Names the folder of checkpoints where the script does not.
 FOLDER = "FLEETPIPE_CHECKPOINT_DIR"
@@ -133,7 +135,7 @@ class Run:
         life.tell_preempted(self.step)
         if job.all_ranks().rank == 0:
             why = "interrupted" if self._interrupted else "asked to stop"
-            sys.stderr.write(f"fleetpipe: {why}, the job saved {self.step} steps\n")
+            _log.info(f"{why}, the job saved {self.step} steps")
         job.end()
         code = life.INTERRUPTED if self._interrupted else life.PREEMPTED
         raise SystemExit(0 if life.number() else code)
@@ -210,4 +212,4 @@ def _tell(text: str) -> None:
     if job.all_ranks().rank == 0:
         number = life.number()
         of_job = f"life {number} of the job " if number else ""
-        sys.stderr.write(f"fleetpipe: {of_job}{text}\n")
+        _log.info(f"{of_job}{text}")

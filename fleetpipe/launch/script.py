@@ -68,7 +68,8 @@ def _configure(parser: argparse.ArgumentParser, what: str) -> None:
         "--log-level",
         choices=quiet.LEVELS,
         default=quiet.DEFAULT_LEVEL,
-        help="least level of Paddle's own log lines to show (default: %(default)s)",
+        help="least level of log lines to show: Paddle's, and fleetpipe's, whose notices stay at "
+        "%(default)s, the default",
     )
     parser.add_argument("script", type=kinds.script, metavar="SCRIPT", help=what)
     rest = parser.add_argument(

@@ -304,14 +304,14 @@ def test_an_input_that_the_forward_writes_into_is_the_stages_own() -> None:
     assert np.array_equal(given, X[:2])
 
 
-def test_what_python_does_beside_operations_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_python_does_beside_operations_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def aside(self: Any, x: Any) -> Any:
         self.seen.append(x)
         self.calls = 7
         return recompute(self.second, x)
 
     fleetpipe.pipeline(Net(aside), X[:2], split_spec=["second"])
-    told, line = capsys.readouterr().err, aside.__code__.co_firstlineno
+    told, line = caplog.text, aside.__code__.co_firstlineno
     assert f"leave out what the forward does: it changes 'seen', {__file__}:" in told
     assert f"it sets 'calls', {__file__}:{line + 2}" in told
     assert f"it recomputes, {__file__}:{line + 3}; pass recompute_interval" in told

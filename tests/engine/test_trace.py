@@ -38,7 +38,7 @@ def actions(document: dict[str, Any], ranks: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "FThenB"])
 def test_the_actions_of_every_step_stand_in_the_order_of_the_schedule(
-    tmp_path: Path, schedule: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, schedule: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with job(3, micro_batches=4, schedule=schedule, trace=tmp_path / "new"):
         model = pipeline()
@@ -51,7 +51,7 @@ def test_the_actions_of_every_step_stand_in_the_order_of_the_schedule(
     assert actions(document, 3) == [[str(action) for action in row] * 2 for row in rows]
     for picture in ("measured.png", "predicted.png"):
         assert (tmp_path / "new" / picture).read_bytes().startswith(b"\x89PNG")
-    told = capfd.readouterr().err
+    told = caplog.text
     assert "trace of 2 of 2 steps" in told
     assert "measured after the first step, " in told
     assert "clocks agree within 0 us" in told
@@ -70,7 +70,7 @@ def test_the_first_step_of_a_job_counts_in_no_figure(tmp_path: Path, kept: int, 
 
 
 def test_without_matplotlib_a_trace_is_written_and_the_job_ends_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for folder in ("first", "second"):
@@ -78,7 +78,7 @@ def test_without_matplotlib_a_trace_is_written_and_the_job_ends_well(
             model = pipeline()
             model.train_batch(batch(), sgd(model))
         assert [file.name for file in (tmp_path / folder).iterdir()] == ["trace.json"]
-    told = capfd.readouterr().err
+    told = caplog.text
     assert told.count("no pictures: they need matplotlib") == 2
     assert told.count("trace of 1 of 1 steps") == 2
 

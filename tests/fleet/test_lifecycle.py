@@ -32,7 +32,7 @@ def strategy(**hybrid: int) -> Any:
 
 
 def test_one_process_answers_as_the_first_and_the_last_of_all_ranks(
-    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with job(3):
         hcg = fleet.get_hybrid_communicate_group()
@@ -51,7 +51,7 @@ def test_one_process_answers_as_the_first_and_the_last_of_all_ranks(
         assert (hcg._get_p2p_next_rank(), hcg._get_p2p_prev_rank()) == (0, 0)
         axes = fleet.CommunicateTopology().get_hybrid_group_names()
         assert hcg.topology().get_hybrid_group_names() == axes
-    assert "plays all 3 ranks" in capfd.readouterr().err
+    assert "plays all 3 ranks" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

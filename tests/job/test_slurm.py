@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetpipe import log
 from fleetpipe.errors import ConfigError
-from fleetpipe.job import say_once, slurm
+from fleetpipe.job import slurm
 from tests.launching import ROOT
 
 #: Task 3 of five on two nodes, as srun(1) tells it.
@@ -32,7 +33,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """An environment without a job, which is put back after the test."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PADDLE_"))}
     monkeypatch.setattr(os, "environ", clean)
-    say_once.tell_once.cache_clear()
+    log.once.cache_clear()
     return monkeypatch
 
 
@@ -50,7 +51,7 @@ def test_the_page_shows_the_batch_script() -> None:
     assert f"```bash\n{script}```" in (ROOT / "docs" / "slurm.md").read_text()
 
 
-def test_a_task_is_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_is_a_rank(caplog: pytest.LogCaptureFixture) -> None:
     port = 12000 + (31 * 1234 + 2) % 8000
     first, second = f"localhost:{port}", f"node2:{port}"
     assert adopted() == {
@@ -65,14 +66,14 @@ def test_a_task_is_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
         "PADDLE_RANK_IN_NODE": "0",
         "PADDLE_NNODES": "2",
     }
-    assert capsys.readouterr().err == ""
+    assert caplog.messages == []
 
 
-def test_rank_0_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_says_so(caplog: pytest.LogCaptureFixture) -> None:
     made = adopted(SLURM_PROCID="0", SLURM_NODEID="0")
     first = made["PADDLE_CURRENT_ENDPOINT"]
-    said = f"fleetpipe: Slurm's job 1234, step 2: 5 ranks on 2 node(s), rank 0 at {first}\n"
-    assert capsys.readouterr().err == said
+    said = f"Slurm's job 1234, step 2: 5 ranks on 2 node(s), rank 0 at {first}"
+    assert caplog.messages == [said]
 
 
 def test_one_node_is_reached_by_the_loopback() -> None:
@@ -112,10 +113,10 @@ def test_a_launcher_comes_first_and_one_task_is_none(change: dict[str, str | Non
     assert adopted(**change) == given
 
 
-def test_a_batch_script_without_srun_is_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_script_without_srun_is_one_process(caplog: pytest.LogCaptureFixture) -> None:
     assert adopted(SLURM_STEP_ID=None, SLURM_STEP_NUM_TASKS=None) == {}
-    said = "fleetpipe: one process within Slurm job 1234; srun would start its 5 tasks\n"
-    assert capsys.readouterr().err == said
+    said = "one process within Slurm job 1234; srun would start its 5 tasks"
+    assert caplog.messages == [said]
 
 
 @pytest.mark.parametrize(

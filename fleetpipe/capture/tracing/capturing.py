@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from fleetpipe import log
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.tracing.place import raised_at
@@ -15,7 +16,8 @@ from fleetpipe.capture.tracing.walk import Unopened
 from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import CaptureError, FleetPipeError, reason
-from fleetpipe.job.say_once import told_if_slow
+
+_log = log.logger(__name__)
 
 
 class Capturing:
@@ -104,8 +106,8 @@ class Capturing:
     def told_if_slow(self) -> AbstractContextManager[None]:
         """Within it a line says, once it takes long, that the model is captured."""
         name = type(self.model).__name__
-        return told_if_slow(
-            f"capturing {name}: its forward runs in both modes, and on other numbers"
+        return log.once_if_slow(
+            _log.info, f"capturing {name}: its forward runs in both modes, and on other numbers"
         )
 
 

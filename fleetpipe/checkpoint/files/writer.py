@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fleetpipe import log
 from fleetpipe.checkpoint.contents.parts import Name
 from fleetpipe.checkpoint.files import commit, tensors
 from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Piece, Whole
 from fleetpipe.checkpoint.files.plan import Plan
 from fleetpipe.checkpoint.files.regions import Cut
+
+_log = log.logger(__name__)
 
 _CLAIM = "claimed"
 
@@ -127,9 +129,9 @@ def _end(task: Assignment) -> None:
     commit.publish(task.draft, task.home, step)
     if aside:
         names = ", ".join(path.name for path in aside.values())
-        sys.stderr.write(
-            f"fleetpipe: step {step} is saved; the run had gone on to step {max(aside)} before: "
-            f"what is later is set aside in {task.home} as {names}\n"
+        _log.warning(
+            f"step {step} is saved; the run had gone on to step {max(aside)} before: "
+            f"what is later is set aside in {task.home} as {names}"
         )
     task.published()
 

@@ -19,13 +19,14 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from fleetpipe import _paddle
+from fleetpipe import _paddle, log
 from fleetpipe.errors import PipelineTimeout, TransportError
-from fleetpipe.job.say_once import tell_once
 from fleetpipe.transport import Store
 from fleetpipe.transport.joining import hosts
 from fleetpipe.transport.joining.rendezvous import await_keys
 from fleetpipe.transport.limit import Limit
+
+_log = log.logger(__name__)
 
 #: Below the ports that the system gives to outgoing connections: none of those is in the way.
 _PORTS = range(20000, 32000)
@@ -82,7 +83,8 @@ def _choose_interface() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = name
     named = hosts.named_address()
     if address not in ("127.0.0.1", named):
-        tell_once(
+        log.once(
+            _log.info,
             f"Gloo uses the interface {name} ({address}), which leads to the other hosts; "
             f"this host's name leads to {named or 'no address'}",
             any_rank=True,

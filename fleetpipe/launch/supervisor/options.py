@@ -85,7 +85,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         *_spelled("log_level"),
         choices=quiet.LEVELS,
         default=quiet.DEFAULT_LEVEL,
-        help="least level of Paddle's own log lines to show (default: %(default)s)",
+        help="least level of log lines to show: Paddle's, and fleetpipe's, whose notices stay at "
+        "%(default)s, the default",
     )
     add("script", type=kinds.script, metavar="SCRIPT", help="a training script")
     rest = add(

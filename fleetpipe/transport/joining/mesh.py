@@ -11,11 +11,11 @@ from __future__ import annotations
 import secrets
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from fleetpipe import log
 from fleetpipe.errors import TransportError
 from fleetpipe.transport.base import Store
 from fleetpipe.transport.joining import handshake, hosts
@@ -29,6 +29,8 @@ from fleetpipe.transport.joining.handshake import (
 )
 from fleetpipe.transport.joining.rendezvous import Rendezvous
 from fleetpipe.transport.wire.seal import Seals
+
+_log = log.logger(__name__)
 
 DEFAULT_TIMEOUT = 600.0
 # Seconds in which somebody who knocks must prove to be a peer; a peer that is dropped tries again.
@@ -348,7 +350,7 @@ class _Mesh:
         """Says once who was refused: anybody may claim to be of any life."""
         if not self._refused_one:
             self._refused_one = True
-            sys.stderr.write(f"fleetpipe: rank {self._meeting.rank} refused {stale}\n")
+            _log.warning("rank %d refused %s", self._meeting.rank, stale)
 
     def _drop(self, attempt: Attempt) -> None:
         """Forgets a connection that leads to no peer; a peer that was dialled is tried again."""

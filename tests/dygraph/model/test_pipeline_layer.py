@@ -9,12 +9,11 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe import fleet, parity
+from fleetpipe import fleet, log, parity
 from fleetpipe.errors import ConfigError, PartitionError
 from fleetpipe.fleet import meta_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from fleetpipe.job.job import current_job
-from fleetpipe.job.say_once import tell_once
 from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
 
 NEWER = hasattr(meta_parallel, "LayerSpec")
@@ -217,17 +216,17 @@ def test_fewer_layers_than_stages_are_refused_with_both_numbers() -> None:
 
 @pytest.mark.parametrize(("rank", "told"), [(0, 0), (1, 1)])
 def test_a_rank_without_parameters_is_told_of_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, told: int
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, told: int
 ) -> None:
-    tell_once.cache_clear()
+    log.once.cache_clear()
     with job(2), monkeypatch.context() as played:
         running = current_job()
         assert running is not None
         played.setattr(running, "local", False)
         played.setattr(running.hcg, "get_stage_id", lambda: rank)
         PipelineLayer([LayerDesc(nn.Linear, 6, 4), nn.functional.relu], num_stages=2)
-    notice = f"fleetpipe: the layers of rank {rank} of the pipeline have no parameters"
-    assert capsys.readouterr().err.count(notice) == told
+    notice = f"the layers of rank {rank} of the pipeline have no parameters"
+    assert caplog.text.count(notice) == told
 
 
 @pytest.mark.skipif(not NEWER, reason="2.6.2 has no LayerSpec")

@@ -13,11 +13,10 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_
     HybridParallelOptimizer,
 )
 
-from fleetpipe import fleet
+from fleetpipe import fleet, log
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
-from fleetpipe.job.say_once import tell_once
 from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd
 
 Make = Callable[[list[Any]], Any]
@@ -392,9 +391,9 @@ def test_bfloat16_parameters_are_computed_in_bfloat16(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_mixed_precision_by_strategy_is_float32_on_cpu_and_that_is_told_once(
-    level: str, capfd: pytest.CaptureFixture[str]
+    level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tell_once.cache_clear()
+    log.once.cache_clear()
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"pp_degree": 2}
     strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": ROWS}
@@ -408,4 +407,4 @@ def test_mixed_precision_by_strategy_is_float32_on_cpu_and_that_is_told_once(
             assert {p.dtype for p in model.parameters()} == {paddle.float32}
         finally:
             fleet.shutdown()
-    assert capfd.readouterr().err.count("strategy.amp has no effect on CPU") == 1
+    assert caplog.text.count("strategy.amp has no effect on CPU") == 1

@@ -12,7 +12,7 @@ from paddle import nn
 from paddle.amp import grad_scaler
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionScaler
 
-from fleetpipe import fleet
+from fleetpipe import fleet, log
 from fleetpipe.dygraph.optimizer import scaler as scaling
 from fleetpipe.errors import ConfigError, StateError
 from tests.groups import members, on_all
@@ -129,10 +129,10 @@ def test_a_scaler_that_switches_itself_off_does_so_before_the_first_loss(
 
 
 def test_a_scaler_on_cpu_trains_as_none_does_and_that_is_told_once(
-    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     results = []
-    scaling.tell_once.cache_clear()
+    log.once.cache_clear()
     for scaler in (None, fleet.distributed_scaler):
         with job(2):
             model = pipeline()
@@ -142,7 +142,7 @@ def test_a_scaler_on_cpu_trains_as_none_does_and_that_is_told_once(
                 model.train_batch(batch(seed=seed), optimizer, scaler=made)
             results.append(bits(model.state_dict()))
     assert results[0] == results[1]
-    assert capfd.readouterr().err.count("a GradScaler does nothing on CPU") == 1
+    assert caplog.text.count("a GradScaler does nothing on CPU") == 1
 
 
 def test_a_scaler_without_a_loss_is_refused() -> None:

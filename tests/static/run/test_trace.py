@@ -15,7 +15,7 @@ from tests.static.networks import batches, mlp, static_mode, strategy_of
 
 
 def test_a_trace_has_the_actions_of_the_schedule(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with static_mode():
         strategy = strategy_of(trace=str(tmp_path / "new"))
@@ -26,7 +26,7 @@ def test_a_trace_has_the_actions_of_the_schedule(
         exe.run(paddle.static.default_startup_program())
         for feed in batches(2):
             exe.run(feed=feed, fetch_list=[loss])
-    assert "trace of 2 of 2 steps" in capfd.readouterr().err
+    assert "trace of 2 of 2 steps" in caplog.text
     document = json.loads((tmp_path / "new" / "trace.json").read_text())
     rows = build("1F1B", ranks=2, micro_batches=4).actions
     assert actions(document, 2) == [[str(action) for action in row] * 2 for row in rows]

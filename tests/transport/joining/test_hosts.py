@@ -72,12 +72,12 @@ def test_a_name_that_leads_nowhere_is_refused() -> None:
 
 
 def test_gloo_is_told_an_interface_unless_the_user_did(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched(monkeypatch, "10.1.2.3:6170", "10.1.9.9:6170")
     gloo._choose_interface()
     assert gloo.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
-    assert "the interface eth7 (10.1.2.3)" in capsys.readouterr().err
+    assert "the interface eth7 (10.1.2.3)" in caplog.text
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     gloo._choose_interface()
     assert gloo.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

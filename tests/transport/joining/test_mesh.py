@@ -269,7 +269,7 @@ def test_a_stranger_with_another_secret_is_dropped_without_an_answer(
 
 
 def test_a_rank_left_over_from_an_earlier_life_is_named_once_and_does_no_harm(
-    threads: ThreadPoolExecutor, capsys: pytest.CaptureFixture[str]
+    threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
@@ -278,8 +278,8 @@ def test_a_rank_left_over_from_an_earlier_life_is_named_once_and_does_no_harm(
             stale.sendall(next(connects(b"s" * 32, 1, 0, 2, life=1)))
             assert stale.recv(1) == b""
     finish(rank_0, join_rank_1(threads, store))
-    said = "fleetpipe: rank 0 refused a rank 1 of life 1 of the job, which is in life 0\n"
-    assert capsys.readouterr().err == said
+    said = "rank 0 refused a rank 1 of life 1 of the job, which is in life 0"
+    assert caplog.messages == [said]
 
 
 def test_silent_strangers_are_dropped_in_time(

@@ -1,0 +1,131 @@
+"""Notices: what a user should know and no command puts out, as records of ``logging``.
+
+Every module has the logger of its own name, so that ``logging.getLogger("fleetpipe")`` stands for
+all. Where nobody has configured logging, a line on standard error shows a notice.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+#: The logger above all of them.
+NAME = "fleetpipe"
+#: Of Paddle's loggers the one whose handler is made as that which Paddle gives to the root.
+FLEETS_LOGGER = "paddle.distributed.fleet.utils.log_util"
+#: After so many seconds a user wants to know what takes long.
+_PATIENCE = 3.0
+
+
+def logger(name: str) -> logging.Logger:
+    """Returns the logger of a module; its records have the ``rank`` of the job.
+
+    Args:
+        name: The module's ``__name__``.
+    """
+    found = logging.getLogger(name)
+    found.addFilter(_add_rank)
+    return found
+
+
+@functools.cache
+def once(log: Callable[..., None], text: str, any_rank: bool = False) -> None:
+    """Logs ``text`` the first time in this process.
+
+    Args:
+        log: A logger's method, say ``warning``.
+        text: The notice.
+        any_rank: Whether it is news of this rank alone; else rank 0 logs it for all.
+    """
+    if any_rank or _own_rank() == 0:
+        log(text, stacklevel=2)
+
+
+@contextmanager
+def once_if_slow(log: Callable[..., None], text: str) -> Iterator[None]:
+    """Within it :func:`once` logs ``text`` after a few seconds, unless it has ended."""
+    timer = threading.Timer(_PATIENCE, once, [log, text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class _Unconfigured(logging.Handler):
+    """Writes to today's ``sys.stderr`` what no handler of the user's takes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        others = [handler for handler in _handlers(record) if handler is not self]
+        paddles = [handler for handler in others if _is_paddles(handler)]
+        for handler in paddles:
+            _keep_out(handler)
+        if len(others) > len(paddles):
+            return
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def _own_rank() -> int:
+    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def _add_rank(record: logging.LogRecord) -> bool:
+    record.rank = _own_rank()
+    return True
+
+
+def _handlers(record: logging.LogRecord) -> Iterator[logging.Handler]:
+    """Yields what the record goes to, as logging finds it."""
+    found: logging.Logger | None = logging.getLogger(record.name)
+    while found is not None:
+        yield from found.handlers
+        found = found.parent if found.propagate else None
+
+
+def _is_paddles(handler: logging.Handler) -> bool:
+    """Whether a handler came by ``import paddle``, which gives one to the root logger."""
+    return type(handler) is logging.StreamHandler and any(
+        handler is not one and _look(handler) == _look(one)
+        for one in logging.getLogger(FLEETS_LOGGER).handlers
+    )
+
+
+def _look(handler: logging.Handler) -> tuple[object, ...]:
+    formatter = handler.formatter
+    return getattr(handler, "stream", None), formatter and formatter._fmt
+
+
+_kept_out: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
+
+
+def _keep_out(handler: logging.Handler) -> None:
+    """Has a handler of Paddle's leave out fleetpipe's records, for as long as it is Paddle's."""
+    if handler not in _kept_out:
+        _kept_out.add(handler)
+        handler.addFilter(
+            lambda record: record.name.partition(".")[0] != NAME or not _is_paddles(handler)
+        )
+
+
+def _begin() -> None:
+    """Has notices shown, unless the user has said something else before."""
+    base = logging.getLogger(NAME)
+    if base.level == logging.NOTSET:
+        base.setLevel(logging.INFO)
+    handler = _Unconfigured()
+    handler.setFormatter(logging.Formatter(f"{NAME}: %(message)s"))
+    base.addHandler(handler)
+
+
+_begin()

@@ -1,0 +1,114 @@
+"""Notices are records of ``logging``: seen by default, silenced, redirected and raised as usual."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fleetpipe import log
+from fleetpipe.launch.quiet import quiet
+from tests.launching import ROOT
+from tests.test_house import modules
+
+#: What is written without logging: the error that ends a process, as Python prints one; what a
+#: callback puts out when ``verbose`` asks for it; the output of commands.
+WRITES = (
+    *("log", "job/watching/watch", "job/watching/process_exit", "fit/callbacks/on_ranks", "cli"),
+    *("checkpoint/tools/commands", "launch/profile", "launch/script", "launch/supervisor/"),
+    *("parity/command", "planning/commands", "report/command", "schedules/commands"),
+    "starter/command",
+)
+
+SCRIPT = """
+import logging
+shape = "%(levelname)s %(name)s %(rank)s: %(message)s"
+if {before}:
+    logging.basicConfig(format=shape)
+import paddle
+from fleetpipe import log
+base, own = logging.getLogger("fleetpipe"), log.logger("fleetpipe.test")
+own.info("as it is")
+base.setLevel("WARNING")
+own.info("below the level")
+base.setLevel("INFO")
+nowhere = logging.NullHandler()
+base.addHandler(nowhere)
+own.info("by a handler")
+base.removeHandler(nowhere)
+logging.basicConfig(format=shape, force=True)
+own.info("configured behind Paddle")
+"""
+LAST = "INFO fleetpipe.test 0: configured behind Paddle"
+
+
+def test_the_library_writes_to_no_stream() -> None:
+    streams = ("print", "tqdm.write", "sys.stdout.write", "sys.stderr.write", "traceback.print_exc")
+    allowed = tuple(f"fleetpipe/{name}" for name in WRITES)
+    for name, path in modules().items():
+        calls = [
+            ast.unparse(node.func)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Call)
+        ]
+        if not name.replace(".", "/").startswith(allowed):
+            assert not set(calls).intersection(streams), name
+
+
+@pytest.mark.parametrize(
+    ("before", "first"),
+    [
+        (False, ["fleetpipe: as it is"]),
+        (True, ["INFO fleetpipe.test 0: as it is", "INFO fleetpipe.test 0: by a handler"]),
+    ],
+)
+def test_a_notice_is_seen_once_as_the_user_configured(before: bool, first: list[str]) -> None:
+    """Paddle gives the root logger a handler of its own, which would show each a second time."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(before=before)],
+        cwd=ROOT,
+        env={name: text for name, text in os.environ.items() if not name.startswith("PADDLE_")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == ""
+    told = [line for line in done.stderr.splitlines() if "fleetpipe" in line and "/" not in line]
+    assert told == [*first, LAST]
+
+
+def test_the_record_has_the_rank_and_its_origin(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.once.cache_clear()
+    own = log.logger("fleetpipe.test")
+    for rank in (3, 0, 0):
+        monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
+        log.once(own.info, "for all ranks")
+        log.once(own.warning, f"of rank {rank}", any_rank=True)
+    told = [(one.__dict__["rank"], one.name, one.filename, one.message) for one in caplog.records]
+    assert [(rank, text) for rank, _, _, text in told] == [(3, "of rank 3"), (0, "of rank 0")]
+    assert {(name, file) for _, name, file, _ in told} == {("fleetpipe.test", "test_log.py")}
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [("DEBUG", 4), ("INFO", 3), ("WARNING", 3), ("ERROR", 1)],
+)
+def test_a_commands_level_is_fleetpipes_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], level: str, shown: int
+) -> None:
+    """Notices stay at the default, WARNING."""
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+    own = log.logger("fleetpipe.test")
+    names = ("debug", "info", "warning", "error")
+    with quiet(level):
+        for name in names:
+            getattr(own, name)(f"of level {name}")
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"fleetpipe: of level {name}" for name in names[-shown:]]
