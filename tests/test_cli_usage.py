@@ -87,6 +87,17 @@ def test_a_wrong_option_is_answered_with_the_nearest(
     assert output.out == ""
 
 
+@pytest.mark.parametrize("option", ["--nproc", "--nproc=", "--nproc_per_node", "--nproc-per-node"])
+@pytest.mark.parametrize("command", [["launch"], ["chaos", "--kill", "rank=1,at=B1.3"]])
+def test_processes_are_counted_alike_in_every_command(
+    command: list[str], option: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    count = [f"{option}2"] if option.endswith("=") else [option, "2"]
+    words = [*command, *count, str(tmp_path / "train.py")]
+    assert cli._parser(words).parse_args(words).nproc_per_node == 2
+
+
 def test_options_behind_a_script_are_its_own(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\nsys.exit(sys.argv[1:] != ['--nprc', '2', '--', '--reprot'])\n")

@@ -12,7 +12,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe launch`` to its parser."""
     add = parser.add_argument
     add(
+        "--nproc",
         *_spelled("nproc_per_node"),
+        dest="nproc_per_node",
         type=kinds.processes,
         metavar="N",
         help="processes on this host (default: one for each device)",
