@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -47,6 +48,7 @@ def pipeline(
     verify: bool | str = FIRST,
     *,
     recompute_interval: int = 0,
+    memory_cap: float | None = None,
     memory_limit: float | None = None,
 ) -> CapturedPipeline:
     """Makes a pipeline of a plain model. Collective over the job, where there is one.
@@ -83,7 +85,8 @@ def pipeline(
             difference ends the job before the parameters change. False: neither.
         recompute_interval: Nodes of a stage whose activations are dropped together after forward,
             and computed again in backward; 0 keeps all.
-        memory_limit: With "auto", the bytes that a stage may have.
+        memory_cap: With "auto", the bytes that a stage may have.
+        memory_limit: Former name of ``memory_cap``.
 
     Returns:
         What ``fleet.distributed_model`` takes: a ``PipelineLayer`` whose parameters and buffers
@@ -102,6 +105,9 @@ def pipeline(
             got=repr(verify),
             fix="leave it out: the model is then proved before, and beside the first batches",
         )
+    if memory_limit is not None:
+        warnings.warn("memory_limit is memory_cap now", DeprecationWarning, stacklevel=2)
+        memory_cap = memory_limit if memory_cap is None else memory_cap
     job = current_job()
     plan = split_spec if isinstance(split_spec, PipelinePlan) else None
     if plan is not None:
@@ -115,7 +121,7 @@ def pipeline(
     capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
     if verify:
         require_same_calls(capturing)
-    cut = cut_of(capturing, split_spec, asked.total, memory_limit)
+    cut = cut_of(capturing, split_spec, asked.total, memory_cap)
     ranks = asked.ranks_of(cut.stages, str(cut))
     again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
     forms = Forms(capturing, cut.borders, recompute_interval, again)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,9 +65,23 @@ def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
 def test_a_limit_of_memory_moves_the_cut() -> None:
     # 4 copies of the parameters; the first stage holds two forwards, the second one.
     assert of_linears([1, 1, 1, 5], 2).borders == (AtCall("3"),)
-    assert of_linears([1, 1, 1, 5], 2, memory_limit=12.1e6).borders == (AtCall("2"),)
+    assert of_linears([1, 1, 1, 5], 2, memory_cap=12.1e6).borders == (AtCall("2"),)
     with pytest.raises(PartitionError, match="fit into memory"):
-        of_linears([1, 1, 1, 5], 2, memory_limit=9e6)
+        of_linears([1, 1, 1, 5], 2, memory_cap=9e6)
+
+
+def test_the_former_name_of_the_cap_is_taken_with_one_warning() -> None:
+    def captured(**cap: float) -> Any:
+        plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        return fleetpipe.pipeline(plain, paddle.ones([2, 3]), num_stages=2, verify=False, **cap)
+
+    for name in ("memory_cap", "memory_limit"):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", DeprecationWarning)
+            with pytest.raises(PartitionError, match="fit into memory"):
+                captured(**{name: 10})
+        mine = [str(one.message) for one in told if one.filename == __file__]
+        assert mine == ["memory_limit is memory_cap now"] * (name == "memory_limit")
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

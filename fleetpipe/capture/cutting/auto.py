@@ -93,7 +93,7 @@ def chosen(
     profile: Profile,
     places: Mapping[int, Border],
     stages: int,
-    memory_limit: float | None = None,
+    memory_cap: float | None = None,
 ) -> Choice:
     """Returns the cut whose slowest stage is fastest.
 
@@ -101,13 +101,13 @@ def chosen(
         profile: What the nodes cost, the inputs before them and the outputs behind.
         places: What names each place where a stage may begin, by node.
         stages: Number of stages.
-        memory_limit: The bytes that a stage may have: its parameters with gradients and two
+        memory_cap: The bytes that a stage may have: its parameters with gradients and two
             moments, and what as many forwards hold as are on their way under 1F1B.
 
     Raises:
         PartitionError: There are too few places, or no cut fits into memory.
     """
-    bounds, costs = fastest_cut(profile, stages, memory_limit)
+    bounds, costs = fastest_cut(profile, stages, memory_cap)
     return Choice(
         # The inputs come first.
         tuple(places[first - 1] for first in bounds[1:-1]),

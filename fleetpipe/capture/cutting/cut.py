@@ -40,7 +40,7 @@ def cut_of(
     capturing: Capturing,
     spec: SplitSpec | PipelinePlan,
     stages: int | None,
-    memory_limit: float | None = None,
+    memory_cap: float | None = None,
 ) -> Cut:
     """Returns the cut that a user's ``split_spec`` means. Collective over the job for "auto".
 
@@ -48,7 +48,7 @@ def cut_of(
         capturing: The model.
         spec: See :func:`fleetpipe.pipeline`.
         stages: The number of stages, if it is known.
-        memory_limit: With "auto", the bytes that a stage may have.
+        memory_cap: With "auto", the bytes that a stage may have.
 
     Raises:
         ConfigError: It names what is not there, needs the number of stages, or is a plan of another
@@ -69,7 +69,7 @@ def cut_of(
     evaluation = capturing(look, False)
     named, _ = places(training, evaluation)
     profile = agreed(current_job(), lambda: measured(capturing, training, named))
-    choice = chosen(profile, named, stages, memory_limit)
+    choice = chosen(profile, named, stages, memory_cap)
     return Cut(choice.borders, choice)
 
 
