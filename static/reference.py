@@ -9,9 +9,11 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Place, Variable
+from fleetpipe.representation import shows
 from fleetpipe.static._paddle import learning_rate, overwrite, static
 
 
+@shows("optimizer", micro_batches="_micro_batches")
 class SingleProgram:
     """Gradients of each micro-batch, added up outside of Paddle, then one optimizer step.
 

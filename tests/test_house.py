@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fleetpipe"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors aliases paddle_types version log",),
+    ("errors aliases paddle_types version log representation",),
     ("numerics heap _paddle arguments",),
     (
         "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"
@@ -68,11 +68,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 #: Folders of which every file has a floor, and which import nothing but what stands here.
 CLOSED = {
-    "schedules": ("fleetpipe.errors", "fleetpipe.arguments", "fleetpipe.schedules", "matplotlib"),
-    "partition": ("fleetpipe.errors", "fleetpipe.partition"),
+    "schedules": (
+        *("fleetpipe.errors", "fleetpipe.arguments", "fleetpipe.representation"),
+        *("fleetpipe.schedules", "matplotlib"),
+    ),
+    "partition": ("fleetpipe.errors", "fleetpipe.partition", "fleetpipe.representation"),
     "planning": (
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.partition", "fleetpipe.planning"),
-        *("fleetpipe.schedules", "numpy"),
+        *("fleetpipe.representation", "fleetpipe.schedules", "numpy"),
     ),
     "report": (
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.report", "fleetpipe.schedules"),
@@ -83,7 +86,7 @@ CLOSED = {
         *("fleetpipe.__init__", "fleetpipe._paddle", "fleetpipe.aliases", "fleetpipe.checkpoint"),
         *("fleetpipe.config", "fleetpipe.engine", "fleetpipe.errors", "fleetpipe.job"),
         *("fleetpipe.numerics", "fleetpipe.schedules", "fleetpipe.static", "fleetpipe.transport"),
-        *("numpy", "paddle"),
+        *("fleetpipe.representation", "numpy", "paddle"),
     ),
 }
 

@@ -153,6 +153,10 @@ class PipelineLayer(paddle.nn.Layer):
                 any_rank=True,
             )
 
+    def extra_repr(self) -> str:
+        """Returns what stands in the first line of its ``repr``: this process's stages."""
+        return f"stages={self._owned} of {self.placement.stages}"
+
     def _build(self) -> None:
         """Builds the layers of this process's stages. Collective where ranks share weights."""
         indices = [index for stage in self._owned for index in self._range(stage)]

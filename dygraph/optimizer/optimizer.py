@@ -28,11 +28,13 @@ from fleetpipe.dygraph.optimizer.replicas import reduce_gradients
 from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.representation import shows
 
 #: What a ``minimize`` of Paddle's returns.
 Stepped = tuple[Sequence[object], Pairs]
 
 
+@shows("wrapped", learning_rate="wrapped._learning_rate")
 class PipelineOptimizer(FleetsType):
     """Steps the user's optimizer once for each batch; every other attribute is the optimizer's.
 

@@ -17,8 +17,10 @@ from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
 from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.planning import LayerCost
+from fleetpipe.representation import shows
 
 
+@shows("places", "parameters", nodes="trace.nodes")
 @dataclass(frozen=True)
 class Explanation:
     """What was captured; as text a table of the nodes in the order in which they run.

@@ -19,8 +19,10 @@ from fleetpipe.checkpoint.restoring import Restored, restore
 from fleetpipe.checkpoint.saving import Saver, Saving
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
+from fleetpipe.representation import shows
 
 
+@shows(folder="_home", save_interval="_interval", max_to_keep="_retention.max_to_keep")
 class CheckpointManager:
     """Saves and restores a run in a folder that every rank of the job sees.
 

@@ -27,11 +27,13 @@ from fleetpipe.fit.sources import Source, source_of
 from fleetpipe.fit.training import Training
 from fleetpipe.job import life
 from fleetpipe.paddle_types import Data, FitCallbacks, Layer, Optimizer, Tensor
+from fleetpipe.representation import shows
 
 if TYPE_CHECKING:
     from paddle.hapi.model_summary import ModelSummary
 
 
+@shows("mode", stages="network.placement.stages", loss="_criterion", optimizer="_optimizer")
 class Model(paddle.Model):
     """Trains, evaluates and asks a pipeline with the methods of ``paddle.Model``.
 

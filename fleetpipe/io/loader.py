@@ -13,8 +13,10 @@ from fleetpipe.io.in_turn import BatchesInTurn, Iterated
 from fleetpipe.io.position import whole
 from fleetpipe.io.sample_streams import KeyedCollate, KeyedDataset
 from fleetpipe.io.sampler import DistributedBatchSampler, place_of_replica
+from fleetpipe.representation import shows
 
 
+@shows("dataset", "batch_sampler")
 class DataLoader(paddle.io.DataLoader):
     """Paddle's loader, to be interrupted: its state says which samples the training has taken.
 

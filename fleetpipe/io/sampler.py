@@ -23,6 +23,7 @@ from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.io.position import fields, foreign, require_same, whole
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
+from fleetpipe.representation import shows
 
 _FIELDS = {"seed": int, "epoch": int, "consumed": int, "samples": int, "shuffle": bool}
 _Order = Union[range, "np.ndarray[Any, np.dtype[np.int64]]"]
@@ -36,6 +37,7 @@ class _Position:
     consumed: int = 0
 
 
+@shows("batch_size", "shuffle", "seed", replica="local_rank", replicas="nranks")
 class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
     """Paddle's sampler, sharded by data-parallel replica and not by the rank in the world.
 

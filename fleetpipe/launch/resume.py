@@ -21,6 +21,7 @@ from fleetpipe.job import job, life
 from fleetpipe.job.stopping import Stopping
 from fleetpipe.launch.keeping.kept_state import KeptState
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
+from fleetpipe.representation import shows
 
 _log = log.logger(__name__)
 
@@ -47,6 +48,7 @@ class State(TypedDict):
     data: SavedData | None
 
 
+@shows("step", folder="_manager._home")
 class Run:
     """A training run that may be ended after any step, and gone on with.
 

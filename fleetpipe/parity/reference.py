@@ -28,12 +28,14 @@ from fleetpipe.errors import UsageError
 from fleetpipe.job.job import pipeline_group
 from fleetpipe.parity.cutting import copy_of
 from fleetpipe.parity.outputs import backward_running
+from fleetpipe.representation import shows
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 LossOf = Callable[[Nest, Nest], Tensor]
 LossesOf = Callable[[Nest, Nest], Sequence[Tensor]]
 
 
+@shows("model", "optimizer")
 class Reference:
     """A Layer that holds the whole model, and an optimizer over its parameters.
 

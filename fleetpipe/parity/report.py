@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleetpipe.parity.differences import QUANTITIES, Difference
+from fleetpipe.representation import shows
 
 
+@shows("passed", "bit_exact", "steps", "evaluations", "tolerance")
 @dataclass
 class Report:
     """The result of comparing a pipeline with its single-device model, the same on every rank.

@@ -31,6 +31,7 @@ from fleetpipe.parity.rates import Rates
 from fleetpipe.parity.reference import Reference
 from fleetpipe.parity.report import Report, in_order
 from fleetpipe.parity.stepping import ComparingOptimizer, Squares, compare_state
+from fleetpipe.representation import shows
 
 
 class Calls(NamedTuple):
@@ -41,6 +42,7 @@ class Calls(NamedTuple):
     predict_batch: Callable[..., Any]
 
 
+@shows(steps="report.steps", tolerance="report.tolerance")
 class Session:
     """A pipeline and its reference, given the same batches.
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fleetpipe.errors import PartitionError
 from fleetpipe.partition.cuts import require_cover
+from fleetpipe.representation import shows
 
 NAMES_WIDTH = 44
 
@@ -26,6 +27,7 @@ class LayerInfo(NamedTuple):
     parameters: int = 0
 
 
+@shows("stage", "start", "end")
 @dataclass(frozen=True)
 class StageRange:
     """The layers ``start`` to ``end - 1`` of the model, which form one stage.
@@ -48,6 +50,7 @@ class StageRange:
         return sum(layer.parameters for layer in self.layers)
 
 
+@shows("boundaries", "method")
 @dataclass(frozen=True)
 class Partition:
     """A list of layers cut into stages; every layer is in one stage and no stage is empty.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError
+from fleetpipe.representation import shows
 
 _OPTIONAL = ("backward", "input_grad", "weight_grad")
 
@@ -52,6 +53,7 @@ class Transfer(NamedTuple):
         return self.receiving + self.per_byte * size
 
 
+@shows("name", "forward", "backward", "input_grad", "weight_grad", "parameters", "held")
 @dataclass(frozen=True)
 class LayerCost:
     """What a layer (or a node of a captured model) costs for one micro-batch.

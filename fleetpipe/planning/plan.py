@@ -15,12 +15,14 @@ from fleetpipe.planning.explaining import Facts, Predicted, explained, shown
 from fleetpipe.planning.memory import peak_bytes, shares_of_cap
 from fleetpipe.planning.recomputing import Recompute
 from fleetpipe.planning.stages import StageCost
+from fleetpipe.representation import shows
 from fleetpipe.schedules import Costs, Schedule, rebuild
 
 #: Written into each file.
 VERSION = 1
 
 
+@shows("schedule", "memory_cap", "bound", boundaries="partition.boundaries")
 @dataclass(frozen=True)
 class PipelinePlan:
     """How a model runs on some ranks. Immutable; :meth:`dumps` and :meth:`loads` are inverses.

@@ -21,6 +21,7 @@ from fleetpipe.planning.layer_cost import (
 )
 from fleetpipe.planning.slice_lengths import balanced
 from fleetpipe.planning.stages import Stages
+from fleetpipe.representation import shows
 
 #: Written into each file, and raised where an older reader would misunderstand a newer file.
 VERSION = 1
@@ -32,6 +33,7 @@ _NOTHING = Transfer()
 _MOST_ALIKE = 10_000
 
 
+@shows("layers", "splits", "boundaries", "slice_lengths")
 @dataclass(frozen=True)
 class Profile:
     """What a model costs, layer by layer. Immutable; :meth:`dumps` and :meth:`loads` are inverses.

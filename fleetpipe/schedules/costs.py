@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Union
 
 from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.representation import shows
 from fleetpipe.schedules.action import Action, Fused
 
 #: One figure for every stage, or one for each stage in order.
@@ -21,6 +22,7 @@ _SCALAR = ("overlapped", "input_grad_frees")
 _MOST = 1e100
 
 
+@shows("forward", "input_grad", "weight_grad", "backward", "comm", "overlapped", "bytes")
 @dataclass(frozen=True)
 class Costs:
     """Costs of the actions of one stage each, in any unit of time.

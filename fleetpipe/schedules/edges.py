@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError
+from fleetpipe.representation import shows
 from fleetpipe.schedules.placement import Placement
 
 _EDGE = re.compile(r"(0|[1-9][0-9]*)>(0|[1-9][0-9]*)(?::([A-Za-z_][A-Za-z0-9_-]*))?")
@@ -88,6 +89,7 @@ def crossing_edges(
     return leaving, entering
 
 
+@shows(stages="_sources")
 class Dependencies:
     """What each action waits for. The micro-batch is always the action's own.
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from fleetpipe.errors import PeerFailed
+from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
 from fleetpipe.transport.wire.message import MessageKey
 
@@ -66,6 +67,7 @@ class _Gathered:
         return [self._value]
 
 
+@shows("rank", "ranks")
 class SoleGroup:
     """One process that stands for all members: what it has is what everyone has."""
 
@@ -91,6 +93,7 @@ class SoleGroup:
         """Leaves the tensors as they are."""
 
 
+@shows("rank", "ranks")
 class DirectGroup:
     """Sends each value straight from rank to rank; made for losses, verdicts and states.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from fleetpipe.errors import PeerFailed, PipelineTimeout
+from fleetpipe.representation import shows
 from fleetpipe.transport.base import Value
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.message import MessageKey, Route, check_key, check_peer
@@ -12,6 +13,7 @@ from fleetpipe.transport.wire.structure import Structure, Tree
 from fleetpipe.transport.wire.value import Unfit, take_apart
 
 
+@shows(endpoints="_endpoints")
 class MemoryHub:
     """The place where the ranks of one process leave messages for each other.
 
@@ -28,6 +30,7 @@ class MemoryHub:
         return self._endpoints[rank]
 
 
+@shows("rank", "ranks")
 class MemoryTransport:
     """One rank's connections inside a :class:`MemoryHub`; see :class:`base.Transport`.
 

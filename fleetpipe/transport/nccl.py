@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast
 
 from fleetpipe._paddle import paddle
+from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.bridge import Tensor
@@ -50,6 +51,7 @@ class _Arrival(NamedTuple):
     tasks: list[Task]
 
 
+@shows("rank", "ranks")
 class NcclTransport:
     """One rank's connections where tensors travel between GPUs; see :class:`base.Transport`.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
 from fleetpipe.transport.wire.message import MessageKey, check_peer
 
 
+@shows("rank", "ranks")
 class View:
     """Numbers some ranks of a transport anew; see :class:`base.Transport`.
 

@@ -14,6 +14,7 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.representation import shows
 from fleetpipe.static.graph import Item
 from fleetpipe.static.run.feeding import merged
 
@@ -23,6 +24,7 @@ Samples = Callable[[], Iterable[Any]]
 _loaders: weakref.WeakKeyDictionary[Program, list[DataLoader]] = weakref.WeakKeyDictionary()
 
 
+@shows(feeds="_names")
 class DataLoader:
     """Feeds a program by itself: between ``start`` and ``reset`` no ``feed`` is given to ``run``.
 

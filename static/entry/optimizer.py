@@ -11,6 +11,7 @@ from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.job import Job
+from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.registry import default_chunks
@@ -44,6 +45,7 @@ _REFUSED = (
 _PARTS_OF_MINIMIZE = ("backward", "apply_gradients", "apply_optimize", "step")
 
 
+@shows("wrapped", schedule="_config.schedule")
 class StaticOptimizer:
     """Cuts the program at :meth:`minimize`; every other attribute is the user's optimizer's."""
 

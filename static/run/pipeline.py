@@ -16,6 +16,7 @@ from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import StateError
 from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
 from fleetpipe.static._paddle import EOFException, dynamic, found_tensor
 from fleetpipe.static.cut.contract import Kept, Reader
@@ -28,6 +29,7 @@ from fleetpipe.static.run.fetching import Fetch, combined
 from fleetpipe.static.run.random_streams import Streams
 
 
+@shows("schedule")
 class StaticPipeline:
     """Runs a program that was cut into stages. Each run is collective over the job."""
 

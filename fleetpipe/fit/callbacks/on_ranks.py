@@ -17,10 +17,12 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.given import require_callback
+from fleetpipe.representation import shows
 
 _PLACES = ("all", "first", "loss")
 
 
+@shows("on_rank", every="_every", folder="_folder")
 class Callback(paddle.callbacks.Callback):
     """Paddle's, of a :class:`fleetpipe.Model`."""
 

@@ -10,8 +10,10 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from fleetpipe._paddle import paddle
 from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.representation import shows
 
 
+@shows("verbose", "log_freq")
 class Progress(paddle.callbacks.ProgBarLogger):
     """What :class:`fleetpipe.Model` has in the place of Paddle's ``ProgBarLogger``.
 

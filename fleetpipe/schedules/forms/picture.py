@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetpipe.errors import ConfigError
+from fleetpipe.representation import shows
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.forms.events import Event, events_of
 from fleetpipe.schedules.placement import Placement
@@ -51,6 +52,7 @@ _MOST_NUMBERS = 8000
 Colour = tuple[float, float, float]
 
 
+@shows("title", "placement")
 @dataclass(frozen=True)
 class Panel:
     """One timeline of a picture.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, Edge, checked_edges
@@ -40,7 +40,7 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
     """
     stages = encoding_of(schedule).stages
     # Costs of 1 and of 1.0 are equal, but times of one are whole numbers.
-    asked = checked_edges(edges, stages), repr(costs)
+    asked = checked_edges(edges, stages), repr(asdict(costs))
     kept = vars(schedule)
     if "_replay" not in kept or kept["_replay"][0] != asked:
         kept["_replay"] = asked, _play(schedule, Dependencies(asked[0], stages), costs)

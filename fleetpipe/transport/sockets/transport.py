@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.representation import shows
 from fleetpipe.transport.base import Store, Value
 from fleetpipe.transport.joining.mesh import DEFAULT_TIMEOUT, join
 from fleetpipe.transport.limit import Limit
@@ -74,6 +75,7 @@ def connect(
     return SocketTransport(rank, ranks, sockets, timeout=timeout, backlog=backlog, seals=seals)
 
 
+@shows("rank", "ranks")
 class SocketTransport:
     """One rank's connections over sockets; see :class:`base.Transport`.
 

@@ -1,0 +1,51 @@
+"""What ``repr`` says of an object: its class and some of its values, in one short line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from operator import attrgetter
+from pathlib import PurePath
+from typing import TypeVar
+
+#: Most characters of a line, and of one value.
+_LONGEST = 200
+_LONGEST_VALUE = 80
+
+Class = TypeVar("Class", bound=type)
+
+
+def shows(*names: str, **labelled: str) -> Callable[[Class], Class]:
+    """Gives a class a ``repr`` such as ``<Profile layers=12, splits=True>``.
+
+    Args:
+        names: Attributes that it shows, those that the object has.
+        labelled: By what stands before it, an attribute or one of another: ``ranks="plan.ranks"``.
+    """
+    shown = {**{name: name for name in names}, **labelled}
+
+    def decorated(cls: Class) -> Class:
+        def __repr__(self: object) -> str:
+            found = []
+            for label, path in shown.items():
+                try:
+                    found.append(f"{label}={_in_short(attrgetter(path)(self))}")
+                except AttributeError:  # its constructor has not come so far
+                    continue
+            line = f"<{' '.join([type(self).__name__, ', '.join(found)]).rstrip()}>"
+            return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..>"
+
+        cls.__repr__ = __repr__  # type: ignore[method-assign, assignment, unused-ignore]
+        return cls
+
+    return decorated
+
+
+def _in_short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value) if isinstance(value, PurePath) else repr(value)
+    if len(text) <= _LONGEST_VALUE and "\n" not in text and " object at 0x" not in text:
+        return text
+    if isinstance(value, Collection) and not isinstance(value, str):
+        return f"<{len(value)}>"
+    return f"{text[:_LONGEST_VALUE]}.." if isinstance(value, str) else type(value).__name__
