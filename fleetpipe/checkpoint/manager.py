@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from fleetpipe.checkpoint.saving import Saver, Saving
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
 from fleetpipe.representation import shows
+
+Manager = TypeVar("Manager", bound="CheckpointManager")
 
 
 @shows(folder="_home", save_interval="_interval", max_to_keep="_retention.max_to_keep")
@@ -41,6 +43,9 @@ class CheckpointManager:
         names: Names = None,
     ) -> None:
         """Describes how a run is saved; touches nothing.
+
+        At the end of ``with CheckpointManager(..) as manager:`` it waits for what was saved, as
+        :meth:`wait` does. Where an error passes through, this rank waits for itself alone.
 
         Args:
             folder: The folder of the run, the same for every rank. Made by the first save.
@@ -166,6 +171,21 @@ class CheckpointManager:
         self._saver.settle(wait=True)
         objects = Objects(model, optimizer, lr_scheduler, scaler, data, names=self._names)
         return restore(Ranks.of_job(), self._retention, step, objects.only(only))
+
+    def __enter__(self: Manager) -> Manager:
+        """Returns the manager itself."""
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Waits for what was saved. Collective, unless an error passes through.
+
+        Raises:
+            CheckpointError: Some rank could not write; every rank raises.
+        """
+        if error is None:
+            self.wait()
+        else:
+            self._saver.finish()
 
     def steps(self) -> list[int]:
         """Returns the complete steps in the folder, ascending. Not collective."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fleetpipe import log
 from fleetpipe._paddle import dynamic_mode
 from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.contents import replicas, training_state
@@ -25,6 +26,8 @@ from fleetpipe.checkpoint.files.writer import Assignment, described_files, own_p
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
 from fleetpipe.version import __version__
+
+_log = log.logger(__name__)
 
 #: A value of JSON.
 Json = Any
@@ -205,6 +208,15 @@ class Saver:
             if ranks.rank == 0:
                 commit.remove_draft(writing.task.draft)
             raise
+
+    def finish(self) -> None:
+        """Waits for what this rank writes, without the others; a failure is logged alone."""
+        if self._writing is not None:
+            try:
+                self._writing[1].end()
+            except Exception as error:
+                step = self._writing[1].task.manifest.step
+                _log.warning("step %d was not saved by this rank: %s", step, error)
 
     def _make_draft(self, step: int) -> str:
         self._home.mkdir(parents=True, exist_ok=True)

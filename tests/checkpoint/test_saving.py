@@ -89,7 +89,7 @@ def test_what_is_not_a_number_is_never_the_best(tmp_path: Path, mode: str) -> No
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_latest_is_the_step_that_was_saved_last(
-    tmp_path: Path, in_background: bool, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, in_background: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = fleetpipe.CheckpointManager(
         tmp_path, max_to_keep=3, best=("loss", "min"), async_save=in_background
@@ -97,14 +97,14 @@ def test_latest_is_the_step_that_was_saved_last(
     for step in (20, 40, 60, 80):
         manager.save(step, model=model(step), metrics={"loss": 1 / step})
     assert manager.restore(40, model=model()).step == 40
-    assert not capfd.readouterr().err
+    assert not caplog.messages
     assert manager.restore(model=model()).step == 80  # until the run goes on from 40
     manager.restore(40, model=model())
     manager.save(50, model=model(50), metrics={"loss": 1 / 50})
     manager.wait()
     assert manager.steps() == [40, 50]
     assert value_at(tmp_path) == value_at(tmp_path, "best") == 50
-    told = capfd.readouterr().err
+    told = caplog.text
     assert "step 50 is saved; the run had gone on to step 80" in told
     assert "step-00000060.aside, step-00000080.aside" in told
     # One that is set aside is whole, and a step again under its old name.
@@ -181,6 +181,35 @@ def test_copies_lie_in_the_same_memory_from_save_to_save() -> None:
     assert [copy for _, copy in again] == [(3 * ones).tobytes(), b"", (5 * twos).tobytes()]
     assert [place for place, _ in again] == [place for place, _ in first]
     assert [copy for _, copy in taken(twos, ones)] == [twos.tobytes(), ones.tobytes()]
+
+
+def test_a_with_waits_for_what_is_saved_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = model(1.0)
+    with fleetpipe.CheckpointManager(tmp_path, async_save=True) as manager:
+        manager.save(1, model=made)
+    assert manager.steps() == [1]
+
+    def save_and_fail(step: int) -> None:
+        with manager:
+            manager.save(step, model=made)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        save_and_fail(2)
+    assert manager.steps() == [1, 2]
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensors, "write_at", full)
+    with pytest.raises(CheckpointError, match="saving step 3 failed"), manager:
+        manager.save(3, model=made)
+    with pytest.raises(ZeroDivisionError):
+        save_and_fail(4)
+    assert manager.steps() == [1, 2]
+    assert [text[:35] for text in caplog.messages] == ["step 4 was not saved by this rank: "]
 
 
 def test_a_full_disk_is_told_at_the_next_step_and_training_may_go_on(
