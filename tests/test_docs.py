@@ -9,6 +9,7 @@ builds the site; here is what can be seen without its tools.
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -62,14 +63,18 @@ PUBLIC = (
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Takes back what a page leaves behind in Paddle: hooks, a job, programs, static mode."""
+    """Takes back what a page leaves behind: hooks, a job, programs, static mode, handlers."""
     generator = paddle.get_rng_state()
+    notices = logging.getLogger("fleetpipe")
+    handlers = notices.handlers[:]
     with static_mode():
         paddle.disable_static()
         yield
     for hooks in pipeline_parallel_callbacks_.hooks.values():
         hooks.clear()
     paddle.set_rng_state(generator)
+    notices.handlers[:] = handlers
+    notices.getChild("capture").setLevel(logging.NOTSET)
 
 
 @pytest.mark.usefixtures("own_names")

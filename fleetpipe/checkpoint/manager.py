@@ -94,7 +94,7 @@ class CheckpointManager:
 
         Args:
             step: Its number, 0 or more. One that is there already is replaced. Later ones are set
-                aside, with a line on stderr: the run went back and goes on from here, and
+                aside, with a notice: the run went back and goes on from here, and
                 ``"latest"`` is this step. They are ``step-00000500.aside`` then, which nothing
                 reads or removes; without the ending they are steps again.
             model: What ``fleet.distributed_model`` returned, a ``PipelineLayer``, any Layer, or a

@@ -231,6 +231,7 @@ def _begin(
     degrees: Degrees, world_size: int, arguments: tuple[Any, ...], config: PipelineConfig
 ) -> Fleet:
     number = next(_numbers)
+    _log.debug("job %d of this process begins: %s", number, degrees)
     role_maker, is_collective, strategy, log_level = arguments
     if world_size > 1:
         facts = _facts(degrees, strategy, config)

@@ -127,6 +127,7 @@ def _end(task: Assignment) -> None:
     # Before this one can be seen: "latest" is never a step that the run has left.
     aside = commit.set_aside(task.home, step)
     commit.publish(task.draft, task.home, step)
+    _log.debug("step %d is saved in %s", step, task.home)
     if aside:
         names = ", ".join(path.name for path in aside.values())
         _log.warning(

@@ -41,11 +41,12 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
     stages = encoding_of(schedule).stages
     # Costs of 1 and of 1.0 are equal, but times of one are whole numbers.
     asked = checked_edges(edges, stages), repr(asdict(costs))
-    kept = vars(schedule)
-    if "_replay" not in kept or kept["_replay"][0] != asked:
-        kept["_replay"] = asked, _play(schedule, Dependencies(asked[0], stages), costs)
-    times: Replay = kept["_replay"][1]
-    return times
+    kept: tuple[object, Replay] | None = vars(schedule).get("_replay")
+    if kept is None or kept[0] != asked:
+        # Read back from the schedule, it might be another thread's.
+        kept = asked, _play(schedule, Dependencies(asked[0], stages), costs)
+        vars(schedule)["_replay"] = kept
+    return kept[1]
 
 
 def _play(schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> Replay:

@@ -106,7 +106,9 @@ def join(
         meeting.publish("addresses", {"addresses": ",".join(x.address for x in listeners)})
         for peer, found in meeting.gather("addresses", range(rank), ["addresses"]).items():
             same = cards[peer]["host"] == card["host"]
-            mesh.dial(peer, _best(found["addresses"].split(","), same and not use_tcp))
+            chosen = _best(found["addresses"].split(","), same and not use_tcp)
+            _log.debug("rank %d of %s connects to rank %d at %s", rank, namespace, peer, chosen)
+            mesh.dial(peer, chosen)
         joined = mesh.run()
         return joined if given else [stream._replace(seals={}) for stream in joined]
     finally:
