@@ -36,7 +36,6 @@ CRASHES = Path(os.environ["FLEETPIPE_TEST_CRASHES"])
 # but a test's id cannot be changed any more since pytest 9.2.)
 CLOCK = {
     "tests/launch/supervisor/test_supervisor.py",
-    "tests/launch/supervisor/test_two_hosts.py",
     "tests/launch/test_resume.py",
     "tests/processes/test_failures.py",
     "tests/processes/test_hosts.py",

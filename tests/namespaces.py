@@ -11,7 +11,6 @@ import ctypes
 import os
 import runpy
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -162,57 +161,6 @@ def launched(addresses: Sequence[str]) -> Callable[[int], Mapping[str, str]]:
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_RANK_IN_NODE": "0",
     }
-
-
-def kill(host: Host) -> None:
-    """Ends all that runs in a namespace at once, as when a host loses its power."""
-    for _ in range(2):  # who was about to start something has ended then
-        told = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, check=True)
-        launching._signal([int(pid) for pid in told.stdout.split()], signal.SIGKILL)
-
-
-class Supervised(NamedTuple):
-    """Hosts on which ``fleetpipe launch`` runs.
-
-    Attributes:
-        processes: The command's, those that were started again behind the others.
-        start: Starts it on a host, once more.
-    """
-
-    processes: list[subprocess.Popen[bytes]]
-    start: Callable[[Host], None]
-
-
-@contextmanager
-def supervised(
-    hosts: Sequence[Host], *words: str, folder: Path, env: Mapping[str, str]
-) -> Iterator[Supervised]:
-    """Starts ``fleetpipe launch`` with one process on each host, led by the first.
-
-    Args:
-        hosts: The hosts; their files are ``NAME.log`` and the folder ``NAME``.
-        words: The command's other arguments.
-        folder: Where they run.
-        env: Additions to the environment.
-    """
-    mark = uuid.uuid4().hex
-    meets = ["--nproc_per_node", "1", "--master", f"{hosts[0].address}:29500"]
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start(host: Host) -> None:
-        command = [sys.executable, "-m", "fleetpipe", "launch", *meets]
-        inside = host.command(*command, "--log_dir", str(folder / host.name), *words)
-        environment = launching._environment(mark, env)
-        processes.append(_popen(inside, environment, folder, folder / f"{host.name}.log"))
-
-    try:
-        for host in hosts:
-            start(host)
-        yield Supervised(processes, start)
-    finally:
-        launching._kill(mark)
-        for process in processes:
-            process.wait()
 
 
 def launch(

@@ -1,7 +1,7 @@
-"""``fleetpipe.resume``: goes on where the job was, and keeps what the next life goes on from.
+"""``fleetpipe.resume``: goes on where the job was, and keeps what the next attempt goes on from.
 
 The script is the same with and without ``fleetpipe launch``: which folder holds the checkpoints,
-and which life this is, stands in the environment.
+and which attempt this is, stands in the environment.
 """
 
 from __future__ import annotations
@@ -194,9 +194,9 @@ def _go_on(state: State, manager: CheckpointManager, kept: KeptState | None) -> 
     """Goes back to the newest step that is kept or saved, and returns its number. Collective."""
     saved = [step for steps in job.all_ranks().all_gather(manager.steps()) for step in steps]
     newest = None if kept is None else kept.newest()
-    if kept is not None and newest is not None and newest.step >= max(saved, default=0):
+    if kept is not None and newest is not None and newest >= max(saved, default=0):
         kept.restore(newest)
-        step, where = newest.step, ", as they were kept in memory"
+        step, where = newest, ", as they were kept in memory"
     elif saved:
         # Where one rank sees a checkpoint all restore, and one that does not says so.
         step, where = manager.restore("latest", **state).step, ""
@@ -213,5 +213,5 @@ def _tell(text: str) -> None:
     """Says something once for all ranks."""
     if job.all_ranks().rank == 0:
         number = life.number()
-        of_job = f"life {number} of the job " if number else ""
+        of_job = f"attempt {number} of the job " if number else ""
         _log.info(f"{of_job}{text}")

@@ -62,9 +62,9 @@ def test_a_training_that_ends_early_goes_on_to_the_same_bits(
     options = ["--max_restart", "1", "--checkpoint_dir", "kept"]
     job = launched(launcher, WORKER, "launch", *options, arguments=arguments, folder=tmp_path)
     assert job.code == 0, job
-    assert job.said[1] == "fleetpipe: life 2 begins: restart 1 of 1"
+    assert job.said[1] == "fleetpipe: attempt 2 begins: restart 1 of 1"
     log = (tmp_path / "log" / "workerlog.0").read_text()
-    assert "life 2 of the job goes on after 6 steps\n" in log
+    assert "attempt 2 of the job goes on after 6 steps\n" in log
     place = whole.index(next(line for line in whole if line.startswith("step 1 0")))
     assert told(log) == [*whole[: place + 3], *whole[place:]]
 

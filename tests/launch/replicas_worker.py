@@ -1,7 +1,7 @@
 """Trains on as many replicas as there are processes: ``replicas_worker.py STEPS FOLDER``.
 
 A batch of all replicas together has the same samples, whatever their number; what each rank took
-of it in a step is noted in a file in FOLDER. See test_two_hosts.py.
+of it in a step is noted in a file in FOLDER.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ import paddle
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.io import DistributedBatchSampler
-from fleetpipe.job import life
 from tests import jobs
 from tests.pipelines import CLASSES, FEATURES, pipeline, sgd
 
@@ -53,7 +51,6 @@ def main() -> None:
     run = fleetpipe.resume(model, optimizer, data=sampler, manager=manager)
     batches = iter(sampler)
     for step in run.steps(steps):
-        time.sleep(float(os.environ.get("RESUME_WORKER_PAUSE", "0")))
         chosen = next(batches, None)
         if chosen is None:
             batches = iter(sampler)
@@ -63,7 +60,7 @@ def main() -> None:
         loss = model.train_batch(data, optimizer).item()
         rank = os.environ.get("PADDLE_TRAINER_ID", "0")
         took = {"step": step, "replicas": replicas, "samples": own, "loss": loss}
-        file = folder / f"took-{step:03d}-{life.number()}-{rank}"
+        file = folder / f"took-{step:03d}-{rank}"
         file.write_text(json.dumps(took))
     state = {name: value.numpy().tolist() for name, value in model.state_dict().items()}
     (folder / "state.json").write_text(json.dumps(state))

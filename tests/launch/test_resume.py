@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 from paddle import nn
@@ -22,6 +24,7 @@ from tests.launching import ROOT, Finished
 Launch = Callable[..., Finished]
 
 WORKER = ROOT / "tests" / "launch" / "resume_worker.py"
+REPLICAS_WORKER = WORKER.with_name("replicas_worker.py")
 
 
 def steps(log: str) -> list[str]:
@@ -40,15 +43,15 @@ def test_a_job_that_is_killed_and_stopped_ends_with_the_bits_of_one_that_is_not(
     told = launched(launcher, WORKER, "chaos", *chaos, arguments=arguments, folder=tmp_path)
     assert told.code == PREEMPTED, told
     # "died (was ended by SIGKILL)", where the other rank had the time to say so.
-    assert told.said[0].startswith("fleetpipe: life 1 ended in step 4: rank 1 ")
+    assert told.said[0].startswith("fleetpipe: attempt 1 ended in step 4: rank 1 ")
     assert "was ended by SIGKILL" in told.said[0]
-    assert told.said[1] == "fleetpipe: life 2 begins: restart 1 of 3"
+    assert told.said[1] == "fleetpipe: attempt 2 begins: restart 1 of 3"
     assert "asked to stop, the job saved 8 steps" in told.said[-1]
     again = launched(launcher, WORKER, "launch", *options, arguments=["9"], folder=tmp_path)
     assert (again.code, again.said) == (0, [])
     logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
-    assert "life 2 of the job goes on after 4 steps, as they were kept in memory\n" in logs[0]
-    assert "life 1 of the job goes on after 8 steps\n" in logs[0]
+    assert "attempt 2 of the job goes on after 4 steps, as they were kept in memory\n" in logs[0]
+    assert "attempt 1 of the job goes on after 8 steps\n" in logs[0]
     for log in logs:
         assert steps(log) == steps(alone)
         assert alone.splitlines()[-1] in log
@@ -64,6 +67,30 @@ def test_a_signal_to_one_rank_has_all_of_them_save_and_stop(launch: Launch, tmp_
     resumed = launch(WORKER, 2, args=["4"], cwd=tmp_path)
     assert [line.split()[1] for line in steps(resumed.logs[0])] == ["3"]
     assert "fleetpipe: goes on after 3 steps" in resumed.logs[0]
+
+
+def test_replicas_that_come_and_go_see_each_sample_as_if_they_had_not(
+    launch: Launch, tmp_path: Path
+) -> None:
+    alone, shared = (tmp_path / name for name in ("alone", "shared"))
+    for folder, parts in ((alone, [(None, 12)]), (shared, [(2, 4), (None, 7), (2, 12)])):
+        folder.mkdir()
+        env = {"FLEETPIPE_CHECKPOINT_DIR": str(folder / "checkpoints")}
+        for replicas, until in parts:
+            launch(REPLICAS_WORKER, replicas, args=[str(until), str(folder)], env=env)
+    for step in range(12):
+        (samples, loss), (whole, alone_loss) = (took(folder, step) for folder in (shared, alone))
+        assert samples == whole
+        assert loss == pytest.approx(alone_loss, rel=1e-5)
+    states = [json.loads((folder / "state.json").read_text()) for folder in (alone, shared)]
+    for name, value in states[0].items():
+        np.testing.assert_allclose(states[1][name], value, rtol=1e-5, atol=1e-7)
+
+
+def took(folder: Path, step: int) -> tuple[list[int], float]:
+    """Returns the samples that all replicas took in a step, in order, and the loss."""
+    told = [json.loads(file.read_text()) for file in folder.glob(f"took-{step:03d}-*")]
+    return sorted(sample for one in told for sample in one["samples"]), told[0]["loss"]
 
 
 def test_the_first_ctrl_c_saves_and_the_second_ends_at_once(launch: Launch, tmp_path: Path) -> None:

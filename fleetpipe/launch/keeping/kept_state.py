@@ -22,9 +22,8 @@ from fleetpipe.checkpoint.files import host
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
-from fleetpipe.launch.keeping.pins import SLOTS, SLOTS_WITH_NEIGHBOUR, Pins
 from fleetpipe.launch.keeping.segment import Segment
-from fleetpipe.launch.keeping.slots import Slots, Stamp
+from fleetpipe.launch.keeping.slots import Slots
 
 #: Names the folder in memory; whoever starts a job again gives it.
 FOLDER = "FLEETPIPE_KEPT_STATE"
@@ -40,7 +39,7 @@ class KeptState:
     """This rank's state after its last steps."""
 
     def __init__(self, folder: Path, objects: Objects, ranks: Ranks) -> None:
-        """Takes what an earlier life has left in the folder.
+        """Takes what an earlier attempt has left in the folder.
 
         Args:
             folder: A folder in memory.
@@ -50,8 +49,6 @@ class KeptState:
         self._folder = folder
         self._objects = objects
         self._ranks = ranks
-        self._pins = Pins.of(folder)
-        self._slots = SLOTS if self._pins is None else SLOTS_WITH_NEIGHBOUR
         self._segments = dict(self._left())
         self._index: Index = {}
         self._tensors: list[tuple[Name, int]] = []
@@ -75,24 +72,20 @@ class KeptState:
         segment = self._segment(text)
         # The first of each pair keeps the bytes of the second alive.
         memories = [host.bytes_of(one) for one in held]
-        stamp = Stamp(0 if self._pins is None else self._pins.life, step)
-        segment.write(stamp, [memory for _, memory in memories], text, self._pinned)
-        if len(segment.stamps()) > 1:
+        segment.write(step, [memory for _, memory in memories], text)
+        if len(segment.steps()) > 1:
             self._forget_others(segment)
 
     @dynamic_mode()
-    def newest(self) -> Stamp | None:
-        """Returns the newest state that is kept whole on all ranks, or None. Collective.
+    def newest(self) -> int | None:
+        """Returns the newest step that is kept whole on all ranks, or None. Collective.
 
         Raises:
             PeerFailed: A rank died.
         """
-        own = [[*stamp] for _, segment in self._segments.values() for stamp in segment.stamps()]
-        everyone = self._ranks.together("looking for kept states", lambda: own)
-        first, *others = [{Stamp(*stamp) for stamp in stamps} for stamps in everyone]
-        return max(
-            first.intersection(*others), key=lambda stamp: (stamp.step, stamp.life), default=None
-        )
+        own = [step for _, segment in self._segments.values() for step in segment.steps()]
+        first, *others = self._ranks.together("looking for kept states", lambda: own)
+        return max(set(first).intersection(*others), default=None)
 
     def forget_after(self, step: int) -> None:
         """Forgets what is behind the step that the run goes on after. Each rank by itself."""
@@ -100,23 +93,23 @@ class KeptState:
             segment.forget_after(step)
 
     @dynamic_mode()
-    def restore(self, stamp: Stamp) -> None:
-        """Gives the objects a state that :meth:`newest` returned.
+    def restore(self, step: int) -> None:
+        """Gives the objects the state after a step that :meth:`newest` returned.
 
         Collective.
 
         Raises:
             CheckpointError: It is the state of something else on some rank.
         """
-        self._ranks.together(f"going back to step {stamp.step}", lambda: self._restore(stamp))
+        self._ranks.together(f"going back to step {step}", lambda: self._restore(step))
 
-    def _restore(self, stamp: Stamp) -> None:
+    def _restore(self, step: int) -> None:
         index, segment = next(
             (index, segment)
             for index, segment in self._segments.values()
-            if stamp in segment.stamps()
+            if step in segment.steps()
         )
-        blocks, text = segment.read(stamp)
+        blocks, text = segment.read(step)
         described = {
             Name(group, name): Described(dtype, tuple(shape))
             for group, name, dtype, shape, _ in index["blocks"]
@@ -163,31 +156,25 @@ class KeptState:
     def _segment(self, text: bytes) -> Segment:
         """Returns where a state of the form of now goes, with a text as long as this one."""
         for index, segment in self._segments.values():
-            fits = segment.takes(text) and segment.slots >= self._slots
-            if index == self._index and fits:
+            if index == self._index and segment.takes(text):
                 return segment
         # The steps that are kept in another form stay until this one has two.
         number = 1 + max((int(file.suffix[1:]) for file in self._segments), default=0)
         file = self._folder / f"rank-{self._ranks.rank}.{number}"
         sizes = [size for *_, size in self._index["blocks"]]
-        text_bytes = _TEXT_TIMES * len(text)
-        segment = Segment.create(file, self._index, sizes, text_bytes, self._slots)
+        segment = Segment.create(file, self._index, sizes, _TEXT_TIMES * len(text))
         self._segments[file] = (self._index, segment)
         return segment
 
     def _forget_others(self, kept: Segment) -> None:
         """Removes what is kept in other forms: all ranks have these steps in their newest one."""
         for file, (_, segment) in list(self._segments.items()):
-            if segment is not kept and not set(segment.stamps()).intersection(self._pinned):
+            if segment is not kept:
                 del self._segments[file]
                 file.unlink()
 
-    @property
-    def _pinned(self) -> list[Stamp]:
-        return [] if self._pins is None else self._pins.states
-
     def _left(self) -> Iterator[tuple[Path, tuple[Index, Segment]]]:
-        """Yields what an earlier life of this rank has left, under the same layout."""
+        """Yields what an earlier attempt of this rank has left, under the same layout."""
         for file in self._folder.glob(f"rank-{self._ranks.rank}.*"):
             slots = Slots(file)
             index = json.loads(slots.form.about)

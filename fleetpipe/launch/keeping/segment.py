@@ -1,21 +1,22 @@
 """The state of one rank after its last steps, in a file in memory that outlives its process.
 
-While one slot is written, others hold the steps before.
+It has two slots: while one is written, the other holds the step before.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fleetpipe.launch.keeping.slots import Form, Slots, Stamp, aligned
+from fleetpipe.launch.keeping.slots import Form, Slots, aligned
 
 #: A value of JSON.
 Json = Any
+_SLOTS = 2
 
 
 class Segment:
@@ -36,9 +37,7 @@ class Segment:
         ]
 
     @classmethod
-    def create(
-        cls, file: Path, index: Json, sizes: Sequence[int], text_bytes: int, slots: int
-    ) -> Segment:
+    def create(cls, file: Path, index: Json, sizes: Sequence[int], text_bytes: int) -> Segment:
         """Makes a file with empty slots.
 
         Args:
@@ -46,57 +45,44 @@ class Segment:
             index: What the blocks are, in words of the caller's.
             sizes: Bytes of each block.
             text_bytes: Most bytes of the text beside them.
-            slots: How many states it takes.
 
         Raises:
             CheckpointError: The host has not so much memory for files in memory.
         """
-        form = Form(json.dumps(index).encode(), text_bytes, sum(map(aligned, sizes)), slots)
+        form = Form(json.dumps(index).encode(), text_bytes, sum(map(aligned, sizes)), _SLOTS)
         return cls(Slots.create(file, form), sizes)
 
-    @property
-    def slots(self) -> int:
-        """How many states it takes."""
-        return self._slots.form.slots
-
-    def stamps(self) -> list[Stamp]:
-        """Returns the states that are there whole, the first step first."""
-        return self._slots.stamps()
+    def steps(self) -> list[int]:
+        """Returns after how many steps the states are that are there whole, in order."""
+        return self._slots.steps()
 
     def takes(self, text: bytes) -> bool:
         """Whether a text is not too long for a slot."""
         return len(text) <= self._slots.form.text_bytes
 
-    def write(
-        self,
-        stamp: Stamp,
-        blocks: Sequence[memoryview],
-        text: bytes,
-        pinned: Collection[Stamp] = (),
-    ) -> None:
+    def write(self, step: int, blocks: Sequence[memoryview], text: bytes) -> None:
         """Puts a state into the slot with the oldest one.
 
         Args:
-            stamp: Which one it is.
+            step: After how many steps it is.
             blocks: Bytes, as many as each block has.
             text: What goes beside them.
-            pinned: What has to stay.
         """
-        slot = self._slots.begin(pinned)
+        slot = self._slots.begin()
         for place, block in zip(self._blocks[slot], blocks):
             place[:] = np.frombuffer(block, np.uint8)
         self._slots.contents(slot)[: len(text)] = text
-        self._slots.end(slot, stamp, len(text))
+        self._slots.end(slot, step, len(text))
 
     def forget_after(self, step: int) -> None:
         """Empties slots with later steps: they will be done again."""
         self._slots.forget_after(step)
 
-    def read(self, stamp: Stamp) -> tuple[list[memoryview], bytes]:
+    def read(self, step: int) -> tuple[list[memoryview], bytes]:
         """Returns the blocks and the text of a state that is there; not copies."""
-        slot = self._slots.slot_of(stamp)
+        slot = self._slots.slot_of(step)
         if slot is None:
-            raise KeyError(stamp)
+            raise KeyError(step)
         blocks = [block.data for block in self._blocks[slot]]
         return blocks, bytes(self._slots.text_of(slot))
 

@@ -5,7 +5,7 @@ put in after the last one. What the bytes of a slot are, its user knows.
 
     magic; bytes of what follows, of a slot's text, of a slot; number of slots    each 8 bytes
     what the slots hold                                                           the user's words
-    the slots: steps + 1 (0: empty), life, bytes of the text; text; values        at multiples of 64
+    the slots: steps + 1 (0: empty), bytes of the text; text; values              at multiples of 64
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import errno
 import mmap
 import os
 import struct
-from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,20 +21,8 @@ from fleetpipe.errors import CheckpointError
 
 _MAGIC = b"FLTPKEPT"
 _HEAD = struct.Struct("<8sQQQQ")
-_SLOT = struct.Struct("<QQQ")
+_SLOT = struct.Struct("<QQ")
 _ALIGNED = 64
-
-
-class Stamp(NamedTuple):
-    """Which state it is.
-
-    Attributes:
-        life: The mark of the life in which it was made, which no other life has.
-        step: Steps that were done.
-    """
-
-    life: int
-    step: int
 
 
 class Form(NamedTuple):
@@ -98,40 +85,35 @@ class Slots:
         draft.rename(file)
         return cls(file)
 
-    def stamps(self) -> list[Stamp]:
-        """Returns what is there whole, the first step first."""
-        return sorted(filter(None, map(self._stamp, range(self.form.slots))), key=_by_step)
+    def steps(self) -> list[int]:
+        """Returns after how many steps the states are that are there whole, in order."""
+        return sorted(count - 1 for count in self._counts() if count)
 
-    def begin(self, pinned: Collection[Stamp] = ()) -> int:
-        """Empties the slot with the oldest state, which is to be written; returns its number.
-
-        Args:
-            pinned: What has to stay; fewer than there are slots.
-        """
-        free = (slot for slot in range(self.form.slots) if self._stamp(slot) not in pinned)
-        slot = min(free, key=self._count)
+    def begin(self) -> int:
+        """Empties the slot with the oldest state, which is to be written; returns its number."""
+        slot = min(range(self.form.slots), key=self._counts().__getitem__)
         self._empty(slot)
         return slot
 
-    def end(self, slot: int, stamp: Stamp, text: int) -> None:
+    def end(self, slot: int, step: int, text: int) -> None:
         """Says that a slot has been written.
 
         Args:
             slot: Its number.
-            stamp: What it holds now.
+            step: After how many steps the state is that it holds now.
             text: Bytes of its text.
         """
-        _SLOT.pack_into(self._memory, self._at(slot), 0, stamp.life, text)
-        _SLOT.pack_into(self._memory, self._at(slot), stamp.step + 1, stamp.life, text)
+        _SLOT.pack_into(self._memory, self._at(slot), 0, text)
+        _SLOT.pack_into(self._memory, self._at(slot), step + 1, text)
 
-    def slot_of(self, stamp: Stamp) -> int | None:
+    def slot_of(self, step: int) -> int | None:
         """Returns the number of the slot that holds a state; None where none does."""
-        slots = range(self.form.slots)
-        return next((slot for slot in slots if self._stamp(slot) == stamp), None)
+        counts = self._counts()
+        return counts.index(step + 1) if step + 1 in counts else None
 
     def text_of(self, slot: int) -> memoryview:
         """Returns the text in a slot; no copy."""
-        _, _, length = _SLOT.unpack_from(self._memory, self._at(slot))
+        _, length = _SLOT.unpack_from(self._memory, self._at(slot))
         return self.contents(slot)[:length]
 
     def contents(self, slot: int) -> memoryview:
@@ -141,21 +123,16 @@ class Slots:
 
     def forget_after(self, step: int) -> None:
         """Empties slots with later steps: they will be done again."""
-        for slot in range(self.form.slots):
-            stamp = self._stamp(slot)
-            if stamp is not None and stamp.step > step:
+        for slot, count in enumerate(self._counts()):
+            if count > step + 1:
                 self._empty(slot)
 
-    def _stamp(self, slot: int) -> Stamp | None:
-        count, life, _ = _SLOT.unpack_from(self._memory, self._at(slot))
-        return Stamp(life, count - 1) if count else None
-
-    def _count(self, slot: int) -> int:
-        count: int = _SLOT.unpack_from(self._memory, self._at(slot))[0]
-        return count
+    def _counts(self) -> list[int]:
+        places = map(self._at, range(self.form.slots))
+        return [_SLOT.unpack_from(self._memory, place)[0] for place in places]
 
     def _empty(self, slot: int) -> None:
-        _SLOT.pack_into(self._memory, self._at(slot), 0, 0, 0)
+        _SLOT.pack_into(self._memory, self._at(slot), 0, 0)
 
     def _at(self, slot: int) -> int:
         return self._first + slot * self._slot_bytes
@@ -164,10 +141,6 @@ class Slots:
 def aligned(size: int) -> int:
     """Returns the multiple of 64 that a number of bytes takes."""
     return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _by_step(stamp: Stamp) -> tuple[int, int]:
-    return stamp.step, stamp.life
 
 
 def _reserve(descriptor: int, size: int, file: Path, slots: int) -> None:
@@ -183,6 +156,5 @@ def _reserve(descriptor: int, size: int, file: Path, slots: int) -> None:
             expected=f"{size} bytes for {slots} steps",
             got=f"{free.f_bavail * free.f_frsize} bytes",
             cause="a container has 64 MiB there unless it is given more (docker --shm-size)",
-            fix="give the host more shared memory, or launch without --neighbour_every or "
-            "--keep_state",
+            fix="give the host more shared memory, or launch without --keep_state",
         ) from None

@@ -24,26 +24,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=_nodes,
         default=(1, 1),
         metavar="N|MIN:MAX",
-        help="how many hosts take part, or between how many (default: 1)",
+        help="how many hosts take part, or between how many, with --ray (default: 1)",
     )
-    add(
-        "--master",
-        type=_address,
-        metavar="HOST:PORT",
-        help="where the hosts meet: an address of the first one, as all others reach it",
-    )
-    add(
-        "--host",
-        metavar="ADDRESS",
-        help="of this host, as the others reach it (default: that of the way to the master)",
-    )
-    add(
-        *_spelled("elastic_timeout"),
-        type=kinds.seconds,
-        default=600.0,
-        metavar="SECONDS",
-        help="how long to wait for hosts (default: %(default)s)",
-    )
+    for name in ("master", "host", "elastic_timeout", "neighbour_every"):
+        add(*_spelled(name), type=_of_several_hosts, help=argparse.SUPPRESS)
     add(
         *_spelled("max_restart"),
         type=kinds.count,
@@ -61,13 +45,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         *_spelled("keep_state"),
         action="store_true",
         help="keep the state after every step in this host's memory: no step is lost",
-    )
-    add(
-        *_spelled("neighbour_every"),
-        type=kinds.positive,
-        metavar="K",
-        help="with --keep_state on several hosts: keep the state after every K-th step in another "
-        "host's memory as well: the loss of a host costs few steps",
     )
     add(
         "--grace",
@@ -108,14 +85,11 @@ def _nodes(text: str) -> tuple[int, int]:
     return found
 
 
-def _address(text: str) -> tuple[str, int]:
-    """Reads HOST:PORT."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"invalid address: {text!r}; give HOST:PORT")
-    return host, int(port)
+def _of_several_hosts(_: str) -> None:
+    """Refuses an option of the launcher of several hosts that went."""
+    raise argparse.ArgumentTypeError("several hosts are nodes of a Ray cluster: give --ray ADDRESS")
 
 
-def _spelled(name: str) -> tuple[str, str]:
+def _spelled(name: str) -> list[str]:
     """Returns an option as Paddle spells it, and as fleetpipe's other commands do."""
-    return f"--{name}", f"--{name.replace('_', '-')}"
+    return [*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))]

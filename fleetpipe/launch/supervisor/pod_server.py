@@ -1,9 +1,9 @@
-"""Runs Paddle's launcher, once for each life of a job, in a fork of a process that has loaded it.
+"""Runs Paddle's launcher, once for each attempt, in a fork of a process that has loaded it.
 
-Run by its path, with the number of a socket to the supervisor, which asks for one life after
+Run by its path, with the number of a socket to the supervisor, which asks for one attempt after
 another: an object of JSON on a line with arguments and environment, answered by one with the code.
-Another line ends the life that runs. Where the supervisor is gone, that is ended too, and then this
-process.
+Another line ends the attempt that runs. Where the supervisor is gone, that is ended too, and then
+this process.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from fleetpipe.launch.supervisor import pods  # noqa: E402
 
 
 def serve(supervisor: socket.socket) -> None:
-    """Runs lives until the supervisor is gone."""
+    """Runs attempts until the supervisor is gone."""
     said = b""
     while more := supervisor.recv(1 << 16):
         *lines, said = (said + more).split(b"\n")
         orders = [line for line in lines if line + b"\n" != pods.STOP]
         for line in orders:
-            # A life that is to end before it began is not begun.
+            # An attempt that is to end before it began is not begun.
             stopped = lines[-1] + b"\n" == pods.STOP
-            code = 1 if stopped else _live(pods.Order(**json.loads(line)), supervisor)
+            code = 1 if stopped else _attempt(pods.Order(**json.loads(line)), supervisor)
             supervisor.sendall(json.dumps({"code": code}).encode() + b"\n")
 
 
-def _live(order: pods.Order, supervisor: socket.socket) -> int:
-    """Runs one life and returns the code of Paddle's launcher."""
+def _attempt(order: pods.Order, supervisor: socket.socket) -> int:
+    """Runs one attempt and returns the code of Paddle's launcher."""
     lasting, held = os.pipe()
     process = os.fork()
     if process == 0:
@@ -61,7 +61,7 @@ def _launch(order: pods.Order) -> NoReturn:
     """Becomes Paddle's launcher."""
     code = 1
     try:
-        # Names and ports would be those of the life before.
+        # Names and ports would be those of the attempt before.
         random.seed()
         sys.argv = ["fleetpipe launch", *order.arguments]
         os.environ.update(order.environment)

@@ -17,7 +17,7 @@ from fleetpipe.job import life
 from fleetpipe.launch.script import in_a_shell
 
 _SERVER = Path(__file__).with_name("pod_server.py")
-#: Asks for the end of a life.
+#: Asks for the end of an attempt.
 STOP = b"stop\n"
 #: Seconds in which the process ends once nobody asks it for anything.
 _LAST_SECONDS = 10.0
@@ -25,7 +25,7 @@ _LAST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Order:
-    """A life that is to be run.
+    """An attempt that is to be run.
 
     Attributes:
         arguments: Those of Paddle's launcher.
@@ -37,7 +37,7 @@ class Order:
 
 
 class Pods:
-    """A process that has loaded Paddle's launcher, and runs one life of the ranks after another."""
+    """A process that has loaded Paddle's launcher, and runs one attempt after another."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Starts the process.
@@ -61,23 +61,23 @@ class Pods:
             )
 
     def fileno(self) -> int:
-        """Returns the descriptor that can be read when a life has ended."""
+        """Returns the descriptor that can be read when an attempt has ended."""
         return self._socket.fileno()
 
     def start(self, order: Order) -> None:
-        """Begins a life; in another process where the one of before was ended."""
+        """Begins an attempt; in another process where the one of before was ended."""
         if self._process.poll() is not None:
             self._socket.close()
             self._begin()
         self._socket.sendall(json.dumps(asdict(order)).encode() + b"\n")
 
     def stop(self) -> None:
-        """Ends the launcher of the life that runs."""
+        """Ends the launcher of the attempt that runs."""
         with contextlib.suppress(BrokenPipeError):
             self._socket.sendall(STOP)
 
     def code(self) -> int:
-        """Returns the code of the launcher whose life has ended; waits until it has.
+        """Returns the code of the launcher whose attempt has ended; waits until it has.
 
         Where the process was ended itself, nothing of it is left, and its code is returned.
         """
@@ -93,7 +93,7 @@ class Pods:
         return int(json.loads(told)["code"])
 
     def close(self) -> None:
-        """Ends the process, and the life that runs."""
+        """Ends the process, and the attempt that runs."""
         self._socket.close()
         try:
             self._process.wait(_LAST_SECONDS)
@@ -103,7 +103,7 @@ class Pods:
 
 
 def end_sessions(home: Path) -> None:
-    """Ends what the ranks of a life have left: each had a session of its own."""
+    """Ends what the ranks of an attempt have left: each had a session of its own."""
     for _, process in life.started(home):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)

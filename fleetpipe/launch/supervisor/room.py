@@ -1,7 +1,7 @@
 """The supervisor's folder in the host's memory, which no death of a rank ends.
 
-It holds a folder for each life. A lock says whose it is: what a supervisor that was killed has left
-behind is removed by the next one.
+It holds a folder for each attempt. A lock says whose it is: what a supervisor that was killed has
+left behind is removed by the next one.
 """
 
 from __future__ import annotations

@@ -1,29 +1,21 @@
-"""Starts the ranks of a job, and starts all of them again where one fails.
-
-One supervisor on each host. That of the host with the address of ``--master`` leads: it decides
-which hosts take part in a life, and whether there is another one. The others follow.
-"""
+"""Starts the ranks of a job on this host, and starts all of them again where one fails."""
 
 from __future__ import annotations
 
 import argparse
-import errno
-import socket
+import select
+import sys
+import time
 from contextlib import ExitStack
 
-from fleetpipe.errors import ConfigError, TransportError
+from fleetpipe.errors import ConfigError
 from fleetpipe.launch import quiet
-from fleetpipe.launch.keeping.copies import Copies
-from fleetpipe.launch.supervisor.follower import Follower
-from fleetpipe.launch.supervisor.leader import Leader
+from fleetpipe.launch.supervisor.attempts import Attempt, End, after, interrupted
 from fleetpipe.launch.supervisor.local import Local
 from fleetpipe.launch.supervisor.pods import Pods
 from fleetpipe.launch.supervisor.room import room
-from fleetpipe.launch.supervisor.saying import say
-from fleetpipe.launch.supervisor.signals import caught
-from fleetpipe.transport.joining.hosts import route_to
-
-_MOST_WAITING = 64
+from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, caught
+from fleetpipe.launch.supervisor.verdict import Verdict
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,71 +23,93 @@ def run(options: argparse.Namespace) -> int:
 
     Returns:
         0 where every rank did its work; 75 (``life.PREEMPTED``) where the job was asked to stop,
-        saved and ended; 65 (``POISONED``) where one step failed twice in a row; 128 + n where
-        signal n stopped it and nothing was saved; else the code of the rank that failed first in
-        the last life. The same on every host.
+        saved and ended; 65 (``POISONED``) where one step failed twice in a row; 130 after Ctrl-C;
+        128 + n where signal n stopped it and nothing was saved; else the code of the rank that
+        failed first in the last attempt.
 
     Raises:
-        ConfigError: Several hosts, and no address where they meet; or options that contradict
-            each other.
-        TransportError: The address of ``--master`` cannot be used, or its supervisor is not there.
+        ConfigError: Several hosts.
+        UsageError: Paddle's launcher cannot be loaded.
     """
-    if options.master is None and options.nnodes[1] > 1:
+    if options.nnodes[1] > 1:
         raise ConfigError(
-            "several hosts meet at an address",
-            got="--nnodes without --master",
-            fix="give --master HOST:PORT, an address of the first host, the same on all of them",
-        )
-    if options.neighbour_every is not None and not (options.keep_state and options.master):
-        raise ConfigError(
-            "there is no state, or no other host, for --neighbour_every",
-            got="--neighbour_every without "
-            + ("--master" if options.keep_state else "--keep_state"),
-            fix="give --keep_state, and --nnodes and --master of several hosts; or leave it out",
+            "without --ray fleetpipe launch starts the ranks of one host",
+            got=f"--nnodes {':'.join(map(str, dict.fromkeys(options.nnodes)))}",
+            fix="give --ray ADDRESS, or start the script on each host by python -m "
+            "paddle.distributed.launch --nnodes",
         )
     with ExitStack() as ends:
         folder = ends.enter_context(room())
         signals = ends.enter_context(caught())
-        address, listener = "", None
-        if options.master is not None:
-            listener = _listen(*options.master)
-            address = options.host or (route_to(options.master[0]) if listener is None else "")
-            address = address or options.master[0]
-        if listener is not None:
-            ends.enter_context(listener)
-        copies = None
-        if options.neighbour_every is not None:
-            copies = Copies(folder, address, say)
-            ends.callback(copies.close)
         pods = Pods(quiet.environment(options.log_level))
         ends.callback(pods.close)
-        local = Local(options, folder, pods, address, copies)
-        if options.master is None or listener is not None:
-            return Leader(options, local, signals, listener, copies).run()
-        return Follower(options, local, signals, address, copies).run()
+        return Supervisor(options, Local(options, folder, pods), signals).run()
 
 
-def _listen(host: str, port: int) -> socket.socket | None:
-    """Listens as the leader; None where another host, or another supervisor of this one, does.
+class Supervisor:
+    """One job, from its first attempt to its last."""
 
-    Raises:
-        TransportError: The address is none.
-    """
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
-            0
-        ]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(_MOST_WAITING)
-        listener.setblocking(False)
-        return listener
-    except OSError as error:
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-            return None
-        raise TransportError(
-            f"--master {host}:{port} cannot be used",
-            got=error.strerror or str(error),
-            fix="give the address of the first host, as all others reach it, and a free port",
-        ) from error
+    def __init__(self, options: argparse.Namespace, local: Local, signals: Signals) -> None:
+        """Starts nothing yet.
+
+        Args:
+            options: Of the command.
+            local: The ranks.
+            signals: What asks the job to stop.
+        """
+        self._options = options
+        self._local = local
+        self._signals = signals
+        #: The first signal that asked the job to stop.
+        self._stopped_by: int | None = None
+        #: When ranks are ended that were asked to stop and have not.
+        self._deadline: float | None = None
+
+    def run(self) -> int:
+        """Runs one attempt after another; returns the exit code of the job."""
+        attempt = Attempt()
+        while True:
+            self._deadline = None
+            self._local.start(attempt.number)
+            verdict = interrupted(self._verdict(), self._stopped_by)
+            self._local.record(attempt.number, verdict)
+            then = after(attempt, verdict, self._options.max_restart, self._stopped_by)
+            for text in then.said:
+                say(text)
+            if isinstance(then, End):
+                return then.code
+            attempt = then.attempt
+
+    def _verdict(self) -> Verdict:
+        """Waits for the end of an attempt, and does what signals ask for meanwhile."""
+        waited: list[Signals | Local] = [self._signals, self._local]
+        while True:
+            left = None
+            if self._deadline is not None:
+                left = max(0.0, self._deadline - time.monotonic())
+            ready, _, _ = select.select(waited, [], [], left)
+            for number in self._signals.take() if self._signals in ready else ():
+                self._stop(number)
+            if self._local in ready:
+                return self._local.end()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._deadline = None
+                self._local.kill()
+
+    def _stop(self, number: int) -> None:
+        """Has the ranks save and end; Ctrl-C after another signal has them end at once."""
+        again, self._stopped_by = self._stopped_by, self._stopped_by or number
+        if number in BREAK_SIGNALS and again is not None:
+            self._deadline = time.monotonic()
+        elif self._deadline is None:
+            if self._stopped_by in BREAK_SIGNALS:
+                say("interrupted: the step is finished and saved; once more ends it at once")
+            self._deadline = time.monotonic() + self._options.grace
+            self._local.stop(number)
+
+
+def say(text: str) -> None:
+    """Tells the user."""
+    sys.stdout.flush()
+    sys.stderr.write(f"fleetpipe: {text}\n")
+    sys.stderr.flush()

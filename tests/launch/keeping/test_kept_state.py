@@ -16,7 +16,6 @@ from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
 from fleetpipe.launch.keeping.kept_state import KeptState
-from fleetpipe.launch.keeping.slots import Stamp
 from fleetpipe.transport import SoleGroup
 
 
@@ -52,8 +51,8 @@ def test_a_state_comes_back_with_its_bits_into_objects_that_are_built_anew(tmp_p
     later = [training.step() for _ in range(3)]
     again = Training()
     kept = KeptState(tmp_path, again.objects, Ranks(SoleGroup()))
-    assert kept.newest() == Stamp(0, 3)
-    kept.restore(Stamp(0, 3))
+    assert kept.newest() == 3
+    kept.restore(3)
     assert [again.step() for _ in range(3)] == later
 
 
@@ -64,12 +63,12 @@ def test_steps_behind_the_one_gone_back_to_are_done_and_kept_again(tmp_path: Pat
     for step in range(1, 4):
         done[step] = training.step()
         kept.keep(step)
-    kept.restore(Stamp(0, 2))
+    kept.restore(2)
     kept.forget_after(2)
-    assert kept.newest() == Stamp(0, 2)
+    assert kept.newest() == 2
     assert training.step() == done[3]
     kept.keep(3)
-    assert kept.newest() == Stamp(0, 3)
+    assert kept.newest() == 3
 
 
 def test_a_state_of_another_form_takes_the_place_of_the_old_one_when_it_has_two_steps(
@@ -94,7 +93,7 @@ class Others:
         self._said = said
 
     def all_gather(self, value: Any) -> list[Any]:
-        return [value, *((None, [[0, step] for step in said]) for said in self._said)]
+        return [value, *((None, said) for said in self._said)]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_the_newest_step_is_one_that_every_rank_has_whole(
     for step in (1, 2, 3):
         training.step()
         kept.keep(step)
-    assert kept.newest() == (None if newest is None else Stamp(0, newest))
+    assert kept.newest() == newest
 
 
 def test_what_another_layout_or_another_model_kept_is_not_taken(tmp_path: Path) -> None:
@@ -120,4 +119,4 @@ def test_what_another_layout_or_another_model_kept_is_not_taken(tmp_path: Path) 
     KeptState(tmp_path, training.objects, Ranks(SoleGroup())).keep(1)
     other = KeptState(tmp_path, Objects(nn.Linear(6, 8)), Ranks(SoleGroup()))
     with pytest.raises(CheckpointError):
-        other.restore(Stamp(0, 1))
+        other.restore(1)

@@ -10,7 +10,7 @@ import pytest
 
 from fleetpipe.errors import CheckpointError
 from fleetpipe.launch.keeping.segment import Segment
-from fleetpipe.launch.keeping.slots import Slots, Stamp
+from fleetpipe.launch.keeping.slots import Slots
 
 SIZES = [5, 0, 64, 1000]
 
@@ -20,49 +20,45 @@ def blocks(step: int) -> list[memoryview]:
 
 
 def test_the_last_two_steps_are_there_for_whoever_opens_it(tmp_path: Path) -> None:
-    own = Segment.create(tmp_path / "rank-0", {"names": ["a"]}, SIZES, 10, 2)
-    assert steps(own) == []
+    own = Segment.create(tmp_path / "rank-0", {"names": ["a"]}, SIZES, 10)
+    assert own.steps() == []
     for step in range(4):
-        own.write(Stamp(9, step), blocks(step), f"step {step}".encode())
+        own.write(step, blocks(step), f"step {step}".encode())
     other = Segment(Slots(tmp_path / "rank-0"), SIZES)
     assert Slots(tmp_path / "rank-0").form.about == b'{"names": ["a"]}'
-    assert steps(other) == [2, 3]
+    assert other.steps() == [2, 3]
     for step in (2, 3):
-        found, text = other.read(Stamp(9, step))
+        found, text = other.read(step)
         assert [bytes(block) for block in found] == [bytes(block) for block in blocks(step)]
         assert text == f"step {step}".encode()
-
-
-def steps(segment: Segment) -> list[int]:
-    return [stamp.step for stamp in segment.stamps()]
 
 
 @pytest.mark.parametrize("block", range(len(SIZES)))
 def test_a_step_that_was_not_finished_is_not_there_and_the_one_before_is(
     tmp_path: Path, block: int
 ) -> None:
-    own = Segment.create(tmp_path / "rank-0", None, SIZES, 10, 2)
+    own = Segment.create(tmp_path / "rank-0", None, SIZES, 10)
     for step in range(3):
-        own.write(Stamp(9, step), blocks(step), b"")
+        own.write(step, blocks(step), b"")
 
     broken = [*blocks(3)[:block], memoryview(b"of another size" * 99)]
     with pytest.raises(ValueError, match="could not broadcast"):
-        own.write(Stamp(9, 3), broken, b"")
+        own.write(3, broken, b"")
     other = Segment(Slots(tmp_path / "rank-0"), SIZES)
-    assert steps(other) == [2]
-    assert [*map(bytes, other.read(Stamp(9, 2))[0])] == [*map(bytes, blocks(2))]
-    other.write(Stamp(9, 3), blocks(3), b"")
-    assert steps(other) == [2, 3]
+    assert other.steps() == [2]
+    assert [*map(bytes, other.read(2)[0])] == [*map(bytes, blocks(2))]
+    other.write(3, blocks(3), b"")
+    assert other.steps() == [2, 3]
 
 
 def test_steps_that_will_be_done_again_are_forgotten(tmp_path: Path) -> None:
-    own = Segment.create(tmp_path / "rank-0", None, SIZES, 10, 2)
+    own = Segment.create(tmp_path / "rank-0", None, SIZES, 10)
     for step in range(3):
-        own.write(Stamp(9, step), blocks(step), b"")
+        own.write(step, blocks(step), b"")
     own.forget_after(1)
-    assert steps(own) == [1]
-    own.write(Stamp(9, 2), blocks(2), b"")
-    assert steps(own) == [1, 2]
+    assert own.steps() == [1]
+    own.write(2, blocks(2), b"")
+    assert own.steps() == [1, 2]
 
 
 def test_a_host_without_so_much_memory_is_told_before_anything_is_written(
@@ -73,10 +69,10 @@ def test_a_host_without_so_much_memory_is_told_before_anything_is_written(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(CheckpointError, match="does not fit into") as raised:
-        Segment.create(tmp_path / "rank-0", None, [1 << 40], 10, 2)
+        Segment.create(tmp_path / "rank-0", None, [1 << 40], 10)
     assert f"{2 * ((1 << 40) + 2 * 64) + 64} bytes for 2 steps" in str(raised.value)
 
 
 def test_a_text_may_be_as_long_as_was_said(tmp_path: Path) -> None:
-    own = Segment.create(tmp_path / "rank-0", None, [], 128, 2)
+    own = Segment.create(tmp_path / "rank-0", None, [], 128)
     assert (own.takes(b"x" * 128), own.takes(b"x" * 129)) == (True, False)

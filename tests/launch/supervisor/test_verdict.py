@@ -9,7 +9,7 @@ import pytest
 
 from fleetpipe.job import life
 from fleetpipe.job.watching.failure import Failure
-from fleetpipe.launch.supervisor.verdict import Verdict, joint, judge
+from fleetpipe.launch.supervisor.verdict import Verdict, judge
 
 
 class Home:
@@ -86,34 +86,13 @@ def test_a_life_that_was_asked_to_end_has_saved(home: Home) -> None:
     assert judge(home.path, 0) == Verdict(0, saved=9)
 
 
-def test_of_several_hosts_the_one_on_which_the_culprit_ran_knows() -> None:
-    told = Verdict(1, step=4, culprit="rank 3 died: it ended without a goodbye", own=False)
-    killed = Verdict(137, step=4, culprit="rank 3 died (was ended by SIGKILL): ..")
-    other = Verdict(1, step=5, culprit="rank 1 raised: x")
-    assert joint([told, killed]) == killed
-    assert joint([Verdict(0), told]) == told
-    # The one that ended first; and the latest step that was begun.
-    assert joint([killed, other]) == Verdict(137, step=5, culprit=killed.culprit)
-    assert joint([Verdict(0), Verdict(0)]) == Verdict(0)
-    assert joint([Verdict(0, saved=7), Verdict(0, saved=7)]) == Verdict(0, saved=7)
-
-
-def test_a_verdict_is_told_as_text_and_anything_else_is_none() -> None:
-    told = Verdict(137, None, 4, "rank 3 died", "a\nb", True, False)
-    assert Verdict.parse(str(told)) == told
-    for text in ("", "3", "{}", str(told).replace("137", '"137"'), str(told).replace("own", "o")):
-        with pytest.raises(ValueError):  # noqa: PT011
-            Verdict.parse(text)
-
-
 def test_the_same_step_repeats_whoever_failed_and_the_start_only_with_the_same_error() -> None:
     killed = Verdict(137, step=5, culprit="rank 1 died")
     assert Verdict(1, step=5, culprit="rank 0 raised: x", raised=True).repeats(killed)
     assert not Verdict(137, step=6, culprit="rank 1 died").repeats(killed)
     assert not Verdict(137, culprit="rank 1 died").repeats(killed)
     # A host may be switched off in the same step again.
-    lost_host = joint([Verdict(1, culprit="host 10.0.0.2 is gone", gone=True), killed])
-    assert (lost_host.step, lost_host.culprit) == (5, "host 10.0.0.2 is gone")
+    lost_host = replace(killed, culprit="host 10.0.0.2 is gone", gone=True)
     assert not lost_host.repeats(killed)
     assert not killed.repeats(lost_host)
     start = Verdict(1, culprit="rank 0 raised: x", raised=True)

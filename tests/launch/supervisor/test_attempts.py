@@ -1,0 +1,121 @@
+"""What follows an attempt, by the rules alone: no process, no clock, no Paddle."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from fleetpipe.job.life import INTERRUPTED, PREEMPTED
+from fleetpipe.launch.supervisor.attempts import (
+    POISONED,
+    Again,
+    Attempt,
+    End,
+    after,
+    interrupted,
+)
+from fleetpipe.launch.supervisor.verdict import Verdict
+
+DONE = Verdict(0)
+SAVED = Verdict(0, saved=8)
+
+
+def disk_full(step: int) -> Verdict:
+    text = "rank 0 raised: CheckpointError: step 4 cannot be saved"
+    details = "CheckpointError: ..\n  got: [Errno 28] No space left on device"
+    return Verdict(1, step=step, culprit=text, details=details, raised=True)
+
+
+def killed(step: int | None) -> Verdict:
+    return Verdict(137, step=step, culprit="rank 1 died")
+
+
+def raised(step: int | None, text: str) -> Verdict:
+    return Verdict(1, step=step, culprit=f"rank 0 raised: {text}", raised=True)
+
+
+def lost(step: int) -> Verdict:
+    return Verdict(1, step=step, culprit="a host is gone", gone=True)
+
+
+def through(*verdicts: Verdict, max_restart: int = 3) -> tuple[int, int, list[str]]:
+    """Returns with which code a job ends, after how many attempts, and what is said."""
+    attempt, said = Attempt(), []
+    for verdict in verdicts:
+        then = after(attempt, verdict, max_restart)
+        said += then.said
+        if isinstance(then, End):
+            return then.code, attempt.number, said
+        attempt = then.attempt
+    raise AssertionError(f"attempt {attempt.number} is to begin")
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ([DONE], 0),
+        ([killed(4), raised(9, "x"), DONE], 0),
+        ([killed(4), raised(9, "x"), killed(10), killed(11)], 137),
+        ([killed(4), killed(4)], POISONED),
+        ([killed(4), killed(5), raised(5, "x")], POISONED),
+        ([killed(4), lost(4), lost(4), killed(4)], 137),
+        ([disk_full(4), disk_full(4)], 1),
+        ([raised(None, "x"), raised(None, "x")], 1),
+        ([raised(None, "x"), raised(None, "y"), killed(None), killed(None)], 137),
+        ([SAVED], PREEMPTED),
+    ],
+)
+def test_how_attempts_end_decides_how_many_there_are(ends: list[Verdict], code: int) -> None:
+    assert through(*ends)[:2] == (code, len(ends))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "stopped_by", "code", "said"),
+    [
+        (DONE, signal.SIGTERM, 0, ()),
+        (SAVED, signal.SIGTERM, PREEMPTED, ("asked to stop, the job saved 8 steps and ended",)),
+        (killed(4), signal.SIGUSR1, 138, ("attempt 1 ended in step 4: rank 1 died",)),
+        (killed(4), signal.SIGTERM, 143, ("attempt 1 ended in step 4: rank 1 died",)),
+        (DONE, signal.SIGINT, 0, ()),
+        (SAVED, signal.SIGINT, INTERRUPTED, ("interrupted, the job saved 8 steps",)),
+        (killed(4), signal.SIGINT, INTERRUPTED, ("interrupted",)),
+    ],
+)
+def test_a_job_that_is_asked_to_stop_is_not_started_again(
+    verdict: Verdict, stopped_by: int, code: int, said: tuple[str, ...]
+) -> None:
+    assert after(Attempt(), interrupted(verdict, stopped_by), 3, stopped_by) == End(code, said)
+
+
+def test_what_ctrl_c_ended_was_interrupted() -> None:
+    assert interrupted(DONE, signal.SIGINT) == DONE
+    assert interrupted(killed(4), signal.SIGTERM) == killed(4)
+    for verdict in (SAVED, killed(4)):
+        expected = replace(verdict, code=INTERRUPTED, culprit="interrupted")
+        assert interrupted(verdict, signal.SIGINT) == expected
+
+
+def test_an_attempt_with_other_ranks_is_no_restart() -> None:
+    attempt = Attempt(3, 1, killed(4))
+    then = after(attempt, SAVED, 1, resized="a host has come")
+    assert then == Again(Attempt(4, 1), ("8 steps are saved: a host has come",))
+    assert after(attempt, SAVED, 1, signal.SIGTERM, "a host has come").said == (
+        "asked to stop, the job saved 8 steps and ended",
+    )
+
+
+def test_a_full_disk_is_not_the_fault_of_a_step() -> None:
+    *_, said = through(disk_full(4), disk_full(4))
+    assert "step 4 failed twice in a row" in said[-1]
+    assert "what to do: free space on the disk" in said[-1]
+    assert "data of this step" not in said[-1]
+
+
+def test_no_restart_is_one_attempt() -> None:
+    assert through(killed(3), max_restart=0) == (
+        137,
+        1,
+        ["attempt 1 ended in step 3: rank 1 died", "all 0 restarts are used: the job has failed"],
+    )
