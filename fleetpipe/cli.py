@@ -58,7 +58,7 @@ COMMANDS = (
     ),
     Command(
         "chaos",
-        "launch a job, and kill one of its ranks in every life",
+        "launch a job, and kill one of its ranks in every attempt",
         "fleetpipe.launch.chaos:configure",
         "fleetpipe.launch.chaos:run",
     ),

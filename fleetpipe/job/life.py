@@ -1,9 +1,9 @@
-"""This process's place in a job that may be started again: which life it is, and what it tells.
+"""This process's place in a job that may be started again: which attempt it is, and what it tells.
 
-A *life* of a job is what lies between two starts of its processes; lives count from 1. Whoever
-starts them (``fleetpipe launch``) gives each life a number and each host a folder, in which every
-rank leaves a page, why it failed, and with which code it ends. Without such a folder nothing is
-told, and the number is 0.
+An *attempt* is what lies between two starts of a job's processes; they count from 1. Whoever starts
+them (``fleetpipe launch``) gives each attempt a number and each host a folder, in which every rank
+leaves a page, why it failed, and with which code it ends. Without such a folder nothing is told,
+and the number is 0.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import NamedTuple
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.watching.failure import Failure
 
-#: Names the folder of this life on this host.
+#: Names the folder of this attempt on this host.
 FOLDER = "FLEETPIPE_LIFE"
-#: Has the number of the life.
+#: Has the number of the attempt.
 NUMBER = "FLEETPIPE_INCARNATION"
 #: Status of a process that was asked to stop, and has saved before it did: EX_TEMPFAIL.
 PREEMPTED = 75
@@ -32,12 +32,12 @@ PREEMPTED = 75
 INTERRUPTED = 130
 
 _RANK = "PADDLE_TRAINER_ID"
-#: What a page holds: how many steps the rank has begun in all lives.
+#: What a page holds: how many steps the rank has begun in all attempts.
 _COUNT = struct.Struct("<q")
 
 
 class Told(NamedTuple):
-    """Why a rank is out, as it told the folder of its life.
+    """Why a rank is out, as it told the folder of its attempt.
 
     Attributes:
         at: When (``time.monotonic()``, which the processes of a host share).
@@ -49,7 +49,7 @@ class Told(NamedTuple):
 
 
 def number() -> int:
-    """Returns the number of this life; 0 where nobody counts.
+    """Returns the number of this attempt; 0 where nobody counts.
 
     Raises:
         ConfigError: The environment has something else than a number.
@@ -57,7 +57,7 @@ def number() -> int:
     text = os.environ.get(NUMBER, "0")
     if not text.isdecimal():
         raise ConfigError(
-            f"{NUMBER} is no number of a life",
+            f"{NUMBER} is no number of an attempt",
             where="the environment",
             got=repr(text),
             fix=f"leave {NUMBER} to fleetpipe launch, or give all ranks the same whole number",
@@ -66,7 +66,7 @@ def number() -> int:
 
 
 def folder() -> Path | None:
-    """Returns the folder of this life on this host; None where nobody asks for news."""
+    """Returns the folder of this attempt on this host; None where nobody asks for news."""
     given = os.environ.get(FOLDER)
     return Path(given) if given else None
 
@@ -95,7 +95,7 @@ def tell_preempted(step: int) -> None:
 
 
 def tell_record(record: Path) -> None:
-    """Leaves word of a folder in which this run is recorded; what ends the life is told there."""
+    """Leaves word of a folder in which this run is recorded; the attempt's end is told there."""
     home = folder()
     if home is not None:
         with (home / "records").open("a", encoding="utf-8") as opened:
@@ -103,7 +103,7 @@ def tell_record(record: Path) -> None:
 
 
 def records(home: Path) -> list[Path]:
-    """Returns the folders in which the ranks of a life on this host record the run."""
+    """Returns the folders in which the ranks of an attempt on this host record the run."""
     file = home / "records"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [Path(found) for found in dict.fromkeys(map(json.loads, lines))]
@@ -120,7 +120,7 @@ def note_end(home: Path, rank: int, code: int) -> None:
 
 
 def started(home: Path) -> list[tuple[int, int]]:
-    """Returns the ranks of a life with the numbers of their processes."""
+    """Returns the ranks of an attempt with the numbers of their processes."""
     return _rows(home / "started")
 
 
@@ -130,7 +130,7 @@ def ended(home: Path) -> list[tuple[int, int]]:
 
 
 def failures(home: Path) -> list[Told]:
-    """Returns what the ranks of a life told of failures, the first one first."""
+    """Returns what the ranks of an attempt told of failures, the first one first."""
     found = []
     for file in home.glob("failure.*"):
         fields = json.loads(file.read_text(encoding="utf-8"))
@@ -145,7 +145,7 @@ def code_of(home: Path, rank: int) -> int | None:
 
 
 def preempted_at(home: Path) -> int | None:
-    """Returns the number of steps that were saved when a life was asked to end; None where not."""
+    """Returns how many steps an attempt that was asked to end saved; None where it was not."""
     return max((int(f.read_text(encoding="ascii")) for f in home.glob("preempted.*")), default=None)
 
 
@@ -160,7 +160,7 @@ class Page:
     """A few bytes of memory that outlive this process; to write them costs nothing to speak of."""
 
     def __init__(self) -> None:
-        """Opens this rank's page in the folder of its life; memory of its own where there is none.
+        """Opens this rank's page in the folder of its attempt; memory of its own without one.
 
         A second one of the same process is the same page.
         """

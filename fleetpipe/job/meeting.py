@@ -273,9 +273,9 @@ def _sign_in(store: JobStore, sign: str) -> int | None:
 
 def _left_over(own: int, known: int) -> TransportError:
     return TransportError(
-        f"rank {own_rank()} of life {own} of the job was refused: the job is in life {known}",
+        f"rank {own_rank()} of attempt {own} of the job was refused: the job is in attempt {known}",
         cause="this process was left over when the job was started again",
-        fix="end this process; the life that runs has another in its place",
+        fix="end this process; the attempt that runs has another in its place",
     )
 
 

@@ -3,7 +3,7 @@
 On a machine without GPUs it takes for one whatever ``CUDA_VISIBLE_DEVICES`` names, and dies where
 these are fewer than the ranks. It ends with the code of the lowest rank that failed, which may be
 the signal by which it ended that rank itself because another had failed. And it looks only once a
-second at whether one has. What it knows of the ranks' processes is left in the folder of this life.
+second at whether one has. What it knows of their processes is left in the attempt's folder.
 """
 
 from __future__ import annotations

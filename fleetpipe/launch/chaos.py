@@ -1,4 +1,4 @@
-"""``fleetpipe chaos``: ``fleetpipe launch``, and a rank that is killed or stopped in every life."""
+"""``fleetpipe chaos``: ``fleetpipe launch`` with a rank killed or stopped in every attempt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=kinds.positive,
         default=1,
         metavar="N",
-        help="in the N-th step of every life (default: %(default)s)",
+        help="in the N-th step of every attempt (default: %(default)s)",
     )
     supervisors.configure(parser)
 

@@ -121,7 +121,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
 
 
 def signal_ranks(home: Path, number: int) -> None:
-    """Sends a signal to the processes of a life's ranks that have not ended."""
+    """Sends a signal to the processes of an attempt's ranks that have not ended."""
     ended = {rank for rank, _ in life.ended(home)}
     for rank, process in life.started(home):
         if rank not in ended:

@@ -138,7 +138,7 @@ def _sections(run: Run) -> Iterator[Element]:
     if memory is not None:
         yield _section("memory", "Memory", memory, _memory_text(run))
     if run.lives:
-        yield _section("lives", "Lives", tables.lives(run.lives))
+        yield _section("lives", "Attempts", tables.lives(run.lives))
     if run.evaluations:
         yield _section("evaluations", "Evaluations", _evaluations(run))
     for name, parts in (

@@ -117,7 +117,7 @@ def lives(found: Sequence[Life]) -> Element:
         return [str(number), moment(life.began), f"{life.step:,}", lasted, last, how]
 
     columns = [
-        *(("life", True), ("began (UTC)", False), ("after step", True), ("lasted", True)),
+        *(("attempt", True), ("began (UTC)", False), ("after step", True), ("lasted", True)),
         *(("last step", True), ("end", False)),
     ]
     return table(columns, (row(number, life) for number, life in enumerate(found, 1)))

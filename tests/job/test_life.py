@@ -1,4 +1,4 @@
-"""What ranks tell the folder of their life, and what is read there."""
+"""What ranks tell the folder of their attempt, and what is read there."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_a_rank_left_over_from_an_earlier_life_is_refused_by_name(
     theirs = meeting.open_store(5)
     assert [mine.add("x", 1), theirs.add("x", 1)] == [1, 2]
     monkeypatch.setenv("FLEETPIPE_INCARNATION", "1")
-    said = "rank 1 of life 1 of the job was refused: the job is in life 2"
+    said = "rank 1 of attempt 1 of the job was refused: the job is in attempt 2"
     with pytest.raises(TransportError, match=said):
         meeting.open_store(5)
     # A store that is itself left over is waited for, as one that is not there yet.
@@ -242,7 +242,7 @@ def test_a_rank_left_over_from_an_earlier_life_is_refused_by_name(
     with pytest.raises(PipelineTimeout, match="rank 0 did not call"):
         meeting.open_store(0.3)
     monkeypatch.setenv("FLEETPIPE_INCARNATION", "third")
-    with pytest.raises(ConfigError, match="no number of a life"):
+    with pytest.raises(ConfigError, match="no number of an attempt"):
         meeting.open_store(5)
 
 

@@ -151,7 +151,7 @@ def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1, life: int = 
     if stream >= streams:
         raise Stranger(f"rank {peer} asks for stream {stream} of {streams}")
     if their_life != life:
-        raise Stale(f"a rank {peer} of life {their_life} of the job, which is in life {life}")
+        raise Stale(f"a rank {peer} of attempt {their_life} of the job, which is in attempt {life}")
     challenge = secrets.token_bytes(_NONCE_BYTES)
     yield challenge
     said = greeting + challenge

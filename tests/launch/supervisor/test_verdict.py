@@ -1,4 +1,4 @@
-"""Who is said to have failed first, of what the ranks and the launcher left in a life's folder."""
+"""Who is said to have failed first, of what the ranks and the launcher left in its folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleetpipe.launch.supervisor.verdict import Verdict, judge
 
 
 class Home:
-    """A folder that ranks of a life have written into."""
+    """A folder that ranks of an attempt have written into."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path

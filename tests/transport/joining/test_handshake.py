@@ -73,7 +73,7 @@ def test_who_does_not_belong_is_refused(connecting: Exchange, accepting: Exchang
 @pytest.mark.parametrize("life", [1, 3])
 def test_a_rank_of_another_life_is_refused_by_name(life: int) -> None:
     talk(connects(SECRET, 1, 0, 2, life=2), accepts(SECRET, 0, 2, life=2))
-    said = f"a rank 1 of life {life} of the job, which is in life 2"
+    said = f"a rank 1 of attempt {life} of the job, which is in attempt 2"
     with pytest.raises(Stale, match=said):
         talk(connects(SECRET, 1, 0, 2, life=life), accepts(SECRET, 0, 2, life=2))
 

@@ -278,7 +278,7 @@ def test_a_rank_left_over_from_an_earlier_life_is_named_once_and_does_no_harm(
             stale.sendall(next(connects(b"s" * 32, 1, 0, 2, life=1)))
             assert stale.recv(1) == b""
     finish(rank_0, join_rank_1(threads, store))
-    said = "rank 0 refused a rank 1 of life 1 of the job, which is in life 0"
+    said = "rank 0 refused a rank 1 of attempt 1 of the job, which is in attempt 0"
     assert caplog.messages == [said]
 
 
