@@ -20,7 +20,11 @@ class FleetPipeError(Exception):
         got: What was found instead.
         cause: The likely cause.
         fix: The next step for the reader.
+        permanent: Whether the same job fails with it however often it is started.
     """
+
+    #: That of the errors of a class that are not told otherwise.
+    permanent: bool = False
 
     def __init__(
         self,
@@ -31,7 +35,10 @@ class FleetPipeError(Exception):
         got: str | None = None,
         cause: str | None = None,
         fix: str | None = None,
+        permanent: bool | None = None,
     ) -> None:
+        if permanent is not None:
+            self.permanent = permanent
         self._summary = summary
         self._labelled = {
             "where": where,
@@ -56,9 +63,13 @@ class FleetPipeError(Exception):
 class ConfigError(FleetPipeError, ValueError):
     """A strategy, an option or an argument that cannot be used as given."""
 
+    permanent = True
+
 
 class UsageError(FleetPipeError, TypeError):
     """An object that was given to, or asked for, what is not made for it."""
+
+    permanent = True
 
 
 class StateError(FleetPipeError, RuntimeError):
@@ -68,13 +79,19 @@ class StateError(FleetPipeError, RuntimeError):
 class ScheduleError(FleetPipeError, ValueError):
     """A schedule or plan that is incomplete, out of order, deadlocks or passes its memory cap."""
 
+    permanent = True
+
 
 class PartitionError(FleetPipeError, ValueError):
     """A list of layers that cannot be cut into stages as asked."""
 
+    permanent = True
+
 
 class CaptureError(FleetPipeError, ValueError):
     """A plain model that cannot be captured, or whose capture does not do what the model does."""
+
+    permanent = True
 
 
 class BoundaryError(FleetPipeError, ValueError):
@@ -99,6 +116,18 @@ class CheckpointError(FleetPipeError, ValueError):
 
 class PaddleNotFound(FleetPipeError, ImportError):
     """A part of fleetpipe that needs Paddle was imported where Paddle is not installed."""
+
+    permanent = True
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Whether a job fails with an error however often it is started: nothing that passes caused it.
+
+    That is an error of the script's text, of what is installed, or of what the script asks for.
+    """
+    if isinstance(error, FleetPipeError):
+        return error.permanent
+    return isinstance(error, (ModuleNotFoundError, SyntaxError))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe import errors
+from fleetpipe.errors import CheckpointError, ConfigError, PeerFailed, is_permanent
 from tests.check_types import ROOT, sources
 
 #: Folders and files, without ``.py``, whose errors all have a ``fix`` or a reason below.
@@ -118,3 +119,10 @@ def test_every_error_says_what_to_do(room: str) -> None:
 
 def test_every_reason_is_needed() -> None:
     assert REASONS.keys() - {place for room in ROOMS for place in without_fix(room)} == set()
+
+
+def test_an_error_that_no_restart_mends_is_one_of_text_packages_or_what_is_asked_for() -> None:
+    lasting = ConfigError("x"), CheckpointError("x", permanent=True), SyntaxError()
+    passing = CheckpointError("x"), PeerFailed("x"), ConfigError("x", permanent=False), OSError()
+    assert all(map(is_permanent, (*lasting, ModuleNotFoundError())))
+    assert not any(map(is_permanent, (*passing, ImportError(), KeyError())))

@@ -6,7 +6,13 @@ import textwrap
 import traceback
 from dataclasses import dataclass
 
-from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.errors import (
+    FleetPipeError,
+    PeerFailed,
+    PipelineTimeout,
+    TransportError,
+    is_permanent,
+)
 
 #: Longest traceback that is passed on, in characters.
 LONGEST_TEXT = 20000
@@ -30,12 +36,14 @@ class Failure:
         what: What it did, one of ``KINDS``.
         text: The error in one line.
         details: Its traceback, or where all ranks were; empty where there is none.
+        permanent: Whether the job fails with it however often it is started.
     """
 
     rank: int
     what: str
     text: str
     details: str = ""
+    permanent: bool = False
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -44,7 +52,8 @@ class Failure:
             text, *more = str(error).splitlines()
             return cls(rank, "timed out", text, "\n".join(more)[-LONGEST_TEXT:])
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        return cls(rank, "raised", _in_one_line(error), "".join(lines)[-LONGEST_TEXT:])
+        told = "".join(lines)[-LONGEST_TEXT:]
+        return cls(rank, "raised", _in_one_line(error), told, is_permanent(error))
 
     def error(self, where: str | None = None) -> FleetPipeError:
         """Returns the error that the other ranks raise: a timeout for a timeout."""

@@ -19,7 +19,7 @@ _LARGEST = 1 << 20
 _FIELDS: dict[str, dict[str, type]] = {
     "status": {"text": str},
     "goodbye": {},
-    "failure": {"rank": int, "what": str, "text": str, "details": str},
+    "failure": {"rank": int, "what": str, "text": str, "details": str, "permanent": bool},
 }
 
 

@@ -157,4 +157,5 @@ def _reserve(descriptor: int, size: int, file: Path, slots: int) -> None:
             got=f"{free.f_bavail * free.f_frsize} bytes",
             cause="a container has 64 MiB there unless it is given more (docker --shm-size)",
             fix="give the host more shared memory, or launch without --keep_state",
+            permanent=True,
         ) from None

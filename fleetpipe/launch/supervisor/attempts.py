@@ -106,6 +106,8 @@ def _after_failure(
     account = _account(attempt.number, verdict)
     if stopped_by is not None:
         return End(in_a_shell(-stopped_by), (account,))
+    if verdict.permanent:
+        return End(verdict.code, (account, "no restart mends this error: the job has failed"))
     if attempt.failed is not None and verdict.repeats(attempt.failed):
         poisoned = verdict.step is not None and not verdict.disk_full
         return End(POISONED if poisoned else verdict.code, (account, _poison(verdict)))

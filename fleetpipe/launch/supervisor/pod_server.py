@@ -4,6 +4,9 @@ Run by its path, with the number of a socket to the supervisor, which asks for o
 another: an object of JSON on a line with arguments and environment, answered by one with the code.
 Another line ends the attempt that runs. Where the supervisor is gone, that is ended too, and then
 this process.
+
+It is also given the name of a file, which has what this process says until it can serve, and is
+gone from then on.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ import socket
 import sys
 from pathlib import Path
 from typing import NoReturn
+
+_LOADING = Path(sys.argv[2])
+_ERRORS = os.dup(2)
+os.dup2(os.open(_LOADING, os.O_WRONLY | os.O_CREAT), 2)
 
 # Run by path, this file's folder stands first on the path of modules, and must not.
 sys.path[0] = str(Path(__file__).resolve().parents[3])
@@ -75,5 +82,16 @@ def _launch(order: pods.Order) -> NoReturn:
         os._exit(code)
 
 
+def _end_loading() -> None:
+    """Gives this process its errors back, and says what was said meanwhile."""
+    sys.stderr.flush()
+    os.dup2(_ERRORS, 2)
+    os.close(_ERRORS)
+    sys.stderr.write(_LOADING.read_text(encoding="utf-8", errors="replace"))
+    sys.stderr.flush()
+    _LOADING.unlink()
+
+
 if __name__ == "__main__":
+    _end_loading()
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fleetpipe.errors import UsageError
 from fleetpipe.job import life
 from fleetpipe.launch.script import in_a_shell
 
@@ -39,19 +40,21 @@ class Order:
 class Pods:
     """A process that has loaded Paddle's launcher, and runs one attempt after another."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
         """Starts the process.
 
         Args:
             environment: Its environment.
+            folder: For a file of its own.
         """
         self._environment = dict(environment)
+        self._loading = folder / "loading"
         self._begin()
 
     def _begin(self) -> None:
         self._socket, its = socket.socketpair()
         with its:
-            command = [sys.executable, str(_SERVER), str(its.fileno())]
+            command = [sys.executable, str(_SERVER), str(its.fileno()), str(self._loading)]
             self._process = subprocess.Popen(
                 command,
                 env=self._environment,
@@ -69,28 +72,49 @@ class Pods:
         if self._process.poll() is not None:
             self._socket.close()
             self._begin()
-        self._socket.sendall(json.dumps(asdict(order)).encode() + b"\n")
+        # Where it has ended meanwhile, code() says so.
+        with contextlib.suppress(ConnectionError):
+            self._socket.sendall(json.dumps(asdict(order)).encode() + b"\n")
 
     def stop(self) -> None:
         """Ends the launcher of the attempt that runs."""
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(ConnectionError):
             self._socket.sendall(STOP)
 
     def code(self) -> int:
         """Returns the code of the launcher whose attempt has ended; waits until it has.
 
         Where the process was ended itself, nothing of it is left, and its code is returned.
+
+        Raises:
+            UsageError: The process could not load Paddle's launcher.
         """
         told = b""
         while not told.endswith(b"\n"):
-            more = self._socket.recv(1 << 12)
+            more = b""
+            with contextlib.suppress(ConnectionResetError):  # it has not read the order
+                more = self._socket.recv(1 << 12)
             if not more:
                 code = in_a_shell(self._process.wait())
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)  # a launcher that it began
+                if self._loading.exists():
+                    raise self._not_loaded(code)
                 return code or 1
             told += more
         return int(json.loads(told)["code"])
+
+    def _not_loaded(self, code: int) -> UsageError:
+        """Returns the error of a process that ended before it could serve."""
+        said = self._loading.read_text(encoding="utf-8", errors="replace").splitlines()
+        # The last thing that was said, and what belongs to it.
+        first = max((n for n, line in enumerate(said) if line and line[0] != " "), default=0)
+        return UsageError(
+            f"Paddle's launcher cannot be loaded: the process that does ended with {code}",
+            got="\n".join(said[first:]) or "not a word of why",
+            fix="pip install paddlepaddle (CPU) or paddlepaddle-gpu (GPU) where that is missing; "
+            f"else see what {sys.executable} -c 'import paddle.distributed.launch' says",
+        )
 
     def close(self) -> None:
         """Ends the process, and the attempt that runs."""

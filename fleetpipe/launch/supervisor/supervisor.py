@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as ends:
         folder = ends.enter_context(room())
         signals = ends.enter_context(caught())
-        pods = Pods(quiet.environment(options.log_level))
+        pods = Pods(quiet.environment(options.log_level), folder)
         ends.callback(pods.close)
         return Supervisor(options, Local(options, folder, pods), signals).run()
 

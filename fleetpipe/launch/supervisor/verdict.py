@@ -29,6 +29,7 @@ class Verdict:
         culprit: Who failed first, and how; empty where nobody did.
         details: What its last words were, or where all ranks were.
         raised: Whether it raised an error, as it would again.
+        permanent: Whether no restart mends that error.
         gone: Whether a host was lost with it, which tells nothing of the step it was in.
     """
 
@@ -38,6 +39,7 @@ class Verdict:
     culprit: str = ""
     details: str = ""
     raised: bool = False
+    permanent: bool = False
     gone: bool = False
 
     def repeats(self, other: Verdict) -> bool:
@@ -90,7 +92,7 @@ def judge(home: Path, code: int) -> Verdict:
     signalled = f" ({_in_words(failed)})" if failed < 0 else ""
     words = f"{who} {told.what}{signalled}: {told.text}"
     details = "\n".join(told.details.rstrip().splitlines()[-_MOST_LINES:])
-    return Verdict(code, None, step, words, details, told.what == "raised")
+    return Verdict(code, None, step, words, details, told.what == "raised", told.permanent)
 
 
 def _first(home: Path) -> tuple[int | None, int, Failure | None]:

@@ -71,6 +71,7 @@ def test_a_host_without_so_much_memory_is_told_before_anything_is_written(
     with pytest.raises(CheckpointError, match="does not fit into") as raised:
         Segment.create(tmp_path / "rank-0", None, [1 << 40], 10)
     assert f"{2 * ((1 << 40) + 2 * 64) + 64} bytes for 2 steps" in str(raised.value)
+    assert raised.value.permanent
 
 
 def test_a_text_may_be_as_long_as_was_said(tmp_path: Path) -> None:

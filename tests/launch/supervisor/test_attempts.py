@@ -36,6 +36,10 @@ def raised(step: int | None, text: str) -> Verdict:
     return Verdict(1, step=step, culprit=f"rank 0 raised: {text}", raised=True)
 
 
+def permanent(step: int | None) -> Verdict:
+    return replace(raised(step, "ConfigError: x"), permanent=True)
+
+
 def lost(step: int) -> Verdict:
     return Verdict(1, step=step, culprit="a host is gone", gone=True)
 
@@ -64,6 +68,8 @@ def through(*verdicts: Verdict, max_restart: int = 3) -> tuple[int, int, list[st
         ([disk_full(4), disk_full(4)], 1),
         ([raised(None, "x"), raised(None, "x")], 1),
         ([raised(None, "x"), raised(None, "y"), killed(None), killed(None)], 137),
+        ([permanent(None)], 1),
+        ([killed(4), permanent(5)], 1),
         ([SAVED], PREEMPTED),
     ],
 )
@@ -111,6 +117,14 @@ def test_a_full_disk_is_not_the_fault_of_a_step() -> None:
     assert "step 4 failed twice in a row" in said[-1]
     assert "what to do: free space on the disk" in said[-1]
     assert "data of this step" not in said[-1]
+
+
+def test_an_error_that_no_restart_mends_is_said_once() -> None:
+    *_, said = through(permanent(None))
+    assert said == [
+        "attempt 1 ended: rank 0 raised: ConfigError: x",
+        "no restart mends this error: the job has failed",
+    ]
 
 
 def test_no_restart_is_one_attempt() -> None:

@@ -95,6 +95,17 @@ def test_without_the_process_that_starts_the_ranks_they_are_started_by_another(
     assert told.code == 0
 
 
+def test_an_error_that_no_restart_mends_is_not_tried_again(
+    launcher: Launch, tmp_path: Path
+) -> None:
+    told = launched(launcher, "import nowhere_to_be_found", "launch", folder=tmp_path)
+    assert (told.code, told.said[-1]) == (
+        1,
+        "fleetpipe: no restart mends this error: the job has failed",
+    )
+    assert "ModuleNotFoundError: No module named 'nowhere_to_be_found'" in told.said[0]
+
+
 def test_wrong_numbers_are_refused_before_anything_starts(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")

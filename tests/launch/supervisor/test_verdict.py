@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fleetpipe.errors import ConfigError
 from fleetpipe.job import life
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.launch.supervisor.verdict import Verdict, judge
@@ -64,6 +65,13 @@ def test_a_rank_that_raised_is_named_with_the_end_of_its_traceback(home: Home) -
     assert (verdict.code, verdict.step, verdict.raised) == (1, 3, True)
     assert verdict.culprit == "rank 0 raised: MemoryError: 80 GiB"
     assert verdict.details == RAISED.details
+
+
+def test_an_error_that_no_restart_mends_is_one_on_whichever_rank_it_is_told(home: Home) -> None:
+    wrong = Failure.of(1, ConfigError("pp_degree 3 does not divide 4 ranks"))
+    home.rank(0, failure=wrong, code=70)
+    home.ended((0, 70), (1, 1))
+    assert judge(home.path, 1).permanent
 
 
 def test_a_rank_that_nobody_knew_yet_is_named_by_the_launcher_alone(home: Home) -> None:
