@@ -1,10 +1,11 @@
-"""The manifest for Kubernetes' training operator, by the operator's rules, and what ranks are told.
+"""The manifests for Kubernetes' operators, by the operators' rules, and what ranks are told.
 
-``RULES`` says in our own words what the schema of PaddleJob allows for the fields that the manifest
-has; a field that has no rule there is refused. The schema is manifests/base/crds/
-kubeflow.org_paddlejobs.yaml of kubeflow/training-operator, branch release-1.9; the other rules are
-those of its admission webhook, pkg/webhooks/paddlepaddle, and what pods are told is from
-pkg/controller.v1/paddlepaddle/envvar.go.
+``RULES`` says in our own words what the schemas of PaddleJob and RayJob allow for the fields that
+the manifests have; a field that has no rule there is refused. PaddleJob's schema is
+manifests/base/crds/kubeflow.org_paddlejobs.yaml of kubeflow/training-operator, branch release-1.9;
+the other rules are those of its admission webhook, pkg/webhooks/paddlepaddle, and what pods are
+told is from pkg/controller.v1/paddlepaddle/envvar.go. RayJob's are the types in KubeRay's
+ray-operator/apis/ray/v1.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import yaml
 
 from tests.launching import ROOT
 
-MANIFEST = ROOT / "examples" / "kubernetes" / "paddlejob.yaml"
+FOLDER = ROOT / "examples" / "kubernetes"
+PADDLE, RAY = "paddlejob.yaml", "rayjob.yaml"
 
 #: A name with ! is required; * stands for any name; a list has one rule for all of its items.
 QUANTITY = re.compile(r"\d+(\.\d+)?([KMGTPE]i|[numkMGTPE])?")
@@ -40,10 +42,11 @@ VOLUME = {
     "secret": {"secretName": str, "defaultMode": int},
     "persistentVolumeClaim": {"claimName!": str, "readOnly": bool},
 }
+TEMPLATE = {"metadata": dict, "spec": {"containers!": [CONTAINER], "volumes": [VOLUME]}}
 REPLICA = {
     "replicas": int,
     "restartPolicy": re.compile("Always|OnFailure|Never|ExitCode"),
-    "template": {"metadata": dict, "spec": {"containers!": [CONTAINER], "volumes": [VOLUME]}},
+    "template": TEMPLATE,
 }
 RUN_POLICY = {
     "activeDeadlineSeconds": int,
@@ -51,11 +54,39 @@ RUN_POLICY = {
     "cleanPodPolicy": re.compile("All|Running|None"),
     "ttlSecondsAfterFinished": int,
 }
+METADATA = {"name!": re.compile("[a-z]([-a-z0-9]{0,61}[a-z0-9])?")}
+WORKERS = {
+    "groupName!": str,
+    "replicas": int,
+    "minReplicas!": int,
+    "maxReplicas!": int,
+    "rayStartParams": {"*": str},
+    "template!": TEMPLATE,
+}
+CLUSTER = {
+    "rayVersion": re.compile(r"\d+\.\d+\.\d+"),
+    "authOptions": {"mode": re.compile("token|disabled")},
+    "headGroupSpec!": {"rayStartParams": {"*": str}, "template!": TEMPLATE},
+    "workerGroupSpecs": [WORKERS],
+}
 RULES = {
-    "apiVersion!": re.compile("kubeflow.org/v1"),
-    "kind!": re.compile("PaddleJob"),
-    "metadata!": {"name!": re.compile("[a-z]([-a-z0-9]{0,61}[a-z0-9])?")},
-    "spec!": {"runPolicy": RUN_POLICY, "paddleReplicaSpecs!": {"*": REPLICA}},
+    PADDLE: {
+        "apiVersion!": re.compile("kubeflow.org/v1"),
+        "kind!": re.compile("PaddleJob"),
+        "metadata!": METADATA,
+        "spec!": {"runPolicy": RUN_POLICY, "paddleReplicaSpecs!": {"*": REPLICA}},
+    },
+    RAY: {
+        "apiVersion!": re.compile("ray.io/v1"),
+        "kind!": re.compile("RayJob"),
+        "metadata!": METADATA,
+        "spec!": {
+            "entrypoint": str,
+            "shutdownAfterJobFinishes": bool,
+            "backoffLimit": int,
+            "rayClusterSpec": CLUSTER,
+        },
+    },
 }
 
 
@@ -80,12 +111,13 @@ def faults(value: Any, rule: Any, place: str = "") -> list[str]:
     return found
 
 
-def manifest() -> Any:
-    return yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
+def manifest(name: str = PADDLE) -> Any:
+    return yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
 
 
-def test_the_manifest_keeps_to_the_schema() -> None:
-    assert faults(manifest(), RULES) == []
+@pytest.mark.parametrize("name", [PADDLE, RAY])
+def test_a_manifest_keeps_to_the_schema(name: str) -> None:
+    assert faults(manifest(name), RULES[name]) == []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +140,7 @@ def test_what_does_not_keep_to_it_is_seen(path: tuple[str, ...], value: Any, fau
         del inner[last]
     else:
         inner[last] = value
-    (found,) = faults(changed, RULES)
+    (found,) = faults(changed, RULES[PADDLE])
     assert found.endswith(fault)
 
 
@@ -159,6 +191,28 @@ def test_the_launcher_understands_what_it_is_told(monkeypatch: pytest.MonkeyPatc
         assert (found["job_id"], found["training_script"]) == ("pipeline", "/app/train.py")
 
 
-def test_the_page_shows_the_manifest() -> None:
+def test_ray_has_a_place_for_every_rank_and_its_pods_are_alike() -> None:
+    spec = manifest(RAY)["spec"]
+    cluster = spec["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    words = spec["entrypoint"].split()
+    options = dict(zip(words[2::2], words[3::2]))
+    assert words[:2] == ["fleetpipe", "launch"]
+    assert options["--ray"] == "auto"
+    assert options["--nnodes"] == f"1:{workers['replicas']}"
+    assert options["--nproc"] == workers["rayStartParams"]["num-cpus"]
+    # No rank is on the head, whose loss is another one's than a rank's.
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    head, worker = (group["template"]["spec"] for group in (cluster["headGroupSpec"], workers))
+    for pod in (head, worker):
+        (container,) = pod["containers"]
+        names = {mount["name"] for mount in container["volumeMounts"]}
+        assert names == {volume["name"] for volume in pod["volumes"]}
+    for shared in ("image", "env", "volumeMounts"):
+        assert head["containers"][0][shared] == worker["containers"][0][shared]
+
+
+@pytest.mark.parametrize("name", [PADDLE, RAY])
+def test_the_page_shows_the_manifests(name: str) -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
-    assert f"```yaml\n{MANIFEST.read_text(encoding='utf-8')}```" in page
+    assert f"```yaml\n{(FOLDER / name).read_text(encoding='utf-8')}```" in page

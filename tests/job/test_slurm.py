@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -46,9 +48,34 @@ def adopted(**changes: str | None) -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if name.startswith("PADDLE_")}
 
 
-def test_the_page_shows_the_batch_script() -> None:
-    script = (ROOT / "examples" / "slurm" / "train.sbatch").read_text()
+@pytest.mark.parametrize("name", ["train.sbatch", "ray.sbatch"])
+def test_the_page_shows_the_batch_scripts(name: str) -> None:
+    script = (ROOT / "examples" / "slurm" / name).read_text()
     assert f"```bash\n{script}```" in (ROOT / "docs" / "slurm.md").read_text()
+
+
+def test_the_script_for_ray_starts_a_cluster_and_on_its_head_the_job(tmp_path: Path) -> None:
+    shown = 'echo "$@"; printenv RAY_AUTH_MODE; wc -c < "$RAY_AUTH_TOKEN_PATH"'
+    for name, words in (("scontrol", "echo node07; echo node08"), ("srun", shown)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{words}\n")
+        (tmp_path / name).chmod(0o755)
+    told = {
+        "SLURM_JOB_ID": "1234",
+        "SLURM_JOB_NODELIST": "node[07-08]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    script = ROOT / "examples" / "slurm" / "ray.sbatch"
+    command = ["bash", script, "train.py", "--epochs", "3"]
+    found = subprocess.run(command, cwd=tmp_path, env=told, capture_output=True, check=True)
+    words, mode, token_bytes = found.stdout.decode().splitlines()
+    cluster, job = words.split(" -- ")
+    assert cluster == ("--label ray symmetric-run --address node07:6379 --min-nodes 2 --num-cpus 4")
+    assert job == (
+        "fleetpipe launch --ray node07:6379 --nnodes 1:2 --nproc 4 --keep_state train.py --epochs 3"
+    )
+    assert (mode, token_bytes) == ("token", "64")
+    assert {file.name for file in tmp_path.iterdir()} == {"scontrol", "srun"}
 
 
 def test_a_task_is_a_rank(caplog: pytest.LogCaptureFixture) -> None:

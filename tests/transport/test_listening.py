@@ -1,0 +1,29 @@
+"""What of the package other hosts can connect to: the ranks' mesh and Paddle's store alone."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.check_types import ROOT
+
+#: Calls after which somebody may connect. To bind a port alone only shows that it is free.
+LISTENS = {
+    *("listen", "create_server", "start_server", "create_unix_server", "Listener"),
+    *("TCPStore", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "serve_forever", "KVServer"),
+}
+
+
+def test_nothing_else_listens() -> None:
+    found = set()
+    for folder in ("fleetpipe", "dygraph", "static"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call):
+                    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                    if name in LISTENS:
+                        found.add((str(file.relative_to(ROOT)), name))
+    assert found == {
+        ("fleetpipe/transport/joining/hosts.py", "listen"),
+        ("fleetpipe/transport/joining/hosts.py", "Listener"),  # what it returns
+        ("fleetpipe/_paddle.py", "TCPStore"),
+    }
