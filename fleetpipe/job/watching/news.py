@@ -37,17 +37,6 @@ def unpack(received: bytearray, seal: Seal | None) -> Iterator[dict[str, Any]]:
         TransportError: A message does not have the seal of who should have sent it.
         ValueError: The bytes are no message.
     """
-    for text in texts(received, seal):
-        yield _checked(parse(text, 1, 1, 16))
-
-
-def texts(received: bytearray, seal: Seal | None) -> Iterator[bytes]:
-    """Takes from ``received`` the JSON of the messages that have arrived whole.
-
-    Raises:
-        TransportError: A message does not have the seal of who should have sent it.
-        ValueError: The bytes are no message.
-    """
     while len(received) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(received)
         if length > _LARGEST:
@@ -60,7 +49,7 @@ def texts(received: bytearray, seal: Seal | None) -> Iterator[bytes]:
         if seal is not None:
             seal.check([frame], received[end:whole])
         del received[:whole]
-        yield frame[_LENGTH.size :]
+        yield _checked(parse(frame[_LENGTH.size :], 1, 1, 16))
 
 
 def _checked(message: Any) -> dict[str, Any]:

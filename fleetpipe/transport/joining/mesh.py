@@ -173,7 +173,7 @@ class _Dialled(NamedTuple):
     address: str
 
 
-class Attempt:
+class PendingConnection:
     """A connection that is not yet known to lead to a peer."""
 
     def __init__(
@@ -241,7 +241,7 @@ class _Mesh:
         self._refused_one = False
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
-        self._attempts: list[Attempt] = []
+        self._pending: list[PendingConnection] = []
         self._again: list[tuple[float, _Dialled]] = []
         self._streams = [Joined({}, {}) for _ in range(streams)]
         for listener in listeners:
@@ -265,20 +265,20 @@ class _Mesh:
                 raise meeting.late(missing)
             now = time.monotonic()
             self._dial_again(now)
-            for attempt in [a for a in self._strangers() if a.expires < now]:
-                self._drop(attempt)
+            for connection in [a for a in self._strangers() if a.expires < now]:
+                self._drop(connection)
             for key, _ in self._selector.select(_RETRY_SECONDS):
-                if not isinstance(key.data, Attempt):
+                if not isinstance(key.data, PendingConnection):
                     self._accept(key.data)
-                elif key.data in self._attempts:  # else it went for somebody who came this turn
+                elif key.data in self._pending:  # else it went for somebody who came this turn
                     self._advance(key.data)
         joined, self._streams = self._streams, []
         return joined
 
     def close(self) -> None:
         """Closes everything that did not become a peer's socket."""
-        for attempt in list(self._attempts):
-            self._drop(attempt)
+        for connection in list(self._pending):
+            self._drop(connection)
         for sock in self._listeners:
             sock.close()
         for stream in self._streams:
@@ -290,8 +290,8 @@ class _Mesh:
         others = set(range(self._meeting.ranks)) - {self._meeting.rank}
         return {p for p in others if any(p not in s.sockets for s in self._streams)}
 
-    def _strangers(self) -> list[Attempt]:
-        return [attempt for attempt in self._attempts if attempt.dialled is None]
+    def _strangers(self) -> list[PendingConnection]:
+        return [connection for connection in self._pending if connection.dialled is None]
 
     def _dial_again(self, now: float) -> None:
         due = [entry for entry in self._again if entry[0] <= now]
@@ -306,7 +306,7 @@ class _Mesh:
             exchange = connects(
                 self._secret, meeting.rank, dialled.peer, meeting.ranks, dialled.stream, self._life
             )
-            self._follow(Attempt(sock, exchange, dialled), selectors.EVENT_WRITE)
+            self._follow(PendingConnection(sock, exchange, dialled), selectors.EVENT_WRITE)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -323,30 +323,30 @@ class _Mesh:
             self._drop(strangers[0])
         meeting, streams = self._meeting, len(self._streams)
         exchange = accepts(self._secret, meeting.rank, meeting.ranks, streams, self._life)
-        self._follow(Attempt(sock, exchange), selectors.EVENT_READ)
+        self._follow(PendingConnection(sock, exchange), selectors.EVENT_READ)
 
-    def _follow(self, attempt: Attempt, event: int) -> None:
-        self._attempts.append(attempt)
-        self._selector.register(attempt.sock, event, attempt)
+    def _follow(self, connection: PendingConnection, event: int) -> None:
+        self._pending.append(connection)
+        self._selector.register(connection.sock, event, connection)
 
-    def _advance(self, attempt: Attempt) -> None:
+    def _advance(self, connection: PendingConnection) -> None:
         try:
-            known = attempt.advance()
+            known = connection.advance()
         except (OSError, Stranger) as error:
-            self._drop(attempt)
+            self._drop(connection)
             if isinstance(error, Stale):
                 self._tell_of(error)
             return
-        self._selector.modify(attempt.sock, selectors.EVENT_READ, attempt)
+        self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
         if known is not None:
-            self._selector.unregister(attempt.sock)
-            self._attempts.remove(attempt)
-            attempt.sock.setblocking(True)
+            self._selector.unregister(connection.sock)
+            self._pending.remove(connection)
+            connection.sock.setblocking(True)
             stream = self._streams[known.stream]
             replaced = stream.sockets.pop(known.peer, None)
             if replaced is not None:
                 replaced.close()
-            stream.sockets[known.peer], stream.seals[known.peer] = attempt.sock, known.seals
+            stream.sockets[known.peer], stream.seals[known.peer] = connection.sock, known.seals
 
     def _tell_of(self, stale: Stale) -> None:
         """Says once who was refused: anybody may claim to be of any life."""
@@ -354,10 +354,10 @@ class _Mesh:
             self._refused_one = True
             _log.warning("rank %d refused %s", self._meeting.rank, stale)
 
-    def _drop(self, attempt: Attempt) -> None:
+    def _drop(self, connection: PendingConnection) -> None:
         """Forgets a connection that leads to no peer; a peer that was dialled is tried again."""
-        self._selector.unregister(attempt.sock)
-        self._attempts.remove(attempt)
-        attempt.sock.close()
-        if attempt.dialled is not None:
-            self._again.append((time.monotonic() + _RETRY_SECONDS, attempt.dialled))
+        self._selector.unregister(connection.sock)
+        self._pending.remove(connection)
+        connection.sock.close()
+        if connection.dialled is not None:
+            self._again.append((time.monotonic() + _RETRY_SECONDS, connection.dialled))

@@ -308,9 +308,9 @@ def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy, free = threading.Event(), threading.Event()
-    accepted: list[mesh.Attempt] = []
+    accepted: list[mesh.PendingConnection] = []
 
-    class Attempt(mesh.Attempt):
+    class Noted(mesh.PendingConnection):
         def __init__(self, *options: Any) -> None:
             super().__init__(*options)
             accepted.append(self)
@@ -321,7 +321,7 @@ def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
                 free.wait(LIMIT)
             return super().advance()
 
-    monkeypatch.setattr(mesh, "Attempt", Attempt)
+    monkeypatch.setattr(mesh, "PendingConnection", Noted)
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
     strangers = [knock(address_of(store)) for _ in range(mesh.MOST_STRANGERS)]
