@@ -114,9 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None means those of the process.
 
     Returns:
-        0 done; 1 the schedule is invalid or parity fails; 2 usage, or a refused request; 130 after
-        Ctrl-C.
+        0 done; 1 the schedule is invalid or parity fails; 2 usage, a refused request, or output
+        that could not be written; 130 after Ctrl-C.
     """
+    _open_closed_streams()
+    lost: OSError | None = None
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         parser = _parser(words)
@@ -128,20 +130,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         with quiet(getattr(arguments, "log_level", DEFAULT_LEVEL)):
             run: Callable[[argparse.Namespace], int] = _imported(arguments.run)
             code = run(arguments)
-        sys.stdout.flush()
+        lost = _flush()
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
-    except BrokenPipeError:
-        # The reader, say `head`, has seen enough. Python flushes stdout once more at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        code = stop.code if isinstance(stop.code, int) else 2
+        lost = _flush()
     except FleetPipeError as error:
         print(f"fleetpipe: {printable(str(error))}", file=sys.stderr)
-        return 1 if isinstance(error, ScheduleError) else 2
+        code = 1 if isinstance(error, ScheduleError) else 2
     except KeyboardInterrupt:
         print("fleetpipe: interrupted", file=sys.stderr)
-        return 130
-    return code
+        code = 130
+    except OSError:
+        # Where stdout takes a line, it is one of another file, or of a connection.
+        lost = _flush("\n")
+        if lost is None:
+            raise
+        code = 0
+    # The reader, say `head`, has seen enough: no error.
+    if lost is None or isinstance(lost, BrokenPipeError):
+        return code
+    print(f"fleetpipe: the output could not be written: {lost.strerror}", file=sys.stderr)
+    return code or 2
+
+
+def _open_closed_streams() -> None:
+    """Has a stream that was closed, as by ``>&-``, take all and give nothing.
+
+    Its number would be another file's otherwise, here and in the processes that this one starts.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
+def _flush(more: str = "") -> OSError | None:
+    """Writes ``more`` and what stdout still holds; returns why that cannot be written."""
+    try:
+        if more:  # without buffer, a full disk refuses even nothing
+            sys.stdout.write(more)
+        sys.stdout.flush()
+    except OSError as error:
+        # Python flushes it once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

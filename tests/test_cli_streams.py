@@ -1,0 +1,88 @@
+"""The command line where a standard stream is closed, full, or nobody reads it any more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fleetpipe import cli
+from tests.launching import ROOT
+
+SMALL = "schedule 1F1B --ranks 2 --micro-batches 2"
+
+
+def shell(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``fleetpipe`` as a shell does; F stands for it."""
+    return subprocess.run(
+        ["bash", "-c", command.replace("F ", f"{sys.executable} -m fleetpipe ", 1)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    ("command", "code"), [(SMALL, 0), ("verify bad", 1), ("run train.py", 3), ("plan none", 2)]
+)
+def test_a_closed_stream_changes_no_exit_code(
+    command: str, code: int, closed: str, tmp_path: Path
+) -> None:
+    (tmp_path / "bad").write_text("F0.0 F0.0\n")
+    # A file that a script opens does not become its stdout.
+    (tmp_path / "train.py").write_text(
+        "import os\nprint('lost')\nassert os.open('bad', os.O_RDONLY) > 2\nraise SystemExit(3)\n"
+    )
+    done = shell(f"F {command} {closed}", tmp_path)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == "" or ">&-" not in closed.replace("2>&-", "")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["run --nproc 2", "launch --nproc_per_node 2"])
+def test_ranks_run_where_stdout_is_closed(command: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('kept in the log')\n")
+    done = shell(f"F {command} train.py >&-", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "kept in the log" in (tmp_path / "log" / "workerlog.1").read_text()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_is_lost_on_a_full_disk_is_said_in_one_line(
+    unbuffered: str, tmp_path: Path
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    done = shell(f"F {SMALL} > /dev/full", tmp_path, PYTHONUNBUFFERED=unbuffered)
+    lost = "fleetpipe: the output could not be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, lost)
+    (tmp_path / "train.py").touch()
+    assert shell("F run train.py > /dev/full", tmp_path, PYTHONUNBUFFERED="1").returncode == 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", [f"{SMALL}000 --format actions", f"{SMALL}", "--help"])
+def test_a_reader_that_goes_away_is_no_error(command: str, unbuffered: str, tmp_path: Path) -> None:
+    done = shell(
+        f"F {command} | head -c 1; exit ${{PIPESTATUS[0]}}", tmp_path, PYTHONUNBUFFERED=unbuffered
+    )
+    assert (done.returncode, done.stderr, len(done.stdout)) == (0, "", 1)
+
+
+def test_a_connection_that_breaks_is_not_taken_for_the_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_imported", lambda path: broken if "run_" in path else lambda _: None)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["schedule"])
