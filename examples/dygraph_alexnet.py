@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 import support
+from images import mnist_or_digits
 from paddle import nn
 from paddle.nn import functional as F
 
@@ -106,7 +107,7 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, help="default: 0.001, then 0.002")
     parser.add_argument("--data", type=Path, help="folder with MNIST's .gz files")
     args = parser.parse_args()
-    images, labels, data_name = support.mnist_or_digits(args.data)
+    images, labels, data_name = mnist_or_digits(args.data)
     print(f"data: {data_name}, {len(images)} images")
 
     strategy = fleet.DistributedStrategy()

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import paddle
 import support
+from images import mnist_or_digits
 from paddle import nn
 from paddle.nn import functional as F
 
@@ -143,7 +144,7 @@ def pipeline(args: Any) -> Any:
 
 def main() -> int:
     args = options()
-    images, labels, data_name = support.mnist_or_digits(args.data)
+    images, labels, data_name = mnist_or_digits(args.data)
     trained = len(images) - len(images) // 6
     print(f"data: {data_name}, {trained} images, {len(images) - trained} more to test")
     model = pipeline(args)

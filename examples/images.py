@@ -1,4 +1,4 @@
-"""Images to train on: scikit-learn's digits, which are there, and CIFAR-10's own file."""
+"""Images to train on: scikit-learn's digits, and the own files of MNIST and CIFAR-10."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import paddle
 
+from fleetpipe.extras import needed_for
+
+with needed_for("the digits that this example trains on"):
+    from sklearn.datasets import load_digits
+
 
 def digits(scale: int, channels: int) -> tuple[np.ndarray, np.ndarray, str]:
     """Returns scikit-learn's digits, float32 [N, channels, 8 * scale, 8 * scale], labels, name."""
-    from sklearn.datasets import load_digits
-
     found = load_digits()
     images = (found.images / 16).repeat(scale, axis=1).repeat(scale, axis=2)[:, None]
     return (
@@ -21,6 +24,34 @@ def digits(scale: int, channels: int) -> tuple[np.ndarray, np.ndarray, str]:
         found.target[:, None].astype("int64"),
         "digits",
     )
+
+
+def mnist_or_digits(folder: Path | None) -> tuple[np.ndarray, np.ndarray, str]:
+    """Returns images float32 [N, 1, 28, 28] in 0..1, labels int64 [N, 1] and the name of the data.
+
+    Args:
+        folder: Holds MNIST's train-images-idx3-ubyte.gz and train-labels-idx1-ubyte.gz. None: the
+            1,797 handwritten digits inside scikit-learn, enlarged from 8x8.
+    """
+    if folder is not None:
+        return _mnist(folder)
+    found = load_digits()
+    enlarged = found.images.repeat(3, axis=1).repeat(3, axis=2) / 16
+    images = np.pad(enlarged, ((0, 0), (2, 2), (2, 2)))[:, None].astype("float32")
+    return images, found.target[:, None].astype("int64"), "digits"
+
+
+def _mnist(folder: Path) -> tuple[np.ndarray, np.ndarray, str]:
+    files = [folder / f"train-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1")]
+    for file in files:
+        if not file.exists():
+            raise SystemExit(f"there is no {file}: --data needs the folder of MNIST's .gz files")
+    dataset = paddle.vision.datasets.MNIST(
+        image_path=str(files[0]), label_path=str(files[1]), download=False, backend="cv2"
+    )
+    images = np.stack([np.asarray(image, "float32").reshape(1, 28, 28) for image, _ in dataset])
+    labels = np.stack([np.asarray(label, "int64").reshape(1) for _, label in dataset])
+    return images / 255, labels, "MNIST"
 
 
 def cifar10(file: Path) -> tuple[np.ndarray, np.ndarray, str]:

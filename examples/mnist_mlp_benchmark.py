@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
-import support
 from dygraph_mlp import MLP
+from images import mnist_or_digits
 from paddle import nn
 
 import fleetpipe
@@ -113,7 +113,7 @@ def table(rows: dict[str, Row]) -> str:
 
 def main() -> int:
     args = options()
-    images, labels, name = support.mnist_or_digits(args.data)
+    images, labels, name = mnist_or_digits(args.data)
     held_out = len(images) // 6
     train, test = (
         paddle.io.TensorDataset([paddle.to_tensor(images[part]), paddle.to_tensor(labels[part])])

@@ -1,4 +1,4 @@
-"""What the examples share: the data, the options and the report."""
+"""What the examples share: batches, the options and the report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 
 from fleetpipe import parity
+from fleetpipe.arguments import new_file
 from fleetpipe.dygraph.tensor_parallel import alone
 from fleetpipe.parity import Report
 
@@ -21,39 +22,11 @@ def options(description: str, steps: int | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=steps, help="training steps")
     parser.add_argument("--schedule", default="1F1B", help="schedule by name, e.g. FThenB")
-    parser.add_argument("--report", type=Path, help="write the result of the comparison as JSON")
+    parser.add_argument(
+        "--report", type=new_file, help="write the result of the comparison as JSON"
+    )
     parser.add_argument("--trace", type=Path, help="folder for the trace and pictures of the run")
     return parser
-
-
-def mnist_or_digits(folder: Path | None) -> tuple[np.ndarray, np.ndarray, str]:
-    """Returns images float32 [N, 1, 28, 28] in 0..1, labels int64 [N, 1] and the name of the data.
-
-    Args:
-        folder: Holds MNIST's train-images-idx3-ubyte.gz and train-labels-idx1-ubyte.gz. None: the
-            1,797 handwritten digits inside scikit-learn, enlarged from 8x8.
-    """
-    if folder is not None:
-        return _mnist(folder)
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    enlarged = digits.images.repeat(3, axis=1).repeat(3, axis=2) / 16
-    images = np.pad(enlarged, ((0, 0), (2, 2), (2, 2)))[:, None].astype("float32")
-    return images, digits.target[:, None].astype("int64"), "digits"
-
-
-def _mnist(folder: Path) -> tuple[np.ndarray, np.ndarray, str]:
-    files = [folder / f"train-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1")]
-    for file in files:
-        if not file.exists():
-            raise SystemExit(f"there is no {file}: --data needs the folder of MNIST's .gz files")
-    dataset = paddle.vision.datasets.MNIST(
-        image_path=str(files[0]), label_path=str(files[1]), download=False, backend="cv2"
-    )
-    images = np.stack([np.asarray(image, "float32").reshape(1, 28, 28) for image, _ in dataset])
-    labels = np.stack([np.asarray(label, "int64").reshape(1) for _, label in dataset])
-    return images / 255, labels, "MNIST"
 
 
 def batches(images: np.ndarray, labels: np.ndarray, size: int, steps: int) -> Iterator[list[Any]]:

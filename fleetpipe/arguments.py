@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fleetpipe.errors import ConfigError
+from fleetpipe.extras import INSTALLED_BY, missing
 
 
 def number(text: str) -> float:
@@ -61,6 +62,10 @@ def script(text: str) -> Path:
     """Reads the path of a script, which must be there."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text}; give a training script")
+    for package in missing(Path(text)):
+        raise argparse.ArgumentTypeError(
+            f"{text} imports {package}, which is not installed: {INSTALLED_BY[package]}"
+        )
     return Path(text)
 
 

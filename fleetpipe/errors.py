@@ -130,6 +130,10 @@ def is_permanent(error: BaseException) -> bool:
     return isinstance(error, (ModuleNotFoundError, SyntaxError))
 
 
+class PackageNotFound(ConfigError, ImportError):
+    """A package that only some parts need is not installed."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns a phrase that names the entries of ``known`` closest to ``name``, or all of them.
 

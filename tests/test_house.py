@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fleetpipe"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors aliases paddle_types version log representation",),
+    ("errors aliases paddle_types version log representation extras",),
     ("numerics heap _paddle arguments",),
     (
         "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"
@@ -69,8 +69,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 #: Folders of which every file has a floor, and which import nothing but what stands here.
 CLOSED = {
     "schedules": (
-        *("fleetpipe.errors", "fleetpipe.arguments", "fleetpipe.representation"),
-        *("fleetpipe.schedules", "matplotlib"),
+        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras"),
+        *("fleetpipe.representation", "fleetpipe.schedules", "matplotlib"),
     ),
     "partition": ("fleetpipe.errors", "fleetpipe.partition", "fleetpipe.representation"),
     "planning": (

@@ -14,10 +14,12 @@ from typing import Callable, Protocol
 
 from fleetpipe import log
 from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.errors import PackageNotFound
+from fleetpipe.extras import INSTALLED_BY
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
 from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, write_trace
 from fleetpipe.schedules.forms.events import Event, events_of, figures_of
-from fleetpipe.schedules.forms.picture import NoMatplotlib, Panel, draw, panel_of
+from fleetpipe.schedules.forms.picture import Panel, draw, panel_of
 from fleetpipe.transport import Group, Transport
 from fleetpipe.transport.joining.hosts import host_identity
 
@@ -188,7 +190,7 @@ class Trace:
             f"{rate:.4f} measured{' after the first step' * cold}, {predicted.bubble_rate:.4f} "
             "predicted from the mean cost of each action; "
             f"clocks agree within {self.clock_error * 1e6:.0f} us"
-            + "; no pictures: they need matplotlib (pip install 'fleetpipe[examples]')"
+            + f"; no pictures: they need matplotlib ({INSTALLED_BY['matplotlib']})"
             * (not drawn)
         )
 
@@ -197,7 +199,7 @@ class Trace:
         try:
             for name, panels in pictures.items():
                 draw(panels, self._folder / name)
-        except NoMatplotlib:
+        except PackageNotFound:
             return False
         return True
 

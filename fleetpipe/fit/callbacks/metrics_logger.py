@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.extras import INSTALLED_BY
 from fleetpipe.fit.callbacks import on_ranks, run_files
 from fleetpipe.fit.callbacks.throughput import PER_RANK
 from fleetpipe.report import files
@@ -70,7 +71,7 @@ class MetricsLogger(on_ranks.Callback):
             # On every rank, before the others wait for the first one, which alone writes.
             raise ConfigError(
                 "the format 'tensorboard' needs tensorboardX",
-                fix="pip install tensorboardX, or leave that format out",
+                fix=f"{INSTALLED_BY['tensorboardX']}, or leave that format out",
             )
         self._config = dict(config or {})
         self._sinks: list[Sink] = []

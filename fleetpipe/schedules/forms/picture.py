@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetpipe.errors import ConfigError
+from fleetpipe.extras import needed_for
 from fleetpipe.representation import shows
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.forms.events import Event, events_of
@@ -105,10 +106,6 @@ def plot(timeline: Timeline, path: str | Path) -> None:
     draw([panel_of(timeline)], path)
 
 
-class NoMatplotlib(ConfigError):
-    """A picture was asked for where matplotlib is not installed."""
-
-
 def panel_of(timeline: Timeline, unit: str = "", name: str = "") -> Panel:
     """Returns the panel of a simulated schedule, bubble rate and peak in its title.
 
@@ -144,7 +141,7 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
 
     Raises:
         ConfigError: Another ending.
-        NoMatplotlib: matplotlib is not installed.
+        PackageNotFound: matplotlib is not installed.
     """
     width, height = _size(panels)
     letters = 7 + width / 3
@@ -170,18 +167,12 @@ def new_figure(path: str | Path, width: float, height: float, letters: float) ->
 
     Raises:
         ConfigError: Another ending.
-        NoMatplotlib: matplotlib is not installed.
+        PackageNotFound: matplotlib is not installed.
     """
     svg = _suffix(path) == ".svg"
-    try:
+    with needed_for("a picture is drawn"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise NoMatplotlib(
-            "pictures are drawn with matplotlib, which is not installed",
-            cause=str(error),
-            fix="pip install 'fleetpipe[examples]'",
-        ) from error
     # Text stays text in an SVG, and the same picture gives the same file.
     with mpl.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "fleetpipe", "font.size": letters}

@@ -1,0 +1,78 @@
+"""Packages that only some parts need, and scripts: the one line that installs each."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from fleetpipe.errors import PackageNotFound
+
+#: How each is installed, by the name under which it is imported.
+INSTALLED_BY = {
+    "matplotlib": "pip install 'fleetpipe[examples]'",
+    "sklearn": "pip install 'fleetpipe[examples]'",
+    "tensorboardX": "pip install tensorboardX",
+    "yaml": "pip install 'fleetpipe[project]'",
+}
+
+
+@contextmanager
+def needed_for(purpose: str) -> Iterator[None]:
+    """Within it, the import of a package that is not there says what to do.
+
+    Args:
+        purpose: What the package is for, as the subject of a sentence.
+
+    Raises:
+        PackageNotFound: A package of ``INSTALLED_BY`` is not there.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in INSTALLED_BY:
+            raise
+        raise PackageNotFound(
+            f"{purpose}: {name} is needed, which is not installed", fix=INSTALLED_BY[name]
+        ) from error
+
+
+def missing(script: Path) -> list[str]:
+    """Returns the packages of ``INSTALLED_BY`` without which a script ends as soon as it starts.
+
+    Only what is certain: imports at the top of the script, and of what it imports from beside it.
+    A script that changes ``sys.path`` may find them elsewhere.
+    """
+    return [name for name in sorted({*_imports(script, {script})}) if find_spec(name) is None]
+
+
+def _imports(file: Path, seen: set[Path]) -> Iterator[str]:
+    try:
+        source = file.read_bytes()
+        body = ast.parse(source).body
+    except (OSError, SyntaxError, ValueError):
+        return  # Python will say so
+    if b"sys.path" in source:
+        return
+    for name in _names(body):
+        beside = file.with_name(f"{name}.py")
+        if beside.is_file():
+            if beside not in seen:
+                seen.add(beside)
+                yield from _imports(beside, seen)
+        elif name in INSTALLED_BY and not file.with_name(name).is_dir():
+            yield name
+
+
+def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yields the top names of what these statements import whenever they run."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+        elif isinstance(node, ast.With):
+            yield from _names(node.body)
