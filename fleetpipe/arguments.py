@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,7 +71,7 @@ def script(text: str) -> Path:
 
 
 def new_file(text: str) -> Path:
-    """Reads the path of a file to write, whose folder must be there before the work begins."""
+    """Reads the path of a file to write, which must be possible before the work begins."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
@@ -78,7 +79,37 @@ def new_file(text: str) -> Path:
         )
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder; give the name of a file")
+    try:
+        if path.is_file():
+            path.open("ab").close()
+        elif not path.exists():  # nor a device or a pipe
+            _write_into(path.parent)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"cannot use {path}: {error.strerror}; give a file that can be written"
+        ) from None
     return path
+
+
+def require_folder(name: str, folder: Path | str) -> None:
+    """Makes a folder, before the work begins whose files it is to hold.
+
+    Args:
+        name: What chooses it, as the user types it.
+        folder: The folder, which may be there.
+
+    Raises:
+        ConfigError: It cannot be made, or nothing can be written into it.
+    """
+    with using(name, folder, "a folder that can be written"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _write_into(Path(folder))
+
+
+def _write_into(folder: Path) -> None:
+    """Writes a block, of which nothing stays: a disk that is full takes an empty file."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(4096))
 
 
 @contextmanager
@@ -94,4 +125,6 @@ def using(name: str, path: Path | str, give: str) -> Iterator[None]:
         yield
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it holds no text in UTF-8"
+        if isinstance(error, FileExistsError):
+            cause = "there is a file of that name"
         raise ConfigError(f"{name}: cannot use {path}", cause=cause, fix=f"give {give}") from error

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fleetpipe.arguments import require_folder
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Names, SavedModel
 from fleetpipe.checkpoint.contents.training_state import SavedData
@@ -186,6 +187,14 @@ class CheckpointManager:
             self.wait()
         else:
             self._saver.finish()
+
+    def require_folder(self) -> None:
+        """Makes the folder, before the first step that is to be saved. Not collective.
+
+        Raises:
+            ConfigError: It cannot be made, or nothing can be written into it.
+        """
+        require_folder("the folder of checkpoints", self._home)
 
     def steps(self) -> list[int]:
         """Returns the complete steps in the folder, ascending. Not collective."""

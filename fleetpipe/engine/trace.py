@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Callable, Protocol
 
 from fleetpipe import log
+from fleetpipe.arguments import require_folder
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.errors import PackageNotFound
 from fleetpipe.extras import INSTALLED_BY
@@ -94,10 +95,16 @@ class Trace:
             folder: ``fleetpipe_configs["trace"]``; None: nothing is recorded.
             schedule: What runs.
             job: Its first replica records for all.
+
+        Raises:
+            ConfigError: Nothing can be written into the folder, on rank 0.
         """
         if folder is None or job.replicas().rank or job.model_parallel().rank:
             return None
-        trace = cls(Path(folder), schedule, job.connect(), job.group())
+        group = job.group()
+        if group.rank == 0:
+            require_folder('fleetpipe_configs["trace"]', folder)
+        trace = cls(Path(folder), schedule, job.connect(), group)
 
         def write() -> None:
             summary = trace.write()

@@ -173,7 +173,7 @@ def resume(
         through those that are left.
 
     Raises:
-        ConfigError: An object is of another kind.
+        ConfigError: An object is of another kind, or nothing can be written into the folder.
         CheckpointError: The newest checkpoint is damaged, or does not fit; nothing has changed.
         PipelineTimeout: Some rank did not come within the limit.
     """
@@ -183,6 +183,7 @@ def resume(
             save_interval=_USUAL_INTERVAL,
             max_to_keep=_USUAL_NUMBER,
         )
+    manager.require_folder()
     state = State(
         model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, data=data
     )

@@ -96,7 +96,11 @@ def launch(options: argparse.Namespace, *words: str) -> int:
 
     Returns:
         The exit code of the first rank that failed, 128 + n where signal n ended it; else 0.
+
+    Raises:
+        ConfigError: Nothing can be written into the folder of the logs.
     """
+    kinds.require_folder("--log-dir", options.log_dir)
     level = options.log_level
     command = [sys.executable, str(_LAUNCHER), "--nproc_per_node", str(options.nproc)]
     command += ["--log_dir", options.log_dir, "--log_level", level]

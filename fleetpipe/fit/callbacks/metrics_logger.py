@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from fleetpipe.arguments import require_folder
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.extras import INSTALLED_BY
 from fleetpipe.fit.callbacks import on_ranks, run_files
@@ -81,7 +82,7 @@ class MetricsLogger(on_ranks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Opens the files."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        require_folder("MetricsLogger(folder)", self._folder)
         run_files.write_about(self._folder, self.model, self.params, self._config)
         run_files.begin_life(self._folder, self.model.global_step)
         self._sinks = [_SINKS[name](self._folder, self.model.global_step) for name in self._formats]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import select
 import sys
 import time
 from contextlib import ExitStack
 
+from fleetpipe.arguments import require_folder
 from fleetpipe.errors import ConfigError
 from fleetpipe.launch import quiet
 from fleetpipe.launch.supervisor.attempts import Attempt, End, after, interrupted
@@ -28,7 +30,8 @@ def run(options: argparse.Namespace) -> int:
         failed first in the last attempt.
 
     Raises:
-        ConfigError: Several hosts.
+        ConfigError: Several hosts, or nothing can be written into the folder of the logs or the
+            checkpoints.
         UsageError: Paddle's launcher cannot be loaded.
     """
     if options.nnodes[1] > 1:
@@ -38,6 +41,10 @@ def run(options: argparse.Namespace) -> int:
             fix="give --ray ADDRESS, or start the script on each host by python -m "
             "paddle.distributed.launch --nnodes",
         )
+    require_folder("--log-dir", options.log_dir)
+    checkpoints = options.checkpoint_dir or os.environ.get("FLEETPIPE_CHECKPOINT_DIR")
+    if checkpoints:
+        require_folder("--checkpoint-dir", checkpoints)
     with ExitStack() as ends:
         folder = ends.enter_context(room())
         signals = ends.enter_context(caught())
