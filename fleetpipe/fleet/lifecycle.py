@@ -6,6 +6,7 @@ import atexit
 import copy
 import functools
 import itertools
+import multiprocessing
 import os
 import sys
 import warnings
@@ -67,7 +68,9 @@ def init(
         ConfigError: The degrees do not fit the number of processes, an option is wrong, or another
             framework's launcher started the processes.
         PipelineTimeout: Some rank did not arrive within the limit.
+        StateError: This process was started by ``multiprocessing``, and imports the script.
     """
+    _refuse_second_reading()
     strategy = DistributedStrategy() if strategy is None else strategy
     config = PipelineConfig.from_strategy(strategy)
     slurm.adopt()
@@ -102,6 +105,17 @@ def init(
     if running is not None:
         return _change_strategy(running, degrees, strategy, config)
     return _begin(degrees, world_size, (role_maker, is_collective, strategy, log_level), config)
+
+
+def _refuse_second_reading() -> None:
+    """Refuses a process that runs the script only to find the functions and classes in it."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise StateError(
+            "a process that multiprocessing started runs the script from its top, and begins a job",
+            cause='its start method is "spawn" or "forkserver": such a process imports the script',
+            fix="put what the script does, but no function or class, below `if __name__ == "
+            '"__main__":`',
+        )
 
 
 def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job:

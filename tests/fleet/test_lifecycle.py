@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import paddle
@@ -20,6 +24,7 @@ from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.groups import gloo
 from fleetpipe.job.job import current_job
 from fleetpipe.job.watching import process_exit
+from tests.launching import ROOT
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
 collective: Any = _collective
@@ -65,6 +70,32 @@ def test_processes_of_another_launcher_are_refused(
     monkeypatch.setenv(name, "1")
     with job(3):
         pass
+
+
+def test_a_child_that_runs_the_script_again_is_told_what_to_write(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "from fleetpipe import fleet\n"
+        "strategy = fleet.DistributedStrategy()\n"
+        "strategy.hybrid_configs = {'pp_degree': 2}\n"
+        "fleet.init(is_collective=True, strategy=strategy)\n"
+        "child = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "child.start()\n"
+        "child.join()\n"
+        "raise SystemExit(7 if child.exitcode else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    assert "StateError: a process that multiprocessing started runs the script" in done.stderr
+    assert 'below `if __name__ == "__main__":`' in done.stderr
 
 
 def test_one_process_tells_of_no_groups_of_paddles(monkeypatch: pytest.MonkeyPatch) -> None:
