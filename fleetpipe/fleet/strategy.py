@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
+import paddle
 from paddle.distributed import fleet as paddle_fleet
 
 from fleetpipe.config import FLEETPIPE_DEFAULTS, merge_fleetpipe_configs
@@ -28,7 +30,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         Raises:
             ConfigError: An option is unknown, or has a value that cannot be used.
         """
-        return _stock["hybrid_configs"].fget(self)
+        return self._get("hybrid_configs")
 
     @hybrid_configs.setter
     def hybrid_configs(self, configs: Mapping[str, Any]) -> None:
@@ -47,16 +49,29 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         Raises:
             ConfigError: An option is unknown, or has a value of another type.
         """
-        return _stock["pipeline_configs"].fget(self)
+        return self._get("pipeline_configs")
 
     @pipeline_configs.setter
     def pipeline_configs(self, configs: Mapping[str, Any]) -> None:
         _require_mapping("pipeline_configs", configs)
         self._set("pipeline_configs", configs)
 
+    def _get(self, group: str) -> Any:
+        """Returns Paddle's options of a group, which Paddle reads by their descriptions."""
+        try:
+            return _stock[group].fget(self)
+        except AttributeError as error:
+            # Paddle would say that there is no such attribute.
+            raise ConfigError(
+                "this version of Paddle cannot read its own options: protobuf is too new for it",
+                got=f"Paddle {paddle.version.full_version}, protobuf {version('protobuf')}",
+                cause=str(error),
+                fix="pip install 'protobuf<7', or paddlepaddle 3.3 or later",
+            ) from error
+
     def _set(self, group: str, configs: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
         """Has Paddle set some options of a group, and says what it refuses in fleetpipe's words."""
-        known = {*_stock[group].fget(self), *also}
+        known = {*self._get(group), *also}
         for key in configs:
             if key not in known:
                 raise ConfigError(

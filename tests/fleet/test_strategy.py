@@ -10,6 +10,7 @@ import pytest
 from fleetpipe import fleet
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError
+from fleetpipe.fleet import strategy as strategies
 from tests.pipelines import batch, job, pipeline, sgd
 
 
@@ -33,6 +34,19 @@ def test_the_mapping_that_is_given_stays_whole() -> None:
         assert strategy.hybrid_configs["pp_configs"].delay_scale_loss
         assert strategy.hybrid_configs["mp_configs"].sync_param
         assert strategy.hybrid_parallel_order == given()["order"]
+
+
+def test_a_protobuf_that_is_too_new_for_paddle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(_: object) -> Any:
+        # Paddle 2.6.2 and 3.0 to 3.2 under protobuf 7.
+        raise AttributeError("'FieldDescriptor' object has no attribute 'label'")
+
+    monkeypatch.setattr(strategies, "_stock", {"hybrid_configs": property(unreadable)})
+    strategy = fleet.DistributedStrategy()
+    with pytest.raises(ConfigError, match="protobuf is too new") as caught:
+        strategy.hybrid_configs = given()
+    assert f"got: Paddle {paddle.version.full_version}, protobuf " in str(caught.value)
+    assert "pip install 'protobuf<7'" in str(caught.value)
 
 
 def test_setting_merges_and_nested_options_are_alive() -> None:
