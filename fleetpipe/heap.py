@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
+from typing import Any
 
 #: Numbers of ``mallopt`` in glibc's ``malloc.h``: free bytes at the end of the heap that are kept,
 #: and bytes from which a block is given to the process, and taken back, by itself.
@@ -35,7 +37,7 @@ def prepare() -> bool:
         return False
     if any(name in os.environ for name in _VARIABLES):
         return False
-    library = ctypes.CDLL(None)
+    library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "gnu_get_libc_version"):
         return False
     options = {_M_MMAP_THRESHOLD: MMAP_THRESHOLD, _M_TRIM_THRESHOLD: TRIM_THRESHOLD}

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fleetpipe"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors aliases paddle_types version log representation extras",),
+    ("errors aliases paddle_types version log representation extras systems",),
     ("numerics heap _paddle arguments",),
     (
         "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"

@@ -8,7 +8,6 @@ slices of sequences, all of it runs slice by slice as well.
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Callable
 
+from fleetpipe import systems
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.counted import slice_shares
@@ -35,7 +35,7 @@ from fleetpipe.schedules import Action, Placement, Schedule, forward_only
 from fleetpipe.schedules.action import numbers
 from fleetpipe.schedules.forms.events import Event
 from fleetpipe.schedules.operations import Recv, Send
-from fleetpipe.transport.joining.hosts import host_identity
+from fleetpipe.transport.joining.hosts import host_name
 
 #: Batches that are run: the first ones warm up and are not counted.
 BATCHES, COLD = 7, 2
@@ -232,7 +232,7 @@ def clock_for(job: Job) -> Callable[[], float]:
     Where a host has fewer processors than ranks, that is the processor time of the thread: by the
     clock, ranks would wait for each other's processors.
     """
-    ranks = job.everyone().all_gather((host_identity(), len(os.sched_getaffinity(0))))
+    ranks = job.everyone().all_gather((host_name(), systems.processors()))
     hosts = Counter(host for host, _ in ranks)
     shared = any(hosts[host] > processors for host, processors in ranks)
     return time.thread_time if shared else time.perf_counter

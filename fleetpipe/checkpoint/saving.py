@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fleetpipe import log
+from fleetpipe import log, systems
 from fleetpipe._paddle import dynamic_mode
 from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.contents import replicas, training_state
@@ -79,11 +77,7 @@ class _Writing:
 
     def _run_aside(self) -> None:
         """Writes while those who train have nothing to compute, as far as they leave time."""
-        # Threads of Linux have a nice value each; elsewhere there is no process of this number.
-        with suppress(OSError):
-            thread = threading.get_native_id()
-            nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, thread))
-            os.setpriority(os.PRIO_PROCESS, thread, nice)
+        systems.lower_priority(_NICE)
         self.run()
 
     def run(self) -> None:

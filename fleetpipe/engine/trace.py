@@ -22,7 +22,7 @@ from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, write_trac
 from fleetpipe.schedules.forms.events import Event, events_of, figures_of
 from fleetpipe.schedules.forms.picture import Panel, draw, panel_of
 from fleetpipe.transport import Group, Transport
-from fleetpipe.transport.joining.hosts import host_identity
+from fleetpipe.transport.joining.hosts import host_name
 
 _log = log.logger(__name__)
 
@@ -223,7 +223,7 @@ def _clock(group: Group) -> tuple[float, float]:
     Collective. The ranks of one host share a clock. Between hosts the middle of the quickest of
     some rounds of questions and answers is taken for the same moment.
     """
-    hosts = group.all_gather(host_identity())
+    hosts = group.all_gather(host_name())
     if len(set(hosts)) == 1:
         return 0.0, 0.0
     best = (0.0, float("inf"))

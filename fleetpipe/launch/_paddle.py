@@ -8,7 +8,6 @@ second at whether one has. What it knows of their processes is left in the attem
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -75,17 +74,13 @@ def _deploy_and_note(pod: Any) -> None:
     """Starts the ranks, and leaves word of each when its process begins and ends."""
     home = _home()
 
-    def wait_for(container: Any, pid: int) -> None:
-        # Whose code it was is asked of the container: it may have been quicker to fetch it.
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        life.note_end(home, _rank_of(container), int(container.exit_code or 0))
+    def wait_for(container: Any) -> None:
+        life.note_end(home, _rank_of(container), int(container._proc._proc.wait()))
 
     _deploy(pod)
     for container in pod.containers:
-        pid = container._proc._proc.pid
-        life.note_start(home, _rank_of(container), pid)
-        threading.Thread(target=wait_for, args=(container, pid), daemon=True).start()
+        life.note_start(home, _rank_of(container), container._proc._proc.pid)
+        threading.Thread(target=wait_for, args=[container], daemon=True).start()
 
 
 def _exit_code(pod: Any) -> int:

@@ -9,6 +9,7 @@ import signal
 from typing import Callable
 
 from fleetpipe import arguments as kinds
+from fleetpipe import systems
 from fleetpipe.engine.chaos import VARIABLE, Strike
 from fleetpipe.launch.supervisor import options as supervisors
 from fleetpipe.launch.supervisor import supervisor
@@ -17,11 +18,16 @@ _FORM = re.compile(r"rank=(\d+),at=(\S+)")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``fleetpipe chaos`` to its parser."""
+    """Adds the arguments of ``fleetpipe chaos`` to its parser.
+
+    Raises:
+        UsageError: This system runs no ranks.
+    """
+    systems.require_ranks()
     strikes = parser.add_mutually_exclusive_group(required=True)
     for name, number, what in (
-        ("--kill", signal.SIGKILL, "killed"),
-        ("--stop", signal.SIGSTOP, "stopped, as if it hung"),
+        ("--kill", systems.SIGKILL, "killed"),
+        ("--stop", signal.Signals["SIGSTOP"], "stopped, as if it hung"),
     ):
         strikes.add_argument(
             name,

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any, TypedDict
 
-from fleetpipe import log
+from fleetpipe import log, systems
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
@@ -32,8 +32,7 @@ _USUAL_INTERVAL = 100
 _USUAL_NUMBER = 2
 #: Signals that ask for the end after a step that is saved, and what they do otherwise.
 STOP_SIGNALS = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGUSR1: signal.SIG_DFL,
+    **dict.fromkeys(systems.STOP_SIGNALS, signal.SIG_DFL),
     signal.SIGINT: signal.default_int_handler,
 }
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from fleetpipe import arguments as kinds
+from fleetpipe import systems
 from fleetpipe.job import life
 from fleetpipe.launch import quiet
 
@@ -99,7 +100,9 @@ def launch(options: argparse.Namespace, *words: str) -> int:
 
     Raises:
         ConfigError: Nothing can be written into the folder of the logs.
+        UsageError: This system runs no ranks.
     """
+    systems.require_ranks()
     kinds.require_folder("--log-dir", options.log_dir)
     level = options.log_level
     command = [sys.executable, str(_LAUNCHER), "--nproc_per_node", str(options.nproc)]
@@ -111,13 +114,13 @@ def launch(options: argparse.Namespace, *words: str) -> int:
         environment = {**quiet.environment(level), life.FOLDER: folder}
         process = subprocess.Popen(command, env=environment)
         # Each rank has a session of its own, which a terminal's Ctrl-C does not reach.
-        numbers = iter((signal.SIGINT, signal.SIGKILL))
+        numbers = iter((signal.SIGINT, systems.SIGKILL))
         while process.returncode is None:
             try:
                 process.wait()
             except KeyboardInterrupt:
                 interrupted = True
-                signal_ranks(Path(folder), next(numbers, signal.SIGKILL))
+                signal_ranks(Path(folder), next(numbers, systems.SIGKILL))
     if interrupted:
         sys.stderr.write("fleetpipe: interrupted\n")
         return life.INTERRUPTED

@@ -42,11 +42,11 @@ def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
     }
     save_file(arrays, tmp_path / "x.safetensors")
     layout = tensors.read_layout(tmp_path / "x.safetensors")
-    with (tmp_path / "x.safetensors").open("rb") as file:
+    with (tmp_path / "x.safetensors").open("rb", buffering=0) as file:
         for name, array in arrays.items():
             stored = layout.tensors[name]
             memory = bytearray(stored.tensor.nbytes)
-            tensors.read(file.fileno(), stored, None, memoryview(memory))
+            tensors.read(file, stored, None, memoryview(memory))
             assert (stored.tensor.shape, bytes(memory)) == (array.shape, array.tobytes())
 
 

@@ -13,6 +13,8 @@ import shutil
 import uuid
 from pathlib import Path
 
+from fleetpipe import systems
+
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,})(\.old)?")
 _DRAFT, _ASIDE = ".draft-", ".aside"
@@ -131,7 +133,7 @@ def write_file(path: Path, text: str) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -139,8 +141,4 @@ def write_file(path: Path, text: str) -> None:
 
 def sync_folder(path: Path) -> None:
     """Waits until a folder's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    systems.sync_folder(path)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +135,14 @@ class Reader:
         return self.folder / self.manifest.tensors[name].file
 
     @contextmanager
-    def _opened(self) -> Iterator[Callable[[Name], tuple[int, Stored]]]:
+    def _opened(self) -> Iterator[Callable[[Name], tuple[FileIO, Stored]]]:
         """Gives what returns the open file of a tensor, and its place there."""
         with ExitStack() as files:
 
             @cache
-            def opened(path: Path) -> int:
+            def opened(path: Path) -> FileIO:
                 with _told(path):
-                    return files.enter_context(path.open("rb", buffering=0)).fileno()
+                    return files.enter_context(path.open("rb", buffering=0))
 
             yield lambda name: (
                 opened(self._path(name)),

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fleetpipe import systems
 from fleetpipe.checkpoint.files import commit
 
 _DRAFT = re.compile(r"\.draft-(?P<host>.+)-(?P<process>\d+)-[0-9a-f]{8}")
@@ -49,7 +50,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    with path.open("rb") as file:
+    with path.open("r+b") as file:  # Windows syncs no file that is open for reading alone
         os.fsync(file.fileno())
 
 
@@ -57,15 +58,7 @@ def _remove_left(folder: Path) -> None:
     """Removes the drafts of processes of this host that have ended."""
     for path in folder.iterdir():
         match = _DRAFT.fullmatch(path.name)
-        if match and match["host"] == socket.gethostname() and not _runs(int(match["process"])):
+        if match is None or match["host"] != socket.gethostname():
+            continue
+        if not systems.is_running(int(match["process"])):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # of another user
-    return True

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 
 import numpy as np
 
+from fleetpipe import systems
 from fleetpipe.checkpoint.contents.parts import Held, Name
 from fleetpipe.checkpoint.files import host
 
@@ -38,8 +38,5 @@ def _allocated(sizes: Mapping[Name, int]) -> dict[Name, np.ndarray]:
     for name, size in sizes.items():
         ends[name] = end = end + size
         end = -(-end // _ALIGNED) * _ALIGNED
-    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
+    whole = np.frombuffer(systems.anonymous_memory(max(end, 1)), np.uint8)
     return {name: whole[ends[name] - size : ends[name]] for name, size in sizes.items()}

@@ -12,6 +12,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,11 +164,11 @@ def _damaged(path: Path, got: str) -> CheckpointError:
     )
 
 
-def write(file: int, stored: Stored, cut: Cut | None, values: memoryview) -> None:
+def write(file: FileIO, stored: Stored, cut: Cut | None, values: memoryview) -> None:
     """Writes a part of a tensor where it belongs in an open file.
 
     Args:
-        file: The descriptor.
+        file: Open for writing, without a buffer.
         stored: The whole tensor.
         cut: The part; None for the whole tensor.
         values: Its bytes.
@@ -177,15 +178,15 @@ def write(file: int, stored: Stored, cut: Cut | None, values: memoryview) -> Non
         write_at(file, begin + run.whole, values[run.part : run.part + run.nbytes])
 
 
-def write_at(file: int, offset: int, values: memoryview | bytes) -> None:
+def write_at(file: FileIO, offset: int, values: memoryview | bytes) -> None:
     """Writes all of ``values``: the system may take less at a time."""
+    file.seek(offset)
     rest = memoryview(values)
     while rest:
-        written = os.pwrite(file, rest, offset)
-        rest, offset = rest[written:], offset + written
+        rest = rest[file.write(rest) :]
 
 
-def read(file: int, stored: Stored, cut: Cut | None, memory: memoryview) -> None:
+def read(file: FileIO, stored: Stored, cut: Cut | None, memory: memoryview) -> None:
     """Reads a part of a tensor into ``memory``, and no other bytes; as :func:`write`.
 
     Raises:
@@ -196,12 +197,13 @@ def read(file: int, stored: Stored, cut: Cut | None, memory: memoryview) -> None
         _read_at(file, begin + run.whole, memory[run.part : run.part + run.nbytes])
 
 
-def _read_at(file: int, offset: int, memory: memoryview) -> None:
+def _read_at(file: FileIO, offset: int, memory: memoryview) -> None:
+    file.seek(offset)
     while memory:
-        count = os.preadv(file, [memory], offset)
+        count = file.readinto(memory)
         if not count:
             raise EOFError
-        memory, offset = memory[count:], offset + count
+        memory = memory[count:]
 
 
 def checksum(values: Iterable[memoryview | bytes]) -> int:
@@ -212,7 +214,7 @@ def checksum(values: Iterable[memoryview | bytes]) -> int:
     return found
 
 
-def stored_checksum(file: int, stored: Stored, cut: Cut | None) -> int:
+def stored_checksum(file: FileIO, stored: Stored, cut: Cut | None) -> int:
     """Returns the CRC-32 of a part of a tensor as it stands in an open file.
 
     Raises:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,13 @@ def write(task: Assignment, bytes_of: Callable[[Name], memoryview]) -> None:
     """
     checksums: dict[str, dict[str, list[Any]]] = {}
     with ExitStack() as files:
-        opened: dict[str, int] = {}
+        opened: dict[str, FileIO] = {}
 
-        def file_of(name: str) -> int:
+        def file_of(name: str) -> FileIO:
             if name not in opened:
-                flags = os.O_WRONLY | os.O_CREAT
-                opened[name] = os.open(task.draft / name, flags, 0o644)
-                files.callback(os.close, opened[name])
+                path = task.draft / name
+                path.touch(0o644)  # another rank may have begun to write it
+                opened[name] = files.enter_context(path.open("r+b", buffering=0))
             return opened[name]
 
         for file, layout in task.plan.files.items():
@@ -92,8 +93,8 @@ def write(task: Assignment, bytes_of: Callable[[Name], memoryview]) -> None:
             tensors.write(file_of(file), task.plan.files[file].tensors[name.name], cut, values)
             found = checksums.setdefault(file, {}).setdefault(name.name, [])
             found.append([cut, tensors.checksum([values])])
-        for descriptor in opened.values():
-            os.fsync(descriptor)
+        for opened_file in opened.values():
+            os.fsync(opened_file.fileno())
     if task.rank == 0:
         for file, text in task.texts.items():
             commit.write_file(task.draft / file, text)

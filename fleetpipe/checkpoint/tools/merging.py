@@ -28,8 +28,8 @@ def merge(reader: Reader, target: Path) -> None:
         (draft / target.name).open("wb", buffering=0) as file,
         reader.opened() as read,
     ):
-        tensors.write_at(file.fileno(), 0, layout.header)
+        tensors.write_at(file, 0, layout.header)
         for name, stored in layout.tensors.items():
             memory = memoryview(bytearray(stored.tensor.nbytes))
             read(Name(MODEL, name), None, memory)
-            tensors.write(file.fileno(), stored, None, memory)
+            tensors.write(file, stored, None, memory)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
+from fleetpipe import systems
 from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.fit.callbacks import on_ranks
@@ -14,7 +14,6 @@ from fleetpipe.schedules import Action, Op
 
 #: Figures that are lists: one number for each rank of the pipeline, one for each process.
 PER_RANK = ("held_by_rank", "peak_memory_by_process")
-_STATUS = Path("/proc/self/status")
 
 
 class Busy:
@@ -142,11 +141,8 @@ class ThroughputMonitor(on_ranks.Callback):
 def peak_memory() -> int:
     """Returns the most bytes that this process had: of the GPU's memory where it has one.
 
-    Else what the kernel counts as resident, which a figure of ``getrusage`` is not: that is at
-    least what the process had that started this one.
+    Else what the system counts as resident; 0 where that is not told, as on Windows.
     """
     if device_kind() == "gpu":
         return int(paddle.device.cuda.max_memory_allocated())
-    lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
-    kilobytes = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), "0")
-    return int(kilobytes) * 1024
+    return systems.peak_resident_bytes()

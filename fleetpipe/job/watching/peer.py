@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from fleetpipe import systems
 from fleetpipe.job.watching import news
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.transport.wire.seal import Seals
@@ -57,7 +58,7 @@ class Peer:
     def send(self) -> None:
         """Sends as much as the kernel takes."""
         with contextlib.suppress(OSError):
-            sent = self.sock.send(self.unsent, socket.MSG_NOSIGNAL)
+            sent = self.sock.send(self.unsent, systems.MSG_NOSIGNAL)
             del self.unsent[:sent]
 
     def hear(self) -> Iterator[Failure]:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import errno
 import mmap
-import os
+import shutil
 import struct
 from pathlib import Path
 from typing import NamedTuple
 
+from fleetpipe import systems
 from fleetpipe.errors import CheckpointError
 
 _MAGIC = b"FLTPKEPT"
@@ -82,7 +83,7 @@ class Slots:
         except BaseException:
             draft.unlink()
             raise
-        draft.rename(file)
+        draft.replace(file)
         return cls(file)
 
     def steps(self) -> list[int]:
@@ -146,15 +147,14 @@ def aligned(size: int) -> int:
 def _reserve(descriptor: int, size: int, file: Path, slots: int) -> None:
     """Takes the memory now: a write beyond what is left of it would end the process."""
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        systems.reserve(descriptor, size)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        free = os.statvfs(file.parent)
         raise CheckpointError(
             f"the state of a rank does not fit into {file.parent}",
             expected=f"{size} bytes for {slots} steps",
-            got=f"{free.f_bavail * free.f_frsize} bytes",
+            got=f"{shutil.disk_usage(file.parent).free} bytes",
             cause="a container has 64 MiB there unless it is given more (docker --shm-size)",
             fix="give the host more shared memory, or launch without --keep_state",
             permanent=True,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import time
 from pathlib import Path
 
+from fleetpipe import systems
 from fleetpipe.job import life
 from fleetpipe.launch.script import LAUNCHED, signal_ranks
 from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions
@@ -80,7 +80,7 @@ class Local:
 
     def kill(self) -> None:
         """Ends the ranks at once, and a launcher that has not started any."""
-        signal_ranks(self._home, signal.SIGKILL)
+        signal_ranks(self._home, systems.SIGKILL)
         self._pods.stop()
 
     def _arguments(self) -> list[str]:

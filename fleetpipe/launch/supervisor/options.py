@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 
 from fleetpipe import arguments as kinds
+from fleetpipe import systems
 from fleetpipe.launch import quiet
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``fleetpipe launch`` to its parser."""
+    """Adds the arguments of ``fleetpipe launch`` to its parser.
+
+    Raises:
+        UsageError: This system runs no ranks.
+    """
+    systems.require_ranks()
     add = parser.add_argument
     add(
         "--nproc",

@@ -49,7 +49,7 @@ def serve(supervisor: socket.socket) -> None:
 def _attempt(order: pods.Order, supervisor: socket.socket) -> int:
     """Runs one attempt and returns the code of Paddle's launcher."""
     lasting, held = os.pipe()
-    process = os.fork()
+    process = os.fork()  # type: ignore[attr-defined,unused-ignore]
     if process == 0:
         os.close(lasting)
         supervisor.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fleetpipe import systems
 from fleetpipe.errors import UsageError
 from fleetpipe.job import life
 from fleetpipe.launch.script import in_a_shell
@@ -96,8 +95,7 @@ class Pods:
                 more = self._socket.recv(1 << 12)
             if not more:
                 code = in_a_shell(self._process.wait())
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)  # a launcher that it began
+                systems.end_session(self._process.pid)  # a launcher that it began
                 if self._loading.exists():
                     raise self._not_loaded(code)
                 return code or 1
@@ -122,12 +120,11 @@ class Pods:
         try:
             self._process.wait(_LAST_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            systems.end_session(self._process.pid)
             self._process.wait()
 
 
 def end_sessions(home: Path) -> None:
     """Ends what the ranks of an attempt have left: each had a session of its own."""
     for _, process in life.started(home):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process, signal.SIGKILL)
+        systems.end_session(process)

@@ -32,7 +32,7 @@ def room() -> Iterator[Path]:
     folder = place / hidden.name[1:]
     try:
         with (hidden / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # type: ignore[attr-defined,unused-ignore]
             # Seen by others only now that it is locked.
             hidden.rename(folder)
             yield folder
@@ -49,7 +49,7 @@ def _remove_left_over(folder: Path) -> None:
 
 def _is_free(lock: IO[str]) -> bool:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
     except BlockingIOError:
         return False
     return True

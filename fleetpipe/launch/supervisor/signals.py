@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-#: Those that ask a job to finish its step, save and end; schedulers send one before they kill.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from fleetpipe.systems import STOP_SIGNALS
+
 #: Those that ask for the same, and after which the next one ends the job at once.
 BREAK_SIGNALS = (signal.SIGINT,)
 

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
-import fcntl
 import ipaddress
 import os
 import secrets
 import socket
-import struct
-from pathlib import Path
 from typing import NamedTuple
 
+from fleetpipe import systems
 from fleetpipe.errors import TransportError
 
 _BUFFER_BYTES = 4 << 20
-_PROC = Path("/proc")
-# Linux's way to list the addresses of all interfaces: a length and a place for the table, each
-# entry of which is a name and a socket's address of a family, a port and four bytes.
-_SIOCGIFCONF = 0x8912
-_IFCONF = struct.Struct("iP")
-_IFREQ = struct.Struct("16s4x4s16x")
-_MOST_INTERFACES = 512
-# TCP_RTO_MAX_MS, which Linux has from 6.15 on: how long the kernel may wait before it sends again
-# what was not answered. By itself it doubles that, 15 times, for 925 s in all.
-_TCP_RTO_MAX_MS = 44
-_AGAIN_MILLISECONDS = 1000
-_GIVE_UP_MILLISECONDS = 925_000
-# Process, user and group of the other end.
-_PEERCRED = struct.Struct("iII")
 
 
 class Listener(NamedTuple):
@@ -42,17 +25,21 @@ class Listener(NamedTuple):
 def host_identity() -> str:
     """Returns a text that two processes share when a unix-domain socket can join them.
 
-    It is the running kernel and its network namespace: names of the abstract kind, which leave no
-    file behind, are seen within one. Containers of one host therefore use TCP unless they share
-    their network. It is the user too, since :func:`is_other_user` refuses others. Empty where the
-    system has no such names.
+    It is the running kernel, its network namespace and the user, since others are refused:
+    containers of one host therefore use TCP unless they share their network. Empty where the
+    system has no such names, which says nothing: two empty ones are not one host.
     """
-    try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        spaces = [os.readlink(_PROC / "self/ns" / name) for name in ("net", "user")]
-        return " ".join([boot, *spaces, f"user:{os.geteuid()}"])
-    except OSError:
-        return ""
+    return systems.unix_domain()
+
+
+def host_name() -> str:
+    """Returns a text that the ranks of one host share, whether or not such a socket can join them.
+
+    Empty where there is no address either: several ranks could not have met.
+    """
+    with contextlib.suppress(TransportError):
+        return host_identity() or own_address()
+    return ""
 
 
 def force_tcp_by_default() -> bool:
@@ -99,7 +86,7 @@ def gloo_interface() -> tuple[str, str]:
         found = [address for address in map(route_to, launched) if not _is_loopback(address)]
         with contextlib.suppress(TransportError):
             found.insert(0, own_address())
-    names = {address: name for name, address in _interfaces()}
+    names = {address: name for name, address in systems.interfaces()}
     for address in map(_address_of, found):
         if address in names:
             return names[address], address
@@ -142,23 +129,9 @@ def _is_loopback(name: str) -> bool:
     return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _interfaces() -> list[tuple[str, str]]:
-    """The interfaces of this host that are up, by name and IPv4 address."""
-    table = array.array("B", bytes(_MOST_INTERFACES * _IFREQ.size))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = _IFCONF.pack(len(table), table.buffer_info()[0])
-        length, _ = _IFCONF.unpack(fcntl.ioctl(probe, _SIOCGIFCONF, request))
-    found = _IFREQ.iter_unpack(table.tobytes()[:length])
-    # An address that was added to an interface later may have a label such as eth0:1.
-    return [
-        (name.split(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(address))
-        for name, address in found
-    ]
-
-
 def listen_unix() -> Listener:
     """Listens under a new abstract name."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = socket.socket(systems.AF_UNIX, socket.SOCK_STREAM)
     name = f"fleetpipe-{secrets.token_hex(8)}"
     sock.bind(f"\0{name}")
     sock.listen(128)
@@ -204,7 +177,7 @@ def dial(address: str) -> socket.socket:
     """
     kind, _, rest = address.partition(" ")
     if kind == "unix":
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = socket.socket(systems.AF_UNIX, socket.SOCK_STREAM)
         target: str | tuple[str, int] = f"\0{rest}"
     else:
         host, _, port = rest.rpartition(" ")
@@ -216,7 +189,7 @@ def dial(address: str) -> socket.socket:
     try:
         with contextlib.suppress(BlockingIOError):
             sock.connect(target)
-        if is_other_user(sock):
+        if systems.is_other_user(sock):
             raise PermissionError("it belongs to another user, or does not answer yet")
     except OSError:
         sock.close()
@@ -224,28 +197,11 @@ def dial(address: str) -> socket.socket:
     return sock
 
 
-def is_other_user(sock: socket.socket) -> bool:
-    """Tells whether the other end of a connected unix-domain socket belongs to another user."""
-    if sock.family != socket.AF_UNIX:
-        return False
-    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-    _, user, _ = _PEERCRED.unpack(told)
-    return bool(user != os.geteuid())
-
-
 def enlarge(sock: socket.socket) -> None:
-    """Asks for large kernel buffers, no delay of small messages and a watch over dead hosts.
-
-    What was lost while a cable was out is sent again each second, where the kernel can be asked for
-    that. By itself it waits longer each time, up to as long again as the cable was out: so a limit
-    might be passed that the cut itself was below.
-    """
+    """Asks for large kernel buffers, no delay of small messages and a watch over dead hosts."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-    if sock.family != socket.AF_UNIX:
+    if sock.family != systems.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        with contextlib.suppress(OSError):  # an older kernel
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _AGAIN_MILLISECONDS)
-            # Or it would give up when it has sent 15 times, which is soon.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GIVE_UP_MILLISECONDS)
+        systems.send_again_soon(sock)

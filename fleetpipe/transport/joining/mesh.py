@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fleetpipe import log
+from fleetpipe import log, systems
 from fleetpipe.errors import TransportError
 from fleetpipe.transport.base import Store
 from fleetpipe.transport.joining import handshake, hosts
@@ -105,8 +105,8 @@ def join(
     try:
         meeting.publish("addresses", {"addresses": ",".join(x.address for x in listeners)})
         for peer, found in meeting.gather("addresses", range(rank), ["addresses"]).items():
-            same = cards[peer]["host"] == card["host"]
-            chosen = _best(found["addresses"].split(","), same and not use_tcp)
+            same = cards[peer]["host"] == card["host"] != ""
+            chosen = _best(peer, found["addresses"].split(","), same and not use_tcp)
             _log.debug("rank %d of %s connects to rank %d at %s", rank, namespace, peer, chosen)
             mesh.dial(peer, chosen)
         joined = mesh.run()
@@ -160,9 +160,17 @@ def _listen(
     return listeners
 
 
-def _best(addresses: list[str], beside: bool) -> str:
-    kind = "unix " if beside else "tcp "
-    return next(address for address in addresses if address.startswith(kind))
+def _best(peer: int, addresses: list[str], beside: bool) -> str:
+    kind = "unix" if beside else "tcp"
+    for address in addresses:
+        if address.startswith(f"{kind} "):
+            return address
+    raise TransportError(
+        f"rank {peer} does not listen where this rank would meet it",
+        expected=f"an address of kind {kind}",
+        got=", ".join(addresses),
+        fix="run the same fleetpipe on all ranks, with the same FLEETPIPE_FORCE_TCP",
+    )
 
 
 class _Dialled(NamedTuple):
@@ -207,7 +215,7 @@ class PendingConnection:
             while True:
                 if isinstance(self._step, bytes):
                     # Shorter than any kernel buffer, so that it is sent whole or not at all.
-                    self.sock.send(self._step, socket.MSG_NOSIGNAL)
+                    self.sock.send(self._step, systems.MSG_NOSIGNAL)
                     self._step = next(self._exchange)
                 else:
                     data = self.sock.recv(self._step - len(self._received))
@@ -313,7 +321,7 @@ class _Mesh:
             sock, _ = listener.accept()
         except OSError:
             return
-        if hosts.is_other_user(sock):
+        if systems.is_other_user(sock):
             sock.close()
             return
         sock.setblocking(False)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import socket
 import struct
-import termios
 import time
 from collections.abc import Callable
 from typing import Any
 
+from fleetpipe import systems
 from fleetpipe.errors import PeerFailed, TransportError
 from fleetpipe.transport.base import Value
 from fleetpipe.transport.sockets.inbox import Inbox
@@ -75,7 +74,7 @@ class Connection:
         wake: Callable[[], None],
         seals: Seals | None = None,
     ) -> None:
-        """Takes over a connected and authenticated socket in blocking mode.
+        """Takes over a connected and authenticated socket, which from here on never blocks.
 
         Args:
             sock: The socket.
@@ -84,6 +83,8 @@ class Connection:
             wake: Called from the writer thread when a waiter asked to be told of progress.
             seals: What proves who sent each part of the stream, where the job has a secret.
         """
+        # Not by a flag of each call: macOS heeds MSG_DONTWAIT only where it receives.
+        sock.setblocking(False)
         self.peer = peer
         self.inbox = Inbox(sock, peer, None if seals is None else seals.incoming)
         self.outbox = Outbox(sock, wake)
@@ -190,8 +191,6 @@ class Connection:
 
     def _unacknowledged(self) -> bool:
         """Tells whether TCP still holds bytes; a unix-domain socket has handed them over."""
-        if self._sock.family == socket.AF_UNIX or self.outbox.error or self.inbox.ended:
+        if self._sock.family == systems.AF_UNIX or self.outbox.error or self.inbox.ended:
             return False
-        count = bytearray(4)
-        fcntl.ioctl(self.fd, termios.TIOCOUTQ, count)
-        return count != bytes(4)
+        return systems.unacknowledged_bytes(self._sock) > 0

@@ -5,9 +5,10 @@ A copy would keep a connection open after the parent's death, which the peers th
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import Protocol
+
+from fleetpipe import systems
 
 
 class Abandoned(Protocol):
@@ -26,4 +27,4 @@ def _abandon_all() -> None:
         one.abandon()
 
 
-os.register_at_fork(after_in_child=_abandon_all)
+systems.call_in_forked_child(_abandon_all)

@@ -310,7 +310,7 @@ class Inbox:
 
     def _receive_into(self, target: memoryview) -> int:
         try:
-            count = self._sock.recv_into(target, 0, socket.MSG_DONTWAIT)
+            count = self._sock.recv_into(target)
         except BlockingIOError:
             return 0
         except OSError as error:

@@ -7,17 +7,19 @@ thread, started when first needed, and while that has work everything else queue
 
 from __future__ import annotations
 
+import selectors
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Union
 
+from fleetpipe import systems
+
 Buffer = Union[bytes, memoryview]
 
-# Linux takes at most 1024 pieces in one call (IOV_MAX).
+# Linux and macOS take at most 1024 pieces in one call (IOV_MAX).
 _MOST_PIECES = 1024
-_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class _Entry(NamedTuple):
@@ -40,7 +42,7 @@ class Outbox:
         """Sends on ``sock``.
 
         Args:
-            sock: A connected stream socket in blocking mode.
+            sock: A connected stream socket in non-blocking mode.
             wake: Called from the writer thread when a waiter asked to be told of progress.
         """
         self.backlog = 0
@@ -99,7 +101,7 @@ class Outbox:
         total = 0
         while True:
             try:
-                sent = self._sock.sendmsg(pieces[:_MOST_PIECES], (), _AT_ONCE)
+                sent = systems.send_pieces(self._sock, pieces[:_MOST_PIECES])
             except BlockingIOError:
                 return total
             except OSError as error:
@@ -140,8 +142,12 @@ class Outbox:
     def _send_all(self, pieces: list[Buffer]) -> None:
         left: Sequence[Buffer] = pieces
         while left:
-            sent = self._sock.sendmsg(left[:_MOST_PIECES], (), socket.MSG_NOSIGNAL)
-            left = _after(left, sent)
+            try:
+                left = _after(left, systems.send_pieces(self._sock, left[:_MOST_PIECES]))
+            except BlockingIOError:
+                with selectors.DefaultSelector() as selector:
+                    selector.register(self._sock, selectors.EVENT_WRITE)
+                    selector.select()
 
 
 def _after(pieces: Sequence[Buffer], sent: int) -> list[Buffer]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import selectors
 import socket
 import sys
@@ -101,7 +100,7 @@ class SocketTransport:
         Args:
             rank: This process's rank.
             ranks: Ranks of the pipeline.
-            sockets: Stream sockets in blocking mode, by peer.
+            sockets: Stream sockets, by peer.
             timeout: Seconds that ``send`` waits for a slow peer.
             backlog: Bytes that may wait for one peer before ``send`` waits.
             seals: What proves who sent each part of a stream, by peer; None where nothing does.
@@ -116,9 +115,9 @@ class SocketTransport:
         self._backlog = backlog
         self._closed = False
         self._interrupted = False
-        self._woken, self._waker = os.pipe()
+        self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
-            os.set_blocking(end, False)
+            end.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._connections = {
@@ -227,8 +226,8 @@ class SocketTransport:
         self._connections = {}
         self._selector.close()
         forks.holding.discard(self)
-        os.close(self._woken)
-        os.close(self._waker)
+        self._woken.close()
+        self._waker.close()
 
     def _unconnected(self, peer: int, key: MessageKey) -> NoReturn:
         check_peer(self.rank, self.ranks, peer, key)
@@ -275,7 +274,7 @@ class SocketTransport:
         self.awaited = None
         for found, _ in ready:
             if found.data is None:
-                os.read(self._woken, 4096)
+                self._woken.recv(4096)
             elif found.data.peer != awaited:
                 self._read_ahead(found.data)
         return True
@@ -325,7 +324,7 @@ class SocketTransport:
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.write(self._waker, b"w")
+            self._waker.send(b"w")
 
 
 def _close_all() -> None:

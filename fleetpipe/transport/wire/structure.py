@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fleetpipe import systems
 from fleetpipe.errors import BoundaryError, TransportError
 from fleetpipe.transport.wire.message import LARGEST_ANNOUNCEMENT, LARGEST_PAYLOAD, Route
 from fleetpipe.transport.wire.parsing import parse
@@ -28,7 +28,7 @@ _LARGEST_SIZE = 2**63 - 1
 _MOST_LISTS = 2 + 3 * MOST_PARTS
 _MOST_STRINGS = 2 * _MOST_LISTS
 _DEEPEST_LIST = 2 + 2 * (DEEPEST + 1)
-_MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+_MEMORY_BYTES = systems.memory_bytes()
 _LONGEST_FLOAT = 32
 # Bytes of one element of each dtype that Paddle has in one version or another.
 SIZES = {

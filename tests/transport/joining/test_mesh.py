@@ -175,6 +175,23 @@ def test_within_one_host_tcp_is_bound_to_loopback() -> None:
     assert address_of(store).startswith("tcp 127.0.0.1 ")
 
 
+def test_ranks_whose_host_has_no_identity_use_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "host_identity", lambda: "")
+    monkeypatch.setenv("FLEETPIPE_ADDRESS", "127.0.0.1")
+    first, second = join_all(2)
+    assert family(first, 1) == family(second, 0) == socket.AF_INET
+    second.send(0, forward(0), "here")
+    assert first.receive(1, forward(0), LIMIT) == "here"
+    first.close()
+    second.close()
+
+
+def test_an_address_that_is_missing_is_named() -> None:
+    with pytest.raises(TransportError, match="rank 3 does not listen") as caught:
+        mesh._best(3, ["unix fleetpipe-1"], beside=False)
+    assert "an address of kind tcp" in str(caught.value)
+
+
 def test_host_identity_is_the_kernel_and_its_network() -> None:
     identity = hosts.host_identity()
     assert os.readlink("/proc/self/ns/net") in identity

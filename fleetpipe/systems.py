@@ -1,0 +1,247 @@
+"""What operating systems differ in. Everything else of the package is written once for all of them.
+
+Ranks run on Linux and, within one host, on macOS; Windows has one process that plays all of them,
+so that nothing it lacks may be needed by an import.
+"""
+
+# Each system leaves what belongs to others unreachable.
+# mypy: disable-error-code="unreachable"
+from __future__ import annotations
+
+import array
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fleetpipe.errors import UsageError
+
+#: Has a send to a peer that is gone raise an error alone. Python ignores the signal, too.
+MSG_NOSIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
+#: The family of unix-domain sockets; that of no socket where there are none.
+AF_UNIX: int = getattr(socket, "AF_UNIX", -1)
+#: Ends a process at once.
+SIGKILL = signal.Signals["SIGKILL" if hasattr(signal, "SIGKILL") else "SIGTERM"]
+#: Signals that ask a job to finish its step, save and end; schedulers send one before they kill.
+STOP_SIGNALS = tuple(
+    signal.Signals[name] for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
+)
+
+# Linux's way to list the addresses of all interfaces: a length and a place for the table, each
+# entry of which is a name and a socket's address of a family, a port and four bytes.
+_SIOCGIFCONF = 0x8912
+_IFCONF = struct.Struct("iP")
+_IFREQ = struct.Struct("16s4x4s16x")
+_MOST_INTERFACES = 512
+# Linux's process, user and group of the other end of a unix-domain socket.
+_PEERCRED = struct.Struct("iII")
+# macOS: bytes of a socket that its peer has not acknowledged.
+_SO_NWRITE = 0x1024
+# TCP_RTO_MAX_MS, which Linux has from 6.15 on: how long the kernel may wait before it sends again
+# what was not answered. By itself it doubles that, 15 times, for 925 s in all.
+_TCP_RTO_MAX_MS = 44
+_AGAIN_MILLISECONDS = 1000
+_GIVE_UP_MILLISECONDS = 925_000
+_BLOCK = bytes(1 << 20)
+
+
+def require_ranks() -> None:
+    """Refuses what starts ranks, or is one of several, where there can be none.
+
+    Raises:
+        UsageError: This is Windows.
+    """
+    if sys.platform == "win32":
+        raise UsageError(
+            "on Windows one process plays all ranks; several ranks run in WSL: wsl --install"
+        )
+
+
+def processors() -> int:
+    """Returns how many processors this process may use, as far as the system tells."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Returns the bytes of this host's memory; the largest number where it is not told."""
+    if sys.platform == "win32":
+        return sys.maxsize
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_bytes() -> int:
+    """Returns the most bytes of memory that this process had; 0 where it is not told.
+
+    On Linux that is no figure of ``getrusage``, which is at least what the process had that
+    started this one.
+    """
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    found = (line.split()[1] for line in text.splitlines() if line.startswith("VmHWM:"))
+    return int(next(found, "0")) * 1024
+
+
+def anonymous_memory(size: int) -> mmap.mmap:
+    """Returns memory of this process alone, in large pages where the system has them."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Takes the place of an empty file's first ``size`` bytes, which are zeros.
+
+    Raises:
+        OSError: There is not so much; its ``errno`` is ``ENOSPC``.
+    """
+    if sys.platform == "linux":
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        for begin in range(0, size, len(_BLOCK)):
+            os.write(descriptor, _BLOCK[: size - begin])
+        os.lseek(descriptor, 0, os.SEEK_SET)
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until a folder's entries are on the disk; Windows opens no folder."""
+    if sys.platform != "win32":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def is_running(process: int) -> bool:
+    """Whether there is a process of this number; on Windows, where asking may end it: yes."""
+    if sys.platform != "win32":
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # of another user
+    return True
+
+
+def end_session(leader: int) -> None:
+    """Ends what is left of the session that a process began."""
+    if sys.platform != "win32":
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+
+
+def lower_priority(nice: int) -> None:
+    """Gives this thread at least the nice value ``nice``; only Linux has one for each thread."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            nice = max(nice, os.getpriority(os.PRIO_PROCESS, thread))
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+
+
+def call_in_forked_child(function: Callable[[], None]) -> None:
+    """Has a forked child call ``function`` first of all; on Windows there are none."""
+    if sys.platform != "win32":
+        os.register_at_fork(after_in_child=function)
+
+
+def interfaces() -> list[tuple[str, str]]:
+    """Returns the interfaces of this host that are up, by name and IPv4 address.
+
+    Beside Linux these are the loopback ones alone: the ranks are of one host there.
+    """
+    if sys.platform == "linux":
+        import fcntl
+
+        table = array.array("B", bytes(_MOST_INTERFACES * _IFREQ.size))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = _IFCONF.pack(len(table), table.buffer_info()[0])
+            length, _ = _IFCONF.unpack(fcntl.ioctl(probe, _SIOCGIFCONF, request))
+        found = _IFREQ.iter_unpack(table.tobytes()[:length])
+        # An address that was added to an interface later may have a label such as eth0:1.
+        return [
+            (name.split(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(address))
+            for name, address in found
+        ]
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    return [(name, "127.0.0.1") for name in names[:1]]
+
+
+def unix_domain() -> str:
+    """Returns what two processes share when a unix-domain socket can join them; else "".
+
+    It is the running kernel and its network namespace: names of the abstract kind, which leave no
+    file behind, are seen within one. It is the user too, since others are refused.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "user")]
+            return " ".join([boot, *spaces, f"user:{os.geteuid()}"])
+    return ""
+
+
+def is_other_user(sock: socket.socket) -> bool:
+    """Tells whether the other end of a connected unix-domain socket belongs to another user."""
+    if sys.platform == "linux" and sock.family == AF_UNIX:
+        said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+        _, user, _ = _PEERCRED.unpack(said)
+        return bool(user != os.geteuid())
+    return False
+
+
+def send_again_soon(sock: socket.socket) -> None:
+    """Has a TCP socket send what was lost again each second, where the kernel can be asked.
+
+    By itself it waits longer each time, up to as long again as a cable was out: so a limit might
+    be passed that the cut itself was below.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # an older kernel
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _AGAIN_MILLISECONDS)
+            # Or it would give up when it has sent 15 times, which is soon.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GIVE_UP_MILLISECONDS)
+
+
+def unacknowledged_bytes(sock: socket.socket) -> int:
+    """Returns how many sent bytes a TCP socket's peer has not acknowledged, where that is told."""
+    if sys.platform == "linux":
+        import fcntl
+        import termios
+
+        count = bytearray(4)
+        fcntl.ioctl(sock, termios.TIOCOUTQ, count)
+        return int.from_bytes(count, sys.byteorder)
+    if sys.platform == "darwin":
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
+    return 0
+
+
+def send_pieces(sock: socket.socket, pieces: Sequence[bytes | memoryview]) -> int:
+    """Sends pieces one behind another, as far as the kernel takes them; returns how many bytes.
+
+    Raises:
+        BlockingIOError: It takes none now.
+        OSError: The stream has ended.
+    """
+    if sys.platform == "win32":
+        return sock.send(pieces[0])
+    return sock.sendmsg(pieces, (), MSG_NOSIGNAL)
