@@ -11,7 +11,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from fleetpipe.aliases import PaddleGroup, PaddleStore, Strategy, Topology
@@ -129,13 +129,26 @@ def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore]) -> No
     def new_group(
         backend: str, store: PaddleStore, rank: int, ranks: int, *more: object, **named: Any
     ) -> PaddleGroup:
-        if backend == "gloo":
+        if backend == "gloo" and _has_gloo():
             # The default group, which is number 0, gives no group_id.
             store = own_store(rank, ranks, named.get("group_id", 0))
             _kept_stores.append(store)
         return original(backend, store, rank, ranks, *more, **named)
 
     _paddle_collective._new_process_group_impl = new_group
+
+
+def _has_gloo() -> bool:
+    return isinstance(getattr(core, "ProcessGroupGloo", None), type)
+
+
+def make_without_gloo(create: Callable[..., PaddleGroup]) -> None:
+    """Has ``create(store, rank, ranks, group_id)`` make the groups that Gloo would have made.
+
+    Does nothing where this Paddle has Gloo: the wheels for macOS and Windows do not.
+    """
+    if not _has_gloo():
+        vars(core)["ProcessGroupGloo"] = SimpleNamespace(create=create)
 
 
 def restore_gloo_stores() -> None:
@@ -212,6 +225,7 @@ __all__ = [
     "dynamic_mode",
     "forget_topology",
     "install_topology",
+    "make_without_gloo",
     "open_store",
     "paddle",
     "paddle_fleet",

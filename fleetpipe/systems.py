@@ -231,7 +231,8 @@ def unacknowledged_bytes(sock: socket.socket) -> int:
         fcntl.ioctl(sock, termios.TIOCOUTQ, count)
         return int.from_bytes(count, sys.byteorder)
     if sys.platform == "darwin":
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
+        with contextlib.suppress(OSError):
+            return sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
     return 0
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from fleetpipe import systems
 from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.job import life, meeting
 from fleetpipe.job.agreement import require_agreement
@@ -47,7 +48,9 @@ def begin_together(
         ConfigError: The ranks differ in ``facts``.
         PeerFailed: Some rank failed, or Paddle could not make its groups.
         PipelineTimeout: Some rank did not arrive; the message says which.
+        UsageError: This system runs no ranks.
     """
+    systems.require_ranks()
     store = _job_store(timeout)
     run = f"fleetpipe/{number}/run"
     if meeting.own_rank() == 0:

@@ -13,6 +13,7 @@ it is told an interface.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import socket
@@ -21,6 +22,7 @@ from typing import Any
 
 from fleetpipe import _paddle, log
 from fleetpipe.errors import PipelineTimeout, TransportError
+from fleetpipe.job.groups.own_group import OwnGroup
 from fleetpipe.transport import Store
 from fleetpipe.transport.joining import hosts
 from fleetpipe.transport.joining.rendezvous import await_keys
@@ -52,6 +54,7 @@ def separate_stores(store: Store, timeout: float) -> None:
         return own
 
     _paddle.replace_gloo_stores(own_store)
+    _paddle.make_without_gloo(functools.partial(OwnGroup, timeout=timeout))
 
 
 def share_store_again() -> None:

@@ -7,7 +7,6 @@ left behind is removed by the next one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -30,6 +29,8 @@ def room() -> Iterator[Path]:
         _remove_left_over(left)
     hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
     folder = place / hidden.name[1:]
+    import fcntl  # which Windows lacks, where the command says so itself
+
     try:
         with (hidden / _LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # type: ignore[attr-defined,unused-ignore]
@@ -48,6 +49,8 @@ def _remove_left_over(folder: Path) -> None:
 
 
 def _is_free(lock: IO[str]) -> bool:
+    import fcntl
+
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
     except BlockingIOError:
