@@ -127,7 +127,9 @@ def main() -> int:
         print("losses and accuracy are equal" if equal else "losses or accuracy differ", flush=True)
         if args.report:
             found = {mode: row._asdict() for mode, row in rows.items()}
-            args.report.write_text(json.dumps({"data": name, "rows": found}, indent=1) + "\n")
+            args.report.write_text(
+                json.dumps({"data": name, "rows": found}, indent=1) + "\n", encoding="utf-8"
+            )
     return 0 if equal else 1
 
 

@@ -104,7 +104,7 @@ def main() -> int:
             "paddle": paddle.__version__,
             "data": name,
         }
-        args.report.write_text(json.dumps(report, indent=1) + "\n")
+        args.report.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     fleet.shutdown()
     return 0
 

@@ -111,7 +111,7 @@ class Comparison:
             "paddle": paddle.__version__,
             **more,
         }
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         verdict = "bit-exact" if report["bit_exact"] else f"losses {loss:g}, state {parameter:g}"
         print(f"beside one program: {verdict}", flush=True)
         return bool(report["bit_exact"] or (more["dp"] > 1 and parameter <= TOLERANCE))

@@ -75,4 +75,4 @@ class Comparison:
 def write_report(path: Path | None, report: Report, **more: Any) -> None:
     """Writes what the comparison found, and more, as one JSON object."""
     if path is not None:
-        path.write_text(json.dumps({**report.as_dict(), **more}, indent=1) + "\n")
+        path.write_text(json.dumps({**report.as_dict(), **more}, indent=1) + "\n", encoding="utf-8")

@@ -101,7 +101,9 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
         )
     if report and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
         with using("--report", report, "a file that can be written"):
-            report.write_text(json.dumps([finding.as_dict() for finding in reports], indent=1))
+            report.write_text(
+                json.dumps([finding.as_dict() for finding in reports], indent=1), encoding="utf-8"
+            )
     return 0 if all(finding.passed for finding in reports) else 1
 
 

@@ -83,7 +83,7 @@ def user_secret() -> bytes:
         if path is None:
             return b""
         try:
-            given = Path(path).read_text().strip()
+            given = Path(path).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"cannot read {name}={path}",
