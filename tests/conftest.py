@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from fleetpipe.schedules.families.table import FAMILIES
-from tests import byhand, launching
+from tests import byhand, hidden_names, launching
 from tests.launching import Finished
 
 # More threads would change the bits of a product. Paddle reads this once, when it is imported.
@@ -82,6 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"launch", "launcher"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.processes)
+        if why := hidden_names.reason_to_skip(item.nodeid):
+            item.add_marker(pytest.mark.skip(reason=why))
     items.sort(
         key=lambda item: (
             item.nodeid.partition("::")[0] not in CLOCK,

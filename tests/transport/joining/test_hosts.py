@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from fleetpipe import systems
 from fleetpipe.errors import TransportError
 from fleetpipe.job.groups import gloo
 from fleetpipe.transport.joining import hosts
@@ -22,7 +23,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         hosts, "route_to", lambda name: "10.1.2.3" if name.startswith("10.1.") else "127.0.0.1"
     )
-    monkeypatch.setattr(hosts, "_interfaces", lambda: [("lo", "127.0.0.1"), ("eth7", "10.1.2.3")])
+    interfaces = [("lo", "127.0.0.1"), ("eth7", "10.1.2.3")]
+    monkeypatch.setattr(systems, "interfaces", lambda: interfaces)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, own: str, *others: str) -> None:
@@ -88,18 +90,18 @@ def test_the_other_end_of_a_unix_socket_is_of_this_user(monkeypatch: pytest.Monk
     with listener.sock, hosts.dial(listener.address) as dialled:
         accepted, _ = listener.sock.accept()
         with accepted:
-            assert not hosts.is_other_user(accepted)
-            monkeypatch.setattr(hosts.os, "geteuid", lambda: 12345)
-            assert hosts.is_other_user(accepted)
-            assert hosts.is_other_user(dialled)
+            assert not systems.is_other_user(accepted)
+            monkeypatch.setattr(systems.os, "geteuid", lambda: 12345)
+            assert systems.is_other_user(accepted)
+            assert systems.is_other_user(dialled)
         with pytest.raises(PermissionError, match="another user"):
             hosts.dial(listener.address)
 
 
 def test_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert ("lo", "127.0.0.1") in hosts._interfaces()
-    assert {name for name, _ in hosts._interfaces()} <= {n for _, n in socket.if_nameindex()}
+    assert ("lo", "127.0.0.1") in systems.interfaces()
+    assert {name for name, _ in systems.interfaces()} <= {n for _, n in socket.if_nameindex()}
     assert hosts.route_to("127.0.0.1") == "127.0.0.1"
     assert hosts.route_to("no-such-host.invalid") == ""
 

@@ -1,0 +1,53 @@
+"""Runs tests as on a system that is not here: ``sitecustomize`` hides what that system lacks.
+
+    export FLEETPIPE_TEST_SYSTEM=darwin PYTHONPATH=$PWD/tests/hidden_names:$PWD
+    python -m pytest -m 'not libraries' tests
+
+The systems are ``darwin``, ``win32`` (add ``and not processes``: it has no ranks) and
+``no-boot-id``. Python loads ``sitecustomize`` before anything else, in the ranks of a job too.
+"""
+
+from __future__ import annotations
+
+import os
+
+SYSTEM = os.environ.get("FLEETPIPE_TEST_SYSTEM", "")
+_UNIX = "unix-domain sockets join no ranks"
+_MESH = "tests/transport/joining/test_mesh.py::test_"
+_HOSTS = "tests/transport/joining/test_hosts.py::test_"
+_NO_IDENTITY = {
+    f"{_MESH}ranks_of_a_host_use_unix_sockets": _UNIX,
+    f"{_MESH}hosts_decide_between_unix": _UNIX,
+    f"{_MESH}tcp_on_some_ranks_of_a_host": _UNIX,
+    f"{_MESH}host_identity_is": "the host has no identity",
+}
+_ANOTHER_KERNEL = {
+    f"{_HOSTS}the_other_end_of_a_unix_socket": _UNIX,
+    f"{_HOSTS}what_a_cut_cable_lost": "an option of Linux",
+    "tests/test_heap.py": "the heap is not glibc's",
+    "tests/checkpoint/test_saving.py::test_a_copy_is_written_while": "threads have no nice value",
+}
+#: Tests of what a system does not have, by the begin of their ids.
+DIFFERENT: dict[str, dict[str, str]] = {
+    "no-boot-id": _NO_IDENTITY,
+    "darwin": {**_NO_IDENTITY, **_ANOTHER_KERNEL},
+    "win32": {
+        **_NO_IDENTITY,
+        **_ANOTHER_KERNEL,
+        "tests/engine/test_chaos.py::test_what_the_command": "there are no ranks to kill",
+        "tests/test_cli_usage.py::test_every_argument_has_a_help_text[launch": "refused at once",
+        "tests/test_cli_usage.py::test_every_argument_has_a_help_text[chaos": "refused at once",
+        "tests/test_cli_usage.py::test_a_file_that_cannot_be_used": "fleetpipe launch is refused",
+        "tests/test_cli_usage.py::test_what_starts_another": "fleetpipe launch is refused",
+        "tests/launch/keeping": "the supervisor and its ranks",
+        "tests/launch/supervisor": "the supervisor and its ranks",
+        "tests/launch/test_resume.py": "the supervisor and its ranks",
+        "tests/transport": "one process has no connections",
+    },
+}
+
+
+def reason_to_skip(test: str) -> str:
+    """Why a test cannot pass on the system; "" where it can."""
+    found = DIFFERENT.get(SYSTEM, {}).items()
+    return next((f"on {SYSTEM}: {why}" for start, why in found if test.startswith(start)), "")

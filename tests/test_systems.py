@@ -1,0 +1,79 @@
+"""What systems differ in, and the package as on a system that is not here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fleetpipe import systems
+from fleetpipe.errors import UsageError
+from tests import hidden_names
+
+ROOT = Path(__file__).resolve().parent.parent
+#: What the suite runs as on each system: one process, and two ranks where they can be started.
+TESTS = {
+    "win32": ["tests/checkpoint/test_files.py", "tests/engine/test_engine.py"],
+    "darwin": [
+        "tests/transport/joining/test_hosts.py",
+        "tests/processes/test_data_parallel.py::test_replicas_train_as_one_device_on_the_whole_batch",
+    ],
+    "no-boot-id": ["tests/processes/test_ranks.py::test_the_parity_command_on_two_ranks"],
+}
+
+
+@pytest.mark.skipif(bool(hidden_names.SYSTEM), reason="this is such a run")
+@pytest.mark.parametrize("system", TESTS)
+def test_a_system_that_is_not_here(system: str) -> None:
+    pytest.importorskip("mypy", reason="its stubs say what a system lacks")
+    folders = [str(ROOT / "tests" / "hidden_names"), str(ROOT)]
+    # The run makes, and in the end removes, a folder of its own for crashes.
+    inherited = {k: v for k, v in os.environ.items() if k != "FLEETPIPE_TEST_CRASHES"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS[system]],
+        cwd=ROOT,
+        env={
+            **inherited,
+            "FLEETPIPE_TEST_SYSTEM": system,
+            "PYTHONPATH": os.pathsep.join(folders),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_windows_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    systems.require_ranks()
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(UsageError, match="several ranks run in WSL"):
+        systems.require_ranks()
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_file_takes_its_place_at_once(
+    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    size = (1 << 20) + 5
+    with (tmp_path / "file").open("w+b") as file:
+        systems.reserve(file.fileno(), size)
+        file.write(b"head")
+    content = (tmp_path / "file").read_bytes()
+    assert (len(content), content[:5]) == (size, b"head\0")
+    assert os.stat(tmp_path / "file").st_blocks * 512 >= size
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
+def test_figures_of_this_host(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert 1 <= systems.processors() <= (os.cpu_count() or 1)
+    assert systems.memory_bytes() > 1 << 28
+    assert ("lo", "127.0.0.1") in systems.interfaces()
+    assert len(systems.anonymous_memory(100)) == 100
