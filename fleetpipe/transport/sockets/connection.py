@@ -83,8 +83,6 @@ class Connection:
             wake: Called from the writer thread when a waiter asked to be told of progress.
             seals: What proves who sent each part of the stream, where the job has a secret.
         """
-        # Not by a flag of each call: macOS heeds MSG_DONTWAIT only where it receives.
-        sock.setblocking(False)
         self.peer = peer
         self.inbox = Inbox(sock, peer, None if seals is None else seals.incoming)
         self.outbox = Outbox(sock, wake)

@@ -42,9 +42,11 @@ class Outbox:
         """Sends on ``sock``.
 
         Args:
-            sock: A connected stream socket in non-blocking mode.
+            sock: A connected stream socket, which from here on never blocks.
             wake: Called from the writer thread when a waiter asked to be told of progress.
         """
+        # Not by a flag of each call: macOS heeds MSG_DONTWAIT only where it receives.
+        sock.setblocking(False)
         self.backlog = 0
         self.error: OSError | None = None
         self._sock = sock
