@@ -62,7 +62,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("fleet",),
     ("launch cli __main__",),
     ("parity/command", "fit callbacks"),
-    ("compat",),
+    ("compat", "ray"),
     ("__init__",),
 )
 

@@ -1,0 +1,45 @@
+"""Jobs on a Ray cluster: Ray Train's trainer for Paddle, whose workers are the ranks.
+
+Start with ``trainer.py``, what a user calls; ``backend.py`` tells each worker which rank it is.
+Needs ``pip install 'fleetpipe[ray]'``; nothing of Ray or Paddle is imported before a name needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fleetpipe.errors import UsageError
+
+if TYPE_CHECKING:
+    from fleetpipe.ray.backend import PaddleConfig as PaddleConfig
+
+#: Names that are loaded when they are used, by the module that has them.
+_LATE = {
+    "PaddleConfig": "fleetpipe.ray.backend",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what needs Ray when it is asked for.
+
+    Raises:
+        AttributeError: There is no such name.
+        UsageError: Ray is not installed.
+    """
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_LATE[name]), name)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] != "ray":
+            raise
+        raise UsageError(
+            f"fleetpipe.ray.{name} needs Ray Train, which is not installed",
+            fix="pip install 'fleetpipe[ray]' (Python 3.10 or newer), on every node",
+        ) from error
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return sorted(_LATE)

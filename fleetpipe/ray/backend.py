@@ -1,0 +1,185 @@
+"""Tells each worker of Ray Train which rank of a Paddle job it is.
+
+Ray numbers its workers node by node, so that neighbours in a pipeline, whose numbers are next to
+each other, stand on one node wherever that has room for them. A rank's number is its worker's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Callable, NamedTuple
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+
+from fleetpipe.errors import TransportError
+from fleetpipe.transport.joining import hosts
+
+#: Below the ports that the system gives to outgoing connections, above those of Ray's workers.
+_PORTS = range(20000, 32000)
+
+
+@dataclass
+class PaddleConfig(BackendConfig):
+    """How the workers of a :class:`fleetpipe.ray.PaddleTrainer` are one job of Paddle's.
+
+    Args:
+        hybrid_configs: What the train loop gives to ``strategy.hybrid_configs``: tells which
+            workers share a replica, and so which batches of ``datasets=`` each one gets.
+    """
+
+    hybrid_configs: Mapping[str, Any] | None = None
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What makes the workers ranks."""
+        return PaddleBackend
+
+    @property
+    def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """What each train loop runs within."""
+        return _ending_the_job
+
+    def to_dict(self) -> dict[str, Any]:
+        """What Ray shows of it."""
+        return {"hybrid_configs": dict(self.hybrid_configs or {})}
+
+
+class PaddleBackend(Backend):
+    """Makes each worker of a group a rank, before its train loop begins."""
+
+    #: NCCL reaches the other devices of a node only where a process may see them.
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Sets what Paddle's launcher would in every worker of ``worker_group``."""
+        told = [
+            worker_group.execute_single_async(rank, adopt, environment)
+            for rank, environment in enumerate(environments(worker_group))
+        ]
+        ray.get(told)
+
+
+class Place(NamedTuple):
+    """Where a worker runs.
+
+    Attributes:
+        node: Ray's name of its node.
+        address: Where other nodes reach that.
+        device: The number of its GPU among those that it sees; "" without one.
+    """
+
+    node: str
+    address: str
+    device: str
+
+
+def environments(worker_group: Any) -> list[dict[str, str]]:
+    """Returns what the environment of each rank says of the job, by rank.
+
+    Args:
+        worker_group: Ray's group of workers, which are asked where they run and for free ports.
+    """
+    places: list[Place] = worker_group.execute(own_place)
+    nodes = [place.node for place in places]
+    # Of each node one worker answers: two that probe at once would be given the same port.
+    ports = {
+        node: worker_group.execute_single_async(nodes.index(node), free_ports, ranks + 1)
+        for node, ranks in Counter(nodes).items()
+    }
+    return rank_environments(places, {node: ray.get(asked) for node, asked in ports.items()})
+
+
+def rank_environments(places: list[Place], ports: dict[str, list[int]]) -> list[dict[str, str]]:
+    """Returns what the environment of each rank says of the job, by rank.
+
+    Args:
+        places: Where each rank runs.
+        ports: Free ports of each node: one for each rank there, and one for Paddle's store.
+    """
+    nodes = [place.node for place in places]
+    local = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    endpoints = [
+        f"{place.address}:{ports[place.node][number]}" for place, number in zip(places, local)
+    ]
+    return [
+        {
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": str(len(places)),
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+            "PADDLE_MASTER": f"{places[0].address}:{ports[nodes[0]][-1]}",
+            "PADDLE_GLOBAL_RANK": str(rank),
+            "PADDLE_GLOBAL_SIZE": str(len(places)),
+            "PADDLE_LOCAL_RANK": str(local[rank]),
+            "PADDLE_LOCAL_SIZE": str(nodes.count(place.node)),
+            "PADDLE_RANK_IN_NODE": str(local[rank]),
+            "PADDLE_NNODES": str(len(set(nodes))),
+            # Without it Paddle waits for ever at an HTTP store of its own on a CPU.
+            **(
+                {"FLAGS_selected_gpus": place.device}
+                if place.device
+                else {"PADDLE_DISTRI_BACKEND": "gloo"}
+            ),
+        }
+        for rank, place in enumerate(places)
+    ]
+
+
+def adopt(environment: Mapping[str, str]) -> None:
+    """Makes this process the rank of ``environment``; runs in the worker, before its train loop."""
+    os.environ.update(environment)
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := hosts.gloo_interface()[0]):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def own_place() -> Place:
+    """Returns where this worker runs."""
+    context = ray.get_runtime_context()
+    own = context.get_accelerator_ids().get("GPU", [])
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    device = str(seen.index(own[0]) if own[0] in seen else 0) if own else ""
+    return Place(context.get_node_id(), ray.util.get_node_ip_address(), device)
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports of this host at which nobody listens.
+
+    Raises:
+        TransportError: There are not as many.
+    """
+    found: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise TransportError(
+        f"{socket.gethostname()} has too few free ports",
+        expected=f"{count} of {_PORTS.start} to {_PORTS.stop - 1}",
+        got=str(len(found)),
+        fix="end what listens there",
+    )
+
+
+@contextlib.contextmanager
+def _ending_the_job() -> Iterator[None]:
+    """Ends the job of a train loop with it, and tells the other ranks of its error."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        running = sys.modules.get("fleetpipe.job.job")
+        if running is not None:
+            running.end(error)
