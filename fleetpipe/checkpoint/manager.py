@@ -27,7 +27,9 @@ Manager = TypeVar("Manager", bound="CheckpointManager")
 
 @shows(folder="_home", save_interval="_interval", max_to_keep="_retention.max_to_keep")
 class CheckpointManager:
-    """Saves and restores a run in a folder that every rank of the job sees.
+    """Saves and restores a run in a folder that every rank of the job sees, or rank 0 alone.
+
+    Ranks that do not see it send rank 0 what they hold; to restore, each needs a copy of it.
 
     Every method that takes objects is collective: all ranks of the job call it alike. A process
     that knows of no job is one rank.

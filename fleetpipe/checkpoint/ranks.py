@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TypeVar
 
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Tensor
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
-from fleetpipe.transport import Group, SoleGroup
+from fleetpipe.transport import DirectGroup, Group, MessageKey, SoleGroup
 
 Result = TypeVar("Result")
+_PART = MessageKey("C", 0, 0, "part of a checkpoint", 0)
 
 
 class Ranks:
@@ -88,6 +93,26 @@ class Ranks:
             found = self._group.all_gather((failure, value))
         self._raise_first([failure for failure, _ in found], what, cause)
         return [value for _, value in found]
+
+    def give(self, parts: Iterable[memoryview]) -> None:
+        """Sends bytes to rank 0, one part after the other.
+
+        Raises:
+            PeerFailed: Rank 0 died.
+            PipelineTimeout: It did not take a part within the limit.
+        """
+        assert isinstance(self._group, DirectGroup)
+        assert self._job is not None
+        for part in parts:
+            sent = paddle.to_tensor(np.frombuffer(part, np.uint8), place=paddle.CPUPlace())
+            self._group.transport.send(0, _PART, sent)
+            self._group.transport.flush(self._job.timeout)
+
+    def take(self, rank: int) -> Tensor:
+        """Returns the next part that ``rank`` sends here, as a tensor of bytes; as :meth:`give`."""
+        assert isinstance(self._group, DirectGroup)
+        assert self._job is not None
+        return self._group.transport.receive(rank, _PART, self._job.timeout)
 
     def _raise_first(self, failures: list[str | None], what: str, cause: Exception | None) -> None:
         told = {rank: text for rank, text in enumerate(failures) if text is not None}

@@ -6,6 +6,7 @@ import hashlib
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,30 @@ class _Writing:
             write(self.task, self._bytes_of)
         except Exception as error:  # told to all ranks by settle
             self._error = error
+
+    def run_with(self, ranks: Ranks, elsewhere: Sequence[int]) -> None:
+        """Writes, and rank 0 what the ranks hold that do not see its folder. Collective.
+
+        Args:
+            ranks: All of them.
+            elsewhere: Those, as on storage that hosts do not share. They send rank 0 their parts,
+                of which it has one rank's in memory at a time.
+
+        Raises:
+            PeerFailed: Some rank died.
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        if ranks.rank in elsewhere:
+            own = own_parts(self.task.plan, ranks.rank)
+            ranks.give(self._bytes_of(name) for name, _, _ in own)
+            return
+        self.run()
+        for rank in elsewhere if ranks.rank == 0 else ():
+            theirs = own_parts(self.task.plan, rank)
+            parts = {name: Held(ranks.take(rank)) for name, _, _ in theirs}
+            of_rank = _Writing(replace(self.task, rank=rank), _bytes_in(parts))
+            of_rank.run()
+            self._error = self._error or of_rank._error
 
     def end(self) -> None:
         """Waits for the thread, as long as the disk takes, and raises what it could not do."""
@@ -233,6 +258,14 @@ class Saver:
         return self._plans[key]
 
     def _begin(self, ranks: Ranks, task: Assignment, held: Mapping[Name, Held]) -> None:
+        sees = ranks.together(f"saving step {task.manifest.step}", task.draft.is_dir)
+        elsewhere = [rank for rank, here in enumerate(sees) if not here]
+        if elsewhere:
+            writing = _Writing(task, lambda name: host.bytes_of(held[name])[1])
+            writing.run_with(ranks, elsewhere)
+            self._writing = (ranks, writing)
+            self.settle(wait=True)
+            return
         if self._in_background:
             own = {name: held[name] for name, _, _ in own_parts(task.plan, task.rank)}
             copies = self._snapshot.take(own)
@@ -244,6 +277,10 @@ class Saver:
         writing.run()
         self._writing = (ranks, writing)
         self.settle(wait=True)
+
+
+def _bytes_in(parts: Mapping[Name, Held]) -> BytesOf:
+    return lambda name: host.bytes_of(parts[name])[1]
 
 
 def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:

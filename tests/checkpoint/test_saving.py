@@ -23,6 +23,7 @@ from fleetpipe.checkpoint.files import tensors
 from fleetpipe.checkpoint.files.snapshot import Snapshot
 from fleetpipe.errors import CheckpointError, ConfigError
 from tests.launching import ROOT, Finished
+from tests.pipelines import batch, bits, job, pipeline, sgd
 
 
 def model(value: float = 0.0) -> Any:
@@ -301,6 +302,60 @@ def test_a_full_disk_of_one_rank_fails_the_save_on_all(
     assert steps == [[0, 2, 4], [0]]
     assert fleetpipe.CheckpointManager(tmp_path / "async").steps() == [0, 9]
     assert len(losses) == 5
+
+
+#: Two ranks save in folders of their own, as on hosts that share no disk; then the first one's disk
+#: is full for what the other holds.
+APART = f"""
+import errno, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import paddle, fleetpipe
+from fleetpipe.checkpoint import saving
+from fleetpipe.errors import CheckpointError
+from tests.pipelines import batch, job, pipeline, sgd
+
+rank = int(os.environ["PADDLE_TRAINER_ID"])
+home = f"{{sys.argv[1]}}/{{rank}}"
+with job(2):
+    paddle.seed(1)
+    model = pipeline()
+    optimizer = sgd(model)
+    manager = fleetpipe.CheckpointManager(home, async_save=True)
+    for step in range(1, 3):
+        model.train_batch(batch(), optimizer)
+        manager.save(step, model=model, optimizer=optimizer)
+    write = saving.write
+
+    def full(task, bytes_of):
+        if task.rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(task, bytes_of)
+
+    saving.write = full
+    try:
+        manager.save(3, model=model)
+    except CheckpointError as error:
+        assert "saving step 3 failed on rank 0 of the job: [Errno 28]" in str(error), error
+    saving.write = write
+    model.train_batch(batch(), optimizer)
+    manager.save(4, model=model, optimizer=optimizer)
+    assert manager.steps() == ([] if rank else [1, 2, 4])
+"""
+
+
+def test_ranks_that_share_no_disk_save_on_that_of_the_first(
+    launch: Callable[..., Finished], tmp_path: Path
+) -> None:
+    launch(APART, 2, args=[str(tmp_path)])
+    with job():
+        paddle.seed(1)
+        model = pipeline()
+        optimizer = sgd(model)
+        losses = [model.train_batch(batch(), optimizer) for _ in range(3)]
+        state = bits(model.state_dict())
+        again = pipeline()
+        fleetpipe.CheckpointManager(tmp_path / "0").restore(model=again)
+        assert bits(again.state_dict()) == state, losses
 
 
 KILLS = f"""
