@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any, TypedDict
 
@@ -119,6 +120,8 @@ class Run:
         self._stopping.ask()
 
     def _catch_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # a worker of Ray's runs its script in a thread, where Python takes no handlers
         for number, usual in STOP_SIGNALS.items():
             # A handler of the script's own stays, and may call stop().
             if signal.getsignal(number) is usual:

@@ -22,7 +22,7 @@ from fleetpipe.launch.resume import FOLDER, STOP_SIGNALS, Run, resume
 _USUAL_FOLDER = "checkpoints"
 
 
-class _Manager(CheckpointManager):
+class StepManager(CheckpointManager):
     """Saves when the callback says so, and keeps which evaluation is the best."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
@@ -98,7 +98,7 @@ class PipelineCheckpoint(on_ranks.Callback):
         """
         self._require_metric()
         home = Path(self._folder or save_dir or os.environ.get(FOLDER, _USUAL_FOLDER))
-        self._manager = _Manager(home, best=self._best, **self._options)
+        self._manager = self._manager_of(home)
         self._manager.metrics = self._figures({})
         model, optimizer = self.model.pipeline, self.model.optimizer
         self._state: dict[str, Any] = {"model": model, "optimizer": optimizer, "data": position}
@@ -119,7 +119,11 @@ class PipelineCheckpoint(on_ranks.Callback):
             self._manager.wait()
         finally:
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                if signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+
+    def _manager_of(self, home: Path) -> StepManager:
+        return StepManager(home, best=self._best, **self._options)
 
     def step_done(self) -> None:
         """Saves where this is a step to save. Collective.
