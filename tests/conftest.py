@@ -43,6 +43,8 @@ CLOCK = {
     "tests/processes/test_run.py",
     "tests/processes/test_start.py",
     "tests/processes/test_two_hosts.py",
+    "tests/ray/test_cluster.py",
+    "tests/ray/test_trainer.py",
     "tests/starter/test_new.py",
     "tests/test_launching.py",
 }

@@ -13,10 +13,16 @@ from fleetpipe.errors import UsageError
 
 if TYPE_CHECKING:
     from fleetpipe.ray.backend import PaddleConfig as PaddleConfig
+    from fleetpipe.ray.checkpoints import RayCheckpointManager as RayCheckpointManager
+    from fleetpipe.ray.checkpoints import ReportCallback as ReportCallback
+    from fleetpipe.ray.trainer import PaddleTrainer as PaddleTrainer
 
 #: Names that are loaded when they are used, by the module that has them.
 _LATE = {
     "PaddleConfig": "fleetpipe.ray.backend",
+    "PaddleTrainer": "fleetpipe.ray.trainer",
+    "RayCheckpointManager": "fleetpipe.ray.checkpoints",
+    "ReportCallback": "fleetpipe.ray.checkpoints",
 }
 
 

@@ -7,13 +7,13 @@ each other, stand on one node wherever that has room for them. A rank's number i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
 import ray
@@ -26,16 +26,18 @@ from fleetpipe.transport.joining import hosts
 _PORTS = range(20000, 32000)
 
 
-@dataclass
+@dataclasses.dataclass
 class PaddleConfig(BackendConfig):
     """How the workers of a :class:`fleetpipe.ray.PaddleTrainer` are one job of Paddle's.
 
     Args:
         hybrid_configs: What the train loop gives to ``strategy.hybrid_configs``: tells which
             workers share a replica, and so which batches of ``datasets=`` each one gets.
+        wait_for_nodes: Seconds that a cluster without room for the workers may take to grow.
     """
 
     hybrid_configs: Mapping[str, Any] | None = None
+    wait_for_nodes: float = 5.0
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -49,7 +51,7 @@ class PaddleConfig(BackendConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """What Ray shows of it."""
-        return {"hybrid_configs": dict(self.hybrid_configs or {})}
+        return dataclasses.asdict(self)
 
 
 class PaddleBackend(Backend):

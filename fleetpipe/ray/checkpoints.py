@@ -1,0 +1,159 @@
+"""Checkpoints in the storage of a Ray Train run, from a plain loop and from ``Model.fit``."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import ray.train
+
+from fleetpipe.checkpoint.contents.parts import Names
+from fleetpipe.checkpoint.manager import CheckpointManager
+from fleetpipe.checkpoint.restoring import Restored
+from fleetpipe.checkpoint.saving import Saving
+from fleetpipe.errors import CheckpointError
+from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint, StepManager
+from fleetpipe.fit.position import Position
+
+_STEP = "step-"
+
+
+class RayCheckpointManager(CheckpointManager):
+    """A :class:`fleetpipe.CheckpointManager` whose folder is the storage of the Ray Train run.
+
+    A step that is saved is reported (``ray.train.report``) and uploaded to ``storage_path``; what
+    is kept of it, and which step is the best, ``CheckpointConfig`` says. ``restore`` and ``steps``
+    know the step that the attempt goes on from: ``ray.train.get_checkpoint()``. To be used within a
+    train loop, on all ranks alike; hosts need not share a disk.
+    """
+
+    def __init__(self, *, save_interval: int = 1, names: Names = None) -> None:
+        """Describes how a run is saved.
+
+        Args:
+            save_interval: As of a :class:`fleetpipe.CheckpointManager`.
+            names: Likewise.
+
+        Raises:
+            ConfigError: ``save_interval`` is below 1.
+        """
+        context = ray.train.get_context()
+        self._folder = Path(context.get_storage().local_working_directory, "checkpoints")
+        super().__init__(self._folder, save_interval=save_interval, names=names)
+        self._rank = context.get_world_rank()
+        if self._rank == 0:
+            # What an attempt left that ended while it saved.
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def save(
+        self, step: int, *, metrics: Mapping[str, float] | None = None, **state: Any
+    ) -> Saving | None:
+        """Saves a step, as of a :class:`fleetpipe.CheckpointManager`, and reports it.
+
+        Args:
+            step: Its number; reported with the metrics.
+            metrics: Numbers by name.
+            **state: The objects, as there.
+
+        Returns:
+            A handle of what is done already; None where the step is not saved.
+
+        Raises:
+            ConfigError: ``step`` is no such number, or an object is of another kind.
+            CheckpointError: Some rank cannot save it; every rank raises.
+        """
+        saving = super().save(step, metrics=metrics, **state)
+        if saving is not None:
+            # Rank 0 has the files, or those of its node, which see them, wrote theirs there.
+            own = ray.train.Checkpoint.from_directory(self._folder) if self._rank == 0 else None
+            ray.train.report(
+                {**(metrics or {}), "step": step},
+                checkpoint=own,
+                delete_local_checkpoint_after_upload=True,
+            )
+        return saving
+
+    def restore(
+        self, step: int | str = "latest", *, only: Sequence[str] | None = None, **state: Any
+    ) -> Restored:
+        """Restores what the attempt goes on from, as of a :class:`fleetpipe.CheckpointManager`.
+
+        Raises:
+            CheckpointError: There is nothing to go on from, or it does not fit.
+        """
+        newest = ray.train.get_checkpoint()
+        if newest is None:
+            raise CheckpointError(
+                "this run has reported no checkpoint yet",
+                fix="begin without restoring where steps() is empty",
+            )
+        with newest.as_directory() as folder:
+            return CheckpointManager(folder, names=self._names).restore(step, only=only, **state)
+
+    def steps(self) -> list[int]:
+        """Returns the steps in the checkpoint that the attempt goes on from. Not collective."""
+        newest = ray.train.get_checkpoint()
+        if newest is None:
+            return []
+        found = newest.filesystem.get_file_info(pyarrow.fs.FileSelector(newest.path))
+        names = [one.base_name for one in found if one.base_name.startswith(_STEP)]
+        return sorted(int(name.removeprefix(_STEP)) for name in names)
+
+
+class _Reporting(StepManager, RayCheckpointManager):
+    """Saves and reports when the callback says so."""
+
+    def __init__(self) -> None:
+        RayCheckpointManager.__init__(self, save_interval=sys.maxsize)
+
+
+class ReportCallback(PipelineCheckpoint):
+    """Reports to Ray Train from ``Model.fit``: loss, metrics, and a checkpoint to go on from.
+
+    A ``fit`` with it goes on by itself where an earlier attempt was, in the middle of an epoch too.
+    """
+
+    def __init__(self, every_steps: int | None = None, every_epochs: int | None = 1) -> None:
+        """Takes how often to report.
+
+        Args:
+            every_steps: Batches from one report to the next; None for none within an epoch.
+            every_epochs: Epochs from one report to the next, after their evaluation; None for none.
+                The end of ``fit`` is reported in any case.
+
+        Raises:
+            ConfigError: A number is below 1.
+        """
+        super().__init__(None, every_steps, every_epochs, max_to_keep=None)
+        self._logs: dict[str, float] = {}
+
+    @contextmanager
+    def going(self, position: Position, save_dir: str | None, go_on: bool) -> Iterator[None]:
+        """Within it a training is reported, after it went on where it was. Collective."""
+        with super().going(position, save_dir, True):
+            yield
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Notes what the batch tells."""
+        self._logs = _numbers(logs or {})
+
+    def _manager_of(self, home: Path) -> StepManager:
+        return _Reporting()
+
+    def _figures(self, evaluated: Mapping[str, Any]) -> dict[str, float]:
+        return {**self._logs, **{f"eval_{k}": v for k, v in _numbers(evaluated).items()}}
+
+
+def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Returns what ``logs`` tell of the training, by name; Paddle has a loss as a list of one."""
+    firsts = {name: one[0] if isinstance(one, list) and one else one for name, one in logs.items()}
+    return {
+        name: float(one)
+        for name, one in firsts.items()
+        if isinstance(one, (int, float)) and name not in ("step", "batch_size")
+    }

@@ -1,0 +1,130 @@
+"""``PaddleTrainer``: what Ray's users know as ``TorchTrainer``, for Paddle and its pipelines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ray.train import Result, RunConfig, ScalingConfig
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from fleetpipe.errors import ConfigError, reason
+from fleetpipe.ray import cluster
+from fleetpipe.ray.backend import PaddleConfig
+from fleetpipe.ray.datasets import ReplicaDataConfig, replicas
+
+#: How often Ray's controller looks at the workers, in seconds.
+_POLL = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+
+
+class PaddleTrainer(DataParallelTrainer):
+    """Trains with Paddle on the workers of a Ray cluster, each of which is a rank.
+
+    ``fit`` runs on the cluster that the process is connected to (``ray.init``), or at the address
+    ``RAY_ADDRESS``; else it starts one on this host for itself alone, which ends with it. A worker
+    that dies is no end: with ``FailureConfig(max_failures=..)`` all begin again, and go on from the
+    newest checkpoint that was reported.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        train_loop_config: Mapping[str, Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        paddle_config: PaddleConfig | None = None,
+        datasets: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Describes a training; starts nothing.
+
+        Args:
+            train_loop_per_worker: What every rank runs: the body of a script of Fleet's, from
+                ``fleet.init`` on, or of one with ``fleetpipe.Model``. Takes ``train_loop_config``,
+                or nothing. ``ray.train`` works in it: ``report``, ``get_checkpoint``,
+                ``get_dataset_shard``.
+            train_loop_config: Its argument.
+            scaling_config: ``num_workers`` is the number of ranks.
+            run_config: Where results go, what is kept, and how often a failure is tried again.
+            paddle_config: The strategy's degrees, where ``datasets`` are given; and more.
+            datasets: Datasets of Ray's by name, or functions without arguments that return one. The
+                ranks of a replica get the same batches, and replicas different ones.
+
+        Raises:
+            ConfigError: The degrees do not fit the number of workers, or are needed and not given.
+        """
+        config = paddle_config or PaddleConfig()
+        scaling = scaling_config or ScalingConfig()
+        degrees = config.hybrid_configs
+        if datasets and degrees is None and scaling.max_workers > 1:
+            raise ConfigError(
+                "datasets= needs to know which ranks are one replica, and read the same batches",
+                expected="the degrees that the train loop gives to its strategy",
+                fix='paddle_config=PaddleConfig(hybrid_configs={"dp_degree": -1, "pp_degree": 2})',
+            )
+        for ranks in {scaling.min_workers, scaling.max_workers} - {0}:
+            _require_degrees(degrees, ranks)
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=None if train_loop_config is None else dict(train_loop_config),
+            backend_config=config,
+            scaling_config=scaling,
+            run_config=run_config,
+            datasets=None if datasets is None else dict(datasets),
+            dataset_config=ReplicaDataConfig(degrees or {}),
+        )
+
+    def fit(self) -> Result:
+        """Trains, and returns the newest metrics and checkpoint that were reported.
+
+        Raises:
+            ConfigError: ``storage_path`` cannot be written, the cluster does not answer or has no
+                room for the workers, or a node lacks what they need.
+            ray.train.TrainingFailedError: A worker failed more often than ``max_failures`` says.
+        """
+        scaling = self.scaling_config
+        self._require_storage()
+        if self.running_in_local_mode:
+            return super().fit()
+        bundle = scaling._resources_per_worker_not_none
+        with cluster.connected(os.environ.get("RAY_ADDRESS"), scaling.total_resources):
+            config: PaddleConfig = self.backend_config
+            cluster.require_room(bundle, scaling.min_workers, config.wait_for_nodes)
+            cluster.require_packages(self.run_config.worker_runtime_env)
+            # Two seconds by default, in which neither a report nor a failure is noticed.
+            with cluster.environment({_POLL: os.environ.get(_POLL, "0.25")}):
+                return super().fit()
+
+    def _require_storage(self) -> None:
+        try:
+            _ = self.run_config.storage_context
+        except (OSError, ValueError) as error:  # pyarrow's are among them
+            raise ConfigError(
+                f"storage_path cannot be written: {self.run_config.storage_path}",
+                got=reason(error),
+                fix="RunConfig(storage_path=..): a folder that every node can write, or a URI such "
+                "as s3://bucket/path",
+            ) from error
+
+    def _create_default_callbacks(self) -> list[Any]:
+        """Returns Ray's, without one that asks for its dashboard every second.
+
+        What that one frees when a controller is lost is freed when the driver ends.
+        """
+        callbacks: list[Any] = super()._create_default_callbacks()
+        return [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
+
+
+def _require_degrees(hybrid_configs: Mapping[str, Any] | None, ranks: int) -> None:
+    try:
+        if hybrid_configs is not None:
+            replicas(hybrid_configs, ranks)
+    except ConfigError as error:
+        raise ConfigError(
+            f"num_workers (={ranks}) does not fit the degrees of PaddleConfig",
+            got=str(error).splitlines()[0],
+            fix="set num_workers to a multiple of the product of the degrees other than dp_degree, "
+            "and dp_degree to -1",
+        ) from error
