@@ -35,8 +35,8 @@ BLOCK = re.compile(
 )
 DOCS = ROOT / "docs"
 ALL = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-#: Its script needs the library: tests/libraries runs it, in an environment of its own.
-ELSEWHERE = {DOCS / "libraries.md"}
+#: Their scripts need a library: tests/libraries, in an environment of its own, and tests/ray.
+ELSEWHERE = {DOCS / "libraries.md", DOCS / "ray.md"}
 PAGES = [
     page for page in ALL if page not in ELSEWHERE and BLOCK.search(page.read_text(encoding="utf-8"))
 ]
