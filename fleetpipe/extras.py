@@ -13,6 +13,7 @@ from fleetpipe.errors import PackageNotFound
 #: How each is installed, by the name under which it is imported.
 INSTALLED_BY = {
     "matplotlib": "pip install 'fleetpipe[examples]'",
+    "ray": "pip install 'fleetpipe[ray]'",
     "sklearn": "pip install 'fleetpipe[examples]'",
     "tensorboardX": "pip install tensorboardX",
     "yaml": "pip install 'fleetpipe[project]'",

@@ -17,7 +17,7 @@ from fleetpipe.errors import ConfigError, PackageNotFound
 from fleetpipe.extras import needed_for
 from tests.launching import ROOT
 
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "PyYAML", "ray": "ray[train]==2.60.*;"}
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fleetpipe.errors import UsageError
+from fleetpipe.extras import needed_for
 
 if TYPE_CHECKING:
     from fleetpipe.ray.backend import PaddleConfig as PaddleConfig
@@ -31,19 +31,12 @@ def __getattr__(name: str) -> Any:
 
     Raises:
         AttributeError: There is no such name.
-        UsageError: Ray is not installed.
+        PackageNotFound: Ray is not installed.
     """
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
+    with needed_for(f"fleetpipe.ray.{name}"):
         return getattr(importlib.import_module(_LATE[name]), name)
-    except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] != "ray":
-            raise
-        raise UsageError(
-            f"fleetpipe.ray.{name} needs Ray Train, which is not installed",
-            fix="pip install 'fleetpipe[ray]' (Python 3.10 or newer), on every node",
-        ) from error
 
 
 def __dir__() -> list[str]:
