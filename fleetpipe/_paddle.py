@@ -35,6 +35,7 @@ from paddle.distributed import fleet as _fleet
 from paddle.distributed import parallel as _parallel
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.base import topology as _topology
+from paddle.io import multiprocess_utils
 
 
 def device_kind() -> str:
@@ -98,6 +99,7 @@ paddle_fleet: ModuleType = _fleet
 _paddle_topology: Any = _topology
 _paddle_collective: Any = _collective
 _paddle_parallel: Any = _parallel
+_multiprocess_utils: Any = multiprocess_utils
 
 
 def open_store(host: str, port: int, serve: bool, timeout: float) -> PaddleStore:
@@ -209,6 +211,15 @@ def user_strategy() -> Strategy:
     return getattr(paddle_fleet.fleet, "_user_defined_strategy", None)
 
 
+def load_data_in_threads() -> None:
+    """Lets a ``DataLoader`` with workers begin in another thread than the main one.
+
+    It takes a handler of SIGCHLD, as only the main thread can, to be told at once that a worker
+    died; without one it finds that out when it next waits for a batch.
+    """
+    _multiprocess_utils._SIGCHLD_handler_set = True
+
+
 def forget_topology() -> None:
     """Lets Paddle's next ``fleet.init`` build a topology with other degrees."""
     _paddle_topology._HYBRID_PARALLEL_GROUP = None
@@ -225,6 +236,7 @@ __all__ = [
     "dynamic_mode",
     "forget_topology",
     "install_topology",
+    "load_data_in_threads",
     "make_without_gloo",
     "open_store",
     "paddle",

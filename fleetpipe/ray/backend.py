@@ -7,9 +7,11 @@ each other, stand on one node wherever that has room for them. A rank's number i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import random
+import signal
 import socket
 import sys
 from collections import Counter
@@ -24,6 +26,9 @@ from fleetpipe.transport.joining import hosts
 
 #: Below the ports that the system gives to outgoing connections, above those of Ray's workers.
 _PORTS = range(20000, 32000)
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclasses.dataclass
@@ -47,7 +52,7 @@ class PaddleConfig(BackendConfig):
     @property
     def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """What each train loop runs within."""
-        return _ending_the_job
+        return _as_rank
 
     def to_dict(self) -> dict[str, Any]:
         """What Ray shows of it."""
@@ -172,9 +177,19 @@ def free_ports(count: int) -> list[int]:
     )
 
 
+def _end_with_worker() -> None:
+    """Has what a worker forks end with it: it holds the sockets by whose end Ray sees that."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 @contextlib.contextmanager
-def _ending_the_job() -> Iterator[None]:
-    """Ends the job of a train loop with it, and tells the other ranks of its error."""
+def _as_rank() -> Iterator[None]:
+    """Readies the thread of a train loop, and ends its job with it: the others hear of an error."""
+    from fleetpipe._paddle import load_data_in_threads
+
+    load_data_in_threads()
+    os.register_at_fork(after_in_child=_end_with_worker)
     error: BaseException | None = None
     try:
         yield

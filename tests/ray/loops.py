@@ -72,6 +72,7 @@ def fit(config: dict[str, Any]) -> None:
     model.fit(
         Digits(0, 4 * BATCH),
         batch_size=BATCH,
+        num_workers=1,
         epochs=2,
         verbose=0,
         callbacks=[Kill(), ReportCallback(every_steps=2)],
