@@ -51,6 +51,8 @@ def begin_together(
         UsageError: This system runs no ranks.
     """
     systems.require_ranks()
+    in_a_stage = degrees.mp * degrees.sep
+    life.tell_replica(degrees.pp * in_a_stage, alone=in_a_stage == 1)
     store = _job_store(timeout)
     run = f"fleetpipe/{number}/run"
     if meeting.own_rank() == 0:

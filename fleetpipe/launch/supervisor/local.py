@@ -53,26 +53,8 @@ class Local:
             end_sessions(self._home)
 
     def record(self, number: int, verdict: Verdict) -> None:
-        """Writes how an attempt ended where its run is recorded, for ``fleetpipe report``.
-
-        One that did its work has written so itself.
-        """
-        if verdict == Verdict(0):
-            return
-        end = {
-            "event": "end",
-            "life": number,
-            "time": time.time(),
-            "code": verdict.code,
-            "saved": verdict.saved,
-            "step": verdict.step,
-            "culprit": verdict.culprit,
-            "details": verdict.details,
-        }
-        for folder in life.records(self._home):
-            # A disk that is full must not keep the job from being started again.
-            with contextlib.suppress(OSError):
-                files.append_line(folder / files.LIVES, end)
+        """Writes how an attempt ended where its run is recorded."""
+        record(self._home, number, verdict)
 
     def stop(self, number: int) -> None:
         """Asks the ranks to finish their step, save and end, by a signal."""
@@ -98,3 +80,31 @@ class Local:
         if self._options.keep_state:
             found["FLEETPIPE_KEPT_STATE"] = str(self._kept)
         return found
+
+
+def record(home: Path, number: int, verdict: Verdict) -> None:
+    """Writes how an attempt ended where its run is recorded, for ``fleetpipe report``.
+
+    One that did its work has written so itself.
+
+    Args:
+        home: What the ranks of the attempt have left.
+        number: Of the attempt.
+        verdict: How it ended.
+    """
+    if verdict == Verdict(0):
+        return
+    end = {
+        "event": "end",
+        "life": number,
+        "time": time.time(),
+        "code": verdict.code,
+        "saved": verdict.saved,
+        "step": verdict.step,
+        "culprit": verdict.culprit,
+        "details": verdict.details,
+    }
+    for folder in life.records(home):
+        # A disk that is full must not keep the job from being started again.
+        with contextlib.suppress(OSError):
+            files.append_line(folder / files.LIVES, end)
