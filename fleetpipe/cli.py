@@ -53,8 +53,8 @@ COMMANDS = (
     Command(
         "launch",
         "run a script on the ranks of a job, and start it again where one fails",
-        "fleetpipe.launch.supervisor.options:configure",
-        "fleetpipe.launch.supervisor.supervisor:run",
+        "fleetpipe.ray.command:configure",
+        "fleetpipe.ray.command:run",
     ),
     Command(
         "chaos",

@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="nproc_per_node",
         type=kinds.processes,
         metavar="N",
-        help="processes on this host (default: one for each device)",
+        help="processes on each host (default: one for each device)",
     )
     add(
         "--nnodes",
