@@ -21,6 +21,7 @@ from typing import Any, Callable, NamedTuple
 import ray
 from ray.train.backend import Backend, BackendConfig
 
+from fleetpipe import systems
 from fleetpipe.errors import TransportError
 from fleetpipe.transport.joining import hosts
 
@@ -189,7 +190,7 @@ def _as_rank() -> Iterator[None]:
     from fleetpipe._paddle import load_data_in_threads
 
     load_data_in_threads()
-    os.register_at_fork(after_in_child=_end_with_worker)
+    systems.call_in_forked_child(_end_with_worker)
     error: BaseException | None = None
     try:
         yield

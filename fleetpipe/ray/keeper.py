@@ -16,15 +16,20 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Run by path, this file's folder stands first on the path of modules, and must not.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from fleetpipe import systems
 
 
 def main(folder: str) -> None:
     """Serves a worker until that is gone."""
-    if os.fork():
-        # A worker that Ray ends kills its children with it: this process is to be none.
-        os._exit(0)
-    # What Ray starts has Ctrl-C blocked, and would hand that on to the script.
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # A worker that Ray ends kills its children with it: this process is to be none. And what Ray
+    # starts has Ctrl-C blocked, and would hand that on to the script.
+    systems.leave_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     started: list[int] = []
     for line in sys.stdin:
@@ -33,7 +38,7 @@ def main(folder: str) -> None:
         _answer("process", process.pid)
         threading.Thread(target=_tell_end, args=(process,), daemon=True).start()
     for session in started:
-        _kill(session)
+        systems.end_session(session)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -54,13 +59,8 @@ def _start(
 
 def _tell_end(process: subprocess.Popen[bytes]) -> None:
     code = process.wait()
-    _kill(process.pid)
+    systems.end_session(process.pid)
     _answer("code", code)
-
-
-def _kill(session: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(session, signal.SIGKILL)
 
 
 def _answer(name: str, number: int) -> None:

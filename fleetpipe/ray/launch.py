@@ -21,6 +21,7 @@ import ray
 from ray._private import worker as ray_worker
 from ray.exceptions import ActorUnavailableError
 
+from fleetpipe import systems
 from fleetpipe.errors import FleetPipeError, reason
 from fleetpipe.job import life
 from fleetpipe.job.watching.watch import EXIT_CODE
@@ -285,7 +286,7 @@ class Driver:
     def _kill_if_late(self, group: Group) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._deadline = None
-            group.signal(signal.SIGKILL)
+            group.signal(systems.SIGKILL)
 
     def _move(self, group: Group) -> None:
         """Ends an attempt that other nodes would suit better, after a step that is saved."""

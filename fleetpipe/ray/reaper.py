@@ -14,6 +14,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+if __name__ == "__main__":
+    # Run by path, this file's folder stands first on the path of modules, and must not.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from fleetpipe import systems
+
 #: Seconds in which nothing more may be found.
 _QUIET_SECONDS = 1.0
 
@@ -34,7 +40,7 @@ def main() -> None:
     while time.monotonic() < quiet_until:
         for process in marked(token):
             with contextlib.suppress(OSError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(process, systems.SIGKILL)
                 quiet_until = time.monotonic() + _QUIET_SECONDS
         time.sleep(0.1)
 

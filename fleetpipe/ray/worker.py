@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -23,6 +22,7 @@ from typing import Any
 import ray
 import ray.train
 
+from fleetpipe import systems
 from fleetpipe.job import life
 from fleetpipe.launch.script import LAUNCHED
 from fleetpipe.launch.supervisor.room import room
@@ -170,9 +170,8 @@ class _Keeper:
         line = self._process.stdout.readline()
         if not line:
             if self._session:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._session, signal.SIGKILL)
-            return {"code": -signal.SIGKILL, "process": 0}
+                systems.end_session(self._session)
+            return {"code": -systems.SIGKILL, "process": 0}
         answer: dict[str, int] = json.loads(line)
         return answer
 
