@@ -20,7 +20,6 @@ _NO_IDENTITY = {
     f"{_MESH}hosts_decide_between_unix": _UNIX,
     f"{_MESH}tcp_on_some_ranks_of_a_host": _UNIX,
     f"{_MESH}ten_thousand_strangers": "as quick as with unix-domain sockets TCP is not",
-    f"{_MESH}nobody_listens_any_more": "TCP refuses later than unix-domain sockets do",
     f"{_MESH}host_identity_is": "the host has no identity",
 }
 _ANOTHER_KERNEL = {

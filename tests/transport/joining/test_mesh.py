@@ -389,7 +389,7 @@ def test_nobody_listens_any_more_once_all_are_connected(threads: ThreadPoolExecu
     store = ThreadStore()
     finish(*[begin(threads, store, rank) for rank in range(2)])
     with pytest.raises(OSError, match="refused"):
-        hosts.dial(address_of(store))
+        knock(address_of(store)).recv(1)
 
 
 @pytest.mark.parametrize(
