@@ -51,7 +51,10 @@ def test_a_closed_stream_changes_no_exit_code(
 def test_ranks_run_where_stdout_is_closed(command: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('kept in the log')\n")
     done = shell(f"F {command} train.py >&-", tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    # Paddle's package for GPUs warns there that it finds none.
+    assert "Traceback" not in done.stderr
+    assert "fleetpipe: " not in done.stderr
     assert "kept in the log" in (tmp_path / "log" / "workerlog.1").read_text()
 
 
