@@ -29,7 +29,7 @@ from fleetpipe.transport.joining import hosts
 _PORTS = range(20000, 32000)
 
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
+_LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclasses.dataclass

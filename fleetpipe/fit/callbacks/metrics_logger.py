@@ -181,7 +181,7 @@ class _TensorBoard:
     """Event files of TensorBoard; what lies beyond ``step`` in earlier files is hidden by them."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        from tensorboardX import SummaryWriter  # type: ignore[import-not-found, unused-ignore]
+        from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
