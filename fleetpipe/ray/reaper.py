@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Run by path, this file's folder stands first on the path of modules, and must not.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    # Run isolated, it has to be told where the package stands.
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from fleetpipe import systems
 

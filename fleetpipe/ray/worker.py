@@ -111,6 +111,9 @@ class _Worker:
         with output:
             while (code := keeper.code(_LOOK_SECONDS)) is None:
                 if (order := self._next(0)) is not None:
+                    if order.kind == "leave":
+                        self._orders.appendleft(order)
+                        return
                     keeper.signal(order.value)
                 self._tell(home, output.read())
             self._tell(home, output.read())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
 
-from fleetpipe.ray import backend
+from fleetpipe.ray import backend, worker
 from fleetpipe.ray.backend import Place, rank_environments
+from fleetpipe.ray.mailbox import Order
 
 
 def test_each_rank_is_told_where_all_of_them_are() -> None:
@@ -49,3 +52,18 @@ def test_a_port_at_which_somebody_listens_is_not_given(monkeypatch: pytest.Monke
         monkeypatch.setattr(backend, "_PORTS", range(taken, taken + 1))
         with pytest.raises(backend.TransportError, match="too few free ports"):
             backend.free_ports(1)
+
+
+def test_workers_leave_while_their_ranks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.train.get_context", Mock)
+    monkeypatch.setattr(worker, "own_place", Mock())
+    leaving = worker._Worker(Mock(), 1)
+    leaving._rank = 1
+    attempt = worker.Attempt(1, [], "", str(tmp_path), {}, {}, [{}, {}], keeps_state=False)
+    leaving._orders.extend([Order("begin", attempt), Order("signal", 15), Order("leave")])
+    keeper = Mock(**{"code.return_value": None})
+    leaving.serve(tmp_path, keeper)
+    keeper.start.assert_called_once()
+    keeper.signal.assert_called_once_with(15)
