@@ -45,7 +45,7 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.fleet.meta_parallel import PipelineLayer
-from fleetpipe.planning import recosted
+from fleetpipe.profiling import recosted
 from fleetpipe.schedules import Op, Recv, Reduce, Send, Step
 
 MICRO_BATCHES, COLD = 8, 2

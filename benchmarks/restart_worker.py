@@ -27,7 +27,7 @@ import fleetpipe  # noqa: E402
 from fleetpipe import fleet  # noqa: E402
 from fleetpipe.engine.chaos import Chaos, Strike  # noqa: E402
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer  # noqa: E402
-from fleetpipe.job import life  # noqa: E402
+from fleetpipe.job import attempt_files  # noqa: E402
 
 RANK = int(os.environ["PADDLE_TRAINER_ID"])
 RANKS = int(os.environ["PADDLE_TRAINERS_NUM"])
@@ -60,7 +60,7 @@ def kills(seed: int, count: int) -> list[Kill]:
 
 def note(folder: Path, **event: Any) -> None:
     """Adds an event."""
-    event.update(life=life.number(), rank=RANK, at=time.monotonic())
+    event.update(life=attempt_files.number(), rank=RANK, at=time.monotonic())
     with (folder / "events").open("a") as events:
         events.write(json.dumps(event) + "\n")
 
@@ -113,7 +113,7 @@ def prepare(model: Any, optimizer: Any, run: Any, folder: Path, kill: Kill) -> N
 def main() -> None:
     """Trains."""
     seed, count, steps, place = sys.argv[1:]
-    folder, number = Path(place), life.number()
+    folder, number = Path(place), attempt_files.number()
     planned = kills(int(seed), int(count)) if int(count) else []
     kill = planned[number - 1] if number <= len(planned) else None
     mine = kill if kill is not None and kill.rank == RANK else None

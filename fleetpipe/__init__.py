@@ -18,15 +18,15 @@ if not os.path.isdir(os.path.join(__path__[0], "dygraph")):
 
 if TYPE_CHECKING:
     from fleetpipe import callbacks as callbacks
+    from fleetpipe.capture.api import pipeline as pipeline
     from fleetpipe.capture.cutting.cuts import SplitPoint as SplitPoint
-    from fleetpipe.capture.door import pipeline as pipeline
     from fleetpipe.capture.explain import explain as explain
     from fleetpipe.capture.tracing.mark import pipe_split as pipe_split
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.checkpoint.single import load_single as load_single
     from fleetpipe.fit.model import Model as Model
     from fleetpipe.launch.resume import resume as resume
-    from fleetpipe.planning.making import plan as plan
+    from fleetpipe.profiling.planner import plan as plan
 
 #: Names that are loaded when they are used, by the module that has them.
 _LATE = {
@@ -37,8 +37,8 @@ _LATE = {
     "explain": "fleetpipe.capture.explain",
     "load_single": "fleetpipe.checkpoint.single",
     "pipe_split": "fleetpipe.capture.tracing.mark",
-    "pipeline": "fleetpipe.capture.door",
-    "plan": "fleetpipe.planning.making",
+    "pipeline": "fleetpipe.capture.api",
+    "plan": "fleetpipe.profiling.planner",
     "resume": "fleetpipe.launch.resume",
 }
 

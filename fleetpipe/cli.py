@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import FleetPipeError, ScheduleError, nearest, printable
-from fleetpipe.launch.quiet import DEFAULT_LEVEL, quiet
+from fleetpipe.launch.log_filter import DEFAULT_LEVEL, quiet
 from fleetpipe.version import __version__
 
 
@@ -77,14 +77,14 @@ COMMANDS = (
     Command(
         "plan",
         "find cut, placement, schedule and recompute for a profile, some ranks and their memory",
-        "fleetpipe.planning.commands:configure_plan",
-        "fleetpipe.planning.commands:run_plan",
+        "fleetpipe.profiling.commands:configure_plan",
+        "fleetpipe.profiling.commands:run_plan",
     ),
     Command(
         "estimate",
         "time and memory of a profile on several numbers of ranks, under every schedule",
-        "fleetpipe.planning.commands:configure_estimate",
-        "fleetpipe.planning.commands:run_estimate",
+        "fleetpipe.profiling.commands:configure_estimate",
+        "fleetpipe.profiling.commands:run_estimate",
     ),
     Command(
         "checkpoint",

@@ -8,11 +8,11 @@ they learned. Start with ``entry/optimizer.py``. No room imports dynamic graph o
 from __future__ import annotations
 
 from fleetpipe import _paddle as _paddle
-from fleetpipe.static.attached import pipeline_of
 from fleetpipe.static.entry.data_loader import DataLoader
 from fleetpipe.static.entry.optimizer import StaticOptimizer, refuse_stages
 from fleetpipe.static.entry.patches import install, uninstall
 from fleetpipe.static.ir.readers import name_of
+from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.reference import SingleProgram
 from fleetpipe.static.run.pipeline import StaticPipeline
 from fleetpipe.static.save.files import load, save

@@ -15,7 +15,7 @@ import pytest
 import fleetpipe
 from fleetpipe import cli
 from fleetpipe.cli import COMMANDS, main
-from fleetpipe.launch.quiet import environment, quiet
+from fleetpipe.launch.log_filter import environment, quiet
 from tests.launching import ROOT
 from tests.test_without_paddle import without_paddle
 

@@ -53,7 +53,7 @@ PUBLIC = (
     "fleetpipe.io",
     "fleetpipe.parity",
     "fleetpipe.partition",
-    "fleetpipe.planning",
+    "fleetpipe.profiling",
     "fleetpipe.schedules",
     "fleetpipe.schedules.forms",
     "fleetpipe.static",

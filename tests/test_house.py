@@ -27,14 +27,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "partition",
     ),
     ("schedules/families", "schedules/explain"),
-    ("schedules/play",),
+    ("schedules/simulation",),
     ("schedules/check", "schedules/forms", "schedules/search"),
     ("schedules/api",),
     ("schedules/registry",),
     ("schedules/verified",),
     ("schedules/__init__",),
     (
-        *("schedules/commands", "planning", "report", "starter", "transport"),
+        *("schedules/commands", "profiling", "report", "starter", "transport"),
         "static/_paddle static/graph static/tags",
     ),
     (
@@ -47,14 +47,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         *("io", "checkpoint"),
     ),
     ("dygraph/layers/refusals",),
-    ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/attached"),
+    ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/pipeline_programs"),
     ("dygraph/state", "static/save"),
     ("dygraph/model", "static/entry"),
     ("dygraph/observe", "static/__init__ static/reference"),
     ("dygraph/train",),
     ("dygraph/__init__",),
     (
-        "parity/__init__ parity/beside parity/cutting parity/differences parity/edges"
+        "parity/__init__ parity/reference_training parity/cutting parity/differences parity/edges"
         " parity/evaluation parity/orders parity/outputs parity/rates parity/reference"
         " parity/report parity/session parity/stepping",
     ),
@@ -73,8 +73,8 @@ CLOSED = {
         *("fleetpipe.representation", "fleetpipe.schedules", "matplotlib"),
     ),
     "partition": ("fleetpipe.errors", "fleetpipe.partition", "fleetpipe.representation"),
-    "planning": (
-        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.partition", "fleetpipe.planning"),
+    "profiling": (
+        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.partition", "fleetpipe.profiling"),
         *("fleetpipe.representation", "fleetpipe.schedules", "numpy"),
     ),
     "report": (

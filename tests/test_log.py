@@ -11,16 +11,16 @@ import sys
 import pytest
 
 from fleetpipe import log
-from fleetpipe.launch.quiet import quiet
+from fleetpipe.launch.log_filter import quiet
 from tests.launching import ROOT
 from tests.test_house import modules
 
 #: What is written without logging: the error that ends a process, as Python prints one; what a
 #: callback puts out when ``verbose`` asks for it; the output of commands.
 WRITES = (
-    *("log", "job/watching/watch", "job/watching/process_exit", "fit/callbacks/on_ranks", "cli"),
+    *("log", "job/watching/watch", "job/watching/process_exit", "fit/callbacks/rank_policy", "cli"),
     *("checkpoint/tools/commands", "launch/profile", "launch/script", "launch/supervisor/"),
-    *("parity/command", "planning/commands", "report/command", "schedules/commands"),
+    *("parity/command", "profiling/commands", "report/command", "schedules/commands"),
     "starter/command",
 )
 

@@ -8,7 +8,7 @@ from fleetpipe._paddle import user_strategy
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
-from fleetpipe.planning import PipelinePlan
+from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Placement, Schedule
 
 _DUALPIPEV = "DualPipeV"

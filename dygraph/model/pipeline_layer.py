@@ -37,7 +37,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_types import CommunicateTopology
 from fleetpipe.partition import LayerInfo, Partition, segment
-from fleetpipe.planning import PipelinePlan
+from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Edge, Schedule
 from fleetpipe.transport import Group, SoleGroup
 

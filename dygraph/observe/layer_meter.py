@@ -24,7 +24,7 @@ from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
 from fleetpipe.partition import LayerInfo, Partition
-from fleetpipe.planning import LayerCost
+from fleetpipe.profiling import LayerCost
 from fleetpipe.schedules import Action, Placement, Schedule
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 

@@ -19,7 +19,7 @@ from typing import Callable
 from fleetpipe import systems
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backward.split import SplitBackward
-from fleetpipe.dygraph.batch.counted import slice_shares
+from fleetpipe.dygraph.batch.chunk_weights import slice_shares
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, bounds_of, sliced, slices_in

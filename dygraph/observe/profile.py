@@ -21,7 +21,7 @@ from fleetpipe.dygraph.observe.layer_meter import Sample, fastest, layer_costs, 
 from fleetpipe.dygraph.observe.measuring import Runs, Samples, StageTimes, crossed
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.job.job import Job
-from fleetpipe.planning import LayerCost, Link, Profile, Transfer
+from fleetpipe.profiling import LayerCost, Link, Profile, Transfer
 from fleetpipe.schedules import Placement
 
 #: What transfers keep ranks busy with where one process measures, which has none.

@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph._paddle import clip_places, squared_norm
-from fleetpipe.dygraph.optimizer.clip_sliced import Pairs, SlicedNormClip
+from fleetpipe.dygraph.optimizer.clip_sharded import Pairs, SlicedNormClip
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.transport import Group

@@ -21,7 +21,7 @@ from fleetpipe.dygraph._paddle import (
     optimized_parameters,
 )
 from fleetpipe.dygraph.optimizer.clip_global import COPY, replace_clips, total_norm
-from fleetpipe.dygraph.optimizer.clip_sliced import Pairs
+from fleetpipe.dygraph.optimizer.clip_sharded import Pairs
 from fleetpipe.dygraph.optimizer.fleets_type import FleetsType
 from fleetpipe.dygraph.optimizer.post_validation import PostValidation
 from fleetpipe.dygraph.optimizer.replicas import reduce_gradients

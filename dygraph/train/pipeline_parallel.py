@@ -25,7 +25,7 @@ from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_types import Batch, GradScaler, LRScheduler, Optimizer, Tensor
-from fleetpipe.planning import Profile
+from fleetpipe.profiling import Profile
 
 
 class PipelineParallel(PipelineFace):

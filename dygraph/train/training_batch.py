@@ -8,8 +8,8 @@ from fractions import Fraction
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer, Scaler
 from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.batch.chunk_weights import slice_shares
 from fleetpipe.dygraph.batch.companion import BatchBeside
-from fleetpipe.dygraph.batch.counted import slice_shares
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.slicing import sliced
 from fleetpipe.dygraph.batch.stage import Batch

@@ -13,11 +13,11 @@ from fleetpipe.capture.cutting.costs import state_of
 from fleetpipe.capture.picture import draw
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.files import files_of_model
-from fleetpipe.capture.running.forms import Form, Forms
 from fleetpipe.capture.running.memory import initialize, release
+from fleetpipe.capture.running.plain_model import Untouched, called
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
-from fleetpipe.capture.running.untouched import Untouched, called
+from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.shadow import Shadow
 from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.value import Node
@@ -32,7 +32,7 @@ from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
 from fleetpipe.dygraph.tensor_parallel import whole_shape
 from fleetpipe.partition import LayerInfo
-from fleetpipe.planning import PipelinePlan
+from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Edge
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import SoleGroup

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetpipe.capture.asked import classes_of, plain_model
+from fleetpipe.capture.arguments import classes_of, plain_model
 from fleetpipe.capture.cutting.auto import places
 from fleetpipe.capture.cutting.costs import measured, parameter_bytes
 from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.picture import draw
-from fleetpipe.capture.repeated import require_same_calls
+from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
 from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.paddle_types import Inputs, Layer
-from fleetpipe.planning import LayerCost
+from fleetpipe.profiling import LayerCost
 from fleetpipe.representation import shows
 
 

@@ -18,6 +18,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture.proof.comparison import kept
 from fleetpipe.capture.proof.first_difference import first_difference
+from fleetpipe.capture.proof.models import copied
 from fleetpipe.capture.proof.rounding import (
     SHARE,
     Rounding,
@@ -25,11 +26,10 @@ from fleetpipe.capture.proof.rounding import (
     move_by_a_unit,
     same_bits,
 )
-from fleetpipe.capture.proof.sides import copied
 from fleetpipe.capture.proof.verdict import node_of
-from fleetpipe.capture.running.forms import Forms
-from fleetpipe.capture.running.room import bytes_for_each_process, bytes_to_train
-from fleetpipe.capture.running.untouched import Untouched
+from fleetpipe.capture.running.host_memory import bytes_for_each_process, bytes_to_train
+from fleetpipe.capture.running.plain_model import Untouched
+from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.dygraph import PipelineParallel, learning_rate_of, random_keys
@@ -41,8 +41,8 @@ from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError, reason
 from fleetpipe.job.job import all_ranks
-from fleetpipe.parity.beside import Beside, as_the_next_batch
 from fleetpipe.parity.reference import Reference, of_same_layers
+from fleetpipe.parity.reference_training import Beside, as_the_next_batch
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _log = log.logger(__name__)

@@ -14,9 +14,9 @@ from fleetpipe.aliases import Nest
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.fit import given, networks, saved
-from fleetpipe.fit.callbacks import checkpoint, on_ranks
-from fleetpipe.fit.callbacks.configured import configured
+from fleetpipe.fit import arguments, networks, saving
+from fleetpipe.fit.callbacks import checkpoint, rank_policy
+from fleetpipe.fit.callbacks.callback_list import configured
 from fleetpipe.fit.criterion import Metric
 from fleetpipe.fit.epoch import Callbacks, Logs, Pass, names_of
 from fleetpipe.fit.feeding import Rows, rows_of
@@ -25,7 +25,7 @@ from fleetpipe.fit.precision import precision_of
 from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import Source, source_of
 from fleetpipe.fit.training import Training
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.paddle_types import Data, FitCallbacks, Layer, Optimizer, Tensor
 from fleetpipe.representation import shows
 
@@ -104,7 +104,7 @@ class Model(paddle.Model):
             ConfigError: One of these does not fit a pipeline.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
-        given.require_prepared(optimizer, loss, _listed(metrics))
+        arguments.require_prepared(optimizer, loss, _listed(metrics))
         self._metrics, self._criterion = _listed(metrics), loss
         # Callbacks see the user's own optimizer, whose learning rate they change.
         wrapped = optimizer if isinstance(optimizer, PipelineOptimizer) else None
@@ -265,7 +265,7 @@ class Model(paddle.Model):
         """
         runner = self._trainer()
         go_on = _goes_on(resume, runner.trained)
-        given.require_numbers(
+        arguments.require_numbers(
             epochs=epochs,
             eval_freq=eval_freq,
             save_freq=save_freq,
@@ -273,7 +273,7 @@ class Model(paddle.Model):
             num_iters=num_iters,
         )
         self._require_steady(accumulate_grad_batches)
-        train_size, eval_size = given.sizes_of(batch_size)
+        train_size, eval_size = arguments.sizes_of(batch_size)
         source = self._source(
             train_data, train_size, shuffle=shuffle, drop_last=drop_last, workers=num_workers
         )
@@ -395,9 +395,9 @@ class Model(paddle.Model):
         """
         runner = self._prepared()
         if training:
-            saved.save(self._job, path, runner.pipeline, runner.optimizer)
+            saving.save(self._job, path, runner.pipeline, runner.optimizer)
         else:
-            saved.save_for_inference(self._job, path, runner.pipeline, self._input_specs)
+            saving.save_for_inference(self._job, path, runner.pipeline, self._input_specs)
 
     def load(self, path: str, skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
         """Reads files of :meth:`save`, of ``paddle.Model`` or of ``paddle.save``. Collective.
@@ -415,9 +415,9 @@ class Model(paddle.Model):
             CheckpointError: A file is missing or damaged, or does not fit.
         """
         runner = self._prepared()
-        fits = saved.load_parameters(path, self.network, skip_mismatch)
+        fits = saving.load_parameters(path, self.network, skip_mismatch)
         if fits and not reset_optimizer and runner.optimizer is not None:
-            saved.load_state(path, runner.pipeline, runner.optimizer)
+            saving.load_state(path, runner.pipeline, runner.optimizer)
 
     def parameters(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Returns the parameters of this process's stages, for the optimizer."""
@@ -446,7 +446,7 @@ class Model(paddle.Model):
             column = ["bytes of activations", *(f"{size:,.0f}" for size in (*sizes, sum(sizes)))]
             lines[1:] = [f"{line}  {cell:>20}" for line, cell in zip(lines[1:], column)]
         if self.is_rank("first"):
-            on_ranks.say("\n".join(lines))
+            rank_policy.say("\n".join(lines))
         total = sum(math.prod(slot.shape) for slot in self.network.state.slots())
         trainable = sum(layer.parameters for layer in self.network.counted_partition().layers)
         return {"total_params": total, "trainable_params": trainable}
@@ -470,7 +470,7 @@ class Model(paddle.Model):
             )
 
     def _source(self, data: Nest, batch_size: int, **options: Any) -> Source:
-        given.require_numbers(num_workers=options["workers"])
+        arguments.require_numbers(num_workers=options["workers"])
         pipeline = self.pipeline
         ends = (pipeline.is_pipeline_first_stage, pipeline.is_pipeline_last_stage)
         loads = any(owns(ignore_virtual=True) for owns in ends)
@@ -517,7 +517,7 @@ def _goes_on(resume: str | None, trained: int) -> bool:
         raise ConfigError(
             "resume is 'auto' or None", got=repr(resume), fix='pass resume="auto" to go on'
         )
-    return resume == "auto" or (life.number() > 0 and trained == 0)
+    return resume == "auto" or (attempt_files.number() > 0 and trained == 0)
 
 
 def _listed(value: Nest) -> list[Nest]:

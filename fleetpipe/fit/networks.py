@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
-from fleetpipe.capture.door import pipeline
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job.job import Job, current_job

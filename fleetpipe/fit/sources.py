@@ -10,8 +10,8 @@ from typing import Any
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.fit.arguments import require_data
 from fleetpipe.fit.feeding import Rows, rows_of
-from fleetpipe.fit.given import require_data
 from fleetpipe.io import DataLoader
 from fleetpipe.io._paddle import batches_of
 from fleetpipe.job.job import Job

@@ -8,11 +8,11 @@ from typing import Any, Callable
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import UsageError
 from fleetpipe.io._paddle import batches_of
-from fleetpipe.io.drawn import DrawnBatches, ResumableSampler
-from fleetpipe.io.in_turn import BatchesInTurn, Iterated
-from fleetpipe.io.position import whole
+from fleetpipe.io.iterable_position import BatchesInTurn, Iterated
 from fleetpipe.io.sample_streams import KeyedCollate, KeyedDataset
 from fleetpipe.io.sampler import DistributedBatchSampler, place_of_replica
+from fleetpipe.io.sampler_position import DrawnBatches, ResumableSampler
+from fleetpipe.io.saved_position import whole
 from fleetpipe.representation import shows
 
 

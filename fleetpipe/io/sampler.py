@@ -20,7 +20,7 @@ import numpy as np
 
 from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.io.position import fields, foreign, require_same, whole
+from fleetpipe.io.saved_position import fields, foreign, require_same, whole
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.representation import shows

@@ -23,7 +23,7 @@ from fleetpipe.errors import (
     StateError,
     TransportError,
 )
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.job.store import JobStore
 from fleetpipe.transport import Store
 from fleetpipe.transport.joining.rendezvous import await_keys
@@ -239,7 +239,7 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
         sign: A key that rank 0 puts into the store, and that is in no other.
     """
     limit = Limit(timeout)
-    own = life.number()
+    own = attempt_files.number()
     while True:
         try:
             store = JobStore(host, port, min(timeout, _ANSWER_SECONDS))
@@ -266,7 +266,7 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
 def _sign_in(store: JobStore, sign: str) -> int | None:
     """Returns in which life the job is that ``store`` serves; None where it serves another job."""
     if own_rank() == 0:
-        store.set(f"{sign}/life", str(life.number()))
+        store.set(f"{sign}/life", str(attempt_files.number()))
         store.add(sign, 1)
     return int(store.get(f"{sign}/life")) if store.add(sign, 0) else None
 

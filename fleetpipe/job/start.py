@@ -15,7 +15,7 @@ from typing import Any
 
 from fleetpipe import systems
 from fleetpipe._paddle import paddle, paddle_fleet
-from fleetpipe.job import life, meeting
+from fleetpipe.job import attempt_files, meeting
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.groups import gloo, paddle_groups
@@ -52,7 +52,7 @@ def begin_together(
     """
     systems.require_ranks()
     in_a_stage = degrees.mp * degrees.sep
-    life.tell_replica(degrees.pp * in_a_stage, alone=in_a_stage == 1)
+    attempt_files.tell_replica(degrees.pp * in_a_stage, alone=in_a_stage == 1)
     store = _job_store(timeout)
     run = f"fleetpipe/{number}/run"
     if meeting.own_rank() == 0:
@@ -109,7 +109,7 @@ def _join(store: JobStore, number: int, timeout: float) -> tuple[Watch, SocketTr
         namespace=f"fleetpipe/{number}/mesh",
         timeout=timeout,
         streams=2,
-        life=life.number(),
+        life=attempt_files.number(),
     )
     watch = Watch(rank, *watched)
     store.check = watch.check

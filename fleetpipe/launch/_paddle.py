@@ -21,7 +21,7 @@ from paddle.distributed.launch.job import pod as _pod
 from paddle.distributed.launch.main import launch as _launch
 
 from fleetpipe._paddle import device_kind
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch.script import in_a_shell
 
@@ -75,11 +75,11 @@ def _deploy_and_note(pod: Any) -> None:
     home = _home()
 
     def wait_for(container: Any) -> None:
-        life.note_end(home, _rank_of(container), int(container._proc._proc.wait()))
+        attempt_files.note_end(home, _rank_of(container), int(container._proc._proc.wait()))
 
     _deploy(pod)
     for container in pod.containers:
-        life.note_start(home, _rank_of(container), container._proc._proc.pid)
+        attempt_files.note_start(home, _rank_of(container), container._proc._proc.pid)
         threading.Thread(target=wait_for, args=[container], daemon=True).start()
 
 
@@ -89,11 +89,11 @@ def _exit_code(pod: Any) -> int:
     A rank that fails because of another one may have ended before it, and says so by its code.
     """
     home = _home()
-    codes = dict(life.ended(home))
+    codes = dict(attempt_files.ended(home))
     for container in pod.containers:
         codes.setdefault(_rank_of(container), int(container.exit_code or 0))
     # The launcher may end a rank while that cleans up, and would see its signal alone.
-    told = [life.code_of(home, rank) or code for rank, code in codes.items()]
+    told = [attempt_files.code_of(home, rank) or code for rank, code in codes.items()]
     failed = [code for code in told if code]
     return in_a_shell(next((code for code in failed if code != EXIT_CODE), [*failed, 0][0]))
 
@@ -103,4 +103,4 @@ def _rank_of(container: Any) -> int:
 
 
 def _home() -> Path:
-    return Path(os.environ[life.FOLDER])
+    return Path(os.environ[attempt_files.FOLDER])

@@ -18,7 +18,7 @@ from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.config import DEFAULT_TIMEOUT
-from fleetpipe.job import job, life
+from fleetpipe.job import attempt_files, job
 from fleetpipe.job.stopping import Stopping
 from fleetpipe.launch.keeping.kept_state import KeptState
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
@@ -64,7 +64,7 @@ class Run:
         self._state = state
         self._manager = manager
         self._kept = kept
-        self._page = life.Page()
+        self._page = attempt_files.Page()
         current = job.current_job()
         timeout = DEFAULT_TIMEOUT if current is None else current.timeout
         self._stopping = Stopping(job.all_ranks(), timeout)
@@ -103,8 +103,8 @@ class Run:
         Raises:
             CheckpointError: The step cannot be saved.
             SystemExit: Some rank was asked to stop, all have saved, and the job has ended. Its code
-                is 75 (``life.PREEMPTED``) and 130 after Ctrl-C, or 0 under ``fleetpipe launch``,
-                which ends with these.
+                is 75 (``PREEMPTED`` of ``job.attempt_files``) and 130 after Ctrl-C, or 0 under
+                ``fleetpipe launch``, which ends with these.
         """
         self.step += 1
         if self._kept is not None:
@@ -136,13 +136,13 @@ class Run:
 
     def _leave(self) -> None:
         self._manager.wait()
-        life.tell_preempted(self.step)
+        attempt_files.tell_preempted(self.step)
         if job.all_ranks().rank == 0:
             why = "interrupted" if self._interrupted else "asked to stop"
             _log.info(f"{why}, the job saved {self.step} steps")
         job.end()
-        code = life.INTERRUPTED if self._interrupted else life.PREEMPTED
-        raise SystemExit(0 if life.number() else code)
+        code = attempt_files.INTERRUPTED if self._interrupted else attempt_files.PREEMPTED
+        raise SystemExit(0 if attempt_files.number() else code)
 
 
 def resume(
@@ -215,6 +215,6 @@ def _go_on(state: State, manager: CheckpointManager, kept: KeptState | None) -> 
 def _tell(text: str) -> None:
     """Says something once for all ranks."""
     if job.all_ranks().rank == 0:
-        number = life.number()
+        number = attempt_files.number()
         of_job = f"attempt {number} of the job " if number else ""
         _log.info(f"{of_job}{text}")

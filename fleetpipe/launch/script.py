@@ -18,8 +18,8 @@ from types import CodeType, ModuleType, TracebackType
 
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
-from fleetpipe.job import life
-from fleetpipe.launch import quiet
+from fleetpipe.job import attempt_files
+from fleetpipe.launch import log_filter
 
 LAUNCHED = Path(__file__).with_name("launched.py")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -67,8 +67,8 @@ def _configure(parser: argparse.ArgumentParser, what: str) -> None:
     )
     parser.add_argument(
         "--log-level",
-        choices=quiet.LEVELS,
-        default=quiet.DEFAULT_LEVEL,
+        choices=log_filter.LEVELS,
+        default=log_filter.DEFAULT_LEVEL,
         help="least level of log lines to show: Paddle's, and fleetpipe's, whose notices stay at "
         "%(default)s, the default",
     )
@@ -111,7 +111,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     command += options.arguments
     interrupted = False
     with tempfile.TemporaryDirectory(prefix="fleetpipe-") as folder:
-        environment = {**quiet.environment(level), life.FOLDER: folder}
+        environment = {**log_filter.environment(level), attempt_files.FOLDER: folder}
         process = subprocess.Popen(command, env=environment)
         # Each rank has a session of its own, which a terminal's Ctrl-C does not reach.
         numbers = iter((signal.SIGINT, systems.SIGKILL))
@@ -123,14 +123,14 @@ def launch(options: argparse.Namespace, *words: str) -> int:
                 signal_ranks(Path(folder), next(numbers, systems.SIGKILL))
     if interrupted:
         sys.stderr.write("fleetpipe: interrupted\n")
-        return life.INTERRUPTED
+        return attempt_files.INTERRUPTED
     return in_a_shell(process.returncode)
 
 
 def signal_ranks(home: Path, number: int) -> None:
     """Sends a signal to the processes of an attempt's ranks that have not ended."""
-    ended = {rank for rank, _ in life.ended(home)}
-    for rank, process in life.started(home):
+    ended = {rank for rank, _ in attempt_files.ended(home)}
+    for rank, process in attempt_files.started(home):
         if rank not in ended:
             with suppress(ProcessLookupError):
                 os.kill(process, number)

@@ -1,7 +1,7 @@
 """Puts fleetpipe's modules in the place of ``paddle.distributed.fleet`` for the code that follows.
 
 Whoever imported Paddle's modules before keeps them: Paddle itself, and fleetpipe, which delegates
-to them. The names of older Paddle come with them, see :mod:`fleetpipe.launch.older.fluid`.
+to them. The names of older Paddle come with them, see :mod:`fleetpipe.launch.legacy.fluid`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 from fleetpipe import fleet as our_fleet
 from fleetpipe._paddle import paddle
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
-from fleetpipe.launch.older import fluid
+from fleetpipe.launch.legacy import fluid
 from fleetpipe.launch.without_gpu import without_gpu
 
 

@@ -19,7 +19,7 @@ from fleetpipe.dygraph import (
     twin_optimizer,
     weighted,
 )
-from fleetpipe.dygraph.batch.counted import slice_shares
+from fleetpipe.dygraph.batch.chunk_weights import slice_shares
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, sliced, slices_in
 from fleetpipe.dygraph.gradients import cause_of_backward, drop_gradients

@@ -22,13 +22,13 @@ from fleetpipe.dygraph import (
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.job.job import all_ranks
 from fleetpipe.parity import edges, orders
-from fleetpipe.parity.beside import Beside, as_the_next_batch
 from fleetpipe.parity.cutting import Given
 from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
 from fleetpipe.parity.evaluation import Evaluations
 from fleetpipe.parity.outputs import compare_outputs, recorded, recorded_here
 from fleetpipe.parity.rates import Rates
 from fleetpipe.parity.reference import Reference
+from fleetpipe.parity.reference_training import Beside, as_the_next_batch
 from fleetpipe.parity.report import Report, in_order
 from fleetpipe.parity.stepping import ComparingOptimizer, Squares, compare_state
 from fleetpipe.representation import shows

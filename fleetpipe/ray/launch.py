@@ -23,14 +23,14 @@ from ray.exceptions import ActorUnavailableError
 
 from fleetpipe import systems
 from fleetpipe.errors import FleetPipeError, reason
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.watch import EXIT_CODE
-from fleetpipe.launch import quiet
+from fleetpipe.launch import log_filter
 from fleetpipe.launch.script import in_a_shell
 from fleetpipe.launch.supervisor.attempts import Attempt, End, after, interrupted
-from fleetpipe.launch.supervisor.local import record
-from fleetpipe.launch.supervisor.room import room
+from fleetpipe.launch.supervisor.local_ranks import record
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, caught
+from fleetpipe.launch.supervisor.state_folder import room
 from fleetpipe.launch.supervisor.supervisor import say
 from fleetpipe.launch.supervisor.verdict import Verdict, judge
 from fleetpipe.ray import nodes
@@ -108,7 +108,7 @@ class Driver:
                 attempt = then.attempt
         except _Unplaced as error:
             say(str(error))
-            return life.PREEMPTED if attempt.failed is None else attempt.failed.code
+            return attempt_files.PREEMPTED if attempt.failed is None else attempt.failed.code
         finally:
             if self._group is not None:
                 self._group.leave(LEAVE_SECONDS)
@@ -195,7 +195,7 @@ class Driver:
     def _described(self, number: int) -> dict[str, Any]:
         options = self._options
         level = options.log_level
-        here = quiet.environment(level)
+        here = log_filter.environment(level)
         if options.checkpoint_dir is not None:
             here["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(options.checkpoint_dir)
         carried = {name: here[name] for name in here if name.startswith(_CARRIED)}
@@ -221,8 +221,8 @@ class Driver:
             for name, content in ended.files.items():
                 with (home / name).open("ab") as file:
                     file.write(content)
-            life.note_start(home, rank, 0)
-            life.note_end(home, rank, ended.code)
+            attempt_files.note_start(home, rank, 0)
+            attempt_files.note_end(home, rank, ended.code)
         codes = [ended.code for ended in group.ended.values() if ended.code]
         own = [code for code in codes if code != EXIT_CODE]
         return judge(home, in_a_shell([*own, *codes, 0][0]))

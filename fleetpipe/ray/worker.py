@@ -23,9 +23,9 @@ import ray
 import ray.train
 
 from fleetpipe import systems
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.launch.script import LAUNCHED
-from fleetpipe.launch.supervisor.room import room
+from fleetpipe.launch.supervisor.state_folder import room
 from fleetpipe.ray.backend import free_ports, own_place
 from fleetpipe.ray.mailbox import Order, Report
 
@@ -98,7 +98,7 @@ class _Worker:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = log.open("a+b")
         kept = {"FLEETPIPE_KEPT_STATE": str(folder / "kept")} if attempt.keeps_state else {}
-        told = {life.FOLDER: str(home), life.NUMBER: str(attempt.number), **kept}
+        told = {attempt_files.FOLDER: str(home), attempt_files.NUMBER: str(attempt.number), **kept}
         here = {**attempt.beside, **os.environ, **attempt.environment}
         own = {**here, **attempt.ranks[self._rank], **told}
         keeper.start(
@@ -125,10 +125,10 @@ class _Worker:
         if self._rank == 0:
             if output:
                 self._report("output", output)
-            step = life.steps_begun(home).get(0)
+            step = attempt_files.steps_begun(home).get(0)
             if step != self._step:
                 self._step = step
-                self._report("step", (step, life.replica(home, 0)))
+                self._report("step", (step, attempt_files.replica(home, 0)))
 
     def _report(self, kind: str, value: Any) -> None:
         self._mailbox.report.remote(Report(self._group, self._rank, kind, value))

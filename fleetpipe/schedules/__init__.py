@@ -22,7 +22,6 @@ from fleetpipe.schedules.edges import Dependencies, Edge, chain
 from fleetpipe.schedules.forms.terminal import render
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.placement import Placement
-from fleetpipe.schedules.play.timeline import Timeline
 from fleetpipe.schedules.registry import (
     build,
     canonical_name,
@@ -31,6 +30,7 @@ from fleetpipe.schedules.registry import (
     rebuild,
     register,
 )
+from fleetpipe.schedules.simulation.timeline import Timeline
 from fleetpipe.schedules.verified import build_verified
 
 __all__ = [

@@ -14,9 +14,9 @@ from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.families.forward_only import forward_rows
 from fleetpipe.schedules.forms.text import read_plan, read_schedule, write_plan, write_schedule
 from fleetpipe.schedules.placement import Placement, check_count
-from fleetpipe.schedules.play.lower import lower
-from fleetpipe.schedules.play.timeline import Timeline, simulate
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows, computations
+from fleetpipe.schedules.simulation.lower import lower
+from fleetpipe.schedules.simulation.timeline import Timeline, simulate
 
 
 class Schedule(ScheduleRows):

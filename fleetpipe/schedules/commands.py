@@ -18,7 +18,6 @@ from fleetpipe.schedules.forms.events import events_of
 from fleetpipe.schedules.forms.picture import plot
 from fleetpipe.schedules.forms.terminal import render, summary
 from fleetpipe.schedules.placement import PLACEMENTS
-from fleetpipe.schedules.play.timeline import Timeline
 from fleetpipe.schedules.registry import (
     AUTO,
     canonical_name,
@@ -28,6 +27,7 @@ from fleetpipe.schedules.registry import (
     searched_costs,
 )
 from fleetpipe.schedules.rows import in_slices
+from fleetpipe.schedules.simulation.timeline import Timeline
 from fleetpipe.schedules.verified import build_verified
 
 #: More digits than any number of a schedule has.

@@ -16,10 +16,10 @@ from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.registry import default_chunks
 from fleetpipe.static._paddle import is_decorated, is_pir
-from fleetpipe.static.attached import attach
 from fleetpipe.static.cut import checkpoints
 from fleetpipe.static.cut.split import Split, ranks_for, split
 from fleetpipe.static.ir import readers
+from fleetpipe.static.pipeline_programs import attach
 from fleetpipe.static.run.pipeline import StaticPipeline
 from fleetpipe.static.save import checkpoint
 

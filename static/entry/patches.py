@@ -16,10 +16,10 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Program, Scope, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import Executor, static_io, swap_switch_device
-from fleetpipe.static.attached import is_attached, of_main, of_startup, refuse_foreign
 from fleetpipe.static.entry import stock_saving
 from fleetpipe.static.entry.data_loader import items_for
 from fleetpipe.static.ir.program.loader import items_of, note_starts
+from fleetpipe.static.pipeline_programs import is_attached, of_main, of_startup, refuse_foreign
 from fleetpipe.static.tags import stage_of_device
 
 _restore: list[Callable[[], None]] = []

@@ -13,7 +13,7 @@ from typing import Any
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.static._paddle import static
-from fleetpipe.static.attached import of_main
+from fleetpipe.static.pipeline_programs import of_main
 from fleetpipe.static.save import files
 
 

@@ -17,7 +17,7 @@ from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.files.replacing import replacing
 from fleetpipe.errors import CheckpointError
 from fleetpipe.static._paddle import found_tensor, static
-from fleetpipe.static.attached import pipeline_of
+from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.run.pipeline import StaticPipeline
 from fleetpipe.static.save.state import assign, fitting, parameters, state_dict
 

@@ -11,7 +11,7 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.checkpoint.files.replacing import replacing
 from fleetpipe.static._paddle import static
-from fleetpipe.static.attached import pipeline_of
+from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.save.state import full_state_dict
 
 

@@ -14,7 +14,7 @@ from fleetpipe._paddle import dynamic_mode, paddle
 from fleetpipe.aliases import Program, Scope, ScopeTensor, Tensor
 from fleetpipe.errors import CheckpointError
 from fleetpipe.static._paddle import found_tensor, overwrite
-from fleetpipe.static.attached import pipeline_of
+from fleetpipe.static.pipeline_programs import pipeline_of
 
 _STATE = "the state"
 

@@ -19,7 +19,7 @@ from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.dygraph.observe.profile import TYPICAL
 from fleetpipe.errors import ConfigError, PartitionError
-from fleetpipe.planning import LayerCost, Profile
+from fleetpipe.profiling import LayerCost, Profile
 from tests.capture.beside import images, trained
 from tests.capture.models import UNet
 from tests.jobs import job

@@ -11,7 +11,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
-from fleetpipe.planning.estimating import estimates
+from fleetpipe.profiling.estimating import estimates
 from tests.capture.models import LENGTH, WIDTH, WORDS, tokens
 from tests.jobs import ROWS, job
 

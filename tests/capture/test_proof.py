@@ -15,8 +15,8 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.capture.proof import Proof
+from fleetpipe.capture.proof.models import CapturedRun
 from fleetpipe.capture.proof.rounding import Rounding
-from fleetpipe.capture.proof.sides import CapturedRun
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.tracing import _paddle, capturing
 from fleetpipe.capture.tracing.value import Trace

@@ -11,7 +11,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
-from fleetpipe.capture.running import room, stages
+from fleetpipe.capture.running import host_memory, stages
 from fleetpipe.dygraph import learning_rate_of
 from fleetpipe.errors import BoundaryError, CaptureError, ConfigError
 
@@ -115,7 +115,7 @@ def test_the_optimizers_update_is_compared(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_model_that_finds_no_room_is_not_called_equal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(room, "_available", lambda: 1000)
+    monkeypatch.setattr(host_memory, "_available", lambda: 1000)
     _, model, optimizer = wrapped()
     for step in range(3):
         model.train_batch(data(step), optimizer)

@@ -13,7 +13,7 @@ from paddle import nn
 from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from fleetpipe.planning import LayerCost, PipelinePlan, Profile, plan
+from fleetpipe.profiling import LayerCost, PipelinePlan, Profile, plan
 from tests.jobs import job
 from tests.pipelines import batch, bits, mlp_layers, pipeline, sgd
 

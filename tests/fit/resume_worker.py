@@ -18,7 +18,7 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.callbacks import LogMetricByEpoch, PipelineCheckpoint
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from tests import jobs
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, layers
 
@@ -38,7 +38,7 @@ class Kill(paddle.callbacks.Callback):
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
         print("step", self.epoch, step, logs["loss"], logs["acc"], flush=True)
-        if [life.number(), self.epoch, step] == self.place and max(RANKS - 1, 0) == RANK:
+        if [attempt_files.number(), self.epoch, step] == self.place and max(RANKS - 1, 0) == RANK:
             os.kill(os.getpid(), self.number)
 
 

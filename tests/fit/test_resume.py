@@ -12,7 +12,7 @@ import pytest
 import fleetpipe
 from fleetpipe.callbacks import PipelineCheckpoint
 from fleetpipe.errors import ConfigError
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from tests import jobs
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
 from tests.launch.supervisor.commands import launched
@@ -50,7 +50,7 @@ def test_a_training_that_ends_early_goes_on_to_the_same_bits(
     # One rank asked to stop: all agree in the step that follows, save it and end.
     arguments = ["0.0.2", str(int(signal.SIGTERM))]
     stopped = launch(WORKER, 2, args=arguments, cwd=asked, check=False)
-    assert stopped.returncode == life.PREEMPTED, stopped
+    assert stopped.returncode == attempt_files.PREEMPTED, stopped
     assert "fleetpipe: asked to stop, the job saved 4 steps" in stopped.logs[0]
     again = launch(WORKER, 2, cwd=asked)
     assert told(stopped.logs[0]) == whole[:4]

@@ -18,7 +18,7 @@ import paddle
 
 import fleetpipe
 from fleetpipe import fleet
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from tests import jobs
 from tests.pipelines import CLASSES, FEATURES, batch, pipeline
 
@@ -59,9 +59,9 @@ def main() -> None:
         time.sleep(float(os.environ.get("RESUME_WORKER_PAUSE", "0")))
         for what in happens:
             where, _, number = what.partition("=")
-            if where == f"{life.number()}.{RANK}.{step}" and number == "supervisor":
+            if where == f"{attempt_files.number()}.{RANK}.{step}" and number == "supervisor":
                 os.kill(supervisor(), signal.SIGTERM)
-            elif where == f"{life.number()}.{RANK}.{step}":
+            elif where == f"{attempt_files.number()}.{RANK}.{step}":
                 os.kill(os.getpid(), int(number))
         loss = model.train_batch(batch(2, seed=step), optimizer, rate)
         sys.stdout.write(f"step {step} {loss.numpy().tobytes().hex()}\n")

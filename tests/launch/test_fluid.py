@@ -13,8 +13,8 @@ import pytest
 
 from fleetpipe._paddle import device_kind
 from fleetpipe.errors import FleetPipeError
-from fleetpipe.launch.older import fluid, fluid_layers
-from fleetpipe.launch.older.fluid import NAMES, Name
+from fleetpipe.launch.legacy import fluid, fluid_layers
+from fleetpipe.launch.legacy.fluid import NAMES, Name
 from tests.launching import ROOT
 from tests.static.networks import static_mode
 

@@ -17,7 +17,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.checkpoint.files import tensors
-from fleetpipe.job.life import INTERRUPTED, PREEMPTED
+from fleetpipe.job.attempt_files import INTERRUPTED, PREEMPTED
 from tests.launch.supervisor.commands import launched
 from tests.launching import ROOT, Finished
 

@@ -18,7 +18,7 @@ from paddle.distributed import fleet as theirs
 from fleetpipe import fleet
 from fleetpipe.cli import main
 from fleetpipe.fleet.overlay import OVERLAYS
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.launch.substitution import in_place_of_paddles
 from tests.check_types import sources
 from tests.launching import ROOT, Finished
@@ -165,10 +165,10 @@ def test_a_script_sees_and_ends_what_it_would_under_python(
     (tmp_path / "scripts" / "show.py").write_text(SHOW.format(end=end))
     words = ["scripts/show.py", "--steps", "3", "-h"]
     told, returncode = done([sys.executable, "-u", *words], tmp_path)
-    env = {life.FOLDER: str(tmp_path)}
+    env = {attempt_files.FOLDER: str(tmp_path)}
     found = launch(LAUNCHED, None, args=["run", *words], cwd=tmp_path, env=env, check=False)
     assert found.returncode == returncode == code
-    assert life.code_of(tmp_path, 0) == code  # what the launcher of several ranks goes by
+    assert attempt_files.code_of(tmp_path, 0) == code  # what the launcher of several ranks goes by
     assert found.logs[0].endswith(told)
     if code == 7:
         command = [sys.executable, "-u", "-W", "ignore", "-m", "fleetpipe", "run", *words]

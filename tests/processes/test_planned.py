@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from fleetpipe.planning import PipelinePlan, Profile
+from fleetpipe.profiling import PipelinePlan, Profile
 from tests.launching import Finished
 from tests.pipelines import mlp_layers
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from fleetpipe.capture.cutting.cuts import AtCall, Border, SplitPoint
-from fleetpipe.capture.cutting.written import parted, spans
+from fleetpipe.capture.cutting.in_place import parted, spans
 from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.planning import Profile, fastest_cut
+from fleetpipe.profiling import Profile, fastest_cut
 
 
 class Choice(NamedTuple):

@@ -12,7 +12,7 @@ from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.running.replay import entries
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
-from fleetpipe.capture.tracing.kept import state_kept
+from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.signature import PLAIN, signature_of
 from fleetpipe.capture.tracing.value import Node, Owned, Ref, Trace, arguments, like
 from fleetpipe.dygraph import has_memory
@@ -27,7 +27,7 @@ from fleetpipe.dygraph.observe.layer_meter import (
     tensor_bytes,
 )
 from fleetpipe.dygraph.observe.profile import TYPICAL
-from fleetpipe.planning import Profile
+from fleetpipe.profiling import Profile
 
 #: Least and most runs of a node, of which the fastest counts.
 LEAST_RUNS, MOST_RUNS = 5, 20

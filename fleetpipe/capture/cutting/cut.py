@@ -13,7 +13,7 @@ from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
-from fleetpipe.planning import PipelinePlan
+from fleetpipe.profiling import PipelinePlan
 
 
 class Cut(NamedTuple):

@@ -4,7 +4,7 @@ Start with ``prove``: a plain loop over the user's own model gives the moments o
 the captured stages under a schedule have to give the same ones.
 """
 
-from fleetpipe.capture.proof.planned import planned_schedule
 from fleetpipe.capture.proof.prove import Proof, prove
+from fleetpipe.capture.proof.schedule import planned_schedule
 
 __all__ = ["Proof", "planned_schedule", "prove"]

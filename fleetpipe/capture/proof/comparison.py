@@ -15,6 +15,7 @@ import numpy as np
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.proof.hook_calls import uncounted
+from fleetpipe.capture.proof.models import PlainLoop
 from fleetpipe.capture.proof.rounding import (
     Rounding,
     distance,
@@ -23,7 +24,6 @@ from fleetpipe.capture.proof.rounding import (
     same_bits,
     ulp,
 )
-from fleetpipe.capture.proof.sides import PlainLoop
 from fleetpipe.capture.proof.training import (
     RATE,
     Course,
@@ -33,7 +33,7 @@ from fleetpipe.capture.proof.training import (
     state_of_model,
 )
 from fleetpipe.capture.tracing.capturing import in_mode
-from fleetpipe.capture.tracing.kept import state_kept
+from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.dygraph.gradients import drop_gradients
 
 #: The parameters and buffers of a model by name.

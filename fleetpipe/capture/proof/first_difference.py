@@ -8,12 +8,12 @@ from typing import Any
 from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.proof.rounding import distance
-from fleetpipe.capture.running.forms import Form
+from fleetpipe.capture.running.plain_model import Keyed
 from fleetpipe.capture.running.replay import name_of
-from fleetpipe.capture.running.untouched import Keyed
+from fleetpipe.capture.running.variants import Form
 from fleetpipe.capture.tracing._paddle import intercepted
 from fleetpipe.capture.tracing.capturing import Capturing
-from fleetpipe.capture.tracing.kept import state_kept
+from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, arguments_of
 from fleetpipe.dygraph import has_memory, random_keys

@@ -16,12 +16,12 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.proof import verdict
 from fleetpipe.capture.proof.comparison import Comparison, Digests, kept
+from fleetpipe.capture.proof.data import Trial, variants, with_another_row
 from fleetpipe.capture.proof.hook_calls import Calls, counted
-from fleetpipe.capture.proof.numbers import Trial, variants, with_another_row
-from fleetpipe.capture.proof.sides import CapturedRun, PlainLoop, copied
-from fleetpipe.capture.proof.summed import summed
+from fleetpipe.capture.proof.models import CapturedRun, PlainLoop, copied
+from fleetpipe.capture.proof.summation_order import summed
 from fleetpipe.capture.proof.training import Course, Step, moments, state_of_model
-from fleetpipe.capture.running.forms import Forms
+from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.place import raised_at
 from fleetpipe.capture.tracing.walk import arguments_of

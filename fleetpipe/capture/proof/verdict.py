@@ -9,9 +9,9 @@ from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.cutting.costs import state_of
 from fleetpipe.capture.proof.first_difference import first_difference
 from fleetpipe.capture.proof.hook_calls import Calls
-from fleetpipe.capture.proof.sides import copied
+from fleetpipe.capture.proof.models import copied
 from fleetpipe.capture.proof.training import Course, Moment, Step
-from fleetpipe.capture.running.forms import Form, Forms
+from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.place import forward_place
 from fleetpipe.capture.tracing.signature import signature_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Nest
-from fleetpipe.capture.running.forms import Form, Forms
 from fleetpipe.capture.running.replay import LOOK
+from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.tracing.signature import Signature, completed, signature_of
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.engine.stage import Values

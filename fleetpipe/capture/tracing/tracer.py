@@ -27,8 +27,8 @@ from fleetpipe.capture.tracing._paddle import (
 )
 from fleetpipe.capture.tracing.draws import Draws, Generators
 from fleetpipe.capture.tracing.hooks import at_makers
-from fleetpipe.capture.tracing.kept import state_kept
 from fleetpipe.capture.tracing.mark import noting
+from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.obstacles import (
     BACKWARD,
     DRAWS,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
-from fleetpipe.capture.running.forms import Form
+from fleetpipe.capture.running.variants import Form
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.job.job import Job
 from fleetpipe.schedules import Schedule

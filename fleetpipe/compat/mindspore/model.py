@@ -8,8 +8,8 @@ from typing import Any
 
 from fleetpipe import fleet
 from fleetpipe.aliases import Layer, Nest, Optimizer
+from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
-from fleetpipe.capture.door import pipeline
 from fleetpipe.compat.mindspore import context, graphs
 from fleetpipe.compat.mindspore.nn import (
     PipelineCell,

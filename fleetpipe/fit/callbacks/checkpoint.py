@@ -15,7 +15,7 @@ from fleetpipe.aliases import Nest
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.checkpoint.saving import Saving
 from fleetpipe.errors import ConfigError, nearest
-from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.position import Position
 from fleetpipe.launch.resume import FOLDER, STOP_SIGNALS, Run, resume
 
@@ -35,7 +35,7 @@ class StepManager(CheckpointManager):
         return super().save(step, force=force or self.due, metrics=self.metrics, **state)
 
 
-class PipelineCheckpoint(on_ranks.Callback):
+class PipelineCheckpoint(rank_policy.Callback):
     """Saves model, optimizer, random states and the position of ``fit``, on all ranks together.
 
     With ``fit(.., resume="auto")`` a training goes on from the newest of these checkpoints, under

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.fit.callbacks import rank_policy
 
 
-class LogMetricByEpoch(on_ranks.Callback):
+class LogMetricByEpoch(rank_policy.Callback):
     """Prints the mean loss, the metrics and the learning rate of each epoch on the first rank.
 
     The lines are those of ColossalAI's hook of this name in its tutorial: ``[Epoch 0 / Train]:
@@ -63,4 +63,4 @@ class LogMetricByEpoch(on_ranks.Callback):
         values.update({name: logs[name] for name in self.model.metric_names if name != "loss"})
         values.update(more)
         text = " | ".join(f"{name} = {value:.{self._digits}g}" for name, value in values.items())
-        on_ranks.say(f"[Epoch {self._epoch} / {what}]: {text}")
+        rank_policy.say(f"[Epoch {self._epoch} / {what}]: {text}")

@@ -9,10 +9,10 @@ from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph import tensors_of
 from fleetpipe.errors import BoundaryError, ConfigError
-from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.fit.callbacks import rank_policy
 
 
-class LossMonitor(on_ranks.Callback):
+class LossMonitor(rank_policy.Callback):
     """Prints the loss on the first rank; a loss that is NaN or Inf is an error on every rank.
 
     What MindSpore's callback of this name does (tutorial on pipeline parallelism, r1.6), where rank
@@ -72,7 +72,7 @@ class LossMonitor(on_ranks.Callback):
             self._refuse(step, loss)
         self._batches += 1
         if self._every and self._batches % self._every == 0 and self.model.is_rank("first"):
-            on_ranks.say(f"epoch: {self._epoch + 1} step: {step + 1}, loss is {loss}")
+            rank_policy.say(f"epoch: {self._epoch + 1} step: {step + 1}, loss is {loss}")
 
     def _refuse(self, step: int, loss: float) -> None:
         shares = self.model.micro_batch_losses

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from fleetpipe.arguments import require_folder
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.extras import INSTALLED_BY
-from fleetpipe.fit.callbacks import on_ranks, run_files
+from fleetpipe.fit.callbacks import rank_policy, run_files
 from fleetpipe.fit.callbacks.throughput import PER_RANK
 from fleetpipe.report import files
 
@@ -29,7 +29,7 @@ class Sink(Protocol):
         """Takes no more."""
 
 
-class MetricsLogger(on_ranks.Callback):
+class MetricsLogger(rank_policy.Callback):
     """Writes losses, metrics and learning rate to ``metrics.jsonl`` and ``metrics.csv``.
 
     Beside them stand ``run.json``, what runs (layout, stages, schedule, versions), and

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from fleetpipe._paddle import paddle
-from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.representation import shows
 
 
@@ -113,7 +113,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
     def _line(self, logs: Any) -> None:
         if self._is_shown():
             steps = "" if self._steps is None else f"/{self._steps}"
-            on_ranks.say(f"{self._what}, batch {self._done}{steps}: {self._figures(logs)}")
+            rank_policy.say(f"{self._what}, batch {self._done}{steps}: {self._figures(logs)}")
 
     def _figures(self, logs: Any) -> str:
         rate = self._samples / (time.perf_counter() - self._begun)

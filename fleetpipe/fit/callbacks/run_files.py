@@ -18,7 +18,7 @@ from fleetpipe import version
 from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.dygraph._paddle import base_optimizer
 from fleetpipe.fit.networks import required_job
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.report import files
 
 #: Each of these changes the bits of a product; nothing else of the environment is written.
@@ -90,10 +90,10 @@ def begin_life(folder: Path, step: int) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    if step == 0 and life.number() <= 1:
+    if step == 0 and attempt_files.number() <= 1:
         files.replace_lines(folder / files.LIVES, ())
     _tell(folder, "begin", step)
-    life.tell_record(folder)
+    attempt_files.tell_record(folder)
 
 
 def end_life(folder: Path, step: int) -> None:
@@ -102,7 +102,7 @@ def end_life(folder: Path, step: int) -> None:
 
 
 def _tell(folder: Path, event: str, step: int, **more: int) -> None:
-    told = {"event": event, "life": life.number(), "time": time.time(), "step": step}
+    told = {"event": event, "life": attempt_files.number(), "time": time.time(), "step": step}
     files.append_line(folder / files.LIVES, {**told, "process": _PROCESS, **more})
 
 

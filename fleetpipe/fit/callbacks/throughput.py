@@ -9,7 +9,7 @@ from typing import Any
 from fleetpipe import systems
 from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.engine.observer import Blocked, Instruction, Played
-from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.schedules import Action, Op
 
 #: Figures that are lists: one number for each rank of the pipeline, one for each process.
@@ -56,7 +56,7 @@ class Busy:
         return found
 
 
-class ThroughputMonitor(on_ranks.Callback):
+class ThroughputMonitor(rank_policy.Callback):
     """Adds ``samples_per_second`` and its like to the logs of each batch, for other callbacks.
 
     Put it before the callbacks that shall see them. A figure is that of ``log_freq`` batches.
@@ -111,7 +111,7 @@ class ThroughputMonitor(on_ranks.Callback):
             self._measure()
             if self._verbose and self.model.is_rank("first"):
                 figures = (f"{name} {value:.4g}" for name, value in self.figures.items())
-                on_ranks.say(f"step {step + 1}: {', '.join(figures)}")
+                rank_policy.say(f"step {step + 1}: {', '.join(figures)}")
             self._samples = self._batches = 0
             self._since = time.perf_counter()
         logs.update(self.figures, **self.by_rank)

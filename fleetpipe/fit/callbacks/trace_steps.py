@@ -9,11 +9,11 @@ from typing import Any
 
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
-from fleetpipe.fit.callbacks import on_ranks
+from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.networks import required_job
 
 
-class TraceSteps(on_ranks.Callback):
+class TraceSteps(rank_policy.Callback):
     """Records every action and transfer of some batches; those of the first replica.
 
     After the last of them the first rank writes ``trace.json`` for Perfetto and, with matplotlib,
@@ -66,4 +66,4 @@ class TraceSteps(on_ranks.Callback):
         if number == max(self._steps):
             summary = self._trace.write()
             if summary is not None:
-                on_ranks.say(summary)
+                rank_policy.say(summary)

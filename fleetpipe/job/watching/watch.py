@@ -23,7 +23,7 @@ from dataclasses import asdict
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.job.watching.peer import Peer
 from fleetpipe.transport.limit import STOPPED_SECONDS
@@ -323,7 +323,7 @@ class Watch:
             self._end_at = time.monotonic() + GRACE_SECONDS
             interrupts = list(self._interrupts)
         self._tell({"kind": "failure", **asdict(failure)})
-        life.tell_failure(failure)
+        attempt_files.tell_failure(failure)
         for interrupt in interrupts:
             interrupt()
 

@@ -10,7 +10,7 @@ import signal
 from dataclasses import replace
 from typing import NamedTuple
 
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.launch.script import in_a_shell
 from fleetpipe.launch.supervisor.verdict import Verdict
 
@@ -65,7 +65,7 @@ def interrupted(verdict: Verdict, stopped_by: int | None) -> Verdict:
     """
     if stopped_by != signal.SIGINT or verdict == Verdict(0):
         return verdict
-    return replace(verdict, code=life.INTERRUPTED, culprit="interrupted", details="")
+    return replace(verdict, code=attempt_files.INTERRUPTED, culprit="interrupted", details="")
 
 
 def after(
@@ -86,15 +86,15 @@ def after(
             None where they were not. This is no failure.
     """
     saved = verdict.saved
-    if verdict.code == life.INTERRUPTED and stopped_by == signal.SIGINT:
+    if verdict.code == attempt_files.INTERRUPTED and stopped_by == signal.SIGINT:
         what = "" if saved is None else f", the job saved {saved} steps"
-        return End(life.INTERRUPTED, (f"interrupted{what}",))
+        return End(attempt_files.INTERRUPTED, (f"interrupted{what}",))
     if saved is not None and resized is not None and stopped_by is None:
         following = Attempt(attempt.number + 1, attempt.restarts)
         return Again(following, (f"{saved} steps are saved: {resized}",))
     if saved is not None:
         said = f"asked to stop, the job saved {saved} steps and ended"
-        return End(life.PREEMPTED, (said,))
+        return End(attempt_files.PREEMPTED, (said,))
     if verdict.code == 0:
         return End(0)
     return _after_failure(attempt, verdict, max_restart, stopped_by)

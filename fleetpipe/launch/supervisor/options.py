@@ -6,7 +6,7 @@ import argparse
 
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
-from fleetpipe.launch import quiet
+from fleetpipe.launch import log_filter
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +68,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add(
         *_spelled("log_level"),
-        choices=quiet.LEVELS,
-        default=quiet.DEFAULT_LEVEL,
+        choices=log_filter.LEVELS,
+        default=log_filter.DEFAULT_LEVEL,
         help="least level of log lines to show: Paddle's, and fleetpipe's, whose notices stay at "
         "%(default)s, the default",
     )

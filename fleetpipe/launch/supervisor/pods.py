@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fleetpipe import systems
 from fleetpipe.errors import UsageError
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.launch.script import in_a_shell
 
 _SERVER = Path(__file__).with_name("pod_server.py")
@@ -126,5 +126,5 @@ class Pods:
 
 def end_sessions(home: Path) -> None:
     """Ends what the ranks of an attempt have left: each had a session of its own."""
-    for _, process in life.started(home):
+    for _, process in attempt_files.started(home):
         systems.end_session(process)

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 
 from fleetpipe.arguments import require_folder
 from fleetpipe.errors import ConfigError
-from fleetpipe.launch import quiet
+from fleetpipe.launch import log_filter
 from fleetpipe.launch.supervisor.attempts import Attempt, End, after, interrupted
-from fleetpipe.launch.supervisor.local import Local
+from fleetpipe.launch.supervisor.local_ranks import Local
 from fleetpipe.launch.supervisor.pods import Pods
-from fleetpipe.launch.supervisor.room import room
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, caught
+from fleetpipe.launch.supervisor.state_folder import room
 from fleetpipe.launch.supervisor.verdict import Verdict
 
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as ends:
         folder = ends.enter_context(room())
         signals = ends.enter_context(caught())
-        pods = Pods(quiet.environment(options.log_level), folder)
+        pods = Pods(log_filter.environment(options.log_level), folder)
         ends.callback(pods.close)
         return Supervisor(options, Local(options, folder, pods), signals).run()
 

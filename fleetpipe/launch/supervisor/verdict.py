@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch.script import in_a_shell
@@ -78,10 +78,10 @@ def judge(home: Path, code: int) -> Verdict:
         home: The folder.
         code: The exit code of Paddle's launcher.
     """
-    saved = life.preempted_at(home)
+    saved = attempt_files.preempted_at(home)
     if code == 0 or saved is not None:
         return Verdict(code, saved)
-    steps = life.steps_begun(home)
+    steps = attempt_files.steps_begun(home)
     rank, failed, told = _first(home)
     step = None if rank is None else steps.get(rank, max(steps.values(), default=None))
     if rank is None:
@@ -97,8 +97,11 @@ def judge(home: Path, code: int) -> Verdict:
 
 def _first(home: Path) -> tuple[int | None, int, Failure | None]:
     """Returns the rank that failed first, its exit code, and what is told of it."""
-    failures = [told.failure for told in life.failures(home)]
-    ended = [(rank, life.code_of(home, rank) or code) for rank, code in life.ended(home)]
+    failures = [told.failure for told in attempt_files.failures(home)]
+    ended = [
+        (rank, attempt_files.code_of(home, rank) or code)
+        for rank, code in attempt_files.ended(home)
+    ]
     failed = [(rank, code) for rank, code in ended if code]
     own = [(rank, code) for rank, code in failed if code != EXIT_CODE] or failed
     # A process that is ended by a signal tells nobody; before it others do not fail.

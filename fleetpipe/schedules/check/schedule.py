@@ -8,9 +8,9 @@ from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.explain.window import where
-from fleetpipe.schedules.play.held import held_after
-from fleetpipe.schedules.play.replay import replay
 from fleetpipe.schedules.rows import ScheduleRows
+from fleetpipe.schedules.simulation.held import held_after
+from fleetpipe.schedules.simulation.replay import replay
 
 
 def verify(

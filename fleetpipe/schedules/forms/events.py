@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fleetpipe.schedules.action import Action, Fused, parts
 from fleetpipe.schedules.operations import Op, parse_op
-from fleetpipe.schedules.play.timeline import Timeline
+from fleetpipe.schedules.simulation.timeline import Timeline
 
 
 class Event(NamedTuple):

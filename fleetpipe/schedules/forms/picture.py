@@ -16,8 +16,8 @@ from fleetpipe.representation import shows
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.forms.events import Event, events_of
 from fleetpipe.schedules.placement import Placement
-from fleetpipe.schedules.play.timeline import Timeline
 from fleetpipe.schedules.rows import in_slices
+from fleetpipe.schedules.simulation.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

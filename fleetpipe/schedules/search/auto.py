@@ -23,7 +23,6 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families.table import FAMILIES, SLICED, schedule_rows
 from fleetpipe.schedules.placement import Placement, check_count
-from fleetpipe.schedules.play.timeline import simulate
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.search.fill_weight_grads import Policy, fill
 from fleetpipe.schedules.search.list_scheduler import Preference, listed_order
@@ -36,6 +35,7 @@ from fleetpipe.schedules.search.warm_up import (
     warm_up_order,
     warm_ups,
 )
+from fleetpipe.schedules.simulation.timeline import simulate
 
 #: Preferences of the list scheduler.
 _FLAGS = tuple(itertools.product((False, True), repeat=2))

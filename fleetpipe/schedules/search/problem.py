@@ -11,9 +11,9 @@ from fleetpipe.schedules.action import Action, flatten
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, chain
 from fleetpipe.schedules.placement import Placement
-from fleetpipe.schedules.play.encoding import COLUMNS, slot_column, waits_of
-from fleetpipe.schedules.play.timeline import Timeline
 from fleetpipe.schedules.rows import ScheduleRows
+from fleetpipe.schedules.simulation.encoding import COLUMNS, slot_column, waits_of
+from fleetpipe.schedules.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True)

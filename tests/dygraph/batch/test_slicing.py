@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleetpipe.dygraph.batch.counted import slice_shares
+from fleetpipe.dygraph.batch.chunk_weights import slice_shares
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import bounds, sliced
 from fleetpipe.errors import ConfigError

@@ -17,7 +17,7 @@ from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.observe.profile import TYPICAL, between_ranks
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from fleetpipe.planning import Link, PipelinePlan, Profile, Transfer, plan
+from fleetpipe.profiling import Link, PipelinePlan, Profile, Transfer, plan
 from fleetpipe.schedules import Costs, Placement
 from tests.dygraph import sliced
 from tests.pipelines import ROWS, batch, bits, job, pipeline, sgd

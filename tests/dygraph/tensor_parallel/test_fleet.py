@@ -18,7 +18,7 @@ from paddle.distributed.fleet.layers import mpu
 from fleetpipe import fleet
 from fleetpipe.checkpoint.contents.model_part import held_of
 from fleetpipe.dygraph import tensor_parallel
-from fleetpipe.dygraph.optimizer.clip_sliced import SlicedNormClip
+from fleetpipe.dygraph.optimizer.clip_sharded import SlicedNormClip
 from fleetpipe.dygraph.tensor_parallel import (
     ColumnParallelLinear,
     ParallelCrossEntropy,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fleetpipe.job.life import INTERRUPTED, PREEMPTED
+from fleetpipe.job.attempt_files import INTERRUPTED, PREEMPTED
 from fleetpipe.launch.supervisor.attempts import (
     POISONED,
     Again,

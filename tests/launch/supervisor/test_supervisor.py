@@ -20,17 +20,17 @@ Launch = Callable[..., Finished]
 SCRIPT = """
     import os, pathlib, signal, sys, time
     from fleetpipe import fleet
-    from fleetpipe.job import life
+    from fleetpipe.job import attempt_files
     from fleetpipe.job.job import all_ranks
 
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"pp_degree": 2}
     fleet.init(is_collective=True, strategy=strategy)
-    page = life.Page()
+    page = attempt_files.Page()
     if fleet.worker_index() == 0:
-        life.tell_record(pathlib.Path(sys.argv[0]).with_name("record"))
+        attempt_files.tell_record(pathlib.Path(sys.argv[0]).with_name("record"))
     happens = dict(pair.split("=") for pair in sys.argv[1:])
-    what = happens.get(f"{life.number()}.{fleet.worker_index()}")
+    what = happens.get(f"{attempt_files.number()}.{fleet.worker_index()}")
     if what is not None:
         page.note(int(what[1:]))
     all_ranks().all_gather(None)

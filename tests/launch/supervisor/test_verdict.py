@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.job import life
+from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.launch.supervisor.verdict import Verdict, judge
 
@@ -19,23 +19,23 @@ class Home:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
         self.monkeypatch = monkeypatch
-        monkeypatch.setenv(life.FOLDER, str(path))
+        monkeypatch.setenv(attempt_files.FOLDER, str(path))
 
     def rank(self, rank: int, **told: Failure | int) -> None:
         self.monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
         for what, value in told.items():
             if isinstance(value, Failure):
-                life.tell_failure(value)
+                attempt_files.tell_failure(value)
             elif what == "code":
-                life.tell_code(value)
+                attempt_files.tell_code(value)
             elif what == "step":
-                life.Page().note(value)
+                attempt_files.Page().note(value)
             elif what == "saved":
-                life.tell_preempted(value)
+                attempt_files.tell_preempted(value)
 
     def ended(self, *rows: tuple[int, int]) -> None:
         for rank, code in rows:
-            life.note_end(self.path, rank, code)
+            attempt_files.note_end(self.path, rank, code)
 
 
 @pytest.fixture

@@ -1,0 +1,162 @@
+"""``fleetpipe.pipeline``: a plain model becomes a pipeline."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+from fleetpipe import log
+from fleetpipe._paddle import user_strategy
+from fleetpipe.capture.arguments import classes_of, plain_model, stages_asked
+from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
+from fleetpipe.capture.cutting.cut import cut_of
+from fleetpipe.capture.cutting.in_place import require_one_stage
+from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
+from fleetpipe.capture.proof import planned_schedule, prove
+from fleetpipe.capture.repeatability import require_same_calls
+from fleetpipe.capture.running.memory import initialize, without_memory
+from fleetpipe.capture.running.variants import Forms
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.signature import ROWS, example_of
+from fleetpipe.config import PipelineConfig
+from fleetpipe.dygraph._paddle import forward_hooks
+from fleetpipe.dygraph.model.arrangement import Arrangement
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import current_job
+from fleetpipe.paddle_types import Inputs, Layer
+from fleetpipe.profiling import PipelinePlan
+
+_log = log.logger(__name__)
+
+#: Proves a model beforehand, and trains it beside the first batches.
+FIRST = "first"
+
+#: How many these are.
+SHADOWED = 2
+
+
+def pipeline(
+    model: Layer,
+    example_inputs: Inputs,
+    loss_fn: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    split_spec: SplitSpec | PipelinePlan = AUTO,
+    num_stages: int | None = None,
+    num_chunks: int = 1,
+    no_split: Sequence[type | str] = (),
+    verify: bool | str = FIRST,
+    *,
+    recompute_interval: int = 0,
+    memory_cap: float | None = None,
+    memory_limit: float | None = None,
+) -> CapturedPipeline:
+    """Makes a pipeline of a plain model. Collective over the job, where there is one.
+
+    The forward is run on the example and its calls are noted; each stage makes its part of the same
+    calls again. A batch with other shapes is captured anew when it comes.
+
+    Args:
+        model: Any layer. Where ranks share a pipeline it keeps the memory of this rank's stages
+            alone: build it under ``paddle.LazyGuard`` and it is whole on no rank. In one process
+            it stays as it is, and its parameters are those of the pipeline.
+        example_inputs: One micro-batch: a Tensor, a tuple of arguments or a dict by name, in which
+            None, bools, numbers, texts and nested containers may stand; or ``InputSpec`` in the
+            place of tensors, with None for the number of rows. The same on every rank. Batches
+            need to have the tensors; plain values are as in the example.
+        loss_fn: ``loss_fn(output, label)``, as for ``PipelineLayer``; the output is what the model
+            returns, whatever its containers.
+        split_spec: ``"auto"``: the cut whose slowest stage is fastest by what the nodes take.
+            ``["layer2", "layer3"]``: stages that begin with these sublayers.
+            ``{"layer3": SplitPoint.END}``: before or after them. ``"llama.layers"``: the sublayers
+            of that one, shared evenly. ``{"layer1": 0, "layer2": 1}``: the stage of each; the
+            others go with what runs before them. None: ``sublayer.pipeline_stage = k``, or calls
+            of :func:`fleetpipe.pipe_split`. A plan of :func:`fleetpipe.plan`: what it says of cut,
+            chunks, schedule and recompute.
+        num_stages: Ranks of the pipeline; in a job it is its ``pp_degree``, and may be left out.
+        num_chunks: Chunks on each rank; 1 leaves it to the schedule.
+        no_split: Classes of layers, or their names, that are never cut within.
+        verify: True: before anything trains, the forward is run on other numbers, of which it must
+            call the same, and the untouched model and the stages train alike in this process: a few
+            micro-batches under the schedule, a step, evaluation; ``proof`` of what is returned says
+            what was compared. Under ``LazyGuard`` only where one process has all stages.
+            ``"first"``: the first two batches are trained beside the untouched model as well,
+            with the real data, loss and optimizer, on every rank that has the memory for it; a
+            difference ends the job before the parameters change. False: neither.
+        recompute_interval: Nodes of a stage whose activations are dropped together after forward,
+            and computed again in backward; 0 keeps all.
+        memory_cap: With "auto", the bytes that a stage may have.
+        memory_limit: Former name of ``memory_cap``.
+
+    Returns:
+        What ``fleet.distributed_model`` takes: a ``PipelineLayer`` whose parameters and buffers
+        have the names of the plain model.
+
+    Raises:
+        CaptureError: The forward does what no node can be made of, the stages do not do what the
+            model does, or two stages share what the forward writes into.
+        ConfigError: An argument names what is not there, or another number of stages.
+        PartitionError: "auto" finds no cut.
+        UsageError: ``model`` is no built layer, or a pipeline already.
+    """
+    if verify not in (True, False, FIRST):
+        raise ConfigError(
+            "verify is True, False or 'first'",
+            got=repr(verify),
+            fix="leave it out: the model is then proved before, and beside the first batches",
+        )
+    if memory_limit is not None:
+        warnings.warn("memory_limit is memory_cap now", DeprecationWarning, stacklevel=2)
+        memory_cap = memory_limit if memory_cap is None else memory_cap
+    job = current_job()
+    plan = split_spec if isinstance(split_spec, PipelinePlan) else None
+    if plan is not None:
+        num_stages, num_chunks = num_stages or plan.ranks, plan.chunks
+    chunks = None if num_chunks == 1 else num_chunks
+    if chunks is None and job is not None:
+        num_chunks = Arrangement(job.degrees.pp, None, use_dualpipev=False).placement.chunks
+    asked = stages_asked(num_stages, num_chunks, job)
+    rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
+    no_classes = classes_of(plain_model(model), no_split)
+    capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
+    if verify:
+        require_same_calls(capturing)
+    cut = cut_of(capturing, split_spec, asked.total, memory_cap)
+    ranks = asked.ranks_of(cut.stages, str(cut))
+    again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
+    forms = Forms(capturing, cut.borders, recompute_interval, again)
+    examples = (forms.example(training) for training in (True, False))
+    require_one_stage([(form.trace, form.starts) for form in examples])
+    _tell_what_is_left_out(forms)
+    proof = None
+    if verify and _whole(model):
+        schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
+        proof = prove(capturing, forms, schedule)
+    shadowed = SHADOWED if verify == FIRST else 0
+    found = Found(cut.choice, proof, plan, shadowed)
+    return CapturedPipeline(model, forms, ranks, chunks, loss_fn, found)
+
+
+def _tell_what_is_left_out(forms: Forms) -> None:
+    """Tells of what the model's own code does beside operations: no stage does it again."""
+    model = forms.capturing.model
+    hooks = (
+        [f"it calls a hook of {type(model).__name__}'s own"] if any(forward_hooks(model)) else []
+    )
+    for text in (*forms.example(training=True).trace.left_out, *hooks):
+        log.once(_log.warning, f"the captured stages leave out what the forward does: {text}")
+
+
+def _whole(model: Layer) -> bool:
+    """Whether this process may have all of a model; initializes it where it does."""
+    job = current_job()
+    lazy = without_memory(model)
+    if lazy and job is not None and not job.local:
+        log.once(
+            _log.warning,
+            "nothing is compared before training: the model was built under LazyGuard, and no rank "
+            "has all of it; it is compared where one process plays all ranks",
+        )
+        return False
+    initialize(model, lazy)
+    return True

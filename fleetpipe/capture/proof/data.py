@@ -1,0 +1,117 @@
+"""Other numbers than the example's, and other rows: what a proof runs a model on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture.proof.comparison import kept
+from fleetpipe.capture.repeatability import moved, turned
+from fleetpipe.capture.tracing._paddle import Function, intercepted
+from fleetpipe.capture.tracing.capturing import in_mode
+from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
+from fleetpipe.dygraph.nest import mapped, tensors_of
+
+#: More operations than a forward on the example has, and it is taken for an endless loop.
+_TIMES, _MORE = 10, 1000
+
+
+class _Endless(BaseException):
+    """A forward that does not come to an end; no error, so that no user's ``except`` catches it."""
+
+
+class _Counted(Walk):
+    """Counts operations, and ends a forward that has too many."""
+
+    def __init__(self, model: Layer, most: float) -> None:
+        super().__init__(model, Unopened())
+        self.count, self._most = 0, most
+
+    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Does it, and counts it."""
+        self.count += 1
+        if self.count > self._most:
+            raise _Endless
+        return super().operation(function, args, named)
+
+
+class Trial:
+    """Finds out which inputs the plain model takes."""
+
+    def __init__(self, model: Layer) -> None:
+        """Begins without a run; the first one says how long a forward is."""
+        self._model = model
+        self._most = float("inf")
+
+    def accepts(self, inputs: Nest, training: bool = True) -> bool:
+        """Whether the model takes inputs, comes to an end, and returns finite numbers."""
+        args, named = arguments_of(mapped(lambda tensor: tensor.clone(), inputs))
+        walk = _Counted(self._model, self._most)
+        try:
+            with (
+                kept(self._model),
+                in_mode(self._model, training),
+                intercepted(walk),
+            ):
+                output = self._model(*args, **named)
+        except (Exception, _Endless):
+            # What the model itself refuses is nothing to compare.
+            return False
+        self._most = min(self._most, _TIMES * walk.count + _MORE)
+        return all(
+            bool(paddle.isfinite(tensor).all())
+            for tensor in tensors_of(output)
+            if tensor.is_floating_point() and tensor.size
+        )
+
+
+def variants(example: Nest) -> Iterator[Nest]:
+    """Yields inputs that look like an example, the example first.
+
+    Rows and columns in another order, numbers drawn anew, others negative, zeros (where a mask
+    selects nothing) and all equal (where the largest of several is a tie).
+    """
+    numbers = np.random.default_rng(0)
+
+    def drawn(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            values = numbers.permutation(tensor.numpy().ravel()).reshape(tensor.shape)
+        else:
+            wide = tensor.astype("float64").numpy()
+            values = numbers.normal(wide.mean(), wide.std(), wide.shape) if wide.size else wide
+        return paddle.to_tensor(values).astype(tensor.dtype)
+
+    changes: tuple[Callable[[Tensor], Tensor], ...] = (_same, moved, drawn, turned, _zeros, _ties)
+    for change in changes:
+        yield mapped(change, example)
+
+
+def with_another_row(example: Nest) -> Nest:
+    """Returns an example with its first row once more, in every tensor that has as many rows."""
+    rows = next((tensor.shape[0] for tensor in tensors_of(example) if tensor.ndim), 0)
+
+    def longer(tensor: Tensor) -> Tensor:
+        if not tensor.ndim or tensor.shape[0] != rows or not rows:
+            return tensor
+        return paddle.concat([tensor.detach(), tensor.detach()[:1]])
+
+    return mapped(longer, example)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    """Returns zeros, or the least of whole numbers above zero: some are numbers of classes."""
+    least = 0 if tensor.is_floating_point() or not tensor.size else tensor.astype("int64").min()
+    return paddle.full_like(tensor.detach(), max(int(least), 0))
+
+
+def _ties(tensor: Tensor) -> Tensor:
+    first = tensor.detach().flatten()[:1]
+    return first.expand([tensor.size]).reshape(tensor.shape) if tensor.size else tensor.detach()

@@ -1,0 +1,125 @@
+"""The two that a proof compares: the user's own model in a plain loop, and its captured stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture.proof.training import Step, projected, weights_of
+from fleetpipe.capture.running.plain_model import called
+from fleetpipe.capture.running.stages import CapturedStages
+from fleetpipe.capture.running.variants import Forms
+from fleetpipe.capture.tracing.walk import Unopened
+from fleetpipe.dygraph import random_keys, weighted
+from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.losses import Losses
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
+from fleetpipe.dygraph.nest import mapped
+from fleetpipe.dygraph.random_keys import Keys
+from fleetpipe.engine.engine import Engine
+from fleetpipe.schedules import Placement, Plan, Schedule, forward_only
+from fleetpipe.schedules.action import GlobalMicroBatch
+from fleetpipe.transport import MemoryHub, SoleGroup
+
+#: Nothing is ever waited for in one process.
+_NO_WAIT = 1.0
+
+_FIRST = GlobalMicroBatch(0)
+
+
+def copied(inputs: Nest) -> Nest:
+    """Returns inputs into which a forward may write."""
+    return mapped(lambda tensor: tensor.clone(), inputs)
+
+
+class PlainLoop:
+    """The untouched model, one micro-batch after another."""
+
+    def __init__(
+        self, model: Layer, unopened: Unopened, keys_of: Callable[[Step], Keys | None]
+    ) -> None:
+        """Takes the model.
+
+        Args:
+            model: The model.
+            unopened: Which of its layers are nodes as a whole: each node has a key of its own.
+            keys_of: Returns the keys of the captured nodes in a step; None where nothing is drawn.
+        """
+        self.model, self._unopened, self._keys_of = model, unopened, keys_of
+
+    def train(self, step: Step) -> list[Nest]:
+        """Runs forward and backward of each micro-batch; see :class:`Side`."""
+        outputs = []
+        for number, inputs in enumerate(step.micro_batches):
+            keys = self._keys_of(step)
+            micro_batch = GlobalMicroBatch(number)
+            output = called(self.model, copied(inputs), self._unopened, keys, micro_batch)
+            weighted(projected(output), weights_of(step)[number]).backward()
+            outputs.append(mapped(lambda tensor: tensor.detach(), output))
+        return outputs
+
+    def evaluate(self, inputs: Nest) -> Nest:
+        """Runs one forward; see :class:`Side`."""
+        return called(self.model, inputs, self._unopened, None, _FIRST)
+
+
+class CapturedRun:
+    """The captured stages, all in this process, under the schedule of each step."""
+
+    def __init__(self, forms: Forms, model: Layer, keys_of: Callable[[Step], Keys | None]) -> None:
+        """Takes the runs of the forward, cut.
+
+        Args:
+            forms: The runs.
+            model: The model, whose mode says which of them is meant.
+            keys_of: Returns the keys of a step; None where nothing is drawn.
+        """
+        self._forms, self._keys_of = forms, keys_of
+        self._parts = CapturedStages(forms, lambda: model.training)
+
+    def train(self, step: Step) -> list[Nest]:
+        """Runs the plan of the step; see :class:`Side`."""
+        outputs: list[Nest] = [None] * len(step.micro_batches)
+
+        def loss(output: Nest, number: int) -> Tensor:
+            outputs[number] = mapped(lambda tensor: tensor.detach(), output)
+            return projected(output)
+
+        plan = step.schedule.lower(self._parts.edges(training=True))
+        stage = self._stage(step.schedule)
+        numbers = list(range(len(step.micro_batches)))
+        batches = MicroBatches([copied(inputs) for inputs in step.micro_batches], numbers)
+        stage.begin(Batch(batches, Losses([loss], weights_of(step))))
+        try:
+            with random_keys.keyed(self._keys_of(step), SoleGroup()):
+                collectives = dict.fromkeys(("REDUCE", "STEP"), lambda: None)
+                _engine(plan, stage).run(collectives, _FIRST)
+        finally:
+            stage.end()
+        return outputs
+
+    def evaluate(self, inputs: Nest) -> Nest:
+        """Runs one micro-batch forward; see :class:`Side`."""
+        schedule = forward_only(Placement("loop", self._forms.stages), 1)
+        stage = self._stage(schedule)
+        batch = Batch(MicroBatches([inputs], None))
+        stage.begin(batch)
+        try:
+            with paddle.no_grad():
+                _engine(schedule.lower(self._parts.edges(training=False)), stage).run({}, _FIRST)
+        finally:
+            stage.end()
+        return batch.outputs[0]
+
+    def _stage(self, schedule: Schedule) -> DygraphStage:
+        form = self._forms.example(training=True)
+        split = SplitBackward(schedule, form.layers)
+        return DygraphStage(self._parts.function, self._forms.stages, split, self._parts)
+
+
+def _engine(plan: Plan, stage: DygraphStage) -> Engine:
+    hub = MemoryHub(plan.placement.ranks)
+    endpoints = {rank: hub.endpoint(rank) for rank in range(plan.placement.ranks)}
+    return Engine(plan, stage, endpoints, _NO_WAIT)

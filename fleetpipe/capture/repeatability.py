@@ -1,0 +1,214 @@
+"""Makes sure that a forward calls the same whatever numbers it gets.
+
+A capture notes one run, and what Python computes in it stays as it was: how often the model was
+called, what time it is. Runs on other numbers show where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Tensor
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.model_snapshot import attributes_running_on
+from fleetpipe.capture.tracing.place import forward_place
+from fleetpipe.capture.tracing.signature import PLAIN, signature_of
+from fleetpipe.capture.tracing.value import Mode, Node, Owned, Ref, Trace, parts
+from fleetpipe.dygraph.nest import mapped
+from fleetpipe.errors import CaptureError
+
+_WHAT = "calls something else when it runs again on other numbers"
+
+
+class _Difference(NamedTuple):
+    """Where two runs part.
+
+    Attributes:
+        path: The layer whose forward does it.
+        place: File and line.
+        expected: What the first run calls.
+        got: What the second calls.
+    """
+
+    path: str
+    place: str | None
+    expected: str
+    got: str
+
+
+def require_same_calls(capturing: Capturing) -> None:
+    """Runs a model's forward on other numbers than the example's, and compares what it calls.
+
+    A sublayer that does not always call the same is not opened any more: as a whole it may do
+    anything.
+
+    Args:
+        capturing: The model, with an example of its inputs.
+
+    Raises:
+        CaptureError: It is the model's own forward that does not.
+    """
+    model = capturing.model
+    layers = dict(model.named_sublayers(include_self=True))
+    while True:
+        # What Python keeps from one run shows in the next.
+        with attributes_running_on(model), capturing.told_if_slow():
+            found = _difference(capturing)
+        if found is None:
+            return
+        if not found.path:
+            raise CaptureError(
+                f"the forward of {type(model).__name__} {_WHAT}",
+                where=found.place,
+                expected=found.expected,
+                got=found.got,
+                cause="Python computes with what depends on the numbers in a batch, on earlier "
+                "calls, or on chance",
+                fix="compute it by operations of Paddle's; or put that code into a sublayer: what "
+                "is within one may do anything",
+            )
+        capturing.unopened.add(type(layers[found.path]), f"its forward {_WHAT}, {found.place}")
+
+
+def require_same_modes(first: Trace, again: Trace) -> None:
+    """Refuses a forward that switches layers between training and evaluation, and not always alike.
+
+    Args:
+        first: A run that switches some.
+        again: One from the modes in which that has left them.
+
+    Raises:
+        CaptureError: The second runs otherwise.
+    """
+    parts = _parting(first, again)
+    if parts is not None or first.switched != _modes_after(first, again):
+        raise CaptureError(
+            "the forward switches layers between training and evaluation, each time otherwise",
+            where=first.switched_at,
+            expected=None if parts is None else parts.expected,
+            got=None if parts is None else parts.got,
+            cause="what the first micro-batch leaves is what the second finds",
+            fix="do it where modes are set: def train(self): super().train(); self.norm.eval()",
+        )
+
+
+def _modes_after(first: Trace, again: Trace) -> tuple[Mode, ...]:
+    """Returns the modes that a second run leaves of the layers that the first has switched."""
+    modes = {id(mode.layer): mode for mode in again.switched}
+    return tuple(modes.get(id(mode.layer), mode) for mode in first.switched)
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """Returns other numbers of the same kind: rows and columns in another order."""
+    other = tensor.detach().roll(1) if tensor.ndim else tensor.detach()
+    return other * 0.75 if other.is_floating_point() else other
+
+
+def turned(tensor: Tensor) -> Tensor:
+    """Returns numbers of which others are positive."""
+    return -1.5 * tensor.detach() if tensor.is_floating_point() else moved(moved(tensor))
+
+
+def _difference(capturing: Capturing) -> _Difference | None:
+    """Returns where runs on other numbers part from those on the example."""
+    look = signature_of(capturing.example)
+    # Numbers that a forward reads are refused: it takes little to find what comes from elsewhere.
+    for training, change in ((True, moved), (False, turned)):
+        while True:
+            first = capturing(look, training)
+            changes = capturing.unopened.changes
+            second = _run(capturing, change, training)
+            for node in _selecting(first, second):
+                capturing.unopened.add_selecting(node)
+            if changes == capturing.unopened.changes:
+                break
+        difference = _parting(first, second)
+        if difference is not None:
+            # A constant may be kept from its first use on: what counts is whether later runs part.
+            capturing.forget()
+            first, second = capturing(look, training), _run(capturing, change, training)
+            difference = _parting(first, second)
+        if difference is not None:
+            place = difference.place or forward_place(capturing.model)
+            return difference._replace(place=place)
+    return None
+
+
+def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: bool) -> Trace:
+    """Runs the forward on other numbers; on nearer ones where it fails on these."""
+    try:
+        return capturing.with_numbers(mapped(change, capturing.example), training)
+    except CaptureError as error:
+        if change is moved or error.__cause__ is None:
+            raise
+        return capturing.with_numbers(mapped(moved, capturing.example), training)
+
+
+def _selecting(first: Trace, second: Trace) -> Iterator[str]:
+    """Yields the names of nodes whose outputs have another size in another run."""
+    for node, other in zip(first.nodes, second.nodes):
+        if node.function != other.function or node.makes != other.makes:
+            return
+        for value in node.makes - first.selected:
+            if first.likes[value].shape != second.likes[value].shape:
+                yield node.name
+
+
+def _parting(first: Trace, second: Trace) -> _Difference | None:
+    for node, other in zip_longest(first.nodes, second.nodes):
+        told = _differing(node, other)
+        if told is not None:
+            one: Node = other or node
+            opened = one.scopes[: -1 if one.is_layer else None]
+            return _Difference(opened[-1].path, one.place, *told)
+    if first.outputs != second.outputs:
+        return _Difference("", None, "an output", "another output")
+    return None
+
+
+def _differing(node: Node | None, other: Node | None) -> tuple[str, str] | None:
+    """Says what differs between two nodes."""
+    if node is None or other is None or node.name != other.name:
+        return _told(node), _told(other)
+    for one, another in zip_longest(_given(node), _given(other), fillvalue="nothing"):
+        if not _same(one, another):
+            return f"{node.name} with {_shown(one)}", f"{node.name} with {_shown(another, True)}"
+    if node.modes != other.modes:
+        return f"{node.name} in one mode", f"{node.name} in another"
+    return None
+
+
+def _told(node: Node | None) -> str:
+    return "nothing more" if node is None else node.name
+
+
+def _given(node: Node) -> Iterator[object]:
+    """Yields what a node is given, and the keys and places of it."""
+    for path, leaf in parts((node.args, node.named)):
+        yield path
+        yield leaf
+
+
+def _same(one: object, other: object) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, paddle.Tensor):
+        one, other = one.numpy(), other.numpy()  # type: ignore[attr-defined]
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.tobytes() == other.tobytes()
+    # Of other objects nothing is known: what they do, shows in the outputs.
+    known = isinstance(one, (*PLAIN, tuple, Ref, Owned))
+    return not known or one == other or (one != one and other != other)
+
+
+def _shown(value: object, other: bool = False) -> str:
+    if isinstance(value, paddle.Tensor):
+        return f"a constant {list(value.shape)}" + " of other numbers" * other
+    if isinstance(value, Ref):
+        return "another value" if other else "a value"
+    return value.path if isinstance(value, Owned) else f"{value!r}"[:60]

@@ -1,0 +1,209 @@
+"""The runs of a forward that a pipeline knows, by what a batch looks like and by mode, each cut."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from itertools import chain
+from typing import Callable, NamedTuple
+
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture.cutting import cuts
+from fleetpipe.capture.cutting.cuts import Border
+from fleetpipe.capture.cutting.edges import crossing
+from fleetpipe.capture.repeatability import require_same_modes
+from fleetpipe.capture.running.replay import entries
+from fleetpipe.capture.tracing._paddle import renew
+from fleetpipe.capture.tracing.capturing import Capturing, in_mode
+from fleetpipe.capture.tracing.signature import Signature, signature_of
+from fleetpipe.capture.tracing.value import Node, Owned, Trace
+from fleetpipe.dygraph import state_slots
+from fleetpipe.dygraph.layers.run_stage import StageRunner
+from fleetpipe.errors import CaptureError
+from fleetpipe.partition import LayerInfo, Partition
+from fleetpipe.schedules import Edge
+
+#: A look, whether the model trains, the mode of each of its layers, and the numbers that were read.
+_Key = tuple[Signature, bool, tuple[bool, ...], tuple[bytes, ...]]
+
+
+class Form(NamedTuple):
+    """One run of the forward, cut.
+
+    Attributes:
+        trace: The run.
+        starts: The first node of each stage but stage 0.
+        functions: What runs the nodes, between what takes the inputs and what gives the outputs.
+        runner: Runs the stages.
+        crossing: The values on each edge, by name.
+        written: By stage, what its nodes write into.
+    """
+
+    trace: Trace
+    starts: tuple[int, ...]
+    functions: Sequence[Callable[[Nest], Nest]]
+    runner: StageRunner
+    crossing: dict[Edge, tuple[str, ...]]
+    written: tuple[tuple[Owned, ...], ...]
+
+    def renew(self, stage: int) -> None:
+        """Moves what a stage writes into to new memory, as a micro-batch begins.
+
+        The graphs of the micro-batches before it keep what it was for them, till their backward.
+        """
+        for owned in self.written[stage]:
+            renew(getattr(owned.layer, owned.name))
+
+    def nodes(self, stage: int) -> Sequence[Node]:
+        """Returns the nodes of a stage."""
+        bounds = [0, *self.starts, len(self.trace.nodes)]
+        return self.trace.nodes[bounds[stage] : bounds[stage + 1]]
+
+    def layers(self, stage: int) -> dict[int, Layer]:
+        """Returns the layers that are nodes of a stage, each by the number of its first call.
+
+        Numbers are those of ``functions``, of which the first takes the inputs.
+        """
+        first = self.starts[stage - 1] if stage else 0
+        layers: dict[int, tuple[int, Layer]] = {}
+        for number, node in enumerate(self.nodes(stage), first + 1):
+            if node.is_layer:
+                layers.setdefault(id(node.function), (number, node.function))
+        return dict(layers.values())
+
+
+class Forms:
+    """Makes them when they are asked for, and keeps them."""
+
+    def __init__(
+        self,
+        capturing: Capturing,
+        borders: Sequence[Border],
+        interval: int = 0,
+        recompute: Collection[int] = (),
+    ) -> None:
+        """Begins with the look of the example, in both modes.
+
+        Args:
+            capturing: Runs the forward. The edges of its example are those of the pipeline.
+            borders: Where it is cut.
+            interval: Nodes of a stage that are recomputed as one; 0 for none.
+            recompute: Functions of which each is recomputed by itself, by their numbers.
+        """
+        self.capturing = capturing
+        self._borders = borders
+        self._interval, self._recompute = interval, recompute
+        self.first = signature_of(capturing.example)
+        self.stages = len(borders) + 1
+        self._layers = capturing.model.sublayers(include_self=True)
+        self._known: dict[_Key, Form] = {}
+        #: The buffers whose numbers any run has read, by name.
+        self._numbers: dict[str, Owned] = {}
+        self._examples = {training: self._made(self.first, training) for training in (True, False)}
+        for training, form in self._examples.items():
+            with in_mode(capturing.model, training):
+                self._known[self._key(self.first, training)] = form
+
+    def of(self, signature: Signature, training: bool) -> Form:
+        """Returns how a batch of a look is run, with the modes and the numbers that there are.
+
+        Raises:
+            CaptureError: It crosses between stages where the example does not.
+        """
+        key = self._key(signature, training)
+        form = self._known.get(key)
+        if form is None:
+            form = self._made(signature, training)
+            new = form.crossing.keys() - self.example(training).crossing.keys()
+            if new:
+                raise CaptureError(
+                    "a batch of this look has a value on an edge that the example has not",
+                    expected=f"inputs like {self.first}",
+                    got=f"{signature}, with the edges {', '.join(map(str, sorted(new)))}",
+                    fix="pass example_inputs in which everything is given that may be",
+                )
+            # It may have read more numbers.
+            self._known[self._key(signature, training)] = form
+        return form
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The buffers whose numbers Python reads, at every capture."""
+        return [getattr(owned.layer, owned.name) for owned in self._numbers.values()]
+
+    def example(self, training: bool) -> Form:
+        """Returns how the example is run."""
+        return self._examples[training]
+
+    def _key(self, signature: Signature, training: bool) -> _Key:
+        modes = tuple([layer.training for layer in self._layers])
+        return signature, training, modes, tuple(map(_bytes, self._numbers.values()))
+
+    def _made(self, signature: Signature, training: bool) -> Form:
+        trace = self.capturing(signature, training)
+        self._numbers.update((owned.path, owned) for owned in trace.numbers)
+        if trace.switched:
+            require_same_modes(trace, self.capturing.after(trace, signature, training))
+        starts = tuple(cuts.starts(trace, self._borders))
+        functions = entries(trace, signature)
+        infos = tuple(LayerInfo(str(getattr(f, "__name__", ""))) for f in functions)
+        bounds = (0, *(start + 1 for start in starts), len(functions))
+        partition = Partition(bounds, "captured", infos)
+        runner = StageRunner(dict(enumerate(functions)), partition, self._interval, self._recompute)
+        edges = crossing(trace, starts)
+        form = Form(trace, starts, functions, runner, edges, _written(trace, starts))
+        if self._interval or self._recompute:
+            _require_recomputable(form)
+        return form
+
+
+def _bytes(owned: Owned) -> bytes:
+    content: bytes = getattr(owned.layer, owned.name).numpy().tobytes()
+    return content
+
+
+def _written(trace: Trace, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ...]:
+    """Returns, for each stage, what its nodes write into, and backward may need."""
+    names: list[set[str]] = [set() for _ in (0, *starts)]
+    for number, node in enumerate(trace.nodes):
+        if not _normalizes(node):
+            names[bisect_right(starts, number)] |= node.state & trace.changed.keys()
+    return tuple(tuple(trace.changed[name] for name in sorted(found)) for found in names)
+
+
+def _normalizes(node: Node) -> bool:
+    """Whether a node is a layer of Paddle's that trains: backward needs no running statistics."""
+    layer: Layer = node.function
+    plain = node.is_layer and not layer._forward_pre_hooks and not layer._forward_post_hooks
+    return (
+        plain
+        and type(layer).__module__.startswith("paddle.nn.")
+        and all(mode.training for mode in node.modes)
+    )
+
+
+def _require_recomputable(form: Form) -> None:
+    """Refuses to compute again what takes more of a micro-batch's state than one layer keeps.
+
+    Raises:
+        CaptureError: A parameter is written into, or several nodes use a buffer that is.
+    """
+    if form.trace.switched:
+        raise CaptureError(
+            "the forward switches layers between training and evaluation, and nodes are computed "
+            "again",
+            where=form.trace.switched_at,
+            fix="set recompute_interval=0",
+        )
+    for owned in chain.from_iterable(form.written):
+        name = owned.path
+        users = [node for node in form.trace.nodes if name in node.state]
+        kept = {slot for _, slot in state_slots(owned.layer)}
+        if len(users) > 1 or owned.name not in kept:
+            raise CaptureError(
+                f"the forward writes into {name!r}, and nodes are computed again",
+                where=f"{users[-1].name}, {users[-1].place}",
+                cause="the second time they would find what other micro-batches have left there",
+                fix="set recompute_interval=0; or write into a buffer in the layer alone that has "
+                "it and uses it",
+            )

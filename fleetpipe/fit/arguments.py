@@ -1,0 +1,112 @@
+"""What users give a ``Model``, looked at before any rank waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Optimizer
+from fleetpipe.dygraph.batch.losses import require_functions
+from fleetpipe.errors import ConfigError
+from fleetpipe.fit.criterion import Metric
+from fleetpipe.io.saved_position import whole
+
+_OF_METRIC = ("compute", "update", "accumulate", "name", "reset")
+_LEAST = {
+    "epochs": 0,
+    "eval_freq": 1,
+    "log_freq": 1,
+    "save_freq": 1,
+    "accumulate_grad_batches": 1,
+    "num_iters": 0,
+    "num_workers": 0,
+}
+
+
+def require_prepared(
+    optimizer: Optimizer, loss: Callable[..., Nest] | None, metrics: Sequence[Metric]
+) -> None:
+    """Refuses what is no optimizer, no loss or no metric.
+
+    Raises:
+        ConfigError: One of them is something else.
+    """
+    require_functions(loss)
+    if optimizer is not None and not hasattr(optimizer, "clear_grad"):
+        raise ConfigError(
+            "the optimizer is one of Paddle's",
+            got=repr(optimizer),
+            fix="paddle.optimizer.Adam(0.001, parameters=model.parameters())",
+        )
+    for metric in metrics:
+        missing = [name for name in _OF_METRIC if not hasattr(metric, name)]
+        if isinstance(metric, type) or missing:
+            raise ConfigError(
+                "metrics are objects of paddle.metric, or have their methods",
+                expected=", ".join(_OF_METRIC),
+                got=f"the class {metric.__name__}"
+                if isinstance(metric, type)
+                else f"{metric!r} without {', '.join(missing)}",
+                fix=f"pass {metric.__name__}()"
+                if isinstance(metric, type)
+                else "pass paddle.metric.Accuracy(), or derive one from paddle.metric.Metric",
+            )
+
+
+def require_numbers(**given: int | None) -> None:
+    """Refuses a number that is none, or too small; None where there may be one or none.
+
+    Raises:
+        ConfigError: One is.
+    """
+    for name, value in given.items():
+        if value is not None or name != "num_iters":
+            whole(name, value, _LEAST[name])
+
+
+def sizes_of(batch_size: int | Sequence[int]) -> tuple[int, int]:
+    """Returns the rows of batches to train and to evaluate on.
+
+    Raises:
+        ConfigError: They are neither a number nor two.
+    """
+    pair = batch_size if isinstance(batch_size, (list, tuple)) else (batch_size, batch_size)
+    if len(pair) != 2:
+        raise ConfigError(
+            "batch_size is a number of rows, or a pair for training and evaluation",
+            got=repr(batch_size),
+            fix="batch_size=64",
+        )
+    train, evaluation = (whole("batch_size", size, 1) for size in pair)
+    return train, evaluation
+
+
+def require_data(data: object) -> None:
+    """Refuses what yields no batches.
+
+    Raises:
+        ConfigError: It is neither a ``Dataset`` nor iterable.
+    """
+    if not isinstance(data, (paddle.io.Dataset, Iterable)):
+        raise ConfigError(
+            "the data is a Dataset, or yields batches",
+            got="no data" if data is None else type(data).__name__,
+            fix="pass a paddle.io.Dataset, a DataLoader or a list of batches (inputs, labels)",
+        )
+
+
+def require_callback(callback: Any) -> None:
+    """Refuses what is no callback.
+
+    Raises:
+        ConfigError: It is a class, or has not the methods.
+    """
+    if isinstance(callback, type) or not hasattr(callback, "on_train_batch_end"):
+        raise ConfigError(
+            "a callback is an object of paddle.callbacks.Callback",
+            got=f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback),
+            fix=f"pass {callback.__name__}(..)"
+            if isinstance(callback, type)
+            else "derive a class from paddle.callbacks.Callback",
+        )

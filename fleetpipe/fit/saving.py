@@ -1,0 +1,255 @@
+"""The files of ``Model.save``: those that ``paddle.Model`` of the single model writes and reads.
+
+``.pdparams`` is the state dict of the whole model, ``.pdopt`` the state of its optimizer, by names
+that Paddle counts: ``linear_0.w_0_moment1_0``. Which parameter of the model that is, stands in the
+other file, so that it is found on any layout, and in a process that has counted otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fleetpipe._paddle import paddle
+from fleetpipe.aliases import Nest, Optimizer, Tensor
+from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.optimizer_part import OptimizerState, unwrapped
+from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, Held, Name, Saved
+from fleetpipe.checkpoint.files import host
+from fleetpipe.checkpoint.files.replacing import replacing
+from fleetpipe.checkpoint.files.tensors import Described
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.dygraph import PipelineLayer, PipelineParallel
+from fleetpipe.errors import CheckpointError, ConfigError
+from fleetpipe.fit import _paddle
+from fleetpipe.fit.gather import gathered, of_group
+from fleetpipe.fit.networks import counted_names, single_model_of
+from fleetpipe.job.job import Job
+
+PARAMETERS, STATE = ".pdparams", ".pdopt"
+_SCHEDULE, _MASTERS, _MASTER = "LR_Scheduler", "master_weights", "_fp32_master_0"
+_COPIED = re.compile(r"(_deepcopy_\d+)+$")
+
+
+class Paths(NamedTuple):
+    """The two files of a path without an ending."""
+
+    parameters: Path
+    state: Path
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Paths:
+        """Returns the files of a path, which may have the ending of one of them."""
+        name = os.fspath(path)
+        for ending in (PARAMETERS, STATE):
+            name = name.removesuffix(ending)
+        return cls(Path(name + PARAMETERS), Path(name + STATE))
+
+
+def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> None:
+    """Writes the whole model and the whole optimizer, on the first rank. Collective over the job.
+
+    Args:
+        job: The job.
+        path: The files without their endings.
+        pipeline: The wrapped model.
+        optimizer: Its optimizer as it was wrapped; None where there is none.
+
+    Raises:
+        CheckpointError: A file cannot be written; every rank raises.
+        PipelineTimeout: Some rank did not come within the limit.
+    """
+    whole = gathered(job, pipeline, optimizer)
+
+    def write() -> None:
+        if whole:
+            files = Paths.of(path)
+            # Of a layer that was built before, the single model has a copy.
+            counted = counted_names(pipeline.layers)
+            names = {own: _COPIED.sub("", name) for own, name in counted.items()}
+            parameters = of_group(whole, MODEL)
+            for name, tensor in parameters.items():
+                tensor.name = names[name]
+            order = [slot.name for slot in pipeline.layers.state.slots()]
+            contents: dict[str, Nest] = {
+                files.parameters.name: {name: parameters[name] for name in order}
+            }
+            if state := _state_to_save(whole, names, optimizer):
+                contents[files.state.name] = dict(state)
+            fleet_files.save_all(files.parameters.parent, contents)
+
+    Ranks.of_job().together(f"saving {path}", write)
+
+
+def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: Nest) -> None:
+    """Writes the whole model by ``paddle.jit.save``, on the first rank. Collective over the job.
+
+    Args:
+        job: The job.
+        path: The files without their endings.
+        pipeline: The wrapped model.
+        inputs: An ``InputSpec`` for each input.
+
+    Raises:
+        CheckpointError: A file cannot be written; every rank raises.
+        ConfigError: The inputs are not described, or no rank can build the whole model.
+    """
+    if not inputs:
+        raise ConfigError(
+            "a model for inference has inputs of known shapes and dtypes",
+            got="no inputs",
+            fix="Model(network, inputs=[InputSpec([None, 64], 'float32')])",
+        )
+    single = single_model_of(pipeline.layers)
+    whole = of_group(gathered(job, pipeline, None), MODEL)
+
+    def write() -> None:
+        if whole:
+            names = pipeline.layers.state.names_in(single)
+            single.set_state_dict({own: whole[name] for own, name in names.items()})
+            single.eval()
+            target = Path(path)
+            with replacing(target.parent) as draft:
+                paddle.jit.save(single, str(draft / target.name), input_spec=inputs)
+
+    Ranks.of_job().together(f"saving {path}", write)
+
+
+def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> bool:
+    """Gives a model the parameters of a file.
+
+    Collective over the pipeline where something is left out.
+
+    Args:
+        path: The files without their endings.
+        network: The model.
+        skip_mismatch: Whether what the file has not, or in another shape, stays as it is; else the
+            file may have other names, in the order of the model.
+
+    Returns:
+        Whether the file had everything.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or does not fit.
+    """
+    state = fleet_files.load(Paths.of(path).parameters)
+    left_out = []
+    if skip_mismatch:
+        shapes = {slot.name: list(slot.shape) for slot in network.state.slots()}
+        left_out = [n for n in shapes if n not in state or list(state[n].shape) != shapes[n]]
+    if left_out:
+        there = {name: value for name, value in state.items() if name in shapes}
+        state = {**there, **{n: network.full_state_dict()[n] for n in left_out}}
+        warnings.warn(f"not in {path}, or in another shape: {', '.join(left_out)}", stacklevel=3)
+    network.load_from(state)
+    return not left_out
+
+
+def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> None:
+    """Gives an optimizer the state of a file; where there is none, it stays as it is.
+
+    Args:
+        path: The files without their endings.
+        pipeline: The wrapped model.
+        optimizer: Its optimizer, as it was wrapped.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or of another optimizer or model; nothing has
+            changed.
+    """
+    files = Paths.of(path)
+    if not files.state.exists():
+        return
+    contents = fleet_files.arrays(files.state)
+    part = OptimizerState(optimizer, Objects(pipeline).required_model())
+    base = unwrapped(optimizer)
+    names = _names_in_file(files.parameters, pipeline.layers)
+    values = _by_lasting_name(contents, names, _paddle.prefix(base))
+    described = {name: Described(*_described(value)) for name, value in values.items()}
+    order = tuple(slot.name for slot in pipeline.layers.state.slots())
+    try:
+        wanted = part.wanted(Saved(described, order, part.kind))
+    except CheckpointError:
+        part.abandon()
+        raise
+    for name, held in wanted.items():
+        _fill(held, values[name])
+    part.settle()
+    scheduler = _paddle.scheduler_of(base)
+    if scheduler is not None and _SCHEDULE in contents:
+        scheduler.set_state_dict(contents[_SCHEDULE])
+
+
+def _state_to_save(
+    whole: Mapping[Name, Tensor], names: Mapping[str, str], optimizer: Optimizer
+) -> dict[str, Nest]:
+    """Returns the optimizer's state dict for a process that counts names in this way."""
+    if optimizer is None:
+        return {}
+    base = unwrapped(optimizer)
+    masters = of_group(whole, MASTER_WEIGHTS)
+    found: dict[str, Nest] = {}
+    for name, tensor in of_group(whole, OPTIMIZER).items():
+        path, _, kind = name.rpartition("/")
+        of = names[path] + (_MASTER if path in masters else "")
+        tensor.name = f"{of}_{_paddle.prefix(base)}{kind}"
+        found[tensor.name] = tensor
+    if masters:
+        for path, tensor in masters.items():
+            tensor.name = names[path] + _MASTER
+        found[_MASTERS] = {names[path]: tensor for path, tensor in masters.items()}
+    scheduler = _paddle.scheduler_of(base)
+    if scheduler is not None:
+        found[_SCHEDULE] = scheduler.state_dict()
+    return found
+
+
+def _names_in_file(path: Path, network: PipelineLayer) -> dict[str, str]:
+    """Returns the lasting name of each parameter by the name that Paddle counted for the file."""
+    own = [slot.name for slot in network.state.slots()]
+    # A weight that the model has under two names counts once.
+    counted = {name: own_name for own_name, name in reversed(fleet_files.counted_names(path))}
+    by_order = dict(zip(reversed(counted.values()), own))
+    return {name: n if n in own else by_order[n] for name, n in counted.items()}
+
+
+def _by_lasting_name(
+    contents: Mapping[str, Nest], names: Mapping[str, str], prefix: str
+) -> dict[Name, np.ndarray]:
+    """Returns the arrays of a file by the names that checkpoints give them."""
+    values: dict[Name, np.ndarray] = {}
+    for counted, array in contents.get(_MASTERS, {}).items():
+        values[Name(MASTER_WEIGHTS, names[counted])] = array
+    for key, array in contents.items():
+        if key in (_MASTERS, _SCHEDULE):
+            continue
+        counted = max((n for n in names if key.startswith(f"{n}_")), key=len, default=None)
+        if counted is None:
+            raise CheckpointError(
+                f"the optimizer's file has {key!r}, of a parameter that the model's has not",
+                expected=", ".join(list(names)[:4]) + ", ..",
+                fix=f"save both again, or load with reset_optimizer=True: {STATE} is left out",
+            )
+        kind = key[len(counted) + 1 :].removeprefix(f"{_MASTER[1:]}_").removeprefix(prefix)
+        # Of a second optimizer in a process Paddle counts on: moment1_1.
+        values[Name(OPTIMIZER, f"{names[counted]}/{kind.rpartition('_')[0]}_0")] = array
+    return values
+
+
+def _described(value: np.ndarray) -> tuple[str, tuple[int, ...]]:
+    """Returns dtype and shape of an array; Paddle saves bfloat16 as uint16."""
+    dtype = str(value.dtype)
+    return "bfloat16" if dtype == "uint16" else dtype, value.shape
+
+
+def _fill(held: Held, value: np.ndarray) -> None:
+    if held.cut is not None:
+        value = np.take(value, range(held.cut.start, held.cut.stop), held.cut.axis)
+    host.assign(held, paddle.to_tensor(value))

@@ -1,0 +1,191 @@
+"""The names of older Paddle that PaddleFleetX's documents and scripts use, and what they are today.
+
+``paddle.fluid`` is gone since Paddle 2.5. While a script runs under ``fleetpipe run``, or after
+``fleetpipe.install()``, the names of one table are there, and asking for any other name of
+``paddle.fluid`` is an error that says what has its place today.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+from fleetpipe._paddle import device_kind, paddle
+from fleetpipe.errors import FleetPipeError
+from fleetpipe.launch.legacy import fluid_layers
+from fleetpipe.launch.legacy.renamed import name_today
+from fleetpipe.static import DataLoader
+
+FLUID = "paddle.fluid"
+#: Where the names are used: PaddleFleetX's document on pipelines, and its scripts by branch.
+_DOCUMENT = "the pipeline document"
+_PIPELINE = "old_develop, examples/pipeline"
+_GPT = "develop, ppfleetx"
+
+
+class Name(NamedTuple):
+    """A name of older Paddle.
+
+    Attributes:
+        old: The name, below ``paddle``.
+        today: What has its place in Paddle today.
+        used_by: Where PaddleFleetX uses it.
+        stand_in: What stands there instead of ``today``, where that takes other arguments.
+    """
+
+    old: str
+    today: str
+    used_by: str
+    stand_in: object = None
+
+
+class _CPUPlace(paddle.CPUPlace):
+    """What ``paddle.CUDAPlace(0)`` is where no GPU is, and Paddle would end the process."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+
+
+NAMES = (
+    Name("fluid.device_guard", "paddle.static.device_guard", _DOCUMENT),
+    Name("fluid.dygraph.Layer", "paddle.nn.Layer", _DOCUMENT),
+    Name("fluid.dygraph.layers.Layer", "paddle.nn.Layer", _DOCUMENT),
+    Name("fluid.dygraph.container.Sequential", "paddle.nn.Sequential", _DOCUMENT),
+    Name(
+        "io.DataLoader.from_generator",
+        "fleetpipe.static.DataLoader.from_generator",
+        _DOCUMENT,
+        DataLoader.from_generator,
+    ),
+    Name(
+        "static.nn.embedding",
+        "paddle.nn.Embedding",
+        _DOCUMENT,
+        fluid_layers.embedding,
+    ),
+    Name("CUDAPlace", "paddle.CPUPlace", _PIPELINE, _CPUPlace),
+    Name("fluid.ParamAttr", "paddle.ParamAttr", _PIPELINE),
+    Name("fluid.param_attr.ParamAttr", "paddle.ParamAttr", _PIPELINE),
+    Name("fluid.initializer.Uniform", "paddle.nn.initializer.Uniform", _PIPELINE),
+    Name("fluid.layers.conv2d", "paddle.nn.Conv2D", _PIPELINE, fluid_layers.conv2d),
+    Name("fluid.layers.batch_norm", "paddle.nn.BatchNorm2D", _PIPELINE, fluid_layers.batch_norm),
+    Name("fluid.layers.pool2d", "paddle.nn.functional.max_pool2d", _PIPELINE, fluid_layers.pool2d),
+    Name("fluid.layers.fc", "paddle.static.nn.fc", _PIPELINE, fluid_layers.fc),
+    Name("fluid.layers.elementwise_add", "paddle.add", _PIPELINE, fluid_layers.elementwise_add),
+    Name("fluid.core", "paddle.base.core", _PIPELINE),
+    Name("fluid.framework", "paddle.base.framework", _GPT),
+    Name("fluid.dygraph.base", "paddle.base.dygraph.base", _GPT),
+    Name("fluid.dygraph.to_variable", "paddle.to_tensor", _GPT),
+    Name("fluid.data_feeder.convert_dtype", "paddle.base.data_feeder.convert_dtype", _GPT),
+    Name("fluid.reader.use_pinned_memory", "paddle.base.reader.use_pinned_memory", _GPT),
+)
+
+
+class FluidName(FleetPipeError, AttributeError):
+    """A name that ``paddle.fluid`` does not have here."""
+
+
+class FluidImport(FleetPipeError, ImportError):
+    """An import of a name that ``paddle.fluid`` does not have here."""
+
+
+class _Module(ModuleType):
+    """``paddle.fluid``, or a module of it."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise FluidName(**_gone(f"{self.__name__}.{name}"))
+
+
+class _Finder(MetaPathFinder):
+    """Is asked for what is imported from ``paddle.fluid`` and is not there."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.startswith(f"{FLUID}."):
+            raise FluidImport(**_gone(fullname))
+        return None
+
+
+def _gone(name: str) -> dict[str, Any]:
+    today = name_today(name)
+    return {
+        "summary": f"{name} is gone since Paddle 2.5, and is not among the names that fleetpipe "
+        "provides",
+        "cause": None if today else "Paddle has nothing of this name today",
+        "fix": f"write {today}; its arguments may be others"
+        if today
+        else "see the table of names in docs/coming-from-fleetx.md",
+    }
+
+
+@contextmanager
+def provided() -> Iterator[None]:
+    """Within it, the names of the table are there."""
+    with ExitStack() as undo:
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+        undo.callback(sys.meta_path.remove, finder)
+        for name in NAMES:
+            if not _has_its_own(name):
+                _put(name, undo)
+        yield
+
+
+def _has_its_own(name: Name) -> bool:
+    """Tells whether this Paddle has what works under the name."""
+    if name.old == "static.nn.embedding":
+        return not paddle.base.framework.use_pir_api()
+    return name.old == "CUDAPlace" and device_kind() == "gpu"
+
+
+def _put(name: Name, undo: ExitStack) -> None:
+    """Puts a name in its place, and the modules above it that are not there."""
+    path, _, last = f"paddle.{name.old}".rpartition(".")
+    value = name.stand_in or _named(name.today)
+    _set(_owner(path, undo), last, value, undo)
+    if isinstance(value, ModuleType):
+        sys.modules[f"{path}.{last}"] = value
+        undo.callback(sys.modules.pop, f"{path}.{last}", None)
+
+
+def _owner(path: str, undo: ExitStack) -> Any:
+    """Returns the module or class of a path; a module of ``paddle.fluid`` is made."""
+    if not f"{path}.".startswith(f"{FLUID}."):
+        return _named(path)
+    if path not in sys.modules:
+        module = _Module(path)
+        # A package: what is imported from it is asked of the finder.
+        module.__path__ = []
+        sys.modules[path] = module
+        undo.callback(sys.modules.pop, path, None)
+        above, _, last = path.rpartition(".")
+        _set(_owner(above, undo), last, module, undo)
+    return sys.modules[path]
+
+
+def _named(path: str) -> Any:
+    """Returns what has a dotted name, which may be inside a class."""
+    parts = path.split(".")
+    value: Any = importlib.import_module(parts[0])
+    for index, part in enumerate(parts[1:], 2):
+        if not hasattr(value, part):
+            importlib.import_module(".".join(parts[:index]))
+        value = getattr(value, part)
+    return value
+
+
+def _set(owner: Any, name: str, value: object, undo: ExitStack) -> None:
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)

@@ -1,0 +1,26 @@
+"""What the launcher starts on every rank of a ``fleetpipe`` command; run by its path."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# Run by path, this file's folder stands first on the path of modules, and must not.
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from fleetpipe.cli import main  # noqa: E402
+from fleetpipe.errors import PeerFailed  # noqa: E402
+from fleetpipe.job import attempt_files  # noqa: E402
+from fleetpipe.job.watching import process_exit  # noqa: E402
+from fleetpipe.job.watching.failure import Failure  # noqa: E402
+from fleetpipe.job.watching.watch import EXIT_CODE  # noqa: E402
+
+code = main(sys.argv[1:])
+error = process_exit.error()
+# The launcher may end this process while it cleans up, and would see that alone.
+attempt_files.tell_code(EXIT_CODE if code and isinstance(error, PeerFailed) else code)
+if code and error is not None:
+    # Where there was a job its watch has told, or will: the first word counts.
+    attempt_files.tell_failure(Failure.of(int(os.environ.get("PADDLE_TRAINER_ID", "0")), error))
+sys.exit(code)

@@ -1,0 +1,110 @@
+"""The ranks of this host: an attempt of theirs is started, judged, and asked to stop."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from fleetpipe import systems
+from fleetpipe.job import attempt_files
+from fleetpipe.launch.script import LAUNCHED, signal_ranks
+from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions
+from fleetpipe.launch.supervisor.verdict import Verdict, judge
+from fleetpipe.report import files
+
+
+class Local:
+    """The ranks of this host, one attempt after another."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, pods: Pods) -> None:
+        """Describes them; starts none.
+
+        Args:
+            options: Of the command.
+            folder: The supervisor's folder in memory.
+            pods: The process in which Paddle's launcher runs.
+        """
+        self._options = options
+        self._folder = folder
+        self._pods = pods
+        self._kept = folder / "kept"
+        self._kept.mkdir()
+        #: The folder of the attempt that runs.
+        self._home = folder
+
+    def fileno(self) -> int:
+        """Returns the descriptor that can be read when an attempt has ended."""
+        return self._pods.fileno()
+
+    def start(self, number: int) -> None:
+        """Begins an attempt."""
+        self._home = self._folder / f"attempt-{number}"
+        self._home.mkdir()
+        self._pods.start(Order(self._arguments(), self._environment(number)))
+
+    def end(self) -> Verdict:
+        """Judges the attempt, once it has ended, and ends what is left of it."""
+        try:
+            return judge(self._home, self._pods.code())
+        finally:
+            end_sessions(self._home)
+
+    def record(self, number: int, verdict: Verdict) -> None:
+        """Writes how an attempt ended where its run is recorded."""
+        record(self._home, number, verdict)
+
+    def stop(self, number: int) -> None:
+        """Asks the ranks to finish their step, save and end, by a signal."""
+        signal_ranks(self._home, number)
+
+    def kill(self) -> None:
+        """Ends the ranks at once, and a launcher that has not started any."""
+        signal_ranks(self._home, systems.SIGKILL)
+        self._pods.stop()
+
+    def _arguments(self) -> list[str]:
+        options = self._options
+        words = ["--log_dir", options.log_dir, "--log_level", options.log_level]
+        if options.nproc_per_node is not None:
+            words += ["--nproc_per_node", str(options.nproc_per_node)]
+        words += [str(LAUNCHED), "run", "--log-level", options.log_level]
+        return [*words, str(options.script), *options.arguments]
+
+    def _environment(self, number: int) -> dict[str, str]:
+        found = {attempt_files.FOLDER: str(self._home), attempt_files.NUMBER: str(number)}
+        if self._options.checkpoint_dir is not None:
+            found["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(self._options.checkpoint_dir)
+        if self._options.keep_state:
+            found["FLEETPIPE_KEPT_STATE"] = str(self._kept)
+        return found
+
+
+def record(home: Path, number: int, verdict: Verdict) -> None:
+    """Writes how an attempt ended where its run is recorded, for ``fleetpipe report``.
+
+    One that did its work has written so itself.
+
+    Args:
+        home: What the ranks of the attempt have left.
+        number: Of the attempt.
+        verdict: How it ended.
+    """
+    if verdict == Verdict(0):
+        return
+    end = {
+        "event": "end",
+        "life": number,
+        "time": time.time(),
+        "code": verdict.code,
+        "saved": verdict.saved,
+        "step": verdict.step,
+        "culprit": verdict.culprit,
+        "details": verdict.details,
+    }
+    for folder in attempt_files.records(home):
+        # A disk that is full must not keep the job from being started again.
+        with contextlib.suppress(OSError):
+            files.append_line(folder / files.LIVES, end)

@@ -1,0 +1,348 @@
+"""What a search may combine: shapes, cuts to begin with, and schedules; and what a choice costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.partition import Bottleneck, fastest, uniform
+from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
+from fleetpipe.profiling.profile import Profile
+from fleetpipe.profiling.recomputing import Recompute, everything, recomputed
+from fleetpipe.profiling.stages import StageCost, Stages
+from fleetpipe.schedules import Costs, Placement, Schedule, build
+from fleetpipe.schedules.action import flatten
+from fleetpipe.schedules.families.table import FAMILIES
+from fleetpipe.schedules.search.variants import variants
+from fleetpipe.schedules.simulation.replay import replay
+
+#: Most chunks on a rank that are tried.
+MOST_CHUNKS = 4
+
+Boundaries = tuple[int, ...]
+
+
+class Candidate(NamedTuple):
+    """A plan that fits, and what it costs.
+
+    Attributes:
+        seconds: From the first action to the end of the last.
+        peak: The most bytes of any rank.
+        schedule: What runs.
+        boundaries: The cut.
+        recompute: For each stage the layers that are recomputed.
+    """
+
+    seconds: float
+    peak: int
+    schedule: Schedule
+    boundaries: Boundaries
+    recompute: Recompute
+
+
+class Lack(NamedTuple):
+    """A plan that does not fit, though all is recomputed that may be.
+
+    Attributes:
+        peak: The most bytes of any rank.
+        rank: That rank.
+        schedule: What runs.
+        boundaries: The cut.
+    """
+
+    peak: int
+    rank: int
+    schedule: Schedule
+    boundaries: Boundaries
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a plan is wanted for.
+
+    Attributes:
+        profile: What the layers cost.
+        ranks: Ranks of the pipeline, p.
+        micro_batches: Micro-batches of a batch, m.
+        cap: Bytes that a rank may have in use.
+        search: What may be chosen; see :func:`fleetpipe.plan`.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+    """
+
+    profile: Profile
+    ranks: int
+    micro_batches: int
+    cap: float
+    search: frozenset[str]
+    optimizer_copies: float
+
+    @cached_property
+    def stages(self) -> Stages:
+        """What stages cost."""
+        return self.profile.stages
+
+    def shapes(self) -> list[Placement]:
+        """Returns the placements that have no more stages than the model can be cut into."""
+        most = len(self.profile.cuts) + 1
+        shapes = [Placement("loop", self.ranks)]
+        if "placement" in self.search and self.ranks > 1:
+            shapes += [Placement("loop", self.ranks, v) for v in range(2, MOST_CHUNKS + 1)]
+            shapes.insert(2, Placement("vee", self.ranks, 2))
+            shapes += [Placement("wave", self.ranks, v) for v in range(2, MOST_CHUNKS + 1, 2)]
+        return [shape for shape in shapes if shape.stages <= most]
+
+    def schedules(self, shape: Placement) -> Iterator[Schedule]:
+        """Yields the families' schedules for a placement; the usual one where none is searched."""
+        if "schedule" not in self.search and shape.name == "loop":
+            yield build(
+                "1F1B", ranks=self.ranks, micro_batches=self.micro_batches, chunks=shape.chunks
+            )
+            return
+        for name, family in FAMILIES.items():
+            if family.placement != shape.name or family.chunks > shape.chunks:
+                continue
+            for options in self._options(name):
+                try:
+                    schedule = self._build(name, shape, **options)
+                except ConfigError:  # it does not take these numbers
+                    continue
+                if schedule.placement == shape and (self.profile.splits or not _splits(schedule)):
+                    yield schedule
+
+    def _options(self, name: str) -> list[dict[str, Any]]:
+        """Returns the options of a family to try: of what was measured, where it has slices."""
+        slices = len(self.profile.slices)
+        if FAMILIES[name].sliced:
+            return [{"slices": slices}] if slices > 1 else []
+        return variants(name, self.micro_batches, self._hidden)
+
+    @cached_property
+    def _hidden(self) -> float:
+        """The longest latency, in times of F and B of an even share of the layers."""
+        sizes = [layer.output for layer in self.profile.layers[:-1]]
+        latency = max(link.seconds(max(sizes, default=0)) for link in self.profile.links)
+        share = self.stages.least() / self.ranks
+        return min(latency / share, self.micro_batches) if share else 0.0
+
+    @cached_property
+    def of_slices(self) -> tuple[Stages, ...]:
+        """What stages cost for each slice of a micro-batch."""
+        return self.profile.stages_of_slices
+
+    def cuts(self, shape: Placement) -> list[Boundaries]:
+        """Returns the cuts to begin with: even in layers, time, time with links, and memory."""
+        parts, places, count = shape.stages, self.profile.cuts, self.stages.count
+        units = [0, *places]
+        even = tuple(units[index] for index in uniform(len(units), parts)[:-1])
+        found = [(*even, count)]
+        if "partition" not in self.search:
+            return found
+        stages = self.stages
+
+        def time(stage: int, start: int, end: int) -> float:
+            return stages.seconds(start, end)
+
+        def memory(stage: int, start: int, end: int) -> float:
+            return self._memory(parts, stage, start, end)
+
+        def static(start: int, end: int) -> float:
+            return sum(stages.static(start, end))
+
+        found += [
+            fastest(places, count, parts, time, stages.seconds).boundaries,
+            self.fastest(shape).boundaries,
+            fastest(places, count, parts, memory, static).boundaries,
+        ]
+        return list(dict.fromkeys(found))
+
+    def fastest(self, shape: Placement, cap: float = math.inf, steady: bool = False) -> Bottleneck:
+        """Returns the cut whose slowest stage is fastest, with what crosses between ranks.
+
+        Args:
+            shape: Which rank has which stage.
+            cap: Bytes that a stage may have in use, with nothing recomputed.
+            steady: Whether it is to be the same whenever the layers are measured.
+
+        Raises:
+            PartitionError: There are too few places, or no cut fits.
+        """
+        parts, stages = shape.stages, self.stages
+        crossing = cache(lambda border, layer: self._crossing(shape, border, layer))
+
+        def cost(stage: int, start: int, end: int) -> float:
+            if cap < math.inf and self._memory(parts, stage, start, end) > cap:
+                return math.inf
+            busy, waiting = crossing(stage - 1, start)
+            return stages.seconds(start, end) + busy + waiting + crossing(stage, end)[0]
+
+        def sent(start: int) -> int:
+            return self.profile.layers[start - 1].output if start else 0
+
+        places, count = self.profile.cuts, stages.count
+        return fastest(places, count, parts, cost, stages.seconds, sent if steady else None)
+
+    def _crossing(self, shape: Placement, border: int, layer: int) -> tuple[float, float]:
+        """Returns how long both ranks are busy, and the later one waits, where a cut crosses.
+
+        Args:
+            shape: Which rank has which stage.
+            border: The stage before it.
+            layer: The layer after it.
+        """
+        if not 0 < layer < self.stages.count or shape.rank_of(border) == shape.rank_of(border + 1):
+            return 0.0, 0.0
+        size, transfer = self.profile.layers[layer - 1].output, self.profile.transfer
+        # A value comes, and its gradient goes back.
+        return transfer.sends(size) + transfer.receives(size), 2 * self._comm(shape, border, size)
+
+    def _memory(self, parts: int, stage: int, start: int, end: int) -> float:
+        """Returns the bytes that a stage has in use under 1F1B."""
+        parameters, gradients, buffers = self.stages.static(start, end)
+        under_way = min(self.micro_batches, parts - stage)
+        moments = self.optimizer_copies * gradients
+        held = under_way * self.stages.held(start, end)
+        return parameters + gradients + buffers + moments + held
+
+    def costs(self, shape: Placement, stages: Sequence[StageCost], **others: Any) -> Costs:
+        """Returns what the actions of some stages cost, their transfers included."""
+        stages = self.with_transfers(shape, stages)
+        return Costs(
+            forward=tuple(stage.forward for stage in stages),
+            backward=tuple(stage.backward for stage in stages),
+            input_grad=tuple(stage.input_grad for stage in stages),
+            weight_grad=tuple(stage.weight_grad for stage in stages),
+            comm=self.comm(shape, stages),
+            **others,
+        )
+
+    def with_transfers(
+        self, shape: Placement, stages: Sequence[StageCost]
+    ) -> tuple[StageCost, ...]:
+        """Returns the costs of stages whose actions send and receive, if between ranks."""
+        transfer, found = self.profile.transfer, []
+        for number, stage in enumerate(stages):
+            forward = backward = 0.0
+            if number and shape.rank_of(number - 1) != shape.rank_of(number):
+                forward += transfer.receives(stages[number - 1].output)
+                backward += transfer.sends(stages[number - 1].output)
+            if number + 1 < len(stages) and shape.rank_of(number) != shape.rank_of(number + 1):
+                forward += transfer.sends(stage.output)
+                backward += transfer.receives(stage.output)
+            found.append(
+                stage._replace(
+                    forward=stage.forward + forward,
+                    backward=stage.backward + backward,
+                    input_grad=stage.input_grad + backward,
+                )
+            )
+        return tuple(found)
+
+    def comm(self, shape: Placement, stages: Sequence[StageCost]) -> tuple[float, ...]:
+        """Returns how long a value takes from each stage to the next; 0 from the last."""
+        edges = [self._comm(shape, s, stage.output) for s, stage in enumerate(stages[:-1])]
+        return (*edges, 0.0)
+
+    def _comm(self, shape: Placement, stage: int, size: int) -> float:
+        """Returns how long ``size`` bytes take from a stage to the next one."""
+        source, target = shape.rank_of(stage), shape.rank_of(stage + 1)
+        if source == target:
+            return 0.0
+        # On a loop the last rank sends to the first; else values run up the ranks, and down again.
+        first = source if shape.name == "loop" else min(source, target)
+        return self.profile.link(first).seconds(size)
+
+    def evaluate(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
+        """Returns what a schedule and a cut cost, with what must be recomputed to fit."""
+        layers, stages = self.profile.layers, self.stages
+        if schedule.slices > 1:
+            return self._evaluate_slices(schedule, boundaries)
+        chosen: Recompute = ((),) * (len(boundaries) - 1)
+        costs = stages.cut(boundaries)
+        peaks = peak_bytes(schedule, costs, self.optimizer_copies)
+        if max(peaks) > self.cap and "recompute" in self.search:
+            found = recomputed(
+                schedule, layers, stages, boundaries, self.cap, self.optimizer_copies
+            )
+            chosen = everything(layers, boundaries) if found is None else found
+            costs = stages.cut(boundaries, chosen)
+            peaks = peak_bytes(schedule, costs, self.optimizer_copies)
+        most = max(peaks)
+        if most > self.cap:
+            return Lack(most, peaks.index(most), schedule, boundaries)
+        times = replay(schedule, None, self.costs(schedule.placement, costs))
+        seconds = max(ends[-1] for ends in times.ends)
+        return Candidate(seconds, most, schedule, boundaries, chosen)
+
+    def _evaluate_slices(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
+        """Returns what a schedule of slices costs, which nothing is recomputed under."""
+        costs = self.stages.cut(boundaries)
+        parts = [stages.cut(boundaries) for stages in self.of_slices]
+        peaks = peak_bytes(schedule, costs, self.optimizer_copies, parts)
+        most = max(peaks)
+        if most > self.cap:
+            return Lack(most, peaks.index(most), schedule, boundaries)
+        shape = schedule.placement
+        each = tuple(self.costs(shape, part) for part in parts)
+        times = replay(schedule, None, self.costs(shape, costs, each_slice=each))
+        seconds = max(ends[-1] for ends in times.ends)
+        return Candidate(seconds, most, schedule, boundaries, ((),) * (len(boundaries) - 1))
+
+    def searched(self, found: Candidate) -> Schedule | None:
+        """Returns what the search ``auto`` makes for the cut of a candidate; None for nothing."""
+        shape = found.schedule.placement
+        if shape.name == "wave" and shape.chunks == 2:
+            return None  # it is searched as a vee
+        stages = self.stages.cut(found.boundaries, found.recompute)
+        if not self.profile.splits or "schedule" not in self.search:
+            return None
+        costs, cap = self.costs(shape, stages), None
+        if not math.isinf(self.cap):
+            shares = shares_of_cap(shape, stages, self.cap, self.optimizer_copies)
+            if shares is None:
+                return None
+            costs, cap = self.costs(shape, stages, **shares._asdict()), 1
+        try:
+            return self._build("auto", shape, costs=costs, placed=shape.name, memory_cap=cap)
+        except ConfigError:  # not even one micro-batch fits
+            return None
+
+    def _build(self, name: str, shape: Placement, **options: Any) -> Schedule:
+        return build(
+            name,
+            ranks=shape.ranks,
+            micro_batches=self.micro_batches,
+            chunks=shape.chunks,
+            **options,
+        )
+
+    def bound(self) -> float:
+        """Returns seconds that no plan is below, whatever the cut, placement and schedule.
+
+        Some rank computes at least its even share; and each layer is on one rank, which begins
+        when the layers before it let it, and after whose last I these have theirs to do.
+        """
+        layers = self.profile.layers
+        if self.of_slices:
+            # A slice need not wait for those after it, and may cost less than its share.
+            least = min(self.stages.least(), sum(part.least() for part in self.of_slices))
+            return self.micro_batches * least / self.ranks
+        most = self.micro_batches * self.stages.least() / self.ranks
+        before = 0.0
+        for layer in layers:
+            way = layer.forward + min(layer.whole, _input_grad(layer))
+            most = max(most, before + self.micro_batches * way, self.micro_batches * layer.seconds)
+            before += way
+        return most
+
+
+def _input_grad(layer: object) -> float:
+    seconds = getattr(layer, "input_grad", None)
+    return math.inf if seconds is None else float(seconds)
+
+
+def _splits(schedule: Schedule) -> bool:
+    return any(action.kind == "I" for row in schedule.actions for action in flatten(row))

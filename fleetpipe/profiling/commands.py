@@ -1,0 +1,138 @@
+"""``fleetpipe plan`` and ``fleetpipe estimate``: from a stored profile, with nothing run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from fleetpipe.arguments import new_file, number, positive, using
+from fleetpipe.errors import ConfigError
+from fleetpipe.profiling.estimating import estimates, shown
+from fleetpipe.profiling.planner import SEARCH, plan
+from fleetpipe.profiling.profile import Profile
+
+#: Most that is searched here: some seconds of work.
+MOST_FORWARDS, MOST_CUTS = 10_000, 2_000
+
+
+def configure_plan(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe plan`` to its parser."""
+    _add_profile(parser)
+    parser.add_argument(
+        "--ranks", type=positive, required=True, metavar="P", help="ranks of the pipeline"
+    )
+    parser.add_argument(
+        "--memory-cap",
+        metavar="SIZE",
+        help="most that a rank may have in use, such as 2GiB or 500MB; no cap by default",
+    )
+    parser.add_argument(
+        "--search",
+        type=lambda text: text.split(","),
+        default=list(SEARCH),
+        metavar="WHAT,..",
+        help=f"what is chosen (default: {','.join(SEARCH)})",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=new_file,
+        metavar="FILE",
+        help="write the plan, for PipelineLayer(plan=FILE)",
+    )
+    parser.add_argument(
+        "--format", choices=("text", "json"), default="text", help="tables, or the plan as JSON"
+    )
+
+
+def configure_estimate(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe estimate`` to its parser."""
+    _add_profile(parser)
+    parser.add_argument(
+        "--ranks",
+        type=lambda text: [positive(part) for part in text.split(",")],
+        metavar="P,P,..",
+        help="numbers of ranks to compare (default: those of 1,2,4,8 that have layers enough)",
+    )
+    parser.add_argument(
+        "--format", choices=("text", "json"), default="text", help="a table, or JSON"
+    )
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="a profile, or a list of layers by hand, as JSON"
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=positive,
+        default=8,
+        metavar="M",
+        help="micro-batches of a batch (default: 8)",
+    )
+    parser.add_argument(
+        "--optimizer-copies",
+        type=number,
+        default=2,
+        metavar="N",
+        help="tensors of a gradient's size that the optimizer keeps: 2 for Adam (default), 1 with"
+        " momentum, 0 for SGD",
+    )
+
+
+def _require_moderate(profile: Profile, ranks: int, micro_batches: int) -> None:
+    """Refuses what would take minutes, or the memory of the machine.
+
+    Raises:
+        ConfigError: It would.
+    """
+    for what, size, most in (
+        ("ranks x micro-batches", ranks * micro_batches, MOST_FORWARDS),
+        ("layers x ranks", len(profile.layers) * ranks, MOST_CUTS),
+    ):
+        if size > most:
+            raise ConfigError(
+                f"a plan is searched here for at most {most} {what}",
+                got=str(size),
+                fix="give fewer, or layers that stand for several; fleetpipe.plan(..) in Python "
+                "has no such limit",
+            )
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Makes a plan, writes and prints it; returns the exit code."""
+    profile = Profile.read(arguments.file)
+    _require_moderate(profile, arguments.ranks, arguments.micro_batches)
+    made = plan(
+        profile,
+        arguments.ranks,
+        arguments.micro_batches,
+        arguments.memory_cap,
+        arguments.search,
+        arguments.optimizer_copies,
+    )
+    if arguments.output is not None:
+        with using("--output", arguments.output, "a file that can be written"):
+            made.write(arguments.output)
+    text = made.dumps() if arguments.format == "json" else f"{made}\n\n{made.explain()}\n"
+    sys.stdout.write(text)
+    return 0
+
+
+def run_estimate(arguments: argparse.Namespace) -> int:
+    """Prints what each schedule costs on several numbers of ranks; returns the exit code."""
+    profile = Profile.read(arguments.file)
+    for ranks in arguments.ranks or (1,):
+        profile.require_cuts_for(ranks)
+        _require_moderate(profile, ranks, arguments.micro_batches)
+    copies = arguments.optimizer_copies
+    found = estimates(profile, arguments.ranks or (1, 2, 4, 8), arguments.micro_batches, copies)
+    if arguments.format == "json":
+        sys.stdout.write(json.dumps([one._asdict() for one in found]) + "\n")
+        return 0
+    layers = [*profile.layers, *filter(None, [profile.loss])]
+    alone = arguments.micro_batches * sum(layer.forward + layer.whole for layer in layers)
+    sys.stdout.write(shown(found, alone) + "\n")
+    return 0

@@ -1,0 +1,90 @@
+"""``fleetpipe estimate``: time and memory for several numbers of ranks, under every schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fleetpipe.profiling.candidates import Candidate, Task
+from fleetpipe.profiling.memory import peak_bytes
+from fleetpipe.profiling.profile import Profile, table
+from fleetpipe.profiling.sizes import show_bytes, show_seconds
+
+
+class Estimate(NamedTuple):
+    """What one schedule costs on some ranks, nothing recomputed.
+
+    Attributes:
+        ranks: Ranks of the pipeline.
+        chunks: Chunks on each.
+        schedule: Its name.
+        seconds: Of a batch, without the optimizer's step.
+        peak_bytes: Of each rank.
+    """
+
+    ranks: int
+    chunks: int
+    schedule: str
+    seconds: float
+    peak_bytes: tuple[int, ...]
+
+
+def estimates(
+    profile: Profile, ranks: Iterable[int], micro_batches: int, optimizer_copies: float = 2
+) -> list[Estimate]:
+    """Returns what every schedule costs, under the cut whose slowest stage is fastest.
+
+    Args:
+        profile: What the layers cost.
+        ranks: Numbers of ranks; those with more stages than layers are left out.
+        micro_batches: Micro-batches of a batch, m.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+
+    Returns:
+        The estimates, by ranks and then by time.
+    """
+    found = []
+    for count in ranks:
+        search = frozenset(("partition", "placement", "schedule"))
+        task = Task(profile, count, micro_batches, math.inf, search, optimizer_copies)
+        of_ranks: dict[tuple[int, str], Estimate] = {}
+        for shape in task.shapes():
+            for schedule in task.schedules(shape):
+                tried = [task.evaluate(schedule, cut) for cut in task.cuts(shape)]
+                fitting = [one for one in tried if isinstance(one, Candidate)]
+                best = min(fitting, key=lambda one: one.seconds)
+                parts = [part.cut(best.boundaries) for part in task.of_slices]
+                stages = task.stages.cut(best.boundaries)
+                slices = parts if schedule.slices > 1 else ()
+                peaks = peak_bytes(schedule, stages, optimizer_copies, slices)
+                one = Estimate(count, shape.chunks, schedule.name, best.seconds, peaks)
+                # Of a schedule's options the faster.
+                key = shape.chunks, schedule.name
+                of_ranks[key] = min(of_ranks.get(key, one), one, key=lambda each: each.seconds)
+        found += sorted(of_ranks.values(), key=lambda one: one.seconds)
+    return found
+
+
+def shown(found: Sequence[Estimate], alone: float) -> str:
+    """Returns a table.
+
+    Args:
+        found: The estimates.
+        alone: Seconds that one rank takes for a batch.
+    """
+    rows = [("ranks", "chunks", "schedule", "a batch", "speed-up", "most memory", "on rank")]
+    for one in found:
+        most = max(one.peak_bytes)
+        rows.append(
+            (
+                str(one.ranks),
+                str(one.chunks),
+                one.schedule,
+                show_seconds(one.seconds),
+                f"{alone / one.seconds:.2f}" if one.seconds else "-",
+                show_bytes(most),
+                str(one.peak_bytes.index(most)),
+            )
+        )
+    return table(rows, left=(2,))

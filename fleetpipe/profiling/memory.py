@@ -1,0 +1,165 @@
+"""How many bytes each rank has in use at most, and what it holds at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Union
+
+import numpy as np
+
+from fleetpipe.profiling.stages import StageCost
+from fleetpipe.schedules import Placement, Schedule
+from fleetpipe.schedules.action import flatten
+
+#: The costs of stages, by stage.
+Costed = Union[Mapping[int, StageCost], Sequence[StageCost]]
+
+
+class Peak(NamedTuple):
+    """The moment at which a rank has the most activations.
+
+    Attributes:
+        bytes: In use then.
+        whole: By stage, the forwards whose B is to come.
+        split: By stage, the forwards whose I is to come.
+        waiting: By stage, the backwards whose W is to come.
+    """
+
+    bytes: int
+    whole: dict[int, int]
+    split: dict[int, int]
+    waiting: dict[int, int]
+
+
+class Shares(NamedTuple):
+    """What stages hold, for a search that knows one cap of 1 for all ranks.
+
+    Attributes:
+        bytes: For each stage what a forward holds, in shares of the room that its rank has.
+        input_grad_frees: The part of it that I frees.
+    """
+
+    bytes: tuple[float, ...]
+    input_grad_frees: float
+
+
+class _Moments(NamedTuple):
+    """What a rank holds while each of its actions runs, equal moments once.
+
+    Attributes:
+        counts: For each moment, by stage of the rank and slice: forwards whose B, then forwards
+            whose I is to come, then backwards whose W is to come.
+        stages: For each moment, which of the rank's stages, and slice of it, computes.
+    """
+
+    counts: np.ndarray
+    stages: np.ndarray
+
+
+def static_bytes(stages: Sequence[StageCost], optimizer_copies: float) -> int:
+    """Returns what some stages have whatever runs: parameters, gradients, moments, buffers."""
+    return sum(
+        stage.parameters + stage.gradients + stage.buffers + int(optimizer_copies * stage.gradients)
+        for stage in stages
+    )
+
+
+def shares_of_cap(
+    placement: Placement, stages: Sequence[StageCost], cap: float, optimizer_copies: float
+) -> Shares | None:
+    """Returns what stages hold in shares of what a cap leaves; None where it leaves nothing.
+
+    Args:
+        placement: Which rank has which stage.
+        stages: What they cost.
+        cap: Bytes that a rank may have in use.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+    """
+    rooms = []
+    for rank in range(placement.ranks):
+        owned = [stages[stage] for stage in placement.stages_of(rank)]
+        working = max(stage.working for stage in owned)
+        rooms.append(cap - static_bytes(owned, optimizer_copies) - working)
+    if min(rooms) <= 0:
+        return None
+    holds = [max(stage.held_split, stage.waiting, 1) for stage in stages]
+    return Shares(
+        tuple(hold / rooms[placement.rank_of(s)] for s, hold in enumerate(holds)),
+        min(1 - stage.waiting / hold for stage, hold in zip(stages, holds)),
+    )
+
+
+def peak_bytes(
+    schedule: Schedule,
+    stages: Sequence[StageCost],
+    optimizer_copies: float,
+    slices: Sequence[Costed] = (),
+) -> tuple[int, ...]:
+    """Returns the most bytes of each rank at once.
+
+    Args:
+        schedule: What runs.
+        stages: What its stages cost.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+        slices: As for :func:`activation_peak`.
+    """
+    return tuple(
+        static_bytes([stages[s] for s in schedule.placement.stages_of(rank)], optimizer_copies)
+        + activation_peak(schedule, rank, stages, slices).bytes
+        for rank in range(schedule.placement.ranks)
+    )
+
+
+def activation_peak(
+    schedule: Schedule, rank: int, stages: Costed, slices: Sequence[Costed] = ()
+) -> Peak:
+    """Returns when a rank holds and works with the most bytes of activations, and how many.
+
+    Args:
+        schedule: What runs.
+        rank: The rank.
+        stages: What at least its own stages cost.
+        slices: What they cost for each slice of a micro-batch, where the schedule has slices.
+    """
+    moments = _moments_of(schedule)[rank]
+    owned = schedule.placement.stages_of(rank)
+    own = [part[stage] for stage in owned for part in slices or [stages]]
+    held = [
+        *(stage.held for stage in own),
+        *(stage.held_split for stage in own),
+        *(stage.waiting for stage in own),
+    ]
+    working = np.array([stage.working for stage in own])
+    sums = moments.counts @ np.array(held) + working[moments.stages]
+    most = int(sums.argmax())
+    counts = moments.counts[most].reshape(3, len(owned), -1).sum(axis=2).tolist()
+    whole, split, waiting = (dict(zip(owned, part)) for part in counts)
+    return Peak(int(sums[most]), whole, split, waiting)
+
+
+def _moments_of(schedule: Schedule) -> list[_Moments]:
+    """Returns the moments of all ranks, made once and kept with the schedule."""
+    kept = vars(schedule)
+    if "_moments" not in kept:
+        kept["_moments"] = [_moments(schedule, rank) for rank in range(schedule.placement.ranks)]
+    found: list[_Moments] = kept["_moments"]
+    return found
+
+
+def _moments(schedule: Schedule, rank: int) -> _Moments:
+    row = list(flatten(schedule.actions[rank]))
+    apart = {(action.stage, action.micro_batch) for action in row if action.kind == "I"}
+    owned = schedule.placement.stages_of(rank)
+    width = len(owned) * schedule.slices
+    counts = [0] * (3 * width)
+    seen: dict[tuple[int, ...], None] = {}
+    for kind, stage, micro_batch in row:
+        index = owned.index(stage) * schedule.slices + micro_batch % schedule.slices
+        held = index + width * ((stage, micro_batch) in apart)
+        counts[held] += kind == "F"
+        moment = (*counts, index)
+        seen[moment] = None
+        counts[held] -= kind in "BI"
+        counts[2 * width + index] += (kind == "I") - (kind == "W")
+    table = np.array(list(seen), dtype=np.int64)
+    return _Moments(table[:, :-1], table[:, -1])

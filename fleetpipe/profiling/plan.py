@@ -1,0 +1,267 @@
+"""A plan as a value: the cut, the schedule, what is recomputed, and what that is to cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.partition import LayerInfo, Partition
+from fleetpipe.profiling.explaining import Facts, Predicted, explained, shown
+from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
+from fleetpipe.profiling.recomputing import Recompute
+from fleetpipe.profiling.stages import StageCost
+from fleetpipe.representation import shows
+from fleetpipe.schedules import Costs, Schedule, rebuild
+
+#: Written into each file.
+VERSION = 1
+
+
+@shows("schedule", "memory_cap", "bound", boundaries="partition.boundaries")
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How a model runs on some ranks. Immutable; :meth:`dumps` and :meth:`loads` are inverses.
+
+    ``PipelineLayer(layers, .., plan=plan)`` and ``fleetpipe.pipeline(model, .., split_spec=plan)``
+    take it; the strategy's ``pp_degree`` and ``accumulate_steps`` must be its :attr:`ranks` and
+    :attr:`micro_batches`. As text it is a table of the stages.
+
+    Attributes:
+        schedule: What each rank does, verified.
+        partition: Which layers each stage has.
+        recompute: For each stage the layers whose forward runs again in backward.
+        stages: What each stage costs for one micro-batch.
+        comm: Seconds that a value takes from each stage to the next.
+        memory_cap: Bytes that a rank may have in use; None: no cap.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+        bound: Seconds that no plan is below.
+        slices: Where the schedule cuts sequences into slices, what each stage costs for each slice.
+        slice_comm: Likewise :attr:`comm`.
+    """
+
+    schedule: Schedule
+    partition: Partition
+    recompute: Recompute
+    stages: tuple[StageCost, ...]
+    comm: tuple[float, ...]
+    memory_cap: float | None
+    optimizer_copies: float
+    bound: float
+    slices: tuple[tuple[StageCost, ...], ...] = ()
+    slice_comm: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the pipeline: ``hybrid_configs["pp_degree"]``."""
+        return self.schedule.placement.ranks
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a batch: ``pipeline_configs["accumulate_steps"]``."""
+        return self.schedule.micro_batches
+
+    @property
+    def chunks(self) -> int:
+        """Chunks on each rank: ``num_virtual_pipeline_stages``."""
+        return self.schedule.placement.chunks
+
+    def schedule_for(self, micro_batches: int) -> Schedule:
+        """Returns its schedule, or one like it for another number of micro-batches, verified.
+
+        Raises:
+            ScheduleError: It would need more memory than the plan's own cap.
+        """
+        if micro_batches == self.micro_batches:
+            return self.schedule
+        measured = {"costs": self._costs_of_search()} if self.schedule.name == "auto" else {}
+        schedule = rebuild(self.schedule, micro_batches, **measured)
+        schedule.verify()
+        peaks = peak_bytes(schedule, self.stages, self.optimizer_copies, self.slices)
+        if self.memory_cap is not None and max(peaks) > self.memory_cap:
+            raise ScheduleError(
+                f"the plan's schedule for {micro_batches} micro-batches passes its memory cap",
+                where=f"{schedule.name}, rank {peaks.index(max(peaks))}",
+                expected=f"at most {self.memory_cap:.10g} bytes, the cap of the plan",
+                got=f"{max(peaks)} bytes at the peak",
+                fix=f"plan anew for {micro_batches} micro-batches, or give accumulate_steps="
+                f"{self.micro_batches}",
+            )
+        return schedule
+
+    @property
+    def costs(self) -> Costs:
+        """What the actions cost, for ``schedule.simulate``."""
+        costs = _costs(self.stages, self.comm)
+        if not self.slices:
+            return costs
+        return replace(costs, each_slice=tuple(map(_costs, self.slices, self.slice_comm)))
+
+    def _costs_of_search(self) -> Costs:
+        """Returns the costs that the search is to know, as those that it found the schedule by."""
+        shares = None
+        if self.memory_cap is not None:
+            placement, copies = self.schedule.placement, self.optimizer_copies
+            shares = shares_of_cap(placement, self.stages, self.memory_cap, copies)
+        return self.costs if shares is None else replace(self.costs, **shares._asdict())
+
+    @cached_property
+    def predicted(self) -> Predicted:
+        """What it is to cost."""
+        timeline = self.schedule.simulate(self.costs)
+        busy = tuple(sum(end - start for _, start, end in row) for row in timeline.events)
+        peaks = peak_bytes(self.schedule, self.stages, self.optimizer_copies, self.slices)
+        return Predicted(timeline.makespan, busy, peaks, self.bound)
+
+    def explain(self) -> str:
+        """Returns what binds, work, waiting or memory, and how far it is from the bound."""
+        return explained(self._facts)
+
+    def __str__(self) -> str:
+        return shown(self._facts)
+
+    @property
+    def _facts(self) -> Facts:
+        return Facts(
+            self.schedule,
+            self.partition,
+            self.recompute,
+            self.stages,
+            self.predicted,
+            self.memory_cap,
+        )
+
+    def require_layers(self, names: Sequence[str]) -> None:
+        """Refuses a model that is not the one of the profile.
+
+        Args:
+            names: The names of the model's layers, in order.
+
+        Raises:
+            ConfigError: Another number of layers, or one of another name.
+        """
+        planned = [layer.name for layer in self.partition.layers]
+        if len(planned) != len(names):
+            raise ConfigError(
+                "this plan is of another model: the number of layers differs",
+                expected=f"{len(planned)} layers, as in the profile",
+                got=f"{len(names)} layers",
+                fix="profile this model, and plan anew",
+            )
+        for number, (expected, got) in enumerate(zip(planned, names)):
+            if expected != got:
+                raise ConfigError(
+                    "this plan is of another model: a layer has another name",
+                    where=f"layer {number}",
+                    expected=f"{expected}, as in the profile",
+                    got=got,
+                    fix="profile this model, and plan anew",
+                )
+
+    def dumps(self) -> str:
+        """Returns it as JSON."""
+        return (
+            json.dumps(
+                {
+                    "fleetpipe-plan": VERSION,
+                    "schedule": str(self.schedule),
+                    "boundaries": self.partition.boundaries,
+                    "recompute": self.recompute,
+                    "layers": [layer.name for layer in self.partition.layers],
+                    "stages": [stage._asdict() for stage in self.stages],
+                    "slices": [[stage._asdict() for stage in part] for part in self.slices],
+                    "slice_comm": self.slice_comm,
+                    "comm": self.comm,
+                    "memory_cap": self.memory_cap,
+                    "optimizer_copies": self.optimizer_copies,
+                    "bound": self.bound,
+                }
+            )
+            + "\n"
+        )
+
+    @classmethod
+    def loads(cls, text: str) -> PipelinePlan:
+        """Reads what :meth:`dumps` wrote, and verifies the schedule in it.
+
+        Raises:
+            ConfigError: It is no plan, or of another version.
+            ScheduleError: Somebody changed the schedule so that it cannot run.
+            PartitionError: Likewise the cut.
+        """
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _no_plan(str(error)) from error
+        if not isinstance(found, Mapping) or found.get("fleetpipe-plan") != VERSION:
+            raise _no_plan(f'no "fleetpipe-plan": {VERSION} in it')
+        try:
+            return _read(found)
+        except (KeyError, TypeError) as error:
+            raise _no_plan(f"{type(error).__name__}: {error}") from error
+
+    def write(self, path: str | Path) -> None:
+        """Writes it to a file, as JSON."""
+        Path(path).write_text(self.dumps(), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | Path) -> PipelinePlan:
+        """Reads a file that :meth:`write` wrote; raises as :meth:`loads`, and for no such file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, TypeError) as error:
+            raise ConfigError(
+                f"the plan cannot be read from {path}",
+                cause=str(error),
+                fix="write it with plan.write(path), or with fleetpipe plan -o FILE",
+            ) from error
+        return cls.loads(text)
+
+
+def _read(found: Mapping[str, Any]) -> PipelinePlan:
+    schedule = Schedule.parse(found["schedule"])
+    schedule.verify()
+    names = tuple(LayerInfo(name) for name in found["layers"])
+    partition = Partition(tuple(found["boundaries"]), "plan", names)
+    if len(partition.stages) != schedule.placement.stages:
+        raise ScheduleError(
+            "the schedule of this plan is for another number of stages than its cut",
+            expected=f"{len(partition.stages)} stages",
+            got=f"{schedule.placement.stages} stages",
+            fix="make the plan anew with fleetpipe plan",
+        )
+    return PipelinePlan(
+        schedule,
+        partition,
+        tuple(map(tuple, found["recompute"])),
+        tuple(StageCost(**stage) for stage in found["stages"]),
+        tuple(found["comm"]),
+        found["memory_cap"],
+        found["optimizer_copies"],
+        found["bound"],
+        tuple(tuple(StageCost(**stage) for stage in part) for part in found.get("slices", ())),
+        tuple(map(tuple, found.get("slice_comm", ()))),
+    )
+
+
+def _costs(stages: Sequence[StageCost], comm: tuple[float, ...]) -> Costs:
+    return Costs(
+        forward=tuple(stage.forward for stage in stages),
+        backward=tuple(stage.backward for stage in stages),
+        input_grad=tuple(stage.input_grad for stage in stages),
+        weight_grad=tuple(stage.weight_grad for stage in stages),
+        comm=comm,
+        bytes=tuple(stage.held for stage in stages),
+    )
+
+
+def _no_plan(cause: str) -> ConfigError:
+    return ConfigError(
+        "this is no plan of fleetpipe's",
+        cause=cause,
+        fix="write one with plan.write(path), or with fleetpipe plan -o FILE",
+    )

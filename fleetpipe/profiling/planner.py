@@ -1,0 +1,183 @@
+"""``fleetpipe.plan``: from what a model costs to how it runs on some ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.partition import LayerInfo, Partition
+from fleetpipe.profiling.candidates import Boundaries, Lack, Task
+from fleetpipe.profiling.explaining import shown_range
+from fleetpipe.profiling.plan import PipelinePlan
+from fleetpipe.profiling.profile import Profile
+from fleetpipe.profiling.recomputing import Recompute
+from fleetpipe.profiling.search import best_plan
+from fleetpipe.profiling.sizes import read_bytes, show_bytes
+from fleetpipe.profiling.stages import StageCost
+from fleetpipe.schedules import Placement, Schedule
+from fleetpipe.schedules.placement import check_count
+
+#: All that may be chosen.
+SEARCH = ("partition", "placement", "schedule", "recompute")
+
+
+def plan(
+    profile: Profile | str | Path,
+    ranks: int,
+    micro_batches: int,
+    memory_cap: float | str | None = None,
+    search: Iterable[str] = SEARCH,
+    optimizer_copies: float = 2,
+) -> PipelinePlan:
+    """Makes the plan that takes the least time of those that fit into memory. Runs nothing.
+
+    The same profile gives the same plan anywhere.
+
+    Args:
+        profile: What ``model.profile(batch)`` returned, or the file that it wrote.
+        ranks: Ranks of the pipeline, p.
+        micro_batches: Micro-batches of a batch, m.
+        memory_cap: Bytes that a rank may have in use, as a number or as ``"2GiB"``: parameters,
+            gradients, what the optimizer keeps, buffers and activations. None: no cap.
+        search: What is chosen. Without ``"partition"`` the cut is even in layers, without
+            ``"placement"`` each rank has one chunk, without ``"schedule"`` it is 1F1B, and without
+            ``"recompute"`` nothing is recomputed.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps: 2 for Adam,
+            1 with momentum, 0 for SGD.
+
+    Returns:
+        The plan; print it, or its ``explain()``.
+
+    Raises:
+        ConfigError: An argument that cannot be; or the cap is too small, where the message says
+            which rank needs how much, and the least cap that works.
+        PartitionError: There are fewer layers than ranks.
+    """
+    if not isinstance(profile, Profile):
+        profile = Profile.read(profile)
+    check_count("ranks", ranks)
+    check_count("micro_batches", micro_batches)
+    chosen = [search] if isinstance(search, str) else list(search)
+    for name in chosen:
+        if name not in SEARCH:
+            raise ConfigError(f"a plan has no {name!r} to search", fix=nearest(str(name), SEARCH))
+    if not 0 <= optimizer_copies < 100:
+        raise ConfigError(
+            "`optimizer_copies` is a number of tensors for each parameter",
+            expected="0 or more",
+            got=repr(optimizer_copies),
+            fix="give 2 for Adam, 1 with momentum, 0 for SGD",
+        )
+    profile.require_cuts_for(ranks)
+    cap = None if memory_cap is None else read_bytes(memory_cap)
+    task = Task(
+        profile,
+        ranks,
+        micro_batches,
+        math.inf if cap is None else cap,
+        frozenset(chosen),
+        optimizer_copies,
+    )
+    found = best_plan(task)
+    if isinstance(found, Lack):
+        raise _too_small(found, task)
+    names = tuple(LayerInfo(layer.name) for layer in profile.layers)
+    found.schedule.verify()
+    partition = Partition(found.boundaries, "plan", names)
+    return _costed(task, found.schedule, partition, found.recompute)
+
+
+def fastest_cut(
+    profile: Profile,
+    stages: int,
+    memory_cap: float | None = None,
+    optimizer_copies: float = 2,
+) -> tuple[Boundaries, tuple[StageCost, ...]]:
+    """Returns the cut whose slowest stage is fastest, and what its stages cost. Runs nothing.
+
+    Of cuts that measurements can hardly tell apart it is the one that sends least, so that it is
+    the same whenever a model is measured.
+
+    Args:
+        profile: What the layers cost.
+        stages: Number of stages, each on a rank of its own.
+        memory_cap: Bytes that a stage may have in use under 1F1B, with nothing recomputed.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+
+    Raises:
+        PartitionError: There are too few places for a cut, or none fits.
+    """
+    cap = math.inf if memory_cap is None else memory_cap
+    task = Task(profile, stages, stages, cap, frozenset(("partition",)), optimizer_copies)
+    shape = Placement("loop", stages)
+    boundaries = task.fastest(shape, cap, steady=True).boundaries
+    return boundaries, task.with_transfers(shape, task.stages.cut(boundaries))
+
+
+def recosted(plan: PipelinePlan, profile: Profile) -> PipelinePlan:
+    """Returns the same plan with what it is to cost by another profile of the model.
+
+    Args:
+        plan: What runs.
+        profile: Measured on another day, or on other machines.
+
+    Raises:
+        ConfigError: The profile is of another model, or not of the slices that the plan has.
+    """
+    plan.require_layers([layer.name for layer in profile.layers])
+    slices = plan.schedule.slices
+    if slices > 1 and len(profile.slices) != slices:
+        raise ConfigError(
+            "the plan cuts sequences into slices whose costs are not known",
+            expected=f"a profile of {slices} slices",
+            got=f"one of {len(profile.slices)} slices",
+            fix='profile the model under the plan, or with schedule_mode="Seq1F1B" and as many '
+            "slices",
+        )
+    copies = plan.optimizer_copies
+    cap = math.inf if plan.memory_cap is None else plan.memory_cap
+    task = Task(profile, plan.ranks, plan.micro_batches, cap, frozenset(SEARCH), copies)
+    return _costed(task, plan.schedule, plan.partition, plan.recompute)
+
+
+def _costed(
+    task: Task, schedule: Schedule, partition: Partition, recompute: Recompute
+) -> PipelinePlan:
+    """Returns the plan that runs a schedule of the task on a cut, with what it is to cost."""
+    placement, boundaries = schedule.placement, partition.boundaries
+    stages = task.with_transfers(placement, task.stages.cut(boundaries, recompute))
+    slices = tuple(
+        task.with_transfers(placement, of_slice.cut(boundaries))
+        for of_slice in (task.of_slices if schedule.slices > 1 else ())
+    )
+    return PipelinePlan(
+        schedule,
+        partition,
+        recompute,
+        stages,
+        task.comm(placement, stages),
+        None if math.isinf(task.cap) else task.cap,
+        task.optimizer_copies,
+        task.bound(),
+        slices,
+        tuple(task.comm(placement, part) for part in slices),
+    )
+
+
+def _too_small(lack: Lack, task: Task) -> ConfigError:
+    owned = lack.schedule.placement.stages_of(lack.rank)
+    stages = " and ".join(str(stage) for stage in owned)
+    layers = ", ".join(
+        shown_range(range(lack.boundaries[stage], lack.boundaries[stage + 1])) for stage in owned
+    )
+    least = math.ceil(lack.peak)
+    return ConfigError(
+        f"no plan keeps within a memory cap of {show_bytes(task.cap)}",
+        where=f"rank {lack.rank}, which has stage {stages} (layers {layers}) under "
+        f"{lack.schedule.name}"
+        + (", all recomputed" if "recompute" in task.search and lack.schedule.slices == 1 else ""),
+        expected=f"a cap of at least {least} bytes ({show_bytes(least)})",
+        fix=f"raise the cap to {least}, use more ranks, or smaller micro-batches",
+    )

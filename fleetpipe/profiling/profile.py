@@ -1,0 +1,340 @@
+"""A profile as a value: what each layer of a model costs in time and memory, and each link.
+
+``model.profile(batch)`` measures one; it is stored as JSON, and a plan is made from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.errors import ConfigError, PartitionError, nearest
+from fleetpipe.profiling.layer_cost import (
+    LayerCost,
+    Link,
+    Transfer,
+    check_figure,
+    check_layer,
+)
+from fleetpipe.profiling.slice_lengths import balanced
+from fleetpipe.profiling.stages import Stages
+from fleetpipe.representation import shows
+
+#: Written into each file, and raised where an older reader would misunderstand a newer file.
+VERSION = 1
+
+#: Transfers that keep no rank busy.
+_NOTHING = Transfer()
+
+#: Layers that one entry of a list by hand may stand for.
+_MOST_ALIKE = 10_000
+
+
+@shows("layers", "splits", "boundaries", "slice_lengths")
+@dataclass(frozen=True)
+class Profile:
+    """What a model costs, layer by layer. Immutable; :meth:`dumps` and :meth:`loads` are inverses.
+
+    Attributes:
+        layers: Its layers, in order.
+        loss: The loss, which is computed in the last stage; None where it counts with the last
+            layer.
+        places: The layers with which a stage may begin, but the first, rising; None for all.
+        links: One for all edges between ranks, or one for each rank and the one after it, the last
+            of which leads back to rank 0.
+        boundaries: The cut under which it was measured; may be left out.
+        transfer: What values that cross keep ranks busy with.
+        slices: Where sequences were cut, for each slice of a micro-batch the costs of all layers,
+            and last of the loss where there is one. Their parameters do not count: those of
+            ``layers`` do.
+        slice_lengths: The places of each of these slices.
+
+    Raises:
+        ConfigError: No layer, a figure that is negative or no number, a layer with neither B nor
+            I and W, a place that is none, or slices of another number of layers.
+    """
+
+    layers: tuple[LayerCost, ...]
+    loss: LayerCost | None = None
+    places: tuple[int, ...] | None = None
+    links: tuple[Link, ...] = (Link(),)
+    boundaries: tuple[int, ...] = ()
+    transfer: Transfer = _NOTHING
+    slices: tuple[tuple[LayerCost, ...], ...] = ()
+    slice_lengths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layers or not self.links:
+            raise ConfigError(
+                "a profile has at least one layer and one link",
+                got=f"{len(self.layers)} layers, {len(self.links)} links",
+                fix="measure it with model.profile(batch)",
+            )
+        for number, layer in enumerate((*self.layers, *filter(None, [self.loss]))):
+            check_layer(layer, f"layer {number} ({layer.name})")
+        for link in self.links:
+            for name, value in link._asdict().items():
+                check_figure(name, value, "a link")
+        for name, value in self.transfer._asdict().items():
+            check_figure(name, value, "a transfer")
+        self._require_whole_slices()
+        places = self.places or ()
+        if any(not 0 < place < len(self.layers) for place in places) or list(places) != sorted(
+            set(places)
+        ):
+            raise ConfigError(
+                "the places of a profile are numbers of layers, rising",
+                expected=f"numbers from 1 to {len(self.layers) - 1}",
+                got=str(list(places)),
+                fix="leave `places` out: a stage may begin with any layer then",
+            )
+
+    def _require_whole_slices(self) -> None:
+        """Checks that each slice has all costs and a length, if lengths are known."""
+        everything = len(self.layers) + (self.loss is not None)
+        for index, part in enumerate(self.slices):
+            for number, layer in enumerate(part):
+                check_layer(layer, f"layer {number} ({layer.name}), slice {index}")
+        if any(len(part) != everything for part in self.slices) or len(self.slice_lengths) not in (
+            0,
+            len(self.slices),
+        ):
+            raise ConfigError(
+                "each slice has the costs of all layers, and of the loss, and a length",
+                expected=f"{everything} costs, {len(self.slices)} lengths",
+                got=f"{[len(part) for part in self.slices]} costs,"
+                f" {len(self.slice_lengths)} lengths",
+                fix="measure it with model.profile(batch)",
+            )
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The layers with which a stage may begin, but the first."""
+        return tuple(range(1, len(self.layers))) if self.places is None else self.places
+
+    @property
+    def splits(self) -> bool:
+        """Whether I and W are known of every layer, so that schedules may split backward."""
+        return all(layer.splits for layer in self.layers)
+
+    def require_cuts_for(self, ranks: int) -> None:
+        """Checks that every one of ``ranks`` ranks gets a layer.
+
+        Raises:
+            PartitionError: There are fewer layers than ranks, or fewer places for a cut.
+        """
+        most = len(self.cuts) + 1
+        if ranks > most:
+            raise PartitionError(
+                f"stage {most} would be empty: the model cannot be cut into {ranks} stages",
+                expected=f"at most {most} ranks",
+                got=f"{len(self.layers)} layers, {ranks} ranks",
+                fix="use fewer ranks, or list the model's layers more finely",
+            )
+
+    def with_links(self, *links: Link) -> Profile:
+        """Returns this profile with other links, such as those of the machines it is meant for."""
+        return replace(self, links=links)
+
+    def link(self, rank: int) -> Link:
+        """Returns the link between a rank and the one after it."""
+        return self.links[rank % len(self.links)]
+
+    def dumps(self) -> str:
+        """Returns it as JSON, which is a file for ``--costs`` as well where it has a cut."""
+        content: dict[str, Any] = {"version": VERSION, **asdict(self)}
+        content["links"] = [link._asdict() for link in self.links]
+        content["transfer"] = self.transfer._asdict()
+        layers, slices = _plain(content.pop("layers")), list(map(_plain, content.pop("slices")))
+        lengths = content.pop("slice_lengths")
+        if slices:
+            content.update(slices=slices, slice_lengths=lengths)
+        return json.dumps({**self.stage_costs(), "profile": {**content, "layers": layers}}) + "\n"
+
+    def stage_costs(self) -> dict[str, Any]:
+        """Returns the figures of each stage of the cut that was measured, as ``Costs`` has them."""
+        if not self.boundaries:
+            return {}
+        stages = self.stages.cut(self.boundaries)
+        figures: dict[str, Any] = {
+            "forward": [stage.forward for stage in stages],
+            "backward": [stage.backward for stage in stages],
+            "input_grad": [stage.input_grad for stage in stages],
+            "weight_grad": [stage.weight_grad for stage in stages],
+            "comm": self.links[0].seconds(max(stage.output for stage in stages)),
+            "bytes": [stage.held for stage in stages],
+        }
+        if not self.splits:
+            del figures["input_grad"], figures["weight_grad"]
+        if self.slices:
+            parts = [one.cut(self.boundaries) for one in self.stages_of_slices]
+            figures["each_slice"] = [
+                {
+                    "forward": [stage.forward for stage in part],
+                    "backward": [stage.backward for stage in part],
+                    "comm": self.links[0].seconds(max(stage.output for stage in part)),
+                    "bytes": [stage.held for stage in part],
+                }
+                for part in parts
+            ]
+        return figures
+
+    @property
+    def stages(self) -> Stages:
+        """What stages of these layers cost."""
+        return Stages(self.layers, self.loss)
+
+    @property
+    def stages_of_slices(self) -> tuple[Stages, ...]:
+        """What stages cost for each slice of a micro-batch."""
+        count = len(self.layers)
+        return tuple(Stages(part[:count], next(iter(part[count:]), None)) for part in self.slices)
+
+    def balanced_slices(self, slices: int | None = None) -> tuple[int, ...]:
+        """Returns lengths of slices that are to cost the same: ``fleetpipe_configs["slices"]``.
+
+        The later a place, the more places it sees. Times of the measured slices are taken to be of
+        two parts, one of which grows with the places of a slice, the other also with those seen.
+
+        Args:
+            slices: How many; None for as many as were measured.
+
+        Raises:
+            ConfigError: Fewer than two slices were measured, or there are not as many places.
+        """
+        times = [sum(layer.forward + layer.whole for layer in part) for part in self.slices]
+        if len(times) < 2 or not self.slice_lengths:
+            raise ConfigError(
+                "the costs of slices are not known",
+                expected="a profile of a model that is trained with two slices or more",
+                fix='set schedule_mode="Seq1F1B" and profile the model anew',
+            )
+        return balanced(self.slice_lengths, times, slices or len(times))
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a figure of each stage of the cut that was measured: ``profile["forward"]``."""
+        return self.stage_costs()[name]
+
+    @classmethod
+    def loads(cls, text: str) -> Profile:
+        """Reads what :meth:`dumps` wrote, or ``{"profile": {"layers": [..]}}`` written by hand.
+
+        There a layer needs ``name``, ``forward`` and ``backward`` (or ``input_grad`` and
+        ``weight_grad``); what is left out is 0, and ``"repeat": n`` stands for n of a kind.
+
+        Raises:
+            ConfigError: It is none, of a newer version, or lacks what a profile needs.
+        """
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _no_profile(str(error)) from error
+        found = content.get("profile") if isinstance(content, Mapping) else None
+        if not isinstance(found, Mapping) or not isinstance(found.get("layers"), list):
+            raise _no_profile('no "profile" with a list of "layers" in it')
+        if found.get("version", VERSION) != VERSION:
+            raise _no_profile(f"version {found['version']}, and {VERSION} is known here")
+        loss, places = found.get("loss"), found.get("places")
+        links = found.get("links") or [{}]
+        layers = [layer for entry in found["layers"] for layer in _layers(entry)]
+        try:
+            return cls(
+                tuple(layers),
+                None if loss is None else _layer(loss),
+                None if places is None else tuple(places),
+                tuple(Link(**link) for link in links),
+                tuple(found.get("boundaries", ())),
+                Transfer(**(found.get("transfer") or {})),
+                tuple(tuple(map(_layer, part)) for part in found.get("slices", ())),
+                tuple(found.get("slice_lengths", ())),
+            )
+        except TypeError as error:
+            raise _no_profile(str(error)) from error
+
+    def write(self, path: str | Path) -> None:
+        """Writes it to a file, as JSON."""
+        Path(path).write_text(self.dumps(), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Profile:
+        """Reads a file that :meth:`write` wrote.
+
+        Raises:
+            ConfigError: As :meth:`loads`, or there is no such file.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, TypeError) as error:
+            raise ConfigError(
+                f"the profile cannot be read from {path}",
+                cause=str(error),
+                fix="write it with model.profile(batch, path), or with fleetpipe profile",
+            ) from error
+        return cls.loads(text)
+
+    def __str__(self) -> str:
+        """A table: milliseconds of F, B, I and W, and bytes, of each layer."""
+        head = ("layer", "name", "F ms", "B ms", "I ms", "W ms", "parameters", "output", "held")
+        rows: list[tuple[str, ...]] = [head]
+        for number, layer in enumerate((*self.layers, *filter(None, [self.loss]))):
+            times = (layer.forward, layer.whole, layer.input_grad, layer.weight_grad)
+            rows.append(
+                (
+                    str(number) if number < len(self.layers) else "loss",
+                    layer.name,
+                    *("-" if time is None else f"{1e3 * time:.3f}" for time in times),
+                    *(f"{size:,}" for size in (layer.parameters, layer.output, layer.held)),
+                )
+            )
+        return table(rows, left=(1,))
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """Sets rows of cells in columns, numbers to the right, the columns ``left`` to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _plain(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns layers without the figures that they do not have."""
+    return [{n: value for n, value in layer.items() if value is not None} for layer in layers]
+
+
+def _layers(found: object) -> list[LayerCost]:
+    """Reads an entry of the list of layers, which may say how many of a kind there are."""
+    times = found.get("repeat", 1) if isinstance(found, Mapping) else 1
+    if isinstance(times, bool) or not isinstance(times, int) or not 1 <= times <= _MOST_ALIKE:
+        raise _no_profile(f'"repeat": {times!r} is no whole number of 1 to {_MOST_ALIKE}')
+    if isinstance(found, Mapping):
+        found = {name: value for name, value in found.items() if name != "repeat"}
+    return [_layer(found)] * times
+
+
+def _layer(found: object) -> LayerCost:
+    known = [field.name for field in fields(LayerCost)]
+    if not isinstance(found, Mapping):
+        raise _no_profile(f"a layer is {found!r}")
+    for name in found:
+        if name not in known:
+            raise ConfigError(f"a layer has no figure {name!r}", fix=nearest(str(name), known))
+    missing = [name for name in ("name", "forward") if name not in found]
+    if missing:
+        raise _no_profile(f"a layer has no {missing[0]!r}: {dict(found)}")
+    return LayerCost(**found)
+
+
+def _no_profile(cause: str) -> ConfigError:
+    return ConfigError(
+        "this is no profile of a model's layers",
+        cause=cause,
+        fix="write one with model.profile(batch, path), or with fleetpipe profile -o FILE SCRIPT",
+    )

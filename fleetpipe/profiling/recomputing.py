@@ -1,0 +1,158 @@
+"""Which layers to recompute so that a rank fits into memory and loses as little time as can be.
+
+A knapsack for each rank, as in AdaPipe (ASPLOS 2024): a layer's forward is the price, and what it
+no longer holds, for as many micro-batches as are on their way when the rank holds most, the gain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from fleetpipe.profiling.layer_cost import LayerCost
+from fleetpipe.profiling.memory import Peak, activation_peak, static_bytes
+from fleetpipe.profiling.stages import Stages
+from fleetpipe.schedules import Schedule
+
+#: Parts into which the bytes that are missing are divided: gains are rounded down to them.
+_PARTS = 256
+
+#: The moment of the peak moves as layers are chosen, so the choice is made anew.
+_ROUNDS = 4
+
+#: For each stage the layers that are recomputed.
+Recompute = tuple[tuple[int, ...], ...]
+
+
+def recomputed(
+    schedule: Schedule,
+    layers: Sequence[LayerCost],
+    stages: Stages,
+    boundaries: Sequence[int],
+    room: float,
+    optimizer_copies: float,
+) -> Recompute | None:
+    """Returns for each stage the layers to recompute; None where even all would not do.
+
+    Args:
+        schedule: What runs.
+        layers: The layers of the model.
+        stages: What stages of them cost.
+        boundaries: The cut.
+        room: Bytes that a rank may have in use.
+        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+    """
+    chosen: list[tuple[int, ...]] = [()] * (len(boundaries) - 1)
+    ranges = list(zip(boundaries, boundaries[1:]))
+    plain = stages.cut(boundaries)
+    for rank in range(schedule.placement.ranks):
+        owned = schedule.placement.stages_of(rank)
+        left = room - static_bytes([plain[stage] for stage in owned], optimizer_copies)
+        found = _of_rank(schedule, rank, layers, stages, ranges, left)
+        if found is None:
+            return None
+        for stage, numbers in found.items():
+            chosen[stage] = numbers
+    return tuple(chosen)
+
+
+def everything(layers: Sequence[LayerCost], boundaries: Sequence[int]) -> Recompute:
+    """Returns for each stage all layers of which recompute saves anything."""
+    return tuple(
+        tuple(number for number in range(start, end) if layers[number].saved)
+        for start, end in zip(boundaries, boundaries[1:])
+    )
+
+
+def _of_rank(
+    schedule: Schedule,
+    rank: int,
+    layers: Sequence[LayerCost],
+    stages: Stages,
+    ranges: Sequence[tuple[int, int]],
+    room: float,
+) -> dict[int, tuple[int, ...]] | None:
+    """Returns the choice for the stages of a rank, within ``room`` bytes of activations."""
+    owned = schedule.placement.stages_of(rank)
+
+    def peak(chosen: dict[int, tuple[int, ...]]) -> Peak:
+        costs = {stage: stages.stage(*ranges[stage], chosen[stage]) for stage in owned}
+        return activation_peak(schedule, rank, costs)
+
+    chosen: dict[int, tuple[int, ...]] = dict.fromkeys(owned, ())
+    before = now = peak(chosen)
+    missing: float = 0
+    for _ in range(_ROUNDS):
+        if now.bytes <= room:
+            return chosen
+        missing += now.bytes - room
+        items = [
+            (stage, number, gain)
+            for stage in owned
+            for number in range(*ranges[stage])
+            if (gain := _gain(layers[number], stage, before)) > 0
+        ]
+        picked = cheapest(
+            [layers[number].forward for _, number, _ in items],
+            [gain for _, _, gain in items],
+            missing,
+        )
+        if picked is None:
+            break
+        chosen = {
+            stage: tuple(items[index][1] for index in picked if items[index][0] == stage)
+            for stage in owned
+        }
+        now = peak(chosen)
+    chosen = {stage: tuple(n for n in range(*ranges[stage]) if layers[n].saved) for stage in owned}
+    return chosen if peak(chosen).bytes <= room else None
+
+
+def _gain(layer: LayerCost, stage: int, peak: Peak) -> int:
+    """Returns the bytes that a rank holds less at its peak if a layer is recomputed."""
+    if not layer.saved:
+        return 0
+    return (
+        peak.whole[stage] * layer.saved
+        + peak.split[stage] * layer.saved_split
+        + peak.waiting[stage] * layer.waiting
+    )
+
+
+def cheapest(
+    prices: Sequence[float], gains: Sequence[float], needed: float
+) -> tuple[int, ...] | None:
+    """Returns the items that together gain what is needed for the lowest price.
+
+    Exact but for gains, which are rounded down to a 256th of what is needed.
+
+    Args:
+        prices: Of each item.
+        gains: Of each item.
+        needed: What the gains have to add up to.
+
+    Returns:
+        The numbers of the items, rising; None where all of them gain less.
+    """
+    unit = needed / _PARTS
+    sizes = [min(int(gain / unit), _PARTS) for gain in gains]
+    # best[g]: the lowest price of items that gain g parts or more.
+    best = np.full(_PARTS + 1, math.inf)
+    best[0] = 0
+    taken = np.zeros((len(prices), _PARTS + 1), bool)
+    before = np.maximum(np.arange(_PARTS + 1)[None, :] - np.array(sizes, int)[:, None], 0)
+    for item, price in enumerate(prices):
+        if sizes[item]:
+            with_it = best[before[item]] + price
+            taken[item] = with_it < best
+            best = np.minimum(with_it, best)
+    if math.isinf(best[_PARTS]):
+        return None
+    picked, gain = [], _PARTS
+    for item in reversed(range(len(prices))):
+        if taken[item, gain]:
+            picked.append(item)
+            gain = int(before[item, gain])
+    return tuple(reversed(picked))

@@ -1,0 +1,124 @@
+"""Partition, placement, schedule and recompute together: the plan that takes the least time.
+
+As in AdaPtis (arXiv:2509.23722) each is improved under the others until nothing helps: cuts to
+begin with are tried under the schedules of all families, the best are moved layer by layer, and for
+the cut that results a schedule is searched, for which it is moved again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple, Union
+
+from fleetpipe.profiling.candidates import Boundaries, Candidate, Lack, Task
+from fleetpipe.schedules import Schedule
+
+#: Actions that are played in all, which bounds the time whatever the size: some seconds.
+_BUDGET = 1_500_000
+
+#: Shapes whose best plan is improved.
+_IMPROVED = 3
+
+#: How often a schedule is searched for a cut that was moved for the one before.
+_ROUNDS = 3
+
+#: Steps by which a part of the borders between stages moves at once.
+_STEPS = (1, -1, 2, -2, 4, -4)
+
+Found = Union[Candidate, Lack]
+
+
+class _Score(NamedTuple):
+    """How good something is, the smaller the better: what fits first, then what is faster."""
+
+    lack: float
+    seconds: float
+    peak: int = 0
+
+
+def best_plan(task: Task) -> Found:
+    """Returns the best plan that is found; what lacks the least memory where none fits."""
+    return _Search(task).run()
+
+
+class _Search:
+    """A task, and how many actions may still be played for it."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.left = _BUDGET
+        # Against rounding: times count in shares of the work.
+        self.unit = task.micro_batches * task.stages.least() / task.ranks or 1
+
+    def run(self) -> Found:
+        """Tries all shapes, and improves the best of some of them."""
+        firsts = []
+        for shape in self.task.shapes():
+            cuts = self.task.cuts(shape)
+            found = [self._try(s, cut) for s in self.task.schedules(shape) for cut in cuts]
+            # With the best cut of a family, what a search makes of it.
+            found += [self._with_schedule(one) for one in sorted(found, key=self._score)[:1]]
+            firsts += sorted(found, key=self._score)[:1]
+        firsts.sort(key=self._score)
+        return min((self._improved(first) for first in firsts[:_IMPROVED]), key=self._score)
+
+    def _try(self, schedule: Schedule, boundaries: Boundaries) -> Found:
+        self.left -= sum(map(len, schedule.actions))
+        return self.task.evaluate(schedule, boundaries)
+
+    def _score(self, found: Found) -> _Score:
+        if isinstance(found, Lack):
+            return _Score(found.peak, math.inf)
+        return _Score(0, round(found.seconds / self.unit, 9), found.peak)
+
+    def _improved(self, first: Found) -> Found:
+        """Moves the cut and searches a schedule for it in turn, for as long as that helps."""
+        best = self._moved(first)
+        for _ in range(_ROUNDS):
+            found = self._with_schedule(best)
+            if self._score(found) >= self._score(best):
+                break
+            best = self._moved(found)
+        return best
+
+    def _with_schedule(self, found: Found) -> Found:
+        """Returns the better of a plan, and its cut under a schedule that is searched for it."""
+        if isinstance(found, Lack) or self.left <= 0:
+            return found
+        schedule = self.task.searched(found)
+        if schedule is None:
+            return found
+        return min(found, self._try(schedule, found.boundaries), key=self._score)
+
+    def _moved(self, found: Found) -> Found:
+        """Moves the cut under the schedule it has: a border, or neighbouring ones together."""
+        if "partition" not in self.task.search:
+            return found
+        best, before = found, None
+        while best is not before:
+            before = best
+            for boundaries in self._moves(best.boundaries):
+                if self.left <= 0:
+                    return best
+                tried = self._try(best.schedule, boundaries)
+                if self._score(tried) < self._score(best):
+                    best = tried
+                    break
+        return best
+
+    def _moves(self, boundaries: Boundaries) -> Iterator[Boundaries]:
+        """Yields cuts of which some neighbouring borders are moved by as many places."""
+        places = self.task.profile.cuts
+        index = {place: number for number, place in enumerate(places)}
+        inner = [index[border] for border in boundaries[1:-1]]
+        for width in range(1, len(inner) + 1):
+            for first in range(len(inner) - width + 1):
+                for step in _STEPS:
+                    moved = list(inner)
+                    for number in range(first, first + width):
+                        moved[number] += step
+                    if not moved[first] >= 0 or not moved[first + width - 1] < len(places):
+                        continue
+                    if all(one < after for one, after in zip(moved, moved[1:])):
+                        yield (0, *(places[number] for number in moved), boundaries[-1])

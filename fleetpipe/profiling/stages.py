@@ -1,0 +1,171 @@
+"""What a stage costs that holds some neighbouring layers, of which some are recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from typing import Callable, NamedTuple
+
+from fleetpipe.profiling.layer_cost import LayerCost
+
+
+class StageCost(NamedTuple):
+    """What a stage costs for one micro-batch.
+
+    Attributes:
+        forward: Seconds of F.
+        backward: Seconds of B.
+        input_grad: Seconds of I; 0 where it was not measured.
+        weight_grad: Seconds of W; likewise.
+        parameters: Bytes of parameters.
+        gradients: Bytes of their gradients.
+        buffers: Bytes of what is not trained.
+        output: Bytes of what leaves it.
+        held: Bytes that F holds until B.
+        held_split: Bytes that F holds until I.
+        waiting: Bytes held between I and W.
+        working: Most bytes that an action takes besides what is held.
+    """
+
+    forward: float
+    backward: float
+    input_grad: float
+    weight_grad: float
+    parameters: int
+    gradients: int
+    buffers: int
+    output: int
+    held: int
+    held_split: int
+    waiting: int
+    working: int
+
+    @property
+    def seconds(self) -> float:
+        """Forward and a whole backward."""
+        return self.forward + self.backward
+
+
+class Stages:
+    """The costs of every stage that a cut of some layers can make, in few steps each."""
+
+    def __init__(self, layers: Sequence[LayerCost], loss: LayerCost | None) -> None:
+        """Takes the layers.
+
+        Args:
+            layers: All layers of a model.
+            loss: What the last stage computes besides; None for nothing.
+        """
+        # The loss is one more layer, which is always in the last stage and never recomputed.
+        self._all = [*layers, *([] if loss is None else [loss])]
+        self.count = len(layers)
+        figures: tuple[Callable[[LayerCost], float], ...] = (
+            lambda layer: layer.forward,
+            lambda layer: layer.whole,
+            lambda layer: layer.input_grad or 0,
+            lambda layer: layer.weight_grad or 0,
+            lambda layer: layer.parameters,
+            lambda layer: layer.gradients,
+            lambda layer: layer.buffers,
+            lambda layer: layer.held - layer.releases,
+            lambda layer: layer.held_split - layer.releases,
+            lambda layer: layer.waiting,
+        )
+        self._sums = [[0.0, *accumulate(map(figure, self._all))] for figure in figures]
+        self._seconds: list[float] = [
+            forward + backward for forward, backward in zip(*self._sums[:2])
+        ]
+
+    def end(self, end: int) -> int:
+        """Returns the end of a stage, the loss with the last layer."""
+        return len(self._all) if end == self.count else end
+
+    def seconds(self, start: int, end: int) -> float:
+        """Returns how long F and B of the layers ``start`` to ``end - 1`` take."""
+        return self._seconds[self.end(end)] - self._seconds[start]
+
+    def least(self) -> float:
+        """Returns the seconds of all layers, each backward in the way that is faster."""
+        return sum(layer.seconds for layer in self._all)
+
+    def static(self, start: int, end: int) -> tuple[int, int, int]:
+        """Returns the bytes of parameters, gradients and buffers."""
+        last = self.end(end)
+        parameters, gradients, buffers = (int(sums[last] - sums[start]) for sums in self._sums[4:7])
+        return parameters, gradients, buffers
+
+    def held(self, start: int, end: int) -> int:
+        """Returns the bytes that a forward of these layers holds, with nothing recomputed."""
+        last = self.end(end)
+        return int(self._sums[7][last] - self._sums[7][start]) + self._received(start)
+
+    def stage(self, start: int, end: int, recompute: Collection[int] = ()) -> StageCost:
+        """Returns the costs of the layers ``start`` to ``end - 1``, and of the loss at the end.
+
+        Args:
+            start: The first layer.
+            end: The layer after the last.
+            recompute: Layers whose forward is run again in backward; others do not count.
+        """
+        last = self.end(end)
+        times = [sums[last] - sums[start] for sums in self._sums[:4]]
+        received = self._received(start)
+        held, held_split, waiting = (
+            int(sums[last] - sums[start]) + extra
+            for sums, extra in zip(self._sums[7:], (received, received, 0))
+        )
+        chosen = [number for number in recompute if start <= number < end]
+        for layer in (self._all[number] for number in chosen):
+            # Its W does not wait: what W needs is there only while its I runs.
+            moved = layer.weight_grad or 0
+            times[1] += layer.forward
+            times[2] += layer.forward + moved
+            times[3] -= moved
+            held -= layer.saved
+            held_split -= layer.saved_split
+            waiting -= layer.waiting
+        if not all(layer.splits for layer in self._all[start:last]):
+            times[2:] = 0, 0
+        parameters, gradients, buffers = self.static(start, end)
+        working = self._working(start, last, frozenset(chosen))
+        output = self._all[end - 1].output
+        forward, backward, input_grad, weight_grad = times
+        return StageCost(
+            *(forward, backward, input_grad, max(weight_grad, 0)),
+            *(parameters, gradients, buffers, output),
+            *(max(held, 0), max(held_split, 0), max(waiting, 0), working),
+        )
+
+    def cut(
+        self, boundaries: Sequence[int], recompute: Sequence[Collection[int]] = ()
+    ) -> tuple[StageCost, ...]:
+        """Returns the costs of all stages of a cut.
+
+        Args:
+            boundaries: First layer of each stage, then the number of layers.
+            recompute: For each stage the layers that are recomputed; may be left out.
+        """
+        chosen = recompute or [()] * (len(boundaries) - 1)
+        return tuple(
+            self.stage(start, end, layers)
+            for start, end, layers in zip(boundaries, boundaries[1:], chosen)
+        )
+
+    def _received(self, start: int) -> int:
+        """Returns the bytes of a stage's input: it stays, whatever its first layer does with it."""
+        # That of the first stage is of the batch, which is there anyway.
+        received = self._all[start - 1].output if start else 0
+        return received + self._all[start].releases
+
+    def _working(self, start: int, last: int, recompute: Collection[int]) -> int:
+        """Returns the most bytes in use at once during a backward, beyond what is held before.
+
+        Backward lets go of a layer's activations once it is through with it.
+        """
+        most = freed = 0
+        for number in range(last - 1, start - 1, -1):
+            layer = self._all[number]
+            again = layer.saved if number in recompute else 0
+            most = max(most, layer.output + layer.working + again - freed)
+            freed += max(layer.held - layer.releases - again, 0)
+        return most
