@@ -21,7 +21,7 @@ from fleetpipe import systems
 from fleetpipe.job import attempt_files
 from fleetpipe.launch import log_filter
 
-LAUNCHED = Path(__file__).with_name("launched.py")
+LAUNCHED = Path(__file__).with_name("rank_main.py")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 

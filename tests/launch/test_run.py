@@ -24,7 +24,7 @@ from tests.check_types import sources
 from tests.launching import ROOT, Finished
 
 PADDLES = "paddle.distributed.fleet"
-LAUNCHED = ROOT / "fleetpipe" / "launch" / "launched.py"
+LAUNCHED = ROOT / "fleetpipe" / "launch" / "rank_main.py"
 
 
 def found_by(code: str) -> dict[str, Any]:

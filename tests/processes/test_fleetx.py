@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 
 from tests.launching import ROOT, Finished
 
-LAUNCHED = ROOT / "fleetpipe" / "launch" / "launched.py"
+LAUNCHED = ROOT / "fleetpipe" / "launch" / "rank_main.py"
 SCRIPTS = ROOT / "tests" / "scripts"
 KINDS = ("images-idx3", "labels-idx1")
 

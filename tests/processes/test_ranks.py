@@ -90,7 +90,7 @@ with job(2):
 def test_the_parity_command_on_two_ranks(launch: Callable[..., Finished], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PARITY)
-    launched = ROOT / "fleetpipe" / "launch" / "launched.py"
+    launched = ROOT / "fleetpipe" / "launch" / "rank_main.py"
     right = launch(launched, 2, args=["parity", str(script)])
     wrong = launch(launched, 2, args=["parity", str(script), "--wrong"], check=False)
     assert wrong.returncode == 1

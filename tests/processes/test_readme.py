@@ -37,6 +37,6 @@ def test_the_first_script_runs_on_two_ranks_and_in_one_process(
 
 
 def test_the_first_script_passes_parity(launch: Callable[..., Finished], script: Path) -> None:
-    launched = ROOT / "fleetpipe" / "launch" / "launched.py"
+    launched = ROOT / "fleetpipe" / "launch" / "rank_main.py"
     job = launch(launched, None, args=["parity", str(script)])
     assert "parity: bit-exact (losses, gradients and parameters)" in job.logs[0]

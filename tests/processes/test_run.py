@@ -11,7 +11,7 @@ import pytest
 from fleetpipe._paddle import device_kind
 from tests.launching import ROOT, Finished
 
-LAUNCHED = ROOT / "fleetpipe" / "launch" / "launched.py"
+LAUNCHED = ROOT / "fleetpipe" / "launch" / "rank_main.py"
 SCRIPTS = ROOT / "tests" / "scripts"
 LOSS = re.compile(r"^pp_loss: +(\d+) (\S+)$", re.MULTILINE)
 

@@ -10,7 +10,7 @@ import pytest
 from fleetpipe.cli import main
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.profiling.estimating import estimates
-from tests.planning.models import big_vocabulary, even
+from tests.profiling.models import big_vocabulary, even
 
 
 @pytest.fixture

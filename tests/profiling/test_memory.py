@@ -13,7 +13,7 @@ from fleetpipe.profiling.recomputing import cheapest
 from fleetpipe.profiling.stages import StageCost
 from fleetpipe.schedules import build
 from fleetpipe.schedules.action import flatten
-from tests.planning.models import BLOCK, even
+from tests.profiling.models import BLOCK, even
 
 CASES = [("FThenB", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("ZBH2", 1), ("ZBV", 2)]
 

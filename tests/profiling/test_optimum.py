@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fleetpipe.profiling import Profile, plan
-from tests.planning.exact import optimum
-from tests.planning.models import big_vocabulary, uneven, whole_only
+from tests.profiling.exact import optimum
+from tests.profiling.models import big_vocabulary, uneven, whole_only
 
 pytest.importorskip("highspy", reason="the exact optimum needs highspy, of the extra `test`")
 

@@ -19,7 +19,7 @@ from fleetpipe.profiling.memory import peak_bytes
 from fleetpipe.profiling.sizes import read_bytes
 from fleetpipe.schedules import Placement, build
 from fleetpipe.schedules.action import flatten
-from tests.planning.models import (
+from tests.profiling.models import (
     BLOCK,
     MIB,
     big_vocabulary,

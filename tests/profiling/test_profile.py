@@ -11,7 +11,7 @@ import pytest
 from fleetpipe.errors import ConfigError
 from fleetpipe.profiling import LayerCost, Link, Profile, Transfer, plan
 from fleetpipe.schedules import Costs
-from tests.planning.models import BLOCK, big_vocabulary, even, slow_link, whole_only
+from tests.profiling.models import BLOCK, big_vocabulary, even, slow_link, whole_only
 
 
 def test_a_profile_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fleetpipe.profiling.estimating import estimates
 from fleetpipe.profiling.memory import peak_bytes
 from fleetpipe.profiling.slice_lengths import balanced
 from fleetpipe.schedules import build
-from tests.planning.models import BLOCK, MIB, even, times, whole_only
+from tests.profiling.models import BLOCK, MIB, even, times, whole_only
 
 
 def cut(profile: Profile, shares: tuple[float, ...]) -> Profile:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetpipe.launch.supervisor import room as rooms
+from fleetpipe.launch.supervisor import state_folder as rooms
 from fleetpipe.launch.supervisor.state_folder import room
 
 
