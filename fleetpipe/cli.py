@@ -191,9 +191,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             sub.set_defaults(run=command.run)
             _refuse_unknown_options(sub, words[1:])
     _refuse_unknown_options(parser, words[:1])
-    known = [command.name for command in COMMANDS]
-    if words and not words[0].startswith("-") and words[0] not in known:
-        parser.error(f"there is no command {words[0]!r}: {nearest(words[0], known)}")
+    names = [command.name for command in COMMANDS]
+    if words and not words[0].startswith("-") and words[0] not in names:
+        parser.error(f"there is no command {words[0]!r}: {nearest(words[0], names)}")
     return parser
 
 
@@ -202,7 +202,7 @@ def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str
 
     Options behind a script are the script's.
     """
-    known = {
+    actions = {
         name: action for name, action in parser._option_string_actions.items() if name[1] == "-"
     }
     has_script = any(action.nargs == argparse.REMAINDER for action in parser._actions)
@@ -214,9 +214,11 @@ def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str
         if not word.startswith("--"):
             continue
         # As argparse does, an option is known by its beginning.
-        action = next((action for option, action in known.items() if option.startswith(name)), None)
+        action = next(
+            (action for option, action in actions.items() if option.startswith(name)), None
+        )
         if action is None:
-            parser.error(f"there is no option {name}: {nearest(name, known)}")
+            parser.error(f"there is no option {name}: {nearest(name, actions)}")
         if action.nargs is None and not equals:
             next(rest, None)
 

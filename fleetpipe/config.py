@@ -209,11 +209,11 @@ def merge_fleetpipe_configs(
     current: Mapping[str, object], changes: Mapping[str, object]
 ) -> dict[str, object]:
     """Returns ``current`` with ``changes`` put in; an unknown key is refused with the nearest."""
-    known = {*FLEETPIPE_DEFAULTS, *option_names()} - {"placed"}
+    names = {*FLEETPIPE_DEFAULTS, *option_names()} - {"placed"}
     for key in changes:
-        if key not in known:
+        if key not in names:
             raise ConfigError(
-                f"fleetpipe_configs has no option {key!r}", fix=nearest(key, sorted(known))
+                f"fleetpipe_configs has no option {key!r}", fix=nearest(key, sorted(names))
             )
     return {**current, **changes}
 
@@ -247,9 +247,9 @@ def _choice(name: str, value: object, words: tuple[str, ...]) -> str:
     """Returns the value of an option that is one of a few words, the usual one first."""
     if isinstance(value, str) and value in words:
         return value
-    *others, last = map(repr, words)
+    *first_words, last = map(repr, words)
     raise ConfigError(
-        f"{name} is {', '.join(others)} or {last}",
+        f"{name} is {', '.join(first_words)} or {last}",
         got=f"{value!r}",
         fix=f"set strategy.fleetpipe_configs = {{{name!r}: {words[0]!r}}}",
     )

@@ -134,12 +134,12 @@ class PackageNotFound(ConfigError, ImportError):
     """A package that only some parts need is not installed."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns a phrase that names the entries of ``known`` closest to ``name``, or all of them.
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns a phrase that names the entries of ``names`` closest to ``name``, or all of them.
 
     Upper and lower case do not count.
     """
-    options = sorted(known)
+    options = sorted(names)
     spellings = {option.lower(): option for option in options}
     close = difflib.get_close_matches(name.lower(), spellings, n=3, cutoff=0.5)
     if close:

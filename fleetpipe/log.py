@@ -29,9 +29,9 @@ def logger(name: str) -> logging.Logger:
     Args:
         name: The module's ``__name__``.
     """
-    found = logging.getLogger(name)
-    found.addFilter(_add_rank)
-    return found
+    log = logging.getLogger(name)
+    log.addFilter(_add_rank)
+    return log
 
 
 @functools.cache
@@ -63,11 +63,11 @@ class _Unconfigured(logging.Handler):
     """Writes to today's ``sys.stderr`` what no handler of the user's takes."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        others = [handler for handler in _handlers(record) if handler is not self]
-        paddles = [handler for handler in others if _is_paddles(handler)]
+        handlers = [handler for handler in _handlers(record) if handler is not self]
+        paddles = [handler for handler in handlers if _is_paddles(handler)]
         for handler in paddles:
             _keep_out(handler)
-        if len(others) > len(paddles):
+        if len(handlers) > len(paddles):
             return
         try:
             sys.stderr.write(f"{self.format(record)}\n")
@@ -87,10 +87,10 @@ def _add_rank(record: logging.LogRecord) -> bool:
 
 def _handlers(record: logging.LogRecord) -> Iterator[logging.Handler]:
     """Yields what the record goes to, as logging finds it."""
-    found: logging.Logger | None = logging.getLogger(record.name)
-    while found is not None:
-        yield from found.handlers
-        found = found.parent if found.propagate else None
+    source: logging.Logger | None = logging.getLogger(record.name)
+    while source is not None:
+        yield from source.handlers
+        source = source.parent if source.propagate else None
 
 
 def _is_paddles(handler: logging.Handler) -> bool:

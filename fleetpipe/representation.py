@@ -25,13 +25,13 @@ def shows(*names: str, **labelled: str) -> Callable[[Class], Class]:
 
     def decorated(cls: Class) -> Class:
         def __repr__(self: object) -> str:
-            found = []
+            parts = []
             for label, path in shown.items():
                 try:
-                    found.append(f"{label}={_in_short(attrgetter(path)(self))}")
+                    parts.append(f"{label}={_in_short(attrgetter(path)(self))}")
                 except AttributeError:  # its constructor has not come so far
                     continue
-            line = f"<{' '.join([type(self).__name__, ', '.join(found)]).rstrip()}>"
+            line = f"<{' '.join([type(self).__name__, ', '.join(parts)]).rstrip()}>"
             return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..>"
 
         cls.__repr__ = __repr__  # type: ignore[method-assign, assignment, unused-ignore]

@@ -90,8 +90,8 @@ def peak_resident_bytes() -> int:
     text = ""
     with contextlib.suppress(OSError):
         text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    found = (line.split()[1] for line in text.splitlines() if line.startswith("VmHWM:"))
-    return int(next(found, "0")) * 1024
+    matches = (line.split()[1] for line in text.splitlines() if line.startswith("VmHWM:"))
+    return int(next(matches, "0")) * 1024
 
 
 def anonymous_memory(size: int) -> mmap.mmap:
@@ -183,11 +183,11 @@ def interfaces() -> list[tuple[str, str]]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             request = _IFCONF.pack(len(table), table.buffer_info()[0])
             length, _ = _IFCONF.unpack(fcntl.ioctl(probe, _SIOCGIFCONF, request))
-        found = _IFREQ.iter_unpack(table.tobytes()[:length])
+        entries = _IFREQ.iter_unpack(table.tobytes()[:length])
         # An address that was added to an interface later may have a label such as eth0:1.
         return [
             (name.split(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(address))
-            for name, address in found
+            for name, address in entries
         ]
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     return [(name, "127.0.0.1") for name in names[:1]]

@@ -2,7 +2,7 @@
 
 The way of a program: ``entry`` takes it at ``minimize``, ``ir`` describes it as ``graph.py`` says,
 ``cut`` gives it stages, ``ir`` makes programs of these, ``run`` trains them, ``save`` keeps what
-they learned. Start with ``entry/optimizer.py``. No room imports dynamic graph or Fleet.
+they learned. Start with ``entry/optimizer.py``. No package here imports dynamic graph or Fleet.
 """
 
 from __future__ import annotations

@@ -54,9 +54,9 @@ def user_line(stack: Iterable[str]) -> str:
     """Returns the innermost frame of a stack that is neither Paddle's nor fleetpipe's."""
     line = ""
     for frame in stack:
-        found = _FRAME.search(frame)
-        if found and not found[1].startswith((*_FOREIGN, _IMPORTLIB)):
-            line = f"{found[1]}, line {found[2]}"
+        match = _FRAME.search(frame)
+        if match and not match[1].startswith((*_FOREIGN, _IMPORTLIB)):
+            line = f"{match[1]}, line {match[2]}"
     return line
 
 
@@ -159,13 +159,13 @@ def state_of(
     master = optimizer._master_weights.get(parameter)
     names = [parameter] if master is None else [parameter, named(master)]
     prefix = "" if optimizer._name is None else f"{optimizer._name}_"
-    found = {
+    accumulators = {
         kind.removeprefix(prefix): named(of[name])
         for kind, of in optimizer._accumulators.items()
         for name in names
         if name in of
     }
-    return found, None if master is None else named(master)
+    return accumulators, None if master is None else named(master)
 
 
 def rate_of(optimizer: Optimizer, program: Program) -> Variable:

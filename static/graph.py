@@ -108,12 +108,12 @@ def needed(graph: Graph, numbers: Iterable[int], replicated: Collection[int]) ->
         replicated: The operations that every stage has its own of; others are not looked at.
     """
     producers = graph.producers()
-    found: set[int] = set()
+    replicas_needed: set[int] = set()
     waiting = list(numbers)
     while waiting:
         for value in graph.operations[waiting.pop()].reads:
             number = producers.get(value, -1)
-            if number in replicated and number not in found:
-                found.add(number)
+            if number in replicated and number not in replicas_needed:
+                replicas_needed.add(number)
                 waiting.append(number)
-    return sorted(found)
+    return sorted(replicas_needed)

@@ -53,16 +53,16 @@ def refuse_foreign(program: Program, scope: Scope) -> None:
 
 def _taken(program: Program) -> frozenset[str]:
     """Returns the parameters and statistics that a program takes; it is read once."""
-    known: frozenset[str] | None = getattr(program, _TAKEN, None)
-    if known is None:
+    names: frozenset[str] | None = getattr(program, _TAKEN, None)
+    if names is None:
         try:
             graph = readers.read(program).graph
         except Exception:
             return frozenset()  # a compiled program, say, which Paddle itself explains
         taken = {value for op in graph.operations for value in op.reads}
-        known = frozenset(graph.names[value] for value in taken & graph.persistable)
-        setattr(program, _TAKEN, known)
-    return known
+        names = frozenset(graph.names[value] for value in taken & graph.persistable)
+        setattr(program, _TAKEN, names)
+    return names
 
 
 def is_attached(program: Program) -> bool:

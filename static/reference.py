@@ -67,10 +67,10 @@ class SingleProgram:
     def state(self) -> dict[str, np.ndarray]:
         """Returns its parameters and running statistics by name, sorted."""
         names = sorted(v.name for v in self._main.list_vars() if v.persistable)
-        found = {name: self._scope.find_var(name) for name in names}
+        variables = {name: self._scope.find_var(name) for name in names}
         return {
             name: np.array(variable.get_tensor())
-            for name, variable in found.items()
+            for name, variable in variables.items()
             if variable is not None and variable.get_tensor()._is_initialized()
         }
 
@@ -88,13 +88,13 @@ class SingleProgram:
         count = self._micro_batches
         with static.scope_guard(self._scope):
             for index in range(count):
-                found = self._executor.run(
+                fetched = self._executor.run(
                     self._main,
                     feed={name: np.split(array, count)[index] for name, array in feed.items()},
                     fetch_list=[*self._fetches, *self._gradients.values()],
                 )
-                shares.append(found[: len(self._fetches)])
-                for name, grad in zip(self._gradients, found[len(self._fetches) :]):
+                shares.append(fetched[: len(self._fetches)])
+                for name, grad in zip(self._gradients, fetched[len(self._fetches) :]):
                     sums[name] = sums[name] + grad if name in sums else grad
             self._executor.run(
                 self._update, feed={f"{name}.sum": total for name, total in sums.items()}
@@ -119,7 +119,7 @@ def _apply(optimizer: Optimizer, parameters: Sequence[Variable]) -> None:
             regularizer=one.regularizer,
             need_clip=one.need_clip,
         )
-        own = static.create_parameter(one.shape, "float32", attr=attr)
-        pairs.append((own, static.data(f"{one.name}.sum", one.shape, "float32")))
+        parameter = static.create_parameter(one.shape, "float32", attr=attr)
+        pairs.append((parameter, static.data(f"{one.name}.sum", one.shape, "float32")))
     optimizer._dtype = pairs[0][0].dtype
     optimizer.apply_gradients(pairs)

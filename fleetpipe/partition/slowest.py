@@ -129,16 +129,16 @@ def fastest(
     most = lowest if sent is None else (1 + SLACK) * lowest
 
     def second(stage: int, start: int, end: int) -> float:
-        found = cost(stage, start, end)
-        if found > most:
+        seconds = cost(stage, start, end)
+        if seconds > most:
             return math.inf
-        return found**2 if sent is None else sent(start)
+        return seconds**2 if sent is None else sent(start)
 
     def second_floor(start: int, end: int) -> float:
-        found = floor(start, end)
-        if found > most:
+        seconds = floor(start, end)
+        if seconds > most:
             return math.inf
-        return max(found, 0) ** 2 if sent is None else 0.0
+        return max(seconds, 0) ** 2 if sent is None else 0.0
 
     boundaries, _ = _cut(bounds, parts, second, lambda before, one: before + one, second_floor)
     stages = enumerate(zip(boundaries, boundaries[1:]))
@@ -174,7 +174,7 @@ def _cut(
                     if joined < best[end]:
                         best[end], starts[end] = joined, start
         start_of.append(starts)
-    found = [last]
+    indices = [last]
     for starts in reversed(start_of):
-        found.append(starts[found[-1]])
-    return tuple(bounds[index] for index in reversed(found)), best[last]
+        indices.append(starts[indices[-1]])
+    return tuple(bounds[index] for index in reversed(indices)), best[last]

@@ -1,14 +1,14 @@
 """Schedules as values: build, verify, simulate, draw and lower them. Imports no Paddle.
 
-Here is what users import; drawings and traces are in ``forms``. To read the room, begin at the
-bottom with ``action.py``, ``placement.py``, ``edges.py`` and ``rows.py``. A file imports lower
-floors only (``tests/test_house.py``)::
+Here is what users import; drawings and traces are in ``forms``. To read the package, begin at
+the bottom with ``action.py``, ``placement.py``, ``edges.py`` and ``rows.py``. A file imports
+lower layers only (``tests/test_house.py``)::
 
     commands
     registry                                by name: build, register
     api                                     Schedule and Plan with their methods
     check     forms     search
-    play
+    simulation
     families  explain
     action placement edges operations costs rows
 """

@@ -129,8 +129,8 @@ def parse_number(micro_batch: str, index: str | None, slices: int | None) -> int
     if index is None:
         return int(micro_batch) if slices in (None, 1) else None
     count = _MOST_SLICES if slices is None else slices
-    known = count > 1 and int(index) < count
-    return SliceNumber(int(micro_batch), int(index), count) if known else None
+    exists = count > 1 and int(index) < count
+    return SliceNumber(int(micro_batch), int(index), count) if exists else None
 
 
 def parse_item(token: str, slices: int | None = None) -> Item | None:
@@ -146,8 +146,8 @@ def parse_item(token: str, slices: int | None = None) -> Item | None:
     if not (token.startswith("(") and token.endswith(")")):
         return None
     inner = [_parse_action(part, slices) for part in token[1:-1].split("|")]
-    found = tuple(action for action in inner if action is not None)
-    return Fused(found) if len(found) == len(inner) and len(found) > 1 else None
+    actions = tuple(action for action in inner if action is not None)
+    return Fused(actions) if len(actions) == len(inner) and len(actions) > 1 else None
 
 
 def _parse_action(token: str, slices: int | None) -> Action | None:

@@ -288,18 +288,18 @@ def _costs(arguments: argparse.Namespace) -> Costs:
         costs = Costs.from_json(text)
     said = vars(arguments)
     fields = [field.name for field in dataclasses.fields(Costs)]
-    given = {name: said[name] for name in fields if said.get(name) is not None}
-    if "backward" in given:
-        if "input_grad" in given or "weight_grad" in given:
+    changes = {name: said[name] for name in fields if said.get(name) is not None}
+    if "backward" in changes:
+        if "input_grad" in changes or "weight_grad" in changes:
             raise ConfigError(
                 "--backward is given together with a part of it",
                 expected="--backward, or --input-grad and --weight-grad",
                 fix="leave out --backward, or both of its parts",
             )
-        given["input_grad"] = given["weight_grad"] = given["backward"] / 2
-    elif "input_grad" in given or "weight_grad" in given:
-        given["backward"] = None
-    return dataclasses.replace(costs, **given)
+        changes["input_grad"] = changes["weight_grad"] = changes["backward"] / 2
+    elif "input_grad" in changes or "weight_grad" in changes:
+        changes["backward"] = None
+    return dataclasses.replace(costs, **changes)
 
 
 def _sizes(text: str) -> list[int]:

@@ -81,8 +81,8 @@ class Costs:
 
     def _check_slices(self) -> None:
         for one in self.each_slice or (None,):
-            known = one if isinstance(one, Costs) else None
-            if known is None or known.each_slice or (known.bytes is None) != (self.bytes is None):
+            costs = one if isinstance(one, Costs) else None
+            if costs is None or costs.each_slice or (costs.bytes is None) != (self.bytes is None):
                 raise ConfigError(
                     "`each_slice` has the costs of each slice, with bytes where the others have",
                     got=reprlib.repr(one),
@@ -101,7 +101,7 @@ class Costs:
             ConfigError: No JSON object, an unknown key, or a figure that is not allowed.
         """
         try:
-            found = json.loads(text)
+            content = json.loads(text)
         except ValueError as error:
             raise ConfigError(
                 "the costs are not JSON",
@@ -113,26 +113,26 @@ class Costs:
                 "the costs are nested too deeply",
                 fix='write an object such as {"forward": 1, "backward": 2}',
             ) from error
-        if not isinstance(found, Mapping):
+        if not isinstance(content, Mapping):
             raise ConfigError(
                 "the costs are no JSON object",
-                got=type(found).__name__,
+                got=type(content).__name__,
                 fix='write an object such as {"forward": 1, "backward": 2}',
             )
         # What a profile has besides, for each layer.
-        return cls._of({key: value for key, value in found.items() if key != "profile"})
+        return cls._of({key: value for key, value in content.items() if key != "profile"})
 
     @classmethod
-    def _of(cls, found: Mapping[str, Any]) -> Costs:
-        known = [field.name for field in fields(cls)]
-        for key in found:
-            if key not in known:
-                raise ConfigError(f"unknown cost {key!r}", fix=nearest(str(key), known))
-        slices = found.get("each_slice")
-        if not isinstance(slices, list):
-            return cls(**found)
-        parts = tuple(cls._of(one) if isinstance(one, Mapping) else one for one in slices)
-        return cls(**{**found, "each_slice": parts})
+    def _of(cls, values: Mapping[str, Any]) -> Costs:
+        names = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in names:
+                raise ConfigError(f"unknown cost {key!r}", fix=nearest(str(key), names))
+        each_slice = values.get("each_slice")
+        if not isinstance(each_slice, list):
+            return cls(**values)
+        parts = tuple(cls._of(one) if isinstance(one, Mapping) else one for one in each_slice)
+        return cls(**{**values, "each_slice": parts})
 
     def check_stages(self, stages: int) -> None:
         """Raises ConfigError where a per-stage figure does not have one entry for each stage."""

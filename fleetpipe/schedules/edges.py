@@ -113,8 +113,8 @@ class Dependencies:
         for edge in edges:
             sources[edge.target].add(edge.source)
             targets[edge.source].add(edge.target)
-        self._sources = [sorted(found) for found in sources]
-        self._targets = [sorted(found) for found in targets]
+        self._sources = [sorted(numbers) for numbers in sources]
+        self._targets = [sorted(numbers) for numbers in targets]
 
     def of(self, kind: str, stage: int) -> tuple[tuple[str, int], ...]:
         """Returns the (kind, stage) pairs that ``kind`` of ``stage`` waits for."""

@@ -44,9 +44,9 @@ def canonical_name(name: str) -> str:
     Raises:
         ConfigError: No such schedule; the message names the nearest ones.
     """
-    known = {_plain(spelling): canonical for spelling, canonical in _spellings()}
+    names_by_spelling = {_plain(spelling): canonical for spelling, canonical in _spellings()}
     try:
-        return known[_plain(name)]
+        return names_by_spelling[_plain(name)]
     except KeyError:
         raise ConfigError(
             f"there is no schedule {name!r}",
@@ -110,7 +110,7 @@ def register(
             got=f"register({name!r}, {rows!r})",
             fix='register("my-schedule", rows), where rows is a function',
         )
-    replaced = name in FAMILIES and FAMILIES[name].own
+    replaced = name in FAMILIES and FAMILIES[name].registered
     wanted = {_plain(spelling) for spelling in (name, *aliases)}
     for spelling, other in _spellings():
         if _plain(spelling) in wanted and not (replaced and other == name):
@@ -123,7 +123,7 @@ def register(
     Placement(placement, 1, number)  # refuses what no rank could have
     most = None if any_chunks else number
     FAMILIES[name] = Family(
-        _verified(name, rows), tuple(aliases), placement, number, most, own=True
+        _verified(name, rows), tuple(aliases), placement, number, most, registered=True
     )
 
 
@@ -182,9 +182,9 @@ def build(
         placement = Placement("loop", ranks, 1 if chunks is None else chunks)
         check_options(AUTO, auto, options)
         rows = auto(placement, micro_batches, **options)
-        # Costs are a measurement, given anew with each search.
-        own = {option: value for option, value in options.items() if option != "costs"}
-        schedule = Schedule.of(dataclasses.replace(rows, options=kept(AUTO, auto, own)))
+        # Costs are a measurement, given again with each search.
+        without_costs = {key: value for key, value in options.items() if key != "costs"}
+        schedule = Schedule.of(dataclasses.replace(rows, options=kept(AUTO, auto, without_costs)))
         costs = searched_costs(schedule, options.get("costs"))
         schedule.verify(memory_cap=options.get("memory_cap"), costs=costs)
         return schedule
@@ -195,7 +195,7 @@ def build(
 
 
 def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
-    """Builds a schedule anew, from its own options, for another number of micro-batches.
+    """Builds a schedule again, from its options, for another number of micro-batches.
 
     Args:
         schedule: What :func:`build` returned, or its text form.

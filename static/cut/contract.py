@@ -79,11 +79,11 @@ class Pieces(NamedTuple):
     @property
     def kept(self) -> dict[str, bool]:
         """The variables that any backward takes, and whether it is the shape alone."""
-        found: dict[str, bool] = {}
+        by_shape: dict[str, bool] = {}
         for piece in (self.backward, self.input_grad, self.weight_grad):
             for name in piece.kept:
-                found[name] = found.get(name, True) and name in piece.shapes
-        return found
+                by_shape[name] = by_shape.get(name, True) and name in piece.shapes
+        return by_shape
 
 
 class StageProgram(Protocol):

@@ -39,9 +39,9 @@ class Split:
 
     def operations_of(self, stage: int) -> list[int]:
         """Returns the numbers of what a stage computes, what floats and it needs included."""
-        own = [number for number, at in enumerate(self.stage_of) if at == stage]
+        placed = [number for number, at in enumerate(self.stage_of) if at == stage]
         replicated = {number for number, at in enumerate(self.stage_of) if at is None}
-        return sorted({*own, *needed(self.graph, own, replicated)})
+        return sorted({*placed, *needed(self.graph, placed, replicated)})
 
     @cached_property
     def stage_of_value(self) -> dict[int, int | None]:
@@ -58,11 +58,11 @@ class Split:
 
     def readers(self, stage: int) -> dict[int, list[int]]:
         """Returns the values that leave a stage, each with the stages that take it."""
-        found: dict[int, list[int]] = {}
+        stages_by_value: dict[int, list[int]] = {}
         for edge, numbers in self.crossing.items():
             for number in numbers if edge.source == stage else ():
-                found.setdefault(number, []).append(edge.target)
-        return found
+                stages_by_value.setdefault(number, []).append(edge.target)
+        return stages_by_value
 
     @property
     def persistable(self) -> set[str]:
@@ -217,14 +217,14 @@ def _refuse_shared_statistics(graph: Graph, stage_of: Sequence[int | None]) -> N
 def _crossing(
     graph: Graph, stage_of: Sequence[int | None], at: Mapping[int, int | None]
 ) -> dict[Edge, tuple[int, ...]]:
-    found: dict[Edge, set[int]] = {}
+    values_by_edge: dict[Edge, set[int]] = {}
     for number, op in enumerate(graph.operations):
         target = stage_of[number]
         for value in op.reads:
             source = at.get(value)
             if source is not None and target is not None and source != target:
-                found.setdefault(Edge(source, target), set()).add(value)
-    return {edge: tuple(sorted(values)) for edge, values in found.items()}
+                values_by_edge.setdefault(Edge(source, target), set()).add(value)
+    return {edge: tuple(sorted(values)) for edge, values in values_by_edge.items()}
 
 
 def ranks_for(cut: Split, ranks: int | None, world_size: int, interleaved: int) -> tuple[int, int]:

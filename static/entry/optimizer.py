@@ -148,11 +148,11 @@ class StaticOptimizer:
     def _degrees(self, cut: Split) -> tuple[Degrees, int]:
         """Returns the degrees of the job and the stages on each rank."""
         configs = self._strategy.hybrid_configs
-        given = int(configs["pp_degree"]) if configs["pp_degree"] > 1 else None
+        pp_degree = int(configs["pp_degree"]) if configs["pp_degree"] > 1 else None
         interleaved = default_chunks(self._config.schedule)
-        ranks, chunks = ranks_for(cut, given, self._world_size, interleaved)
+        ranks, chunks = ranks_for(cut, pp_degree, self._world_size, interleaved)
         wanted = {**configs, "pp_degree": ranks}
-        if given is None:
+        if pp_degree is None:
             wanted["dp_degree"] = -1
         degrees = Degrees.resolve(wanted, self._world_size)
         degrees.refuse_beyond(("pp", "dp"), "use dynamic graph, or dp_degree for these ranks")

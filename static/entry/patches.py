@@ -80,8 +80,8 @@ def _run(
         items = items_for(program, feed)
         if items is None and not feed:
             items = items_of(program, functools.partial(original, scope=variables))
-        given = feed if items is None else items
-        return pipeline.run(executor.place, given, wanted, variables, return_numpy)
+        feeds = feed if items is None else items
+        return pipeline.run(executor.place, feeds, wanted, variables, return_numpy)
     if pipeline is not None and not pipeline.local:
         raise ConfigError(
             "a clone of a pipeline's program cannot run on a rank",

@@ -73,22 +73,22 @@ def append(forward: Forward, split: Split, stage: int, loss: tuple[int, float]) 
     Raises:
         ConfigError: A gradient is sparse.
     """
-    found = Gradients({}, {})
+    gradients = Gradients({}, {})
     parameters = forward.parameters()
-    given = [value for value in incoming(split, stage) if value in split.graph.differentiable]
-    inputs = [*parameters.values(), *map(forward.variable, given)]
+    entering = [value for value in incoming(split, stage) if value in split.graph.differentiable]
+    inputs = [*parameters.values(), *map(forward.variable, entering)]
     targets, grads = _targets(forward, split, stage, loss) if inputs else ([], [])
     if not targets:
-        return found
+        return gradients
     results = static.gradients(targets, inputs, grads)
     for name, grad in zip(parameters, results):
         if grad is not None:
             _accumulate(forward, name, grad)
-            found.accumulators[name] = accumulator_name(name)
-    for value, grad in zip(given, results[len(parameters) :]):
+            gradients.accumulators[name] = accumulator_name(name)
+    for value, grad in zip(entering, results[len(parameters) :]):
         if grad is not None:
-            found.inputs[value] = forward.leave(grad, incoming_gradient_name(stage, value))
-    return found
+            gradients.inputs[value] = forward.leave(grad, incoming_gradient_name(stage, value))
+    return gradients
 
 
 def incoming(split: Split, stage: int) -> list[int]:

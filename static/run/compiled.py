@@ -137,7 +137,7 @@ class Compiled:
         if recipe.update is not None:
             tensor_of(scope, CLIP_FACTOR)
             self._run_step = job_executor(recipe.update.step, scope, place).run
-        self._own = {
+        self._gradients = {
             name: dynamic(tensor_of(scope, accumulator_name(name))) for name in recipe.parameters
         }
 
@@ -149,10 +149,12 @@ class Compiled:
     def reduce(self) -> None:
         """Makes the accumulators those of the whole batch. Collective over the job."""
         recipe, job = self._recipe, self._recipe.job
-        reductions.add_shared(self._own, recipe.shared, job.group())
-        reductions.add_replicas(self._own, job.replicas())
+        reductions.add_shared(self._gradients, recipe.shared, job.group())
+        reductions.add_replicas(self._gradients, job.replicas())
         if recipe.limit is not None:
-            factor = reductions.clip_factor(self._own, recipe.counted, recipe.limit, job.group())
+            factor = reductions.clip_factor(
+                self._gradients, recipe.counted, recipe.limit, job.group()
+            )
             tensor_of(self.scope, CLIP_FACTOR)._share_data_with(factor.get_tensor())
 
     def step(self) -> None:

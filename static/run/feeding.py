@@ -126,11 +126,11 @@ def _cut(
     if whole and not (shape and shape[0] == micro_batches * rows):
         return [array] * micro_batches
     expected = rows if not shape or shape[0] < 0 else shape[0]
-    given = array.shape[0] if array.ndim else 0
+    array_rows = array.shape[0] if array.ndim else 0
     fits = len(shape) == array.ndim and all(
         size in (-1, there) for size, there in zip(shape[1:], array.shape[1:])
     )
-    if not shape or given != micro_batches * expected or not fits:
+    if not shape or array_rows != micro_batches * expected or not fits:
         raise ConfigError(
             f"the feed {name!r} is not a mini-batch of accumulate_steps x micro_batch_size rows",
             expected=f"shape {[micro_batches * expected, *shape[1:]]}"

@@ -61,7 +61,7 @@ class StaticPipeline:
         self.split, self.schedule = split, schedule
         self._reader, self._job, self._config = reader, job, config
         with job.guarded(lambda: "building the static pipeline"):
-            self._own = self._own_stages()
+            self._stages = self._own_stages()
             job.require_agreement(self._facts(*loss))
             self._recipe = self._make(optimizer, loss)
         self._compiled: Compiled | None = None
@@ -81,7 +81,7 @@ class StaticPipeline:
     @property
     def persistable(self) -> list[str]:
         """Names of the parameters and statistics of this process's stages, sorted."""
-        return sorted({n for stage in self._own for n in self.split.persistable_of(stage)})
+        return sorted({n for stage in self._stages for n in self.split.persistable_of(stage)})
 
     @cached_property
     def elsewhere(self) -> frozenset[str]:
@@ -156,7 +156,7 @@ class StaticPipeline:
     @property
     def leads_random(self) -> bool:
         """Whether this process has the first stage that draws, from its default generator."""
-        return bool({*self._drawing()[:1]}.intersection(self._own))
+        return bool({*self._drawing()[:1]}.intersection(self._stages))
 
     @property
     def streams(self) -> Mapping[int, Any]:
@@ -249,15 +249,15 @@ class StaticPipeline:
     def _compile(self, wanted: Sequence[Fetch], scope: Scope, place: Place) -> Compiled:
         """Returns what runs a batch; made again only when something is new."""
         fetches = frozenset(one.number for one in wanted if one.stage is not None)
-        known = self._compiled
-        if known is not None and known.scope is scope and fetches <= known.fetches:
-            return known
-        if known is not None:
-            fetches |= known.fetches
+        compiled = self._compiled
+        if compiled is not None and compiled.scope is scope and fetches <= compiled.fetches:
+            return compiled
+        if compiled is not None:
+            fetches |= compiled.fetches
         if paddle.in_dynamic_mode():
             raise StateError("a pipeline runs in static mode", fix="paddle.enable_static()")
         if self._streams is None:
-            self._streams = Streams(self._drawing(), self._own, place)
+            self._streams = Streams(self._drawing(), self._stages, place)
             self._streams.begin(self._streams_to_begin)
         pieces = self._recipe.cut(fetches)
         with dynamic_mode():
@@ -269,10 +269,10 @@ class StaticPipeline:
             if fetch.variable not in self.persistable:
                 return None
             return np.array(found_tensor(scope, fetch.variable))
-        found = compiled.stage.fetched.get(fetch.number)
-        if found is None:
+        values = compiled.stage.fetched.get(fetch.number)
+        if values is None:
             return None
-        return combined(fetch.name, [found[k] for k in sorted(found)], self._config.fetch)
+        return combined(fetch.name, [values[k] for k in sorted(values)], self._config.fetch)
 
     def _everywhere(self, fetch: Fetch, result: np.ndarray | None) -> np.ndarray:
         """Gives a result to every rank of the pipeline. Collective over it."""
@@ -288,7 +288,7 @@ class StaticPipeline:
 
     def _make(self, optimizer: Optimizer, loss: tuple[int, float]) -> Recipe:
         group = self._job.group()
-        stages = {stage: self._reader.stage(self.split, stage, *loss) for stage in self._own}
+        stages = {stage: self._reader.stage(self.split, stage, *loss) for stage in self._stages}
         parameters = sorted({name for one in stages.values() for name in one.accumulators})
         everyone = group.all_gather(parameters)
         users = {

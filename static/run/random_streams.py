@@ -20,16 +20,16 @@ class Streams:
     program would; each later one has a stream of its own, made from that seed and its number.
     """
 
-    def __init__(self, drawing: Iterable[int], own: Iterable[int], place: Place) -> None:
+    def __init__(self, drawing: Iterable[int], stages: Iterable[int], place: Place) -> None:
         """Begins the streams.
 
         Args:
             drawing: The stages of the program that draw random numbers.
-            own: The stages of this process.
+            stages: The stages of this process.
             place: The device.
         """
         self._generator = random_state(place)
-        self._stages = sorted(set(sorted(drawing)[1:]).intersection(own))
+        self._stages = sorted(set(sorted(drawing)[1:]).intersection(stages))
         self._states: dict[int, Any] = {}
         self.begin({})
 
@@ -57,10 +57,10 @@ class Streams:
         if stage not in self._states:
             yield
             return
-        others = self._generator.get_state()
+        program_state = self._generator.get_state()
         self._generator.set_state(self._states[stage])
         try:
             yield
         finally:
             self._states[stage] = self._generator.get_state()
-            self._generator.set_state(others)
+            self._generator.set_state(program_state)

@@ -15,31 +15,31 @@ from fleetpipe.static._paddle import gradient_clip
 from fleetpipe.transport import Group
 
 
-def add_shared(own: Mapping[str, Tensor], names: Sequence[str], group: Group) -> None:
+def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Group) -> None:
     """Adds up the gradients of parameters that several ranks use. Collective over the pipeline.
 
     Every rank gets the same bits: all add in the order of the ranks.
 
     Args:
-        own: The accumulators of this rank's parameters, dynamic tensors by name.
+        gradients: The accumulators of this rank's parameters, dynamic tensors by name.
         names: The parameters that several ranks use, the same on all.
         group: The ranks of the pipeline.
     """
     if not names or group.ranks == 1:
         return
-    mine = {name: own[name].clone() for name in names if name in own}
+    mine = {name: gradients[name].clone() for name in names if name in gradients}
     everyone = group.all_gather(mine)
     for name in mine:
-        first, *others = [theirs[name] for theirs in everyone if name in theirs]
-        for other in others:
+        first, *rest = [by_name[name] for by_name in everyone if name in by_name]
+        for other in rest:
             first = first + other
-        paddle.assign(first, own[name])
+        paddle.assign(first, gradients[name])
 
 
-def add_replicas(own: Mapping[str, Tensor], replicas: Group) -> None:
+def add_replicas(gradients: Mapping[str, Tensor], replicas: Group) -> None:
     """Adds up the gradients of all replicas. Collective over the replicas."""
     if replicas.ranks > 1:
-        replicas.all_reduce([own[name] for name in sorted(own)])
+        replicas.all_reduce([gradients[name] for name in sorted(gradients)])
 
 
 def global_norm(optimizer: Optimizer) -> float | None:
@@ -60,7 +60,7 @@ def global_norm(optimizer: Optimizer) -> float | None:
 
 
 def clip_factor(
-    own: Mapping[str, Tensor], owned: Sequence[str], limit: float, group: Group
+    gradients: Mapping[str, Tensor], owned: Sequence[str], limit: float, group: Group
 ) -> Tensor:
     """Returns limit / max(norm, limit) over the gradients of all ranks. Collective.
 
@@ -68,15 +68,15 @@ def clip_factor(
     the order of the names, as Paddle does.
 
     Args:
-        own: Gradients of this rank's parameters, dynamic tensors by name.
+        gradients: Gradients of this rank's parameters, dynamic tensors by name.
         owned: Those of them that count here.
         limit: The limit of the norm.
         group: The ranks of the pipeline.
     """
-    squares = {name: (own[name] * own[name]).sum() for name in owned}
+    squares = {name: (gradients[name] * gradients[name]).sum() for name in owned}
     everyone: dict[str, Tensor] = {}
-    for theirs in group.all_gather(squares):
-        everyone.update(theirs)
+    for by_name in group.all_gather(squares):
+        everyone.update(by_name)
     ordered = [everyone[name].reshape([1]).astype("float32") for name in sorted(everyone)]
     norm = paddle.sqrt(paddle.add_n(ordered))
     bound = paddle.full([1], limit, "float32")

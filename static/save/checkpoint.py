@@ -77,14 +77,14 @@ class ProgramState(NamedTensors):
             CheckpointError: The checkpoint is of another model.
             ConfigError: It has other names.
         """
-        own = self.order()
-        if set(own) != set(saved.order) and not self._by_order:
-            mine = [name for name in own if name not in saved.order]
-            theirs = [name for name in saved.order if name not in own]
+        order = self.order()
+        if set(order) != set(saved.order) and not self._by_order:
+            missing_there = [name for name in order if name not in saved.order]
+            missing_here = [name for name in saved.order if name not in order]
             raise ConfigError(
                 "the program and the checkpoint call parameters by other names",
-                expected=_listed(mine, "of the program"),
-                got=_listed(theirs, "of the checkpoint"),
+                expected=_listed(missing_there, "of the program"),
+                got=_listed(missing_here, "of the checkpoint"),
                 cause="Paddle counts the names of static parameters, and versions count otherwise",
                 fix='CheckpointManager(.., names={"name in the program": "name in the '
                 'checkpoint", ..}); names="order", where both declare the same layers in the '
@@ -113,9 +113,9 @@ class ProgramState(NamedTensors):
         pipeline = self._pipeline
         return Streams(pipeline.split.stages, pipeline.leads_random, pipeline.streams)
 
-    def set_streams(self, others: Mapping[int, Any]) -> None:
-        """Makes ``others`` of :meth:`streams` the streams again; the other stages begin anew."""
-        self._pipeline.begin_streams(others)
+    def set_streams(self, streams: Mapping[int, Any]) -> None:
+        """Makes ``streams`` of :meth:`streams` the streams again; the other stages begin anew."""
+        self._pipeline.begin_streams(streams)
 
 
 class ProgramOptimizer:
@@ -141,7 +141,7 @@ class ProgramOptimizer:
         """
         self._pipeline, self._scope = pipeline, scope
         self._model, self._names = model, names
-        _require_known(pipeline)
+        _require_expected(pipeline)
 
     @property
     def kind(self) -> str:
@@ -164,7 +164,7 @@ class ProgramOptimizer:
         """
         require_kind(self.kind, saved)
         names, there = self._model.saved_names(saved), by_parameter(saved)
-        found: dict[Name, Held] = {}
+        x: dict[Name, Held] = {}
         for parameter in self._pipeline.kept:
             path = names[self._names[parameter]]
             state = dict(self._state(parameter, path))
@@ -176,10 +176,10 @@ class ProgramOptimizer:
                     'only=("model",)',
                 )
             require_kinds(path, set(state), there.get(path, set()))
-            found.update(state)
-        for name, held in found.items():
+            x.update(state)
+        for name, held in x.items():
             require_fit(name, held, saved.tensors[name])
-        return found
+        return x
 
     def settle(self) -> None:
         """Does nothing: memory was there before."""
@@ -206,13 +206,13 @@ def _lasting(declared: Mapping[str, Sequence[int]], names: Names) -> dict[str, s
     Raises:
         ConfigError: ``names`` has others, or one name for two.
     """
-    given = {} if names is None or names == _BY_ORDER else names
-    if isinstance(given, str):
+    wanted = {} if names is None or names == _BY_ORDER else names
+    if isinstance(wanted, str):
         raise ConfigError(
-            f'names= is a dict, or "{_BY_ORDER}" (={given!r})',
+            f'names= is a dict, or "{_BY_ORDER}" (={wanted!r})',
             fix=f'names={{"linear_0.w_0": "0.weight"}}, or names="{_BY_ORDER}"',
         )
-    for name in given:
+    for name in wanted:
         if name not in declared:
             raise ConfigError(
                 f"names= has {name!r}, which the program has not",
@@ -220,18 +220,18 @@ def _lasting(declared: Mapping[str, Sequence[int]], names: Names) -> dict[str, s
                 fix="name its parameters and running statistics, as "
                 "fleetpipe.static.state_dict() does",
             )
-    found = {name: given.get(name, name) for name in declared}
+    x = {name: wanted.get(name, name) for name in declared}
     users: dict[str, str] = {}
-    for name, lasting in found.items():
+    for name, lasting in x.items():
         if users.setdefault(lasting, name) != name:
             raise ConfigError(
                 f"names= calls both {users[lasting]!r} and {name!r} {lasting!r}",
                 fix="give each a name of its own",
             )
-    return found
+    return x
 
 
-def _require_known(pipeline: StaticPipeline) -> None:
+def _require_expected(pipeline: StaticPipeline) -> None:
     known = {pipeline.rate_name}
     for kept in pipeline.kept.values():
         known.update(kept.kinds.values(), (kept.master,))

@@ -45,8 +45,8 @@ def save(
     """
     pipeline, scope = pipeline_of(program), static.global_scope()
     base = Path(_base(os.fspath(prefix), pipeline))
-    found = {name: found_tensor(scope, name) for name in pipeline.optimizer_variables}
-    state = {name: np.array(tensor) for name, tensor in found.items() if tensor is not None}
+    tensors = {name: found_tensor(scope, name) for name in pipeline.optimizer_variables}
+    state = {name: np.array(tensor) for name, tensor in tensors.items() if tensor is not None}
     parameters_file, state_file = f"{base.name}.pdparams", f"{base.name}.pdopt"
     files = {parameters_file: state_dict(program), state_file: state}
     with replacing(base.parent) as draft:

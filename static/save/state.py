@@ -41,13 +41,13 @@ def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, n
         program: As for :func:`state_dict`.
         scope: As for :func:`state_dict`.
     """
-    own = state_dict(program, scope)
+    arrays = state_dict(program, scope)
     pipeline = pipeline_of(program)
     with dynamic_mode(), pipeline.job.guarded(lambda: "gathering the state of all stages"):
-        tensors = {name: paddle.to_tensor(value) for name, value in own.items()}
+        tensors = {name: paddle.to_tensor(value) for name, value in arrays.items()}
         everyone = pipeline.job.group().all_gather(tensors)
-        found = {name: np.array(value) for theirs in everyone for name, value in theirs.items()}
-    return dict(sorted(found.items()))
+        whole = {name: np.array(value) for by_name in everyone for name, value in by_name.items()}
+    return dict(sorted(whole.items()))
 
 
 def load_state_dict(
@@ -113,12 +113,12 @@ def fitting(
 def _fitting(
     name: str, value: np.ndarray | Tensor, tensor: ScopeTensor, source: str
 ) -> tuple[ScopeTensor, np.ndarray]:
-    value, own = np.array(value), np.array(tensor)
-    if (value.shape, value.dtype) != (own.shape, own.dtype):
+    value, arrays = np.array(value), np.array(tensor)
+    if (value.shape, value.dtype) != (arrays.shape, arrays.dtype):
         raise CheckpointError(
             f"{name!r} does not fit",
             where=source,
-            expected=f"{own.dtype} of shape {list(own.shape)}",
+            expected=f"{arrays.dtype} of shape {list(arrays.shape)}",
             got=f"{value.dtype} of shape {list(value.shape)}",
             fix="build the program with the layers and the dtype that the state is from",
         )

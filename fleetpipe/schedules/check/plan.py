@@ -162,8 +162,8 @@ class _RankChecker:
 
     def _misplaced(self, op: Send | Recv) -> NoReturn:
         if op.edge not in self.plan.edges:
-            known = ", ".join(map(str, self.plan.edges)) or "none"
-            self._fail(f"{op} is of an edge that the plan does not have", f"one of: {known}")
+            edges = ", ".join(map(str, self.plan.edges)) or "none"
+            self._fail(f"{op} is of an edge that the plan does not have", f"one of: {edges}")
         ranks = ranks_of(op, self.plan.placement)
         if ranks[0] == ranks[1]:
             self._fail(

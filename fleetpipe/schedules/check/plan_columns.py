@@ -28,7 +28,7 @@ class PlanColumns:
         self.plan = plan
         self.stages = plan.placement.stages
         self.leaving, self.entering = crossing_edges(plan.placement, plan.edges)
-        self.edges = [edge for found in self.leaving for edge, _ in found]
+        self.edges = [edge for leaving in self.leaving for edge, _ in leaving]
         self.numbers = {edge: number for number, edge in enumerate(self.edges)}
         self.width = 5 * self.stages + 4 * len(self.edges)
 
@@ -45,11 +45,11 @@ class PlanColumns:
 
         By column, once for each slice of a micro-batch (one where nothing is sliced).
         """
-        found: list[tuple[int, ...]] = [()] * self.width
+        distances: list[tuple[int, ...]] = [()] * self.width
         slices = self.plan.slices
 
         def note(column: int, *needed: int) -> None:
-            found[column] = tuple(one - column for one in needed)
+            distances[column] = tuple(one - column for one in needed)
 
         rank_of = self.plan.placement.rank_of
         dependencies = Dependencies(self.plan.edges, self.stages)
@@ -72,7 +72,7 @@ class PlanColumns:
         for edge in self.edges:
             note(self.of_edge("SF", edge), self.of_stage("F", edge.source))
             note(self.of_edge("SB", edge), self.of_stage("I", edge.target))
-        needs = found * slices
+        needs = distances * slices
         for index in range(slices):
             for kind in _KINDS:
                 away = slice_before(kind, index, slices) * self.width
@@ -106,9 +106,9 @@ class PlanColumns:
 
     def of_rank(self, rank: int) -> tuple[dict[type, Table], dict[int, int]]:
         """Returns the columns of a rank's actions, sends and receives, and those of releases."""
-        own = self.plan.placement.stages_of(rank)
-        out = [edge for stage in own for edge, _ in self.leaving[stage]]
-        into = [edge for stage in own for edge, _ in self.entering[stage]]
+        owned_stages = self.plan.placement.stages_of(rank)
+        out = [edge for stage in owned_stages for edge, _ in self.leaving[stage]]
+        into = [edge for stage in owned_stages for edge, _ in self.entering[stage]]
         ends = {"SF": out, "RB": out, "SB": into, "RF": into}
 
         def of_edges(letter: str) -> Table:
@@ -118,7 +118,7 @@ class PlanColumns:
             }
 
         actions: Table = {
-            kind: {stage: self.of_stage(kind, stage) for stage in own} for kind in _KINDS
+            kind: {stage: self.of_stage(kind, stage) for stage in owned_stages} for kind in _KINDS
         }
-        frees = {stage: self.of_stage("FREE", stage) for stage in own}
+        frees = {stage: self.of_stage("FREE", stage) for stage in owned_stages}
         return {Action: actions, Send: of_edges("S"), Recv: of_edges("R")}, frees

@@ -12,16 +12,16 @@ from fleetpipe.schedules.rows import ScheduleRows
 
 def raise_incomplete(schedule: ScheduleRows) -> NoReturn:
     """Raises the ScheduleError of a schedule whose multiset of actions is wrong."""
-    found: dict[Action, tuple[int, int]] = {}
+    positions: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(schedule.actions):
         for position, item in enumerate(row):
             for action in parts(item):
                 _check_place(schedule, action, rank, position)
-                if action in found:
-                    raise _doubled(schedule, action, found[action], (rank, position))
-                found[action] = (rank, position)
-    _check_backwards(schedule, found)
-    raise _missing(schedule, found)
+                if action in positions:
+                    raise _doubled(schedule, action, positions[action], (rank, position))
+                positions[action] = (rank, position)
+    _check_backwards(schedule, positions)
+    raise _missing(schedule, positions)
 
 
 def _check_place(schedule: ScheduleRows, action: Action, rank: int, position: int) -> None:
@@ -72,16 +72,16 @@ def _doubled(
     )
 
 
-def _check_backwards(schedule: ScheduleRows, found: dict[Action, tuple[int, int]]) -> None:
-    for action, place in found.items():
+def _check_backwards(schedule: ScheduleRows, positions: dict[Action, tuple[int, int]]) -> None:
+    for action, place in positions.items():
         kind, stage, micro_batch = action
         whole = Action("B", stage, micro_batch)
-        if kind in ("I", "W") and whole in found:
+        if kind in ("I", "W") and whole in positions:
             raise ScheduleError(
                 f"{action} repeats a part of {whole}",
                 where=where(schedule, *place),
                 expected=f"either {whole}, or I and W of the same stage and micro-batch",
-                got=f"{whole} is on rank {found[whole][0]} at #{found[whole][1]}",
+                got=f"{whole} is on rank {positions[whole][0]} at #{positions[whole][1]}",
                 fix=f"leave out {action}, or write I and W in place of {whole}",
             )
         if kind != "F" and schedule.forward_only:
@@ -93,11 +93,11 @@ def _check_backwards(schedule: ScheduleRows, found: dict[Action, tuple[int, int]
             )
 
 
-def _missing(schedule: ScheduleRows, found: dict[Action, tuple[int, int]]) -> FleetPipeError:
+def _missing(schedule: ScheduleRows, positions: dict[Action, tuple[int, int]]) -> FleetPipeError:
     unit = "slice" if schedule.slices > 1 else "micro-batch"
     for micro_batch in numbers(schedule.micro_batches, schedule.slices):
         for stage in range(schedule.placement.stages):
-            lacking = _lacking(schedule, found, stage, micro_batch)
+            lacking = _lacking(schedule, positions, stage, micro_batch)
             if lacking is not None:
                 rank = schedule.placement.rank_of(stage)
                 row = schedule.actions[rank]
@@ -113,9 +113,9 @@ def _missing(schedule: ScheduleRows, found: dict[Action, tuple[int, int]]) -> Fl
 
 
 def _lacking(
-    schedule: ScheduleRows, found: dict[Action, tuple[int, int]], stage: int, micro_batch: int
+    schedule: ScheduleRows, positions: dict[Action, tuple[int, int]], stage: int, micro_batch: int
 ) -> Action | None:
-    have = {kind for kind in KINDS if Action(kind, stage, micro_batch) in found}
+    have = {kind for kind in KINDS if Action(kind, stage, micro_batch) in positions}
     if "F" not in have:
         return Action("F", stage, micro_batch)
     if schedule.forward_only or "B" in have or {"I", "W"} <= have:

@@ -56,12 +56,12 @@ def _needs(
     action: Action, dependencies: Dependencies, slices: int
 ) -> Iterator[tuple[str, int, int]]:
     """Yields what an action waits for; "B" stands for I as well."""
-    own, stage, number = action
-    for kind, other in dependencies.of(own, stage):
+    action_kind, stage, number = action
+    for kind, other in dependencies.of(action_kind, stage):
         yield kind, other, number
-    away = slice_before(own, number % slices, slices)
+    away = slice_before(action_kind, number % slices, slices)
     if away:
-        yield "B" if own == "I" else own, stage, number + away
+        yield "B" if action_kind == "I" else action_kind, stage, number + away
 
 
 def _raise_out_of_order(

@@ -128,7 +128,7 @@ class _Rank:
         self.ahead = [action for _, action in sorted(timed, reverse=True)]
         self.row: list[Action] = []
         self.weights: deque[Action] = deque()
-        self.room = cap
+        self.free = cap
         self.looks = (-1, -2) if swaps else (-1,)
 
     def choose(self, done: dict[str, list[int]]) -> Action | None:
@@ -136,7 +136,7 @@ class _Rank:
         for look in self.looks[: len(self.ahead)]:
             kind, stage, micro_batch = self.ahead[look]
             if kind == "F":
-                ready = self.room > 0 and done["F"][stage - 1] > micro_batch
+                ready = self.free > 0 and done["F"][stage - 1] > micro_batch
             else:
                 ready = done["F"][stage] > micro_batch and done["I"][stage + 1] > micro_batch
             if ready:
@@ -147,8 +147,8 @@ class _Rank:
         """Notes that the rank ran ``action``."""
         self.row.append(action)
         if action[0] == "F":
-            self.room -= 1
+            self.free -= 1
         elif action[0] == "I":
             self.weights.append(Action("W", *action[1:]))
         else:
-            self.room += 1
+            self.free += 1

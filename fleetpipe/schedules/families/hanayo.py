@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.placement import Placement
 
-#: The times of an action, by which the ranks are played against each other.
+#: The times of an action, by which the ranks are run against each other.
 _FORWARD, _BACKWARD = 1, 2
 
 
@@ -30,12 +30,12 @@ def hanayo(placement: Placement, micro_batches: int) -> list[list[Action]]:
         placement: A wave of p ranks with 2w chunks each.
         micro_batches: Micro-batches of a batch, m.
     """
-    player = _Player(placement, micro_batches)
-    player.run()
-    return player.rows
+    waves = _Waves(placement, micro_batches)
+    waves.run()
+    return waves.rows
 
 
-class _Player:
+class _Waves:
     """All ranks at one time: what each could run, and what runs until when.
 
     An action is a number, which is smaller the sooner a rank is to run it: backwards come first,

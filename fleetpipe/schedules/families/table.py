@@ -41,7 +41,7 @@ class Family(NamedTuple):
         chunks: Chunks on a rank where the caller names none.
         most_chunks: Most chunks on a rank; None where there is no limit.
         interleaved: The schedule that is meant where a rank has several chunks; empty for itself.
-        own: A user registered it.
+        registered: A user registered it.
         sliced: It runs slices of sequences, as many as its option ``slices`` says.
     """
 
@@ -51,7 +51,7 @@ class Family(NamedTuple):
     chunks: int = 1
     most_chunks: int | None = 1
     interleaved: str = ""
-    own: bool = False
+    registered: bool = False
     sliced: bool = False
 
 
@@ -102,27 +102,27 @@ def schedule_rows(
     slices = slices_of(name, options)
     check_count("slices", slices)
     # The slices of a family are a field of their own.
-    others = {option: value for option, value in options.items() if option != "slices"}
-    own = kept(name, family.rows, others if family.sliced else options)
+    family_options = {option: value for option, value in options.items() if option != "slices"}
+    kept_options = kept(name, family.rows, family_options if family.sliced else options)
     with collector_paused():
         rows = tuple(map(tuple, family.rows(placement, micro_batches, **options)))
-    return ScheduleRows(name, placement, micro_batches, rows, slices=slices, options=own)
+    return ScheduleRows(name, placement, micro_batches, rows, slices=slices, options=kept_options)
 
 
 def slices_of(name: str, options: Mapping[str, object]) -> Any:
     """Returns the slices of a micro-batch under a family, given its options."""
     if not FAMILIES[name].sliced:
         return 1
-    own = inspect.signature(FAMILIES[name].rows).parameters["slices"].default
-    return options.get("slices", own)
+    default = inspect.signature(FAMILIES[name].rows).parameters["slices"].default
+    return options.get("slices", default)
 
 
 def check_options(name: str, rows: Callable[..., object], options: Iterable[str]) -> None:
     """Raises ConfigError where ``rows``, which makes the schedule ``name``, lacks an option."""
-    known = names_of(rows)
+    names = names_of(rows)
     for option in options:
-        if option not in known:
+        if option not in names:
             raise ConfigError(
                 f"{name} has no option {option!r}",
-                fix=nearest(option, known) if known else "leave it out",
+                fix=nearest(option, names) if names else "leave it out",
             )

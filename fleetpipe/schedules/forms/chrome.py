@@ -63,16 +63,16 @@ def chrome_trace(
     """
     scales = {name: (microseconds or {}).get(name, MICROSECONDS_PER_UNIT) for name in tracks}
     values = checked_edges(edges, placement.stages)
-    found: list[_Json] = []
+    records: list[_Json] = []
     for index, (name, events) in enumerate(tracks.items()):
         pids = [1 + rank * len(tracks) + index for rank in range(placement.ranks)]
         track = _Track(placement, pids, scales[name])
         label = f" {name}" if len(tracks) > 1 else ""
-        found += track.names(label, events)
-        found += track.slices(events)
-        found += track.arrows(f"{name} ", events, values)
+        records += track.names(label, events)
+        records += track.slices(events)
+        records += track.arrows(f"{name} ", events, values)
     units = {name: f"1 unit of time = {scale:g} microseconds" for name, scale in scales.items()}
-    return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": units}
+    return {"traceEvents": records, "displayTimeUnit": "ms", "otherData": units}
 
 
 class _Track:
@@ -84,7 +84,7 @@ class _Track:
 
     def names(self, label: str, events: Sequence[Event]) -> list[_Json]:
         """Gives each event a thread, and returns the names of processes and threads."""
-        found: list[_Json] = []
+        records: list[_Json] = []
         for rank, pid in enumerate(self.pids):
             threads = {_COMPUTE: "compute"}
             free: list[float] = []
@@ -94,11 +94,11 @@ class _Track:
                 free[lane : lane + 1] = [event.end]
                 self.threads[event] = _COMPUTE + 1 + lane
                 threads[_COMPUTE + 1 + lane] = f"transfers {lane + 1}"
-            found.append(_metadata("process_name", pid, 0, {"name": f"rank {rank}{label}"}))
-            found.append(_metadata("process_sort_index", pid, 0, {"sort_index": pid}))
+            records.append(_metadata("process_name", pid, 0, {"name": f"rank {rank}{label}"}))
+            records.append(_metadata("process_sort_index", pid, 0, {"sort_index": pid}))
             for thread, name in threads.items():
-                found.append(_metadata("thread_name", pid, thread, {"name": name}))
-        return found
+                records.append(_metadata("thread_name", pid, thread, {"name": name}))
+        return records
 
     def slices(self, events: Iterable[Event]) -> list[_Json]:
         """Returns an "X" for each event."""
@@ -116,12 +116,12 @@ class _Track:
 
     def arrows(self, prefix: str, events: Iterable[Event], edges: Iterable[Edge]) -> list[_Json]:
         """Returns an arrow, which is a pair of events, for each value that went between ranks."""
-        found: list[_Json] = []
+        records: list[_Json] = []
         for name, source, target in _transfers(events, edges, self.placement):
-            common = {"name": name, "cat": "transfer", "id": f"{prefix}{name} {len(found) // 2}"}
-            found.append({"ph": "s", **common, **self._place(source)})
-            found.append({"ph": "f", "bp": "e", **common, **self._place(target)})
-        return found
+            common = {"name": name, "cat": "transfer", "id": f"{prefix}{name} {len(records) // 2}"}
+            records.append({"ph": "s", **common, **self._place(source)})
+            records.append({"ph": "f", "bp": "e", **common, **self._place(target)})
+        return records
 
     def _place(self, event: Event) -> _Json:
         thread = self.threads.get(event, _COMPUTE)
@@ -167,7 +167,7 @@ def _transfers(
             kind = "B" if action.kind == "I" else action.kind
             places[kind, action.stage, action.micro_batch].append(event)
             micro_batches[action.micro_batch] = None
-    found: list[tuple[str, Event, Event]] = []
+    records: list[tuple[str, Event, Event]] = []
     crossing = [e for e in edges if placement.rank_of(e.source) != placement.rank_of(e.target)]
     for edge in crossing:
         for k in micro_batches:
@@ -176,8 +176,8 @@ def _transfers(
                 ends = places.get("S" + name), places.get("R" + name)
                 if None in ends:
                     ends = places.get((kind, source, k)), places.get((kind, target, k))
-                found += [(name, *pair) for pair in zip(ends[0] or (), ends[1] or ())]
-    return found
+                records += [(name, *pair) for pair in zip(ends[0] or (), ends[1] or ())]
+    return records
 
 
 def _metadata(name: str, pid: int, thread: int, arguments: _Json) -> _Json:

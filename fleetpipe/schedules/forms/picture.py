@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg")
 
-#: Red, green and blue from 0 to 1: those of Okabe and Ito, told apart by the colour-blind too.
+#: Red, green and blue from 0 to 1: those of Okabe and Ito, distinct for the colour-blind too.
 _COLOURS = {
     "F": (0.00, 0.45, 0.70),
     "B": (0.90, 0.62, 0.00),
@@ -73,7 +73,7 @@ class Panel:
 
     @property
     def has_lanes(self) -> bool:
-        """Whether chunks stand below each other: more than two cannot be told by shades alone."""
+        """Whether chunks stand below each other: shades alone do not distinguish more than two."""
         return self.placement.chunks > 2
 
     @cached_property

@@ -39,15 +39,15 @@ def render(timeline: Timeline, width: int | None = None) -> str:
     ranks = timeline.schedule.placement.ranks
     digits = len(str(ranks - 1))
     labels = [f"rank {rank:<{digits}}  " for rank in range(ranks)]
-    room = max(width - len(labels[0]), 20)
-    for style in drawing.styles(room):
-        if style.columns <= room:
+    columns = max(width - len(labels[0]), 20)
+    for style in drawing.styles(columns):
+        if style.columns <= columns:
             rows = [drawing.wide_row(row, style) for row in drawing.rows()]
             legend = f"time 1 = {_count(style.scale)}"
             small = style.small
             break
     else:
-        slices = min(room, drawing.slices)
+        slices = min(columns, drawing.slices)
         rows = [drawing.narrow_row(row, slices) for row in drawing.rows()]
         legend = f"time {timeline.makespan / slices:g} = 1 character"
         small = drawing.chunks == 2
@@ -120,10 +120,10 @@ class _Drawing:
         for row in zip(timeline.schedule.actions, timeline.starts, timeline.ends):
             yield zip(*row)
 
-    def styles(self, room: int) -> Iterator[_Style]:
+    def styles(self, columns: int) -> Iterator[_Style]:
         """Yields the ways to write actions out, the widest first; none where no one can fit."""
         # An action is two characters at least: looking at each of a million takes its time.
-        if 2 * self.makespan / self.shortest > room + 1:
+        if 2 * self.makespan / self.shortest > columns + 1:
             return
         yield self._style(small=False, space=1)
         if self.chunks <= 2:

@@ -40,7 +40,7 @@ from fleetpipe.schedules.simulation.timeline import simulate
 #: Preferences of the list scheduler.
 _FLAGS = tuple(itertools.product((False, True), repeat=2))
 
-#: Actions that a search may play in all, which bounds its time whatever the size.
+#: Actions that a search may simulate in all, which bounds its time whatever the size.
 _BUDGET = 8_000_000
 
 
@@ -52,7 +52,7 @@ class _Score(NamedTuple):
     spans: float
 
 
-class _Found(NamedTuple):
+class _Candidate(NamedTuple):
     """A family's own schedule, or the codes of one that was put together here."""
 
     score: _Score
@@ -126,8 +126,8 @@ def _parts(costs: Costs, slices: int | None) -> list[int]:
         check_count("slices", slices)
     if costs.each_slice is None:
         return counts(slices or 1)
-    known = len(costs.each_slice)
-    return [known] if 1 < known <= (slices or known) else []
+    number = len(costs.each_slice)
+    return [number] if 1 < number <= (slices or number) else []
 
 
 def _checked(memory_cap: object, costs: object) -> Costs:
@@ -144,10 +144,10 @@ def _checked(memory_cap: object, costs: object) -> Costs:
 
 
 class _Search:
-    """The best schedule so far, and how many actions may still be played."""
+    """The best schedule so far, and how many actions may still be simulated."""
 
     def __init__(self) -> None:
-        self.best: _Found | None = None
+        self.best: _Candidate | None = None
         self.left = _BUDGET
 
     def run(self, problem: Problem) -> None:
@@ -173,8 +173,8 @@ class _Search:
             schedule = schedule_rows(
                 SLICED, placement.ranks, problem.micro_batches, None, {"slices": slices}
             )
-            own = costs.parted([1] * slices) if costs.each_slice is None else costs
-            self._try_family(problem, schedule, own)
+            slice_costs = costs.parted([1] * slices) if costs.each_slice is None else costs
+            self._try_family(problem, schedule, slice_costs)
 
     def result(self) -> ScheduleRows:
         """Returns the best schedule."""
@@ -191,7 +191,7 @@ class _Search:
         timeline = simulate(schedule, costs or problem.costs)
         if problem.holds(timeline):
             score = _score(problem, timeline.spans, timeline.makespan)
-            self._keep(_Found(score, problem, schedule))
+            self._keep(_Candidate(score, problem, schedule))
 
     def _try_order(
         self,
@@ -216,12 +216,12 @@ class _Search:
         filled = fill(problem, order, policy, longest * (1 + 1e-9))
         if filled is not None:
             score = _score(problem, filled.spans, filled.makespan)
-            self._keep(_Found(score, problem, filled.rows, warm_up, policy))
+            self._keep(_Candidate(score, problem, filled.rows, warm_up, policy))
         return True
 
-    def _keep(self, found: _Found) -> None:
-        if self.best is None or found.score < self.best.score:
-            self.best = found
+    def _keep(self, candidate: _Candidate) -> None:
+        if self.best is None or candidate.score < self.best.score:
+            self.best = candidate
 
     def _climb(self, problem: Problem) -> None:
         """Changes the warm-up of one rank at a time for as long as that helps."""
@@ -255,7 +255,7 @@ class _Search:
 def _policies(problem: Problem, budget: int, orders: int) -> list[tuple[float, int]]:
     """Returns pairs of patience, in shares of the idle time so far, and tail.
 
-    There are fewer where there would be too much to play.
+    There are fewer where there would be too much to simulate.
     """
     ranks = problem.placement.ranks
     half = ranks // 2
@@ -272,8 +272,8 @@ def _families(problem: Problem) -> Iterator[ScheduleRows]:
             continue
         for options in variants(name, problem.micro_batches, problem.hidden):
             try:
-                own = Placement(family.placement, placement.ranks, placement.chunks)
-                if stands != list(map(own.rank_of, range(own.stages))):
+                native = Placement(family.placement, placement.ranks, placement.chunks)
+                if stands != list(map(native.rank_of, range(native.stages))):
                     continue
                 schedule = schedule_rows(
                     name, placement.ranks, problem.micro_batches, placement.chunks, options

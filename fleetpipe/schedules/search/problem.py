@@ -20,7 +20,7 @@ from fleetpipe.schedules.simulation.timeline import Timeline
 class Problem:
     """A placement, m and costs for which an order of actions is wanted.
 
-    Orders are rows of the codes that ``play.encoding`` gives F, I and W.
+    Orders are rows of the codes that ``simulation.encoding`` gives F, I and W.
 
     Args:
         placement: Which rank owns which stage.

@@ -26,7 +26,7 @@ def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, obj
 
 def counts(most: int) -> list[int]:
     """Returns numbers to try from 2 to ``most``: some small ones, then ever fewer, and ``most``."""
-    found = {most}
+    numbers = {most}
     for power in range(most.bit_length()):
-        found |= {2 << power, 3 << power}
-    return sorted(number for number in found if 2 <= number <= most)
+        numbers |= {2 << power, 3 << power}
+    return sorted(number for number in numbers if 2 <= number <= most)

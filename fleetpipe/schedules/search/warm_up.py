@@ -47,9 +47,9 @@ def warm_ups(problem: Problem) -> list[WarmUp]:
     without a last forward that makes it late; and those of 1F1B, ZBH1 and ZBH2.
     """
     ranks, most = problem.placement.ranks, most_forwards(problem)
-    found = [_timed(problem, most, slack, late) for slack in _SLACKS for late in (False, True)]
-    found += [tuple(k * (ranks - 1 - rank) + 1 for rank in range(ranks)) for k in (1, 2)]
-    return list(dict.fromkeys(_fitted(warm_up, most) for warm_up in found))
+    candidates = [_timed(problem, most, slack, late) for slack in _SLACKS for late in (False, True)]
+    candidates += [tuple(k * (ranks - 1 - rank) + 1 for rank in range(ranks)) for k in (1, 2)]
+    return list(dict.fromkeys(_fitted(warm_up, most) for warm_up in candidates))
 
 
 def _timed(problem: Problem, most: list[int], slack: float, late: bool) -> WarmUp:
@@ -68,9 +68,10 @@ def _timed(problem: Problem, most: list[int], slack: float, late: bool) -> WarmU
     ended = begins[-1] + forwards[-1] + input_grads[-1]
     for stage in reversed(range(stages - 1)):
         arrival = ended + comm_of(stage)
-        room = (arrival - begins[stage]) / forwards[stage] if forwards[stage] else warm_up[0]
+        gap = arrival - begins[stage]
+        fitting = gap / forwards[stage] if forwards[stage] else warm_up[0]
         # A hair of rounding must not cost a forward, nor add one.
-        first = int(room + slack + (1 - 1e-6 if late else 1e-6))
+        first = int(fitting + slack + (1 - 1e-6 if late else 1e-6))
         warm_up.insert(0, min(max(first, warm_up[0] + 1), most[stage]))
         ended = max(arrival, begins[stage] + warm_up[0] * forwards[stage]) + input_grads[stage]
     return tuple(warm_up)

@@ -80,10 +80,10 @@ def waits_of(
     for index in range(slices):
         for kind in COLUMNS:
             for stage in range(stages):
-                own = column(kind, stage, stages)
-                found = [
+                own_column = column(kind, stage, stages)
+                distances = [
                     (
-                        slot_column(other_kind, other, stages) - own,
+                        slot_column(other_kind, other, stages) - own_column,
                         # A value and its gradient take one edge, which the earlier stage names.
                         by_slice[index].comm_of(min(stage, other))
                         if placement.rank_of(other) != placement.rank_of(stage)
@@ -93,9 +93,9 @@ def waits_of(
                 ]
                 away = slice_before(kind, index, slices)
                 if away:
-                    same = slot_column(kind, stage, stages) - own
-                    found.append((same + away * 4 * stages, 0))
-                waits.append(found)
+                    same = slot_column(kind, stage, stages) - own_column
+                    distances.append((same + away * 4 * stages, 0))
+                waits.append(distances)
     return waits
 
 
@@ -158,14 +158,14 @@ def _encode_row(schedule: ScheduleRows, rank: int, encoding: Encoding, marks: by
 def _fused(row: Sequence[Item], codes: Iterable[int], encoding: Encoding) -> list[int]:
     """Returns the codes of a row's entries, given those of its actions."""
     each = iter(codes)
-    found = []
+    row_codes = []
     for item in row:
         if isinstance(item, Fused):
             encoding.fused.append((tuple(islice(each, len(item.actions))), item))
-            found.append(-len(encoding.fused))
+            row_codes.append(-len(encoding.fused))
         else:
-            found.append(next(each))
-    return found
+            row_codes.append(next(each))
+    return row_codes
 
 
 def _columns(schedule: ScheduleRows, rank: int) -> dict[str, dict[int, tuple[int, int, int]]]:

@@ -39,12 +39,12 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
     with collector_paused():
         emitter = _Emitter(schedule, ordered_edges)
         following = emitter.following
-        own = [row.append for row in emitter.rows]
+        appends = [row.append for row in emitter.rows]
         # The sort is stable: a rank's own order is kept, and ranks that tie follow their number.
         for index in sorted(range(len(times)), key=times.__getitem__):
             rank = owners[index]
             item = next(items[rank])
-            own[rank](item)
+            appends[rank](item)
             for kind, stage, micro_batch in (item,) if isinstance(item, Action) else item.actions:
                 for append, ops in following[kind][stage]:
                     append(ops[micro_batch])

@@ -40,26 +40,24 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
     """
     stages = encoding_of(schedule).stages
     # Costs of 1 and of 1.0 are equal, but times of one are whole numbers.
-    asked = checked_edges(edges, stages), repr(asdict(costs))
+    key = checked_edges(edges, stages), repr(asdict(costs))
     kept: tuple[object, Replay] | None = vars(schedule).get("_replay")
-    if kept is None or kept[0] != asked:
+    if kept is None or kept[0] != key:
         # Read back from the schedule, it might be another thread's.
-        kept = asked, _play(schedule, Dependencies(asked[0], stages), costs)
+        kept = key, _simulate(schedule, Dependencies(key[0], stages), costs)
         vars(schedule)["_replay"] = kept
     return kept[1]
 
 
-def _play(schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> Replay:
-    player = _Player(schedule, dependencies, costs)
-    player.run()
-    if any(len(ends) < len(row) for ends, row in zip(player.ends, schedule.actions)):
-        raise_stalled(schedule, dependencies, list(map(len, player.ends)))
-    return Replay(
-        tuple(map(tuple, player.starts)), tuple(map(tuple, player.ends)), tuple(player.busy)
-    )
+def _simulate(schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> Replay:
+    ranks = _Ranks(schedule, dependencies, costs)
+    ranks.run()
+    if any(len(ends) < len(row) for ends, row in zip(ranks.ends, schedule.actions)):
+        raise_stalled(schedule, dependencies, list(map(len, ranks.ends)))
+    return Replay(tuple(map(tuple, ranks.starts)), tuple(map(tuple, ranks.ends)), tuple(ranks.busy))
 
 
-class _Player:
+class _Ranks:
     """The state of a replay: what has run when, and which rank waits for which slot."""
 
     def __init__(self, schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> None:
@@ -145,18 +143,18 @@ class _Units:
 
     def __init__(self, encoding: Encoding, waits: Waits, costs: Costs) -> None:
         self.encoding, self.waits, self.costs = encoding, waits, costs
-        self.found: dict[tuple[int, ...], tuple[list[tuple[int, float]], float]] = {}
+        self.waits_by_columns: dict[tuple[int, ...], tuple[list[tuple[int, float]], float]] = {}
 
     def of(self, index: int) -> tuple[list[tuple[int, float]], float, int]:
         """Returns what a unit waits for, its duration, and the code that distances begin at."""
         codes, unit = self.encoding.fused[index]
         first, period = codes[0], len(self.waits)
         alike = (first % period, *(code - first for code in codes))
-        if alike not in self.found:
+        if alike not in self.waits_by_columns:
             waits = [
                 (code + distance - first, delay)
                 for code in codes
                 for distance, delay in self.waits[code % period]
             ]
-            self.found[alike] = waits, self.costs.of_fused(unit)
-        return *self.found[alike], first
+            self.waits_by_columns[alike] = waits, self.costs.of_fused(unit)
+        return *self.waits_by_columns[alike], first

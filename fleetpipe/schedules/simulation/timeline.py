@@ -18,7 +18,7 @@ class Timeline:
     """What a simulation found. Times are in the unit of the costs.
 
     Args:
-        schedule: The schedule that was played.
+        schedule: The schedule that was simulated.
         starts: For each rank, when each of its entries begins.
         ends: Likewise, ends.
         makespan: From time 0 to the end of the last action of any rank.

@@ -136,14 +136,14 @@ class _Division:
 
     def _needed(self, ends: Collection[int]) -> set[int]:
         """Returns operations of the backward and all that they need of it."""
-        found: set[int] = set()
+        needed: set[int] = set()
         waiting = list(ends)
         while waiting:
             index = waiting.pop()
-            if index not in found:
-                found.add(index)
+            if index not in needed:
+                needed.add(index)
                 waiting += [maker for maker, _ in self._operands(index)]
-        return found
+        return needed
 
     def _ends(self) -> tuple[set[int], set[tuple[int, int]]]:
         """Returns the operations that I is there for, and their results that W takes.

@@ -97,7 +97,7 @@ class PirReader:
         differentiable: set[int] = set()
         written: dict[int, tuple[int, ...]] = {}
         for index, op in enumerate(ops):
-            reads = tuple(dict.fromkeys(_known(self._numbers, taken(op))))
+            reads = tuple(dict.fromkeys(_numbered(self._numbers, taken(op))))
             writes = []
             for position, value in enumerate(op.results()):
                 number = len(self._places)
@@ -116,7 +116,7 @@ class PirReader:
                     differentiable.add(number)
             changed = [op.operand_source(o) for o in IN_PLACE.get(op.name(), {}).values()]
             if changed:
-                written[index] = tuple(_known(self._numbers, changed))
+                written[index] = tuple(_numbered(self._numbers, changed))
             operations.append(_described(op, reads, tuple(writes)))
         return Graph(operations, names, frozenset(persistable), frozenset(differentiable), written)
 
@@ -134,12 +134,12 @@ class PirReader:
         for op in reversed(step.global_block().ops):
             if op.name() != PARAMETER or name_of(op) not in parameters:
                 op.erase()
-        own = {name_of(op): op.result(0) for op in _parameters(step)}
+        values = {name_of(op): op.result(0) for op in _parameters(step)}
         pairs, sums = [], []
         with static.program_guard(step, startup):
             factor: Variable = _factor() if clipped else None
             for name in parameters:
-                parameter = own[name]
+                parameter = values[name]
                 for attribute in ("optimize_attr", "regularizer"):  # clone() forgets them
                     setattr(parameter, attribute, getattr(originals[name], attribute))
                 grad = placeholder(accumulator_name(name), parameter)
@@ -175,13 +175,13 @@ class PirReader:
 def _described(op: Op, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
     tag = _tag(op)
     inner = frozenset(
-        found for one in inside(op) if (found := _tag(one)) is not None and one.operands()
+        inner_tag for one in inside(op) if (inner_tag := _tag(one)) is not None and one.operands()
     )
     line, random = line_of(op), any(map(draws_of, (op, *inside(op))))
     return Operation(op.name(), reads, writes, tag, is_constant(op), line, inner, random)
 
 
-def _known(numbers: dict[tuple[int, int], int], values: Iterable[Variable]) -> Iterator[int]:
+def _numbered(numbers: dict[tuple[int, int], int], values: Iterable[Variable]) -> Iterator[int]:
     for value in values:
         number = _find(numbers, value)
         if number is not None:

@@ -334,8 +334,10 @@ class PirStage:
 
     def _piece(self, program: Program) -> Piece:
         """Describes a program of the backward, and rids it of what nothing takes."""
-        own = {name_of(op) for op in self._ops() if op.id() in self._forward and op.name() == DATA}
-        own |= {outgoing_name(self._stage, number) for number in self._kept}
+        forward_values = {
+            name_of(op) for op in self._ops() if op.id() in self._forward and op.name() == DATA
+        }
+        forward_values |= {outgoing_name(self._stage, number) for number in self._kept}
         kept, waiting, shapes = [], [], []
         for op in list(program.global_block().ops):
             if op.name() != DATA:
@@ -343,7 +345,7 @@ class PirStage:
             value, name = op.result(0), name_of(op)
             if value.use_empty():
                 op.erase()
-            elif name in own:
+            elif name in forward_values:
                 kept.append(name)
                 users = value.all_used_ops_in_same_block()
                 shapes += [name] if all(by_shape(user, value) for user in users) else []

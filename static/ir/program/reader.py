@@ -70,9 +70,9 @@ class ProgramReader:
         parameters = (self._block.var(n) for n in sources if self._is_persistable(n))
         self.unclipped = frozenset(p.name for p in parameters if not getattr(p, "need_clip", True))
         self.data = {
-            name: Declared(tuple(found.shape), dtype_name(found))
-            for name, found in self._block.vars.items()
-            if found.is_data
+            name: Declared(tuple(variable.shape), dtype_name(variable))
+            for name, variable in self._block.vars.items()
+            if variable.is_data
         }
 
     def number(self, target: Variable | str) -> int | None:
@@ -97,10 +97,13 @@ class ProgramReader:
         with static.program_guard(step, startup):
             factor = create_variable(block, CLIP_FACTOR, [1], "float32") if clipped else None
             for name in parameters:
-                own = block.var(name)
-                own.need_clip = self._block.var(name).need_clip  # clone() forgets it
+                weight = block.var(name)
+                weight.need_clip = self._block.var(name).need_clip  # clone() forgets it
                 pairs.append(
-                    (own, create_variable(block, accumulator_name(name), own.shape, own.dtype))
+                    (
+                        weight,
+                        create_variable(block, accumulator_name(name), weight.shape, weight.dtype),
+                    )
                 )
             optimizer.apply_gradients(
                 [(p, _times(block, g, factor) if p.name in clipped else g) for p, g in pairs]
@@ -149,13 +152,15 @@ class ProgramReader:
     def _is_differentiable(self, name: str) -> bool:
         if not self._block.has_var(name):
             return False
-        found = self._block.var(name)
-        return is_tensor(found) and not found.stop_gradient and "float" in dtype_name(found)
+        variable = self._block.var(name)
+        return (
+            is_tensor(variable) and not variable.stop_gradient and "float" in dtype_name(variable)
+        )
 
 
-def _variable(found: Variable) -> str:
+def _variable(variable: Variable) -> str:
     """Returns the name of the variable of the scope that a variable of a program is."""
-    return str(found.name)
+    return str(variable.name)
 
 
 def _sources(program: Program) -> list[str]:

@@ -56,15 +56,15 @@ class ProgramStage:
         self._names, self._split, self._stage = names, split, stage
         self._program = program.clone()
         self._block = self._program.global_block()
-        own = split.operations_of(stage)
-        mine = {number - offset for number in own}
+        numbers = split.operations_of(stage)
+        mine = {number - offset for number in numbers}
         remove_operations(self._program, [i for i in range(len(self._block.ops)) if i not in mine])
         self._read = {name for op in self._block.ops for name in reads_of(self._program, op)}
         self.feeds = sorted(n for n in self._read if self._has(n) and self._block.var(n).is_data)
-        self._refuse_rewritten(own)
+        self._refuse_rewritten(numbers)
         self._constants = {
             index
-            for index, number in enumerate(n for n in own if n >= offset)
+            for index, number in enumerate(n for n in numbers if n >= offset)
             if split.graph.operations[number].floating
         }
         self._forward = len(self._block.ops)
@@ -207,12 +207,12 @@ class ProgramStage:
     def _crosses(self, name: str) -> bool:
         if not self._has(name):
             return False
-        found = self._block.var(name)
-        if not is_tensor(found):
+        variable = self._block.var(name)
+        if not is_tensor(variable):
             maker = next(op for op in self._block.ops if name in op.output_arg_names)
             where = f"operation {maker.type!r} ({line_of(maker)}) of stage {self._stage}"
             raise backward.through_control_flow(where)
-        return not found.persistable
+        return not variable.persistable
 
     def parameters(self) -> dict[str, Variable]:
         """Returns the parameters to train that the stage uses, by name."""
@@ -231,11 +231,11 @@ class ProgramStage:
 
         Else ``gradients`` would forget the way through the stage's own use of it.
         """
-        found = self.variable(value)
-        if found.name not in self._read:
-            return found
-        copy = temporary(self._block, found)
-        self._block.append_op(type="assign", inputs={"X": [found]}, outputs={"Out": [copy]})
+        variable = self.variable(value)
+        if variable.name not in self._read:
+            return variable
+        copy = temporary(self._block, variable)
+        self._block.append_op(type="assign", inputs={"X": [variable]}, outputs={"Out": [copy]})
         self._copies += 1
         return copy
 
@@ -261,11 +261,11 @@ class ProgramStage:
         """Returns the gradient's own name, under which a piece leaves it in the scope."""
         return str(grad.name)
 
-    def _refuse_rewritten(self, own: Iterable[int]) -> None:
+    def _refuse_rewritten(self, numbers: Iterable[int]) -> None:
         """A value that leaves the stage or came to it must not be written over in it."""
         made: dict[str, list[int]] = {}
         graph = self._split.graph
-        for number in own:
+        for number in numbers:
             for value in graph.operations[number].writes:
                 made.setdefault(self._names[value], []).append(value)
         for value in self._split.readers(self._stage):
