@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # First, because it says which package to install where there is no Paddle.
-from fleetpipe import _paddle as _paddle
+from fleetpipe import paddle_api as paddle_api
 from fleetpipe.dygraph._paddle import has_memory, learning_rate_of, state_slots, twin_optimizer
 from fleetpipe.dygraph.backward.crossings import Crossing, reordered
 from fleetpipe.dygraph.batch.fake_micro_dataset import FakeMicroDataset

@@ -19,9 +19,10 @@ from paddle.distributed.fleet.utils import mix_precision_utils as _mixed_precisi
 from paddle.jit.dy2static.program_translator import StaticFunction
 from paddle.nn import clip as _stock_clip
 
-from fleetpipe._paddle import device_kind, paddle, paddle_fleet
 from fleetpipe.aliases import Clip, Layer, Optimizer, Scaler, Scheduler, Tensor, Topology
 from fleetpipe.errors import StateError
+from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.device import device_kind
 
 _clips: ModuleType = _stock_clip
 _optimizers: ModuleType = _hybrid

@@ -7,9 +7,9 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
-from fleetpipe._paddle import paddle_fleet
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.errors import UsageError
+from fleetpipe.paddle_api import paddle_fleet
 
 _paddles: ModuleType = paddle_fleet.meta_parallel.pipeline_parallel
 #: Takes the values of a location by name.

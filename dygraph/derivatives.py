@@ -9,10 +9,10 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError
+from fleetpipe.paddle_api import paddle
 
 
 def is_refusal(error: Exception) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
 from fleetpipe.errors import BoundaryError
+from fleetpipe.paddle_api import paddle
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

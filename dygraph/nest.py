@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.paddle_api import paddle
 
 #: Indices and keys, from a value to a part of it.
 Path = tuple[object, ...]

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import device_kind, paddle, paddle_fleet
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph._paddle import is_patched, stream_seeds, track_streams
+from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import Group
 

@@ -7,7 +7,7 @@ they learned. Start with ``entry/optimizer.py``. No package here imports dynamic
 
 from __future__ import annotations
 
-from fleetpipe import _paddle as _paddle
+from fleetpipe import paddle_api as paddle_api
 from fleetpipe.static.entry.data_loader import DataLoader
 from fleetpipe.static.entry.optimizer import StaticOptimizer, refuse_stages
 from fleetpipe.static.entry.patches import install, uninstall

@@ -16,8 +16,8 @@ from paddle.base import core as _core
 from paddle.base import framework as _framework
 from paddle.static import io as _static_io
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Place, Program, Scope, ScopeTensor, Tensor, Variable
+from fleetpipe.paddle_api import paddle
 
 # Their stubs hide what this module reaches for.
 core: Any = _core

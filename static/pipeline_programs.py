@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Program, Scope
 from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.static._paddle import found_tensor
 from fleetpipe.static.ir import readers
 from fleetpipe.static.run.pipeline import StaticPipeline

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Place, Variable
+from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 from fleetpipe.static._paddle import learning_rate, overwrite, static
 

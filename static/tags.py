@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.static.graph import EVERYWHERE
 
 

@@ -18,10 +18,10 @@ from paddle.distributed.fleet.meta_parallel import pipeline_parallel as their_wr
 from paddle.distributed.fleet.meta_parallel.parallel_layers import pp_layers as their_layers
 
 from fleetpipe import fleet
-from fleetpipe._paddle import device_kind
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fleet.meta_parallel import PipelineLayer
 from fleetpipe.fleet.overlay import OVERLAYS
+from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.static import StaticOptimizer
 from tests.check_types import sources
 from tests.launching import ROOT

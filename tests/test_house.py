@@ -20,7 +20,7 @@ PACKAGE = "fleetpipe"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors aliases paddle_types version log representation extras systems",),
-    ("numerics heap _paddle arguments",),
+    ("numerics heap paddle_api arguments",),
     (
         "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"
         " schedules/options schedules/rows schedules/garbage",
@@ -83,7 +83,12 @@ CLOSED = {
     ),
     "starter": ("fleetpipe.arguments", "fleetpipe.errors"),
     "static": (
-        *("fleetpipe.__init__", "fleetpipe._paddle", "fleetpipe.aliases", "fleetpipe.checkpoint"),
+        *(
+            "fleetpipe.__init__",
+            "fleetpipe.paddle_api",
+            "fleetpipe.aliases",
+            "fleetpipe.checkpoint",
+        ),
         *("fleetpipe.config", "fleetpipe.engine", "fleetpipe.errors", "fleetpipe.job"),
         *("fleetpipe.numerics", "fleetpipe.schedules", "fleetpipe.static", "fleetpipe.transport"),
         *("fleetpipe.representation", "numpy", "paddle"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from paddle import nn
 
-from fleetpipe._paddle import device_kind
 from fleetpipe.dygraph.observe.timers import Timer
 from fleetpipe.errors import StateError
 from fleetpipe.fleet.meta_parallel import TensorParallel
+from fleetpipe.paddle_api.device import device_kind
 
 
 def test_what_needs_a_job_comes_after_fleet_init() -> None:

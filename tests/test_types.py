@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetpipe._paddle import paddle_fleet
+from fleetpipe.paddle_api import paddle_fleet
 from tests.launching import ROOT
 
 pytest.importorskip("mypy", reason="only the environment of make test has mypy")

@@ -6,8 +6,8 @@ from typing import Any, Callable
 
 from paddle.base import core
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
+from fleetpipe.paddle_api import paddle
 
 #: Whether what runs behind each gradient of a parameter can be run (3.x), as autograd does.
 CAN_RUN_REDUCE_HOOKS = hasattr(paddle.Tensor, "_apply_backward_hook")

@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.dygraph.backward._paddle import (
     CAN_RUN_REDUCE_HOOKS,
     number_of_hook,
     run_reduce_hooks,
 )
+from fleetpipe.paddle_api import paddle
 
 
 class Sums:

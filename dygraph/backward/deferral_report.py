@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.backward.adding import count_own_hook
 from fleetpipe.dygraph.backward.leaf import Leaf
+from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules.action import MicroBatch
 
 #: ``layers_of(stage)`` gives the layers of a stage by their numbers in the whole list.

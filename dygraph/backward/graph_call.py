@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Callable, NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.leaf_call import Call, bytes_of
+from fleetpipe.paddle_api import paddle
 
 #: Bytes of an output from which it is worth the time of two more nodes not to keep it.
 _LARGE = 2**20

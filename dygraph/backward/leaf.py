@@ -20,12 +20,12 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import GradNode, Layer, Nest, Tensor
 from fleetpipe.dygraph._paddle import is_static, state_slots
 from fleetpipe.dygraph.backward.output_hooks import noting_hooks
 from fleetpipe.dygraph.nest import leaves, leaves_like, replace
 from fleetpipe.dygraph.random_keys import random_states_kept
+from fleetpipe.paddle_api import paddle
 
 #: Classes of arguments that certainly hold no tensor.
 _PLAIN = (

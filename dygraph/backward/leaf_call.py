@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.dygraph._paddle import switch_gradients_on
 from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.output_hooks import OutputHooks
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 
 
 class Call(ABC):

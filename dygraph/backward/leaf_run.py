@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.backward import recompute
@@ -16,6 +15,7 @@ from fleetpipe.dygraph.backward.output_hooks import stand_in_for
 from fleetpipe.dygraph.backward.product import ProductCall, product_of
 from fleetpipe.dygraph.nest import leaves_like, replace
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 
 
 def run(

@@ -15,12 +15,12 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import DType, Nest, Tensor
 from fleetpipe.dygraph._paddle import casts_automatically
 from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.leaf_call import Call, bytes_of
+from fleetpipe.paddle_api import paddle
 
 #: Bytes to which the memory of tensors is aligned; the product of others may have other bits.
 _ALIGNMENT = 64

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph._paddle import (
     automatic_casts,
@@ -27,6 +26,7 @@ from fleetpipe.dygraph._paddle import (
 from fleetpipe.dygraph.nest import leaves_like, replace, tensors_of
 from fleetpipe.dygraph.random_keys import RandomStates, random_states_kept
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 
 #: ``run(value)`` runs the layers of a piece.
 Run = Callable[[Nest], Nest]

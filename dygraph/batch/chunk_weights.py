@@ -12,12 +12,12 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Bounds, Slicing, bounds_of, part_of, slices_in
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 
 #: Sums of class weights are rounded to this part of one.
 _FINEST = 1 << 20

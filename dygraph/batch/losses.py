@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import derivatives
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, reason
+from fleetpipe.paddle_api import paddle
 
 #: ``criterion(output, label)`` gives a Tensor with one element.
 Criterion = Callable[[Nest, Nest], Tensor]

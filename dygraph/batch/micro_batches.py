@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backports import PipelineDatasetPreprocessor
 from fleetpipe.dygraph.nest import leaves, mapped, rebuilt
 from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.paddle_api import paddle
 
 
 class MicroBatches(NamedTuple):

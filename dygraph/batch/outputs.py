@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import nest
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.engine.engine import Engine
 from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Edge, Placement, Plan, forward_only
 
 #: Engines that are kept: one for full batches, one for a last, smaller one, a few for chance.

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Callable, NamedTuple, Optional, Protocol
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph._paddle import run_backward
@@ -20,6 +19,7 @@ from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Edge
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 

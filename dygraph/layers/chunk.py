@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Callable, NoReturn
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.layers.tied import called_through
+from fleetpipe.paddle_api import paddle
 
 
 class PipelineLayerChunk(paddle.nn.Layer):

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.backports import LocalSharedLayerDesc
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle, paddle_fleet
 
 #: An entry of a layer list: a ``LayerDesc``, a built layer, or a function. A description that has a
 #: layer without memory already gives it as its ``blueprint()``.

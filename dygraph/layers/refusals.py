@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph import derivatives
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, FleetPipeError, reason
+from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import Partition
 
 

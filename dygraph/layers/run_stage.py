@@ -6,7 +6,6 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Callable, NamedTuple, Optional
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
@@ -14,6 +13,7 @@ from fleetpipe.dygraph.backward.recompute import Piece
 from fleetpipe.dygraph.layers import refusals
 from fleetpipe.dygraph.nest import replace, tensors_of
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import Partition
 from fleetpipe.schedules.action import GlobalMicroBatch
 

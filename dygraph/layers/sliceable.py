@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 
 #: Layers of Paddle, and those of its tensor parallelism, that see one place at a time.
 _PLACE_BY_PLACE = (

@@ -16,12 +16,12 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.layers import entries as descriptions
 from fleetpipe.dygraph.layers.entries import Blueprints, Entry
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 
 #: The sublayer that holds the shared layers; it is the first, as in Fleet.
 HOLDER = "shared_layers"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fleetpipe._paddle import user_strategy
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Placement, Schedule
 

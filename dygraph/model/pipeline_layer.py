@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Callable
 
 from fleetpipe import log
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.checkpoint.contents.model_part import NamedTensors
 from fleetpipe.config import PipelineConfig
@@ -35,6 +34,7 @@ from fleetpipe.dygraph.state.tied_weights import connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_types import CommunicateTopology
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.profiling import PipelinePlan

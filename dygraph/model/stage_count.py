@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.aliases import Topology
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle, paddle_fleet
 
 
 def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.nest import outline, tensors_of
 from fleetpipe.engine.observer import Blocked, Instruction, Played, message_of
 from fleetpipe.errors import BoundaryError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Op, Send
 from fleetpipe.transport import MessageKey, Value
 

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable, NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import slices
 from fleetpipe.dygraph._paddle import allocated_bytes, peak_bytes, restart_peak
@@ -23,6 +22,7 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
+from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.profiling import LayerCost
 from fleetpipe.schedules import Action, Placement, Schedule

@@ -5,10 +5,10 @@ Fleet takes the norm of each slice for that of the whole gradient, and so clips 
 
 from __future__ import annotations
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Clip, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import members_of, model_parallel_group, total
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
+from fleetpipe.paddle_api import paddle
 
 #: Parameters, each with its gradient.
 Pairs = list[tuple[Tensor, Tensor]]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Tensor
 from fleetpipe.dygraph._paddle import (
     base_optimizer,
@@ -28,6 +27,7 @@ from fleetpipe.dygraph.optimizer.replicas import reduce_gradients
 from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
 #: What a ``minimize`` of Paddle's returns.

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.dygraph._paddle import (
     clips_of_a_step,
@@ -26,6 +25,7 @@ from fleetpipe.dygraph._paddle import (
 )
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.dygraph.optimizer.clip_global import GlobalNormClip
+from fleetpipe.paddle_api import paddle
 
 Result = TypeVar("Result")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.transport import Group
 
 #: Gradients are added in pieces of about this size: few calls, and no second copy of them all.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from types import MethodType
 
 from fleetpipe import log
-from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.aliases import Optimizer, Scaler
 from fleetpipe.dygraph._paddle import (
     note_unscaled,
@@ -20,6 +19,8 @@ from fleetpipe.dygraph._paddle import (
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
 
 _log = log.logger(__name__)
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.dygraph._paddle import optimized_parameters, restricted
 from fleetpipe.dygraph.gradients import gradient_of
+from fleetpipe.paddle_api import paddle
 from fleetpipe.transport import Group
 
 Result = TypeVar("Result")

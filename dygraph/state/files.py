@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.dygraph.layers.tied import SharedLayer, called_through
 from fleetpipe.dygraph.state import manifest
 from fleetpipe.errors import CheckpointError
+from fleetpipe.paddle_api import paddle
 
 _FILE = re.compile(
     r"(?P<layer>layer_\d{2,})(?P<chunk>-virtual_pp_stage_\d{2,})?-tensor_\d{2,}-model_states\.pdparams"

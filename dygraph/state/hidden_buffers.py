@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph._paddle import has_memory, state_slots
 from fleetpipe.dygraph.layers.tied import called_through
+from fleetpipe.paddle_api import paddle
 
 #: Where a buffer is: the dict that holds it, and its name in there.
 Place = tuple[dict[str, Tensor], str]

@@ -9,13 +9,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.dygraph.state import files
 from fleetpipe.dygraph.state.manifest import Writer
 from fleetpipe.dygraph.state.tied_weights import SharedWeights
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import Partition
 from fleetpipe.schedules import Placement
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import CheckpointError
+from fleetpipe.paddle_api import paddle
 
 
 class Slot(NamedTuple):

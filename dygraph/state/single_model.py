@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import random_keys, tensor_parallel
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
 from fleetpipe.dygraph.state.hidden_buffers import Place, hidden_buffers
+from fleetpipe.paddle_api import paddle
 
 
 class SingleModel(paddle.nn.Layer):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.checkpoint.contents.model_part import NamedTensors, held_of, own_slice
 from fleetpipe.checkpoint.contents.parts import Held
@@ -21,6 +20,7 @@ from fleetpipe.dygraph.state.hidden_buffers import hidden_buffers
 from fleetpipe.dygraph.state.names import Slot, names_in, slots_of, to_pipeline_names
 from fleetpipe.dygraph.tensor_parallel import own_value, split_axis, whole_shape, whole_value
 from fleetpipe.errors import CheckpointError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import Partition
 from fleetpipe.transport import Group
 

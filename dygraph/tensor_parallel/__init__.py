@@ -10,7 +10,6 @@ from types import ModuleType
 from paddle.distributed.fleet import meta_parallel
 from paddle.distributed.fleet.layers import mpu
 
-from fleetpipe._paddle import device_kind
 from fleetpipe.aliases import Layer
 from fleetpipe.dygraph.tensor_parallel import cross_entropy, embedding, linear, wrapper
 from fleetpipe.dygraph.tensor_parallel.dropout import dropout
@@ -36,6 +35,7 @@ from fleetpipe.dygraph.tensor_parallel.replacements import (
     uninstall,
 )
 from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state
+from fleetpipe.paddle_api.device import device_kind
 
 _layers: ModuleType = mpu
 _wrappers: ModuleType = meta_parallel

@@ -13,8 +13,8 @@ from paddle.distributed.communication.group import Group as Group
 from paddle.distributed.fleet.base import topology as _topology
 from paddle.distributed.fleet.layers.mpu import mp_ops as _operations
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Attribute, PaddleGroup, Tensor, Topology
+from fleetpipe.paddle_api import paddle
 
 _any_topology: ModuleType = _topology
 _any_defaults: ModuleType = _defaults

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.embedding import refuse_outside
 from fleetpipe.dygraph.tensor_parallel.groups import Members, gathered, is_alone, members_of
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
 from fleetpipe.errors import UsageError
+from fleetpipe.paddle_api import paddle
 
 _HALVES = (paddle.float16, paddle.bfloat16)
 

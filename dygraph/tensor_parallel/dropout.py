@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group
 from fleetpipe.dygraph.tensor_parallel.operations import slice_of
+from fleetpipe.paddle_api import paddle
 
 
 def dropout(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Attribute, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
 from fleetpipe.errors import UsageError
+from fleetpipe.paddle_api import paddle
 
 
 class VocabParallelEmbedding(ParallelLayer):

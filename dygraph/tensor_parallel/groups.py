@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from fleetpipe._paddle import LocalTopology, install_topology, user_strategy
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import _paddle
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job import meeting
+from fleetpipe.paddle_api.topology import LocalTopology, install_topology, user_strategy
 from fleetpipe.transport import SoleGroup
 
 #: Above this, and among more than two, each member sending to each costs more than Gloo's ring.

@@ -12,11 +12,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Attribute, DType, Nest, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import _paddle, groups
 from fleetpipe.dygraph.tensor_parallel.operations import slice_of
 from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.paddle_api import paddle
 
 
 class ParallelLayer(paddle.nn.Layer):

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import (
     Members,
@@ -28,6 +27,7 @@ from fleetpipe.dygraph.tensor_parallel.groups import (
     total,
 )
 from fleetpipe.errors import FleetPipeError, UsageError
+from fleetpipe.paddle_api import paddle
 
 Backward = Callable[[Context, Tensor], Tensor]
 _raised: list[FleetPipeError] = []

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Mapping
 from typing import Callable
 
-from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel._paddle import OPERATION_MODULES
@@ -19,6 +18,8 @@ from fleetpipe.dygraph.tensor_parallel.embedding import own_rows
 from fleetpipe.dygraph.tensor_parallel.groups import connect, disconnect, model_parallel_group
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
 
 Operation = Callable[..., Tensor]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Strategy, Tensor, Topology
 from fleetpipe.dygraph.broadcast import broadcast_state
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import StateError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import paddle
 from fleetpipe.transport import Group
 
 

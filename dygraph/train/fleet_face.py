@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
-from fleetpipe._paddle import user_strategy
 from fleetpipe.aliases import PaddleGroup, Strategy, Tensor, Topology
 from fleetpipe.checkpoint.contents.model_part import NamedTensors
 from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
@@ -21,6 +20,7 @@ from fleetpipe.dygraph.observe.timers import Timers
 from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 from fleetpipe.transport import Group

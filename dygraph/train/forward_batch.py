@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, ragged_weights
 from fleetpipe.dygraph.batch.outputs import require_count
 from fleetpipe.dygraph.batch.stage import Batch
 from fleetpipe.dygraph.train.runtime import Runtime
+from fleetpipe.paddle_api import paddle
 
 
 @contextmanager

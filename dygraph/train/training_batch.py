@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer, Scaler
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.batch.chunk_weights import slice_shares
@@ -16,6 +15,7 @@ from fleetpipe.dygraph.batch.stage import Batch
 from fleetpipe.dygraph.gradients import divide_gradients
 from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 
 
 class TrainingBatch:

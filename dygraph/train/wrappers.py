@@ -6,7 +6,6 @@ taken, so that ``isinstance`` finds it.
 
 from __future__ import annotations
 
-from fleetpipe._paddle import user_strategy
 from fleetpipe.aliases import Optimizer, Strategy, Topology
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -15,6 +14,7 @@ from fleetpipe.dygraph.train.pipeline_parallel import PipelineParallel
 from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api.topology import user_strategy
 
 
 class NoPipelineParallel(PipelineParallel):

@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any
 
 from fleetpipe import log
-from fleetpipe._paddle import user_strategy
 from fleetpipe.capture.arguments import classes_of, plain_model, stages_asked
 from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
 from fleetpipe.capture.cutting.cut import cut_of
@@ -25,6 +24,7 @@ from fleetpipe.dygraph._paddle import forward_hooks
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.profiling import PipelinePlan
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.errors import ConfigError, UsageError, nearest
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
 
 
 class Stages(NamedTuple):

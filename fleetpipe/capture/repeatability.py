@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import attributes_running_on
@@ -21,6 +20,7 @@ from fleetpipe.capture.tracing.signature import PLAIN, signature_of
 from fleetpipe.capture.tracing.value import Mode, Node, Owned, Ref, Trace, parts
 from fleetpipe.dygraph.nest import mapped
 from fleetpipe.errors import CaptureError
+from fleetpipe.paddle_api import paddle
 
 _WHAT = "calls something else when it runs again on other numbers"
 

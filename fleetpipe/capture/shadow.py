@@ -14,7 +14,6 @@ from types import FunctionType
 from typing import NamedTuple
 
 from fleetpipe import log
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture.proof.comparison import kept
 from fleetpipe.capture.proof.first_difference import first_difference
@@ -41,6 +40,7 @@ from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError, reason
 from fleetpipe.job.job import all_ranks
+from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.reference import Reference, of_same_layers
 from fleetpipe.parity.reference_training import Beside, as_the_next_batch
 from fleetpipe.schedules.action import GlobalMicroBatch

@@ -9,9 +9,9 @@ from paddle.base import core
 from paddle.base import framework as _framework
 from paddle.base.layer_helper import LayerHelper
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.checkpoint.contents import engine as engines
+from fleetpipe.paddle_api import paddle
 
 _any_framework: Any = _framework
 _any_paddle: Any = paddle

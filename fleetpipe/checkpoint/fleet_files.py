@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.checkpoint import pickled
 from fleetpipe.checkpoint.files.replacing import replacing
 from fleetpipe.errors import CheckpointError
+from fleetpipe.paddle_api import paddle
 
 #: The stub knows tensors only.
 _write: Any = paddle.save

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.paddle_api import paddle
 from fleetpipe.transport import DirectGroup, Group, MessageKey, SoleGroup
 
 Result = TypeVar("Result")

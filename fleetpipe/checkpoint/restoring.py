@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleetpipe._paddle import dynamic_mode
 from fleetpipe.checkpoint.contents import random_state, replicas, training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name, Part
@@ -15,6 +14,7 @@ from fleetpipe.checkpoint.files import host, manifest
 from fleetpipe.checkpoint.files.reader import Reader
 from fleetpipe.checkpoint.files.retention import Retention
 from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.paddle_api.device import dynamic_mode
 
 
 class Restored(NamedTuple):

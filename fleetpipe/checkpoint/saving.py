@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe import log, systems
-from fleetpipe._paddle import dynamic_mode
 from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.contents import replicas, training_state
 from fleetpipe.checkpoint.contents.objects import Objects
@@ -24,6 +23,7 @@ from fleetpipe.checkpoint.files.snapshot import Snapshot
 from fleetpipe.checkpoint.files.writer import Assignment, described_files, own_parts, write
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
+from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.version import __version__
 
 _log = log.logger(__name__)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Scheduler
+from fleetpipe.paddle_api import paddle
 
 #: Where Paddle's callbacks keep what they know; they have no state dicts.
 _KEPT: dict[type, tuple[str, ...]] = {

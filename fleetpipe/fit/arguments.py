@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer
 from fleetpipe.dygraph.batch.losses import require_functions
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.criterion import Metric
 from fleetpipe.io.saved_position import whole
+from fleetpipe.paddle_api import paddle
 
 _OF_METRIC = ("compute", "update", "accumulate", "name", "reset")
 _LEAST = {

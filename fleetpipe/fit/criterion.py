@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.nest import mapped
 from fleetpipe.fit.feeding import as_tensor
+from fleetpipe.paddle_api import paddle
 
 #: A ``paddle.metric.Metric``, or any object with its methods.
 Metric = Layer

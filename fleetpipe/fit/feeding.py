@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.nest import leaves
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 
 Columns = Sequence[Tensor]
 

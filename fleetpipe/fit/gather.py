@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Optimizer, Tensor
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name
@@ -13,6 +12,7 @@ from fleetpipe.checkpoint.files.regions import Cut
 from fleetpipe.checkpoint.files.writer import own_parts
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
 
 _WHAT = "gathering the model"
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fleetpipe import fleet
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
@@ -26,6 +25,7 @@ from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import Source, source_of
 from fleetpipe.fit.training import Training
 from fleetpipe.job import attempt_files
+from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_types import Data, FitCallbacks, Layer, Optimizer, Tensor
 from fleetpipe.representation import shows
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
@@ -13,6 +12,7 @@ from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.paddle_api import paddle
 
 
 def required_job() -> Job:

@@ -8,10 +8,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fleetpipe import fleet, log
-from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.aliases import Layer, Optimizer, Scaler
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit import _paddle
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
 
 _log = log.logger(__name__)
 

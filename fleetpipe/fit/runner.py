@@ -10,7 +10,6 @@ from typing import cast
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.losses import weighted
@@ -20,6 +19,7 @@ from fleetpipe.fit.criterion import Counting, Criterion, Metric
 from fleetpipe.fit.feeding import Cut, Rows, as_given, in_micro_batches, joined, whole
 from fleetpipe.fit.precision import Precision
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
 
 
 class Runner:

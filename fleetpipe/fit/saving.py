@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.objects import Objects
@@ -32,6 +31,7 @@ from fleetpipe.fit import _paddle
 from fleetpipe.fit.gather import gathered, of_group
 from fleetpipe.fit.networks import counted_names, single_model_of
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
 
 PARAMETERS, STATE = ".pdparams", ".pdopt"
 _SCHEDULE, _MASTERS, _MASTER = "LR_Scheduler", "master_weights", "_fp32_master_0"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fit.arguments import require_data
@@ -15,6 +14,7 @@ from fleetpipe.fit.feeding import Rows, rows_of
 from fleetpipe.io import DataLoader
 from fleetpipe.io._paddle import batches_of
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe import heap, numerics, static
-from fleetpipe._paddle import choose_backend, paddle_fleet
 from fleetpipe.fleet import overlay
+from fleetpipe.paddle_api import paddle_fleet
+from fleetpipe.paddle_api.topology import choose_backend
 
 choose_backend()
 numerics.prepare()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from fleetpipe._paddle import device_kind
 from fleetpipe.aliases import Layer
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api.device import device_kind
 
 LIBRARIES = ("paddlenlp", "paddleformers")
 #: PaddleFormers' norm, and the first version that fuses it where the configuration says nothing.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import UsageError
+from fleetpipe.paddle_api import paddle
 
 
 def install() -> None:

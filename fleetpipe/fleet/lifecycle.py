@@ -12,8 +12,7 @@ import sys
 import warnings
 from typing import Any
 
-from fleetpipe import _paddle, log, static
-from fleetpipe._paddle import dynamic_mode, paddle, paddle_fleet
+from fleetpipe import log, static
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError, StateError
@@ -27,6 +26,14 @@ from fleetpipe.job.degrees import (
 )
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.watching import process_exit
+from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.device import device_kind, dynamic_mode
+from fleetpipe.paddle_api.topology import (
+    LocalTopology,
+    choose_backend,
+    forget_topology,
+    install_topology,
+)
 from fleetpipe.paddle_types import DistributedStrategy as Strategy
 from fleetpipe.paddle_types import Fleet, HybridCommunicateGroup, RoleMakerBase
 
@@ -75,7 +82,7 @@ def init(
     config = PipelineConfig.from_strategy(strategy)
     slurm.adopt()
     world_size = meeting.world_size()
-    _paddle.choose_backend()
+    choose_backend()
     if runs_without_pipeline(strategy.hybrid_configs):
         return _fleet.init(role_maker, is_collective, strategy, log_level)
     _refuse_other_launchers()
@@ -97,7 +104,7 @@ def init(
         )
     if degrees.sharding > 1:
         refuse_sharding_options(strategy)
-    if strategy.amp and _paddle.device_kind() == "cpu":
+    if strategy.amp and device_kind() == "cpu":
         log.once(
             _log.warning, "strategy.amp has no effect on CPU: Paddle computes in float32 there"
         )
@@ -146,7 +153,7 @@ def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job
         if running is not None:
             _change_strategy(running, degrees, strategy, config)
             return running
-        _paddle.forget_topology()
+        forget_topology()
         role_maker, is_collective, log_level = _static_arguments
         arguments = (role_maker, is_collective, strategy, log_level)
         _begin(degrees, meeting.world_size(), arguments, config)
@@ -175,7 +182,7 @@ def shutdown() -> None:
     try:
         job.end(sys.exc_info()[1])
     finally:
-        _paddle.forget_topology()
+        forget_topology()
         static.uninstall()
         _static_arguments = None
 
@@ -221,7 +228,7 @@ def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Fleet:
     _static_arguments = (role_maker, is_collective, log_level)
     running = current_job()
     if running is not None:
-        _paddle.install_topology(running.hcg, copy.deepcopy(strategy))
+        install_topology(running.hcg, copy.deepcopy(strategy))
         return _fleet
     return _fleet.init(*arguments)
 
@@ -237,7 +244,7 @@ def _change_strategy(
             fix="call fleet.shutdown() first",
         )
     running.limit_waits(config.timeout)
-    _paddle.install_topology(running.hcg, copy.deepcopy(strategy))
+    install_topology(running.hcg, copy.deepcopy(strategy))
     return _fleet
 
 
@@ -255,8 +262,8 @@ def _begin(
         tensor_parallel.connect_slices(begun)
         return _fleet
     _init_alone(role_maker, is_collective, log_level)
-    hcg = _paddle.LocalTopology(degrees.pp)
-    _paddle.install_topology(hcg, copy.deepcopy(strategy))
+    hcg = LocalTopology(degrees.pp)
+    install_topology(hcg, copy.deepcopy(strategy))
     if degrees.pp > 1:
         _log.info("this one process plays all %d ranks of the pipeline", degrees.pp)
     job.begin(Job(degrees, hcg, config.timeout, number))

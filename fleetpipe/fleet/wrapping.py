@@ -8,8 +8,6 @@ from typing import Any, overload
 
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
-from fleetpipe import _paddle
-from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.aliases import DType
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel, wrap
 from fleetpipe.dygraph.optimizer.scaler import agreeing
@@ -20,6 +18,8 @@ from fleetpipe.fleet.lifecycle import begin_static
 from fleetpipe.job import meeting
 from fleetpipe.job.degrees import PIPELINE_AXES
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.topology import install_topology, user_strategy
 from fleetpipe.paddle_types import DistributedStrategy, GradScaler, Layer, Optimizer
 from fleetpipe.static import StaticOptimizer, refuse_stages
 
@@ -84,7 +84,7 @@ def distributed_model(model: Any) -> Any:
     if job is None:
         return paddle_fleet.distributed_model(model)
     if job.degrees.mp > 1:
-        return TensorParallel(model, job.hcg, strategy=_paddle.user_strategy())
+        return TensorParallel(model, job.hcg, strategy=user_strategy())
     with job.guarded(lambda: "wrapping the model"):
         # Gloo gives up after 30 s: nobody enters it before all ranks are here.
         job.require_agreement({"the model to wrap": type(model).__name__})
@@ -93,7 +93,7 @@ def distributed_model(model: Any) -> Any:
 
 def _decorated(model: PipelineLayer) -> Any:
     """Casts a model as ``strategy.amp`` with pure float16 or bfloat16 asks; on CPU it stays."""
-    strategy = _paddle.user_strategy()
+    strategy = user_strategy()
     if strategy is None or not strategy.amp:
         return model
     asked: dict[DType, str] = {"float16": "use_pure_fp16", "bfloat16": "use_pure_bf16"}
@@ -129,7 +129,7 @@ def distributed_optimizer(
 
 def _wrapped(optimizer: Optimizer, strategy: DistributedStrategy | None) -> Any:
     if not paddle.in_dynamic_mode():
-        chosen = _paddle.user_strategy() if strategy is None else strategy
+        chosen = user_strategy() if strategy is None else strategy
         if getattr(chosen, "pipeline", False):
             begin = functools.partial(begin_static, chosen)
             return StaticOptimizer(optimizer, chosen, begin, meeting.world_size())
@@ -139,7 +139,7 @@ def _wrapped(optimizer: Optimizer, strategy: DistributedStrategy | None) -> Any:
     if job is None or job.degrees.sep > 1:
         return paddle_fleet.distributed_optimizer(optimizer, strategy)
     if strategy is not None:
-        _paddle.install_topology(job.hcg, copy.deepcopy(strategy))
+        install_topology(job.hcg, copy.deepcopy(strategy))
     return PipelineOptimizer(optimizer)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from paddle.io.dataloader import dataloader_iter as _iterators
 from paddle.io.dataloader.collate import default_collate_fn, default_convert_fn
 
-from fleetpipe._paddle import paddle
+from fleetpipe.paddle_api import paddle
 
 _any_iterators: ModuleType = _iterators
 #: Seconds in which a thread that told of its end has ended.

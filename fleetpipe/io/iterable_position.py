@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.errors import CheckpointError, StateError
 from fleetpipe.io.saved_position import fields, require_same, whole
+from fleetpipe.paddle_api import paddle
 
 _OF = "DataLoader over data without numbers"
 

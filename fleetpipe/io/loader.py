@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any, Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.errors import UsageError
 from fleetpipe.io._paddle import batches_of
 from fleetpipe.io.iterable_position import BatchesInTurn, Iterated
@@ -13,6 +12,7 @@ from fleetpipe.io.sample_streams import KeyedCollate, KeyedDataset
 from fleetpipe.io.sampler import DistributedBatchSampler, place_of_replica
 from fleetpipe.io.sampler_position import DrawnBatches, ResumableSampler
 from fleetpipe.io.saved_position import whole
+from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
 

@@ -16,9 +16,9 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.errors import StateError
 from fleetpipe.io._paddle import default_collate_fn, default_convert_fn
+from fleetpipe.paddle_api import paddle
 
 #: Follows the key of a batch's first sample in the key of what joins the batch.
 _JOINING = 1

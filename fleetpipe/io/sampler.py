@@ -18,11 +18,11 @@ from typing import Any, Union
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.io.saved_position import fields, foreign, require_same, whole
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
 _FIELDS = {"seed": int, "epoch": int, "consumed": int, "samples": int, "shuffle": bool}

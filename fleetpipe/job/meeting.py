@@ -14,7 +14,6 @@ import time
 from collections.abc import Collection
 from typing import Any, Callable
 
-from fleetpipe import _paddle
 from fleetpipe.errors import (
     ConfigError,
     FleetPipeError,
@@ -25,6 +24,8 @@ from fleetpipe.errors import (
 )
 from fleetpipe.job import attempt_files
 from fleetpipe.job.store import JobStore
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.topology import began_without_groups, open_tcp_store
 from fleetpipe.transport import Store
 from fleetpipe.transport.joining.rendezvous import await_keys
 from fleetpipe.transport.limit import Limit
@@ -63,7 +64,7 @@ def open_store(timeout: float) -> JobStore:
     _refuse_paddles_store()
     if own_rank() == 0:
         _refuse_taken(host, port)
-        _servers.append(_paddle.open_store(host, port, True, timeout))
+        _servers.append(open_tcp_store(host, port, True, timeout))
     # The port may by now serve another job.
     sign = hashlib.sha256(os.environ["PADDLE_TRAINER_ENDPOINTS"].encode()).hexdigest()
     return _reach(host, port, timeout, f"fleetpipe/job/{sign}")
@@ -71,7 +72,7 @@ def open_store(timeout: float) -> JobStore:
 
 def paddles_client(timeout: float) -> Any:
     """Returns the job's store, which must be open, as Paddle's own functions take it."""
-    return _servers[0] if _servers else _paddle.open_store(*_address(), False, timeout)
+    return _servers[0] if _servers else open_tcp_store(*_address(), False, timeout)
 
 
 def _address() -> tuple[str, int]:
@@ -195,7 +196,7 @@ def _paddle_has_an_address() -> bool:
 
 def _refuse_paddles_store() -> None:
     """Refuses ranks whose Paddle has begun by itself, with a store where the job's is to be."""
-    if _paddle.began_without_groups():
+    if began_without_groups():
         raise StateError(
             "Paddle began without the groups of ranks that a job needs",
             cause="paddle.distributed.init_parallel_env() came before the import of fleetpipe, and "
@@ -203,7 +204,7 @@ def _refuse_paddles_store() -> None:
             "none",
             fix="leave it out: fleet.init does it; or import fleetpipe.fleet before it",
         )
-    if _paddle.paddle.distributed.is_initialized() and not _paddle_has_an_address():
+    if paddle.distributed.is_initialized() and not _paddle_has_an_address():
         raise StateError(
             "Paddle's own store has the address of the job's store, that of rank 0",
             cause="paddle.distributed.init_parallel_env() or Paddle's fleet.init came before, on "

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fleetpipe import log
-from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
 
 _log = log.logger(__name__)
 

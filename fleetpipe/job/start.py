@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import Any
 
 from fleetpipe import systems
-from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.job import attempt_files, meeting
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.degrees import Degrees
@@ -22,6 +21,7 @@ from fleetpipe.job.groups import gloo, paddle_groups
 from fleetpipe.job.job import Job
 from fleetpipe.job.store import JobStore
 from fleetpipe.job.watching.watch import Watch
+from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.transport import SocketTransport
 from fleetpipe.transport.joining.mesh import join
 

@@ -20,10 +20,10 @@ from paddle.distributed.launch.controllers import controller as _controller
 from paddle.distributed.launch.job import pod as _pod
 from paddle.distributed.launch.main import launch as _launch
 
-from fleetpipe._paddle import device_kind
 from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch.script import in_a_shell
+from fleetpipe.paddle_api.device import device_kind
 
 #: Seconds between two looks at the processes.
 _LOOK_SECONDS = 0.1

@@ -14,10 +14,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from fleetpipe import fleet as our_fleet
-from fleetpipe._paddle import paddle
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
 from fleetpipe.launch.legacy import fluid
 from fleetpipe.launch.without_gpu import without_gpu
+from fleetpipe.paddle_api import paddle
 
 
 class _Finder(MetaPathFinder):

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Callable
 
-from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.aliases import Tensor
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
 
 #: The package of Paddle 3.3 whose calls are answered; 2.6.2 has none of that name.
 CHECKPOINTS = "paddle.distributed.flex_checkpoint"

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.backports import PipelineDatasetPreprocessor
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.differences import Difference, compare_numbers
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.paddle_api import paddle
 
 #: What is compared, in the order in which a step computes it.
 QUANTITIES = (

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, SingleModel, has_memory, state_slots
 from fleetpipe.dygraph.nest import mapped
 from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.differences import Difference, compare, leaves
 from fleetpipe.parity.outputs import backward_running, part_of
 from fleetpipe.schedules import Action, Op

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineParallel, random_keys, tensor_parallel, weighted
 from fleetpipe.dygraph.nest import rebuilt
 from fleetpipe.job.job import pipeline_group
+from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.cutting import Given, cut, shares_of_rows
 from fleetpipe.parity.differences import Difference, compare_values
 from fleetpipe.parity.outputs import Outputs, compare_outputs, part_of, recorded, recorded_here

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Scheduler
 from fleetpipe.dygraph import PipelineOptimizer, learning_rate_of
+from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.differences import Difference, compare_numbers
 
 

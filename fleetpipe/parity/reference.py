@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from fractions import Fraction
 from typing import Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.dygraph import (
     PipelineLayer,
@@ -26,6 +25,7 @@ from fleetpipe.dygraph.gradients import cause_of_backward, drop_gradients
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import pipeline_group
+from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.cutting import copy_of
 from fleetpipe.parity.outputs import backward_running
 from fleetpipe.representation import shows

@@ -9,7 +9,6 @@ from dataclasses import astuple
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe import numerics
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Scaler, Scheduler, Tensor
 from fleetpipe.dygraph import (
     PipelineLayer,
@@ -21,6 +20,7 @@ from fleetpipe.dygraph import (
 )
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.job.job import all_ranks
+from fleetpipe.paddle_api import paddle
 from fleetpipe.parity import edges, orders
 from fleetpipe.parity.cutting import Given
 from fleetpipe.parity.differences import Difference, compare_numbers, compare_values

@@ -187,7 +187,7 @@ def _end_with_worker() -> None:
 @contextlib.contextmanager
 def _as_rank() -> Iterator[None]:
     """Readies the thread of a train loop, and ends its job with it: the others hear of an error."""
-    from fleetpipe._paddle import load_data_in_threads
+    from fleetpipe.paddle_api.loading import load_data_in_threads
 
     load_data_in_threads()
     systems.call_in_forked_child(_end_with_worker)

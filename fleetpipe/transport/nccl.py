@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast
 
-from fleetpipe._paddle import paddle
+from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
 from fleetpipe.transport.wire import bridge

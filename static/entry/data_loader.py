@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 from fleetpipe.static.graph import Item
 from fleetpipe.static.run.feeding import merged

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Op, Optimizer, Program, Strategy, Variable
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import parts

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Program, Scope, Variable
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.static._paddle import Executor, static_io, swap_switch_device
 from fleetpipe.static.entry import stock_saving
 from fleetpipe.static.entry.data_loader import items_for

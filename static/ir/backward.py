@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import DType, Variable
 from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.static._paddle import dtype_name, static
 from fleetpipe.static.cut.contract import (
     accumulator_name,

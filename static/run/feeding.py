@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Place, ScopeTensor
 from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.static._paddle import DenseTensor
 from fleetpipe.static.graph import Declared, Item
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import dynamic_mode, paddle
 from fleetpipe.aliases import Optimizer, Place, Program, Scope, Tensor, Variable
 from fleetpipe.config import PipelineConfig
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import StateError
 from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
 from fleetpipe.static._paddle import EOFException, dynamic, found_tensor

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.static._paddle import gradient_clip
 from fleetpipe.transport import Group
 

@@ -11,10 +11,10 @@ from typing import Callable, NamedTuple, Optional
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import DType, Place, Scope, ScopeTensor
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import StateError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Edge
 from fleetpipe.static._paddle import (
     dynamic,

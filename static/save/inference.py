@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.checkpoint.files.replacing import replacing
+from fleetpipe.paddle_api import paddle
 from fleetpipe.static._paddle import static
 from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.save.state import full_state_dict

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from fleetpipe._paddle import dynamic_mode, paddle
 from fleetpipe.aliases import Program, Scope, ScopeTensor, Tensor
 from fleetpipe.errors import CheckpointError
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.static._paddle import found_tensor, overwrite
 from fleetpipe.static.pipeline_programs import pipeline_of
 

@@ -10,9 +10,9 @@ import paddle
 import pytest
 
 from fleetpipe import fleet
-from fleetpipe._paddle import device_kind
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from fleetpipe.paddle_api.device import device_kind
 from tests.pipelines import job, mlp_layers
 
 pytestmark = pytest.mark.skipif(device_kind() == "gpu", reason="these run on a GPU")

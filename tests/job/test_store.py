@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleetpipe import _paddle
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.job.store import JobStore
+from fleetpipe.paddle_api.topology import open_tcp_store
 
 
 def free_port() -> int:
@@ -33,7 +33,7 @@ def listener() -> Iterator[socket.socket]:
 
 def test_paddles_server_and_its_own_client_understand_it() -> None:
     port = free_port()
-    theirs = _paddle.open_store("127.0.0.1", port, True, 5)
+    theirs = open_tcp_store("127.0.0.1", port, True, 5)
     ours = JobStore("127.0.0.1", port, 5)
     assert [ours.add("count", 2), theirs.add("count", 3), ours.add("count", 0)] == [2, 5, 5]
     ours.set("name", "väl")
@@ -53,8 +53,8 @@ SERVES_TO_THE_END = """
 import ctypes, sys
 libc = ctypes.CDLL(None)
 libc.on_exit(libc.sleep, None)
-from fleetpipe import _paddle
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_paddle.open_store("127.0.0.1", {port}, True, 5)))
+from fleetpipe.paddle_api import topology
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(topology.open_tcp_store("127.0.0.1", {port}, True, 5)))
 print("serving", flush=True)
 sys.stdin.readline()
 sys.exit(2)

@@ -11,10 +11,10 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe._paddle import device_kind
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.launch.legacy import fluid, fluid_layers
 from fleetpipe.launch.legacy.fluid import NAMES, Name
+from fleetpipe.paddle_api.device import device_kind
 from tests.launching import ROOT
 from tests.static.networks import static_mode
 

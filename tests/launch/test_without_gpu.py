@@ -7,8 +7,8 @@ from typing import Any
 import paddle
 import pytest
 
-from fleetpipe._paddle import device_kind
 from fleetpipe.launch.without_gpu import CHECKPOINTS, without_gpu
+from fleetpipe.paddle_api.device import device_kind
 
 pytestmark = pytest.mark.skipif(device_kind() == "gpu", reason="a GPU has these methods")
 

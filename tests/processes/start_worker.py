@@ -17,9 +17,9 @@ from typing import Any
 
 import paddle
 
-from fleetpipe import _paddle
 from fleetpipe.job import job as jobs
 from fleetpipe.job import meeting, start
+from fleetpipe.paddle_api.topology import _paddle_collective
 from fleetpipe.transport.group import DirectGroup
 from tests.pipelines import batch, job, pipeline, sgd
 
@@ -30,7 +30,7 @@ TIMEOUT = float(os.environ.get("START_TIMEOUT", "60"))
 MOMENTS: dict[str, tuple[Any, str]] = {
     "connecting": (start, "join"),
     "opening Paddle's store": (meeting, "paddles_client"),
-    "within a group": (_paddle._paddle_collective, "_new_process_group_impl"),
+    "within a group": (_paddle_collective, "_new_process_group_impl"),
     "within the first sum": (paddle.distributed, "all_reduce"),
     "ending": (DirectGroup, "broadcast"),
 }

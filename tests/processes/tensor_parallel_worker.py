@@ -19,7 +19,6 @@ from paddle import nn
 from paddle.nn import functional
 
 from fleetpipe import transport
-from fleetpipe._paddle import paddle_fleet
 from fleetpipe.dygraph.tensor_parallel import (
     ColumnParallelLinear,
     ParallelCrossEntropy,
@@ -34,6 +33,7 @@ from fleetpipe.dygraph.tensor_parallel import (
 )
 from fleetpipe.job import meeting
 from fleetpipe.job.groups import gloo
+from fleetpipe.paddle_api import paddle_fleet
 from fleetpipe.transport import DirectGroup
 
 SECONDS = 60.0

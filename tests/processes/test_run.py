@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetpipe._paddle import device_kind
+from fleetpipe.paddle_api.device import device_kind
 from tests.launching import ROOT, Finished
 
 LAUNCHED = ROOT / "fleetpipe" / "launch" / "rank_main.py"

@@ -29,6 +29,6 @@ def test_nothing_else_listens() -> None:
     assert found == {
         ("fleetpipe/transport/joining/hosts.py", "listen"),
         ("fleetpipe/transport/joining/hosts.py", "Listener"),  # what it returns
-        ("fleetpipe/_paddle.py", "TCPStore"),
+        ("fleetpipe/paddle_api/topology.py", "TCPStore"),
         ("fleetpipe/ray/nodes.py", "create_server"),  # see above
     }

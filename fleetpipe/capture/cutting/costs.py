@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.running.replay import entries
@@ -27,6 +26,7 @@ from fleetpipe.dygraph.observe.layer_meter import (
     tensor_bytes,
 )
 from fleetpipe.dygraph.observe.profile import TYPICAL
+from fleetpipe.paddle_api import paddle
 from fleetpipe.profiling import Profile
 
 #: Least and most runs of a node, of which the fastest counts.

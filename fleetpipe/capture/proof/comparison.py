@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.proof.hook_calls import uncounted
 from fleetpipe.capture.proof.models import PlainLoop
@@ -35,6 +34,7 @@ from fleetpipe.capture.proof.training import (
 from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.dygraph.gradients import drop_gradients
+from fleetpipe.paddle_api import paddle
 
 #: The parameters and buffers of a model by name.
 State = Mapping[str, Tensor]

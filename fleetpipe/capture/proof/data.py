@@ -7,7 +7,6 @@ from typing import Any, Callable
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.proof.comparison import kept
 from fleetpipe.capture.repeatability import moved, turned
@@ -15,6 +14,7 @@ from fleetpipe.capture.tracing._paddle import Function, intercepted
 from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
 from fleetpipe.dygraph.nest import mapped, tensors_of
+from fleetpipe.paddle_api import paddle
 
 #: More operations than a forward on the example has, and it is taken for an endless loop.
 _TIMES, _MORE = 10, 1000

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.proof.rounding import distance
 from fleetpipe.capture.running.plain_model import Keyed
@@ -18,6 +17,7 @@ from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, arguments_of
 from fleetpipe.dygraph import has_memory, random_keys
 from fleetpipe.dygraph.nest import mapped, tensors_of
+from fleetpipe.paddle_api import paddle
 from fleetpipe.transport import SoleGroup
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.proof.training import Step, projected, weights_of
 from fleetpipe.capture.running.plain_model import called
@@ -19,6 +18,7 @@ from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.nest import mapped
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.engine.engine import Engine
+from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Placement, Plan, Schedule, forward_only
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import MemoryHub, SoleGroup

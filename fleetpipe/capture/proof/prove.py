@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fleetpipe import schedules
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.proof import verdict
 from fleetpipe.capture.proof.comparison import Comparison, Digests, kept
@@ -28,6 +27,7 @@ from fleetpipe.capture.tracing.walk import arguments_of
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError, reason
+from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Schedule
 
 #: Micro-batches of a step where no strategy says how many.

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
+from fleetpipe.paddle_api import paddle
 
 #: Of the largest gradient of the parameters of one layer.
 SHARE = 1e-5

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fleetpipe._paddle import user_strategy
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Schedule
 

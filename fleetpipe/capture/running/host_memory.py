@@ -6,10 +6,10 @@ import math
 import os
 from pathlib import Path
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.tracing.value import Like, Trace, like
 from fleetpipe.job import meeting
+from fleetpipe.paddle_api import paddle
 
 #: Of each parameter: its value, its gradient, two moments, and what a step is compared with.
 _COPIES = 5

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.layers.entries import FIRST_SEED
 from fleetpipe.dygraph.random_keys import random_states_kept
+from fleetpipe.paddle_api import paddle
 
 
 def without_memory(model: Layer) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.tracing._paddle import intercepted
@@ -13,6 +12,7 @@ from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.signature import completed
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph import random_keys
+from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import SoleGroup
 

@@ -10,11 +10,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.capture.tracing.signature import Signature
 from fleetpipe.capture.tracing.value import Mode, Node, Owned, Ref, Trace, ValueId
 from fleetpipe.dygraph.nest import tensors_of
+from fleetpipe.paddle_api import paddle
 
 #: The values that are still needed, by name.
 Values = Mapping[str, Nest]

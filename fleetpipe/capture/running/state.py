@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.whole_state import ModelState
+from fleetpipe.paddle_api import paddle
 from fleetpipe.transport import Group
 
 

@@ -19,8 +19,8 @@ from typing import Any, Callable, Protocol
 from paddle import _C_ops, _legacy_C_ops
 from paddle.base import core
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.paddle_api import paddle
 
 #: Anything that is called: a function of Paddle's, a method in C, a layer.
 Function = Callable[..., Any]

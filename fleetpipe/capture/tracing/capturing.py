@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from fleetpipe import log
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.tracing.place import raised_at
 from fleetpipe.capture.tracing.signature import Signature, numbers_like, signature_of
@@ -16,6 +15,7 @@ from fleetpipe.capture.tracing.walk import Unopened
 from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import CaptureError, FleetPipeError, reason
+from fleetpipe.paddle_api import paddle
 
 _log = log.logger(__name__)
 

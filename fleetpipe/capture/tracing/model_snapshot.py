@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.running.memory import release
 from fleetpipe.capture.tracing._paddle import renew, set_data
 from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph._paddle import is_parameter
 from fleetpipe.dygraph.random_keys import random_states_kept
+from fleetpipe.paddle_api import paddle
 
 #: Where a layer has what it has; a tensor that is set leaves the attributes and comes here.
 _HOLDERS = ("_parameters", "_buffers", "_sub_layers")

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import DType, Nest, Tensor
 from fleetpipe.dygraph.nest import mapped, rebuilt, tensors_of
 from fleetpipe.errors import CaptureError
+from fleetpipe.paddle_api import paddle
 
 #: A signature.
 Signature = str

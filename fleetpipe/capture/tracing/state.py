@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.tracing._paddle import DATA_ENDS_TRAINING, Function, is_silent, set_data
 from fleetpipe.capture.tracing.obstacles import Obstacle
 from fleetpipe.capture.tracing.value import Node, Owned
 from fleetpipe.dygraph import has_memory
+from fleetpipe.paddle_api import paddle
 
 _NONE: frozenset[str] = frozenset()
 

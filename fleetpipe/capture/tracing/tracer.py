@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.tracing._paddle import (
@@ -64,6 +63,7 @@ from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_o
 from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.nest import leaves, mapped, tensors_of
 from fleetpipe.errors import CaptureError
+from fleetpipe.paddle_api import paddle
 
 #: Numbers of Python's and NumPy's.
 _NUMBERS = (bool, int, float, np.ndarray, np.generic)

@@ -12,9 +12,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import nest
+from fleetpipe.paddle_api import paddle
 
 #: Numbers a value.
 ValueId = int

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.tracing._paddle import Function, set_data
 from fleetpipe.capture.tracing.value import Scope
+from fleetpipe.paddle_api import paddle
 
 #: Layers of Paddle's that call others, and are opened nevertheless.
 _OPENED = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents.model_part import NamedTensors, own_slice
 from fleetpipe.checkpoint.contents.optimizer_part import OptimizerState, unwrapped
@@ -24,6 +23,7 @@ from fleetpipe.checkpoint.contents.parts import (
 )
 from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
 from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.paddle_api import paddle
 
 _NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data")
 RANDOM = "random"

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import paddle, paddle_fleet
 from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.contents.parts import Streams
+from fleetpipe.paddle_api import paddle, paddle_fleet
 
 #: A value of JSON.
 Json = Any

@@ -11,11 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents import random_state
 from fleetpipe.checkpoint.contents.parts import ProgramPart
 from fleetpipe.errors import CheckpointError
+from fleetpipe.paddle_api import paddle
 
 FILE = "state.json"
 #: A value of JSON.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
 from fleetpipe.checkpoint.contents.parts import Held
 from fleetpipe.checkpoint.files.tensors import Described
+from fleetpipe.paddle_api import paddle
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.structure import TensorLeaf
 

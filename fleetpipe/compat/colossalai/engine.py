@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Callable
 
 from fleetpipe import fleet
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Optimizer, Scheduler, Tensor
 from fleetpipe.compat.colossalai.context import gpc
 from fleetpipe.compat.colossalai.logging import get_dist_logger
@@ -16,6 +15,7 @@ from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.outputs import joined
 from fleetpipe.dygraph.nest import mapped, tensors_of
 from fleetpipe.errors import ConfigError, StateError, UsageError
+from fleetpipe.paddle_api import paddle
 
 #: What ``execute_schedule`` returns: output, label, loss.
 Executed = tuple[Nest, Nest, Nest]

@@ -8,10 +8,10 @@ import random
 import numpy as np
 
 from fleetpipe import fleet
-from fleetpipe._paddle import paddle
 from fleetpipe.compat.colossalai.configuration import Config, Given
 from fleetpipe.compat.colossalai.context import gpc
 from fleetpipe.compat.colossalai.logging import get_dist_logger
+from fleetpipe.paddle_api import paddle
 
 #: ColossalAI's own.
 DEFAULT_SEED = 1024

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.compat.mindspore import context
 from fleetpipe.compat.mindspore._paddle import give_parameters_a_method
 from fleetpipe.errors import ConfigError, StateError, UsageError
+from fleetpipe.paddle_api import paddle
 
 #: The attribute of a parameter that holds the stages it was given by itself.
 _OF_PARAMETER = "pipeline_stages"

@@ -7,13 +7,13 @@ from typing import Any
 
 from paddle.hapi.callbacks import config_callbacks
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.fit import arguments
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
 from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.fit.epoch import Callbacks
+from fleetpipe.paddle_api import paddle
 
 _configured: Callable[..., Any] = config_callbacks
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph import tensors_of
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fit.callbacks import rank_policy
+from fleetpipe.paddle_api import paddle
 
 
 class LossMonitor(rank_policy.Callback):

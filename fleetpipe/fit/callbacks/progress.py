@@ -8,8 +8,8 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from fleetpipe._paddle import paddle
 from fleetpipe.fit.callbacks import rank_policy
+from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.arguments import require_callback
+from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
 _PLACES = ("all", "first", "loss")

@@ -7,9 +7,10 @@ from collections import defaultdict
 from typing import Any
 
 from fleetpipe import systems
-from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.fit.callbacks import rank_policy
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.schedules import Action, Op
 
 #: Figures that are lists: one number for each rank of the pipeline, one for each process.

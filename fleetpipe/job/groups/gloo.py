@@ -20,9 +20,15 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from fleetpipe import _paddle, log
+from fleetpipe import log
 from fleetpipe.errors import PipelineTimeout, TransportError
 from fleetpipe.job.groups.own_group import OwnGroup
+from fleetpipe.paddle_api.topology import (
+    make_without_gloo,
+    open_tcp_store,
+    replace_gloo_stores,
+    restore_gloo_stores,
+)
 from fleetpipe.transport import Store
 from fleetpipe.transport.joining import hosts
 from fleetpipe.transport.joining.rendezvous import await_keys
@@ -53,13 +59,13 @@ def separate_stores(store: Store, timeout: float) -> None:
         _await(store, group, keys, timeout)
         return own
 
-    _paddle.replace_gloo_stores(own_store)
-    _paddle.make_without_gloo(functools.partial(OwnGroup, timeout=timeout))
+    replace_gloo_stores(own_store)
+    make_without_gloo(functools.partial(OwnGroup, timeout=timeout))
 
 
 def share_store_again() -> None:
     """Gives the Gloo groups that are made from now on the store that Paddle gives them."""
-    _paddle.restore_gloo_stores()
+    restore_gloo_stores()
 
 
 def _open(store: Store, rank: int, group: int, timeout: float) -> Any:
@@ -68,13 +74,13 @@ def _open(store: Store, rank: int, group: int, timeout: float) -> Any:
     if rank == 0:
         host = hosts.gloo_interface()[1] or hosts.own_address()
         port = _free_port(host)
-        own = _paddle.open_store(host, port, True, timeout)
+        own = open_tcp_store(host, port, True, timeout)
         store.set(f"{key}/address", f"{host}:{port}")
         store.add(f"{key}/published", 1)
         return own
     _await(store, group, {0: f"{key}/published"}, timeout)
     host, _, text = store.get(f"{key}/address").decode().rpartition(":")
-    return _paddle.open_store(host, int(text), False, timeout)
+    return open_tcp_store(host, int(text), False, timeout)
 
 
 def _choose_interface() -> None:

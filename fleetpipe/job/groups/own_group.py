@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import PaddleStore
+from fleetpipe.paddle_api import paddle
 from fleetpipe.transport.group import DirectGroup
 from fleetpipe.transport.sockets.transport import connect
 

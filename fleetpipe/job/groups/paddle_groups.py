@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fleetpipe import _paddle
 from fleetpipe.errors import FleetPipeError, PeerFailed
 from fleetpipe.job import meeting
 from fleetpipe.job.groups import gloo
 from fleetpipe.job.store import JobStore
 from fleetpipe.job.watching.watch import Watch
+from fleetpipe.paddle_api.topology import beginning
 
 #: The groups of these members, in the order in which one job made them.
 _kept: dict[tuple[int, ...], list[Any]] = {}
@@ -64,7 +64,7 @@ def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iter
 
     gloo.separate_stores(store, timeout)
     limited = watch.limit(timeout, "making Paddle's groups", world)
-    with limited, _translated(), _paddle.beginning(open_store, new_group):
+    with limited, _translated(), beginning(open_store, new_group):
         yield
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fleetpipe._paddle import dynamic_mode
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name, Saved
@@ -24,6 +23,7 @@ from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
 from fleetpipe.launch.keeping.segment import Segment
 from fleetpipe.launch.keeping.slots import Slots
+from fleetpipe.paddle_api.device import dynamic_mode
 
 #: Names the folder in memory; whoever starts a job again gives it.
 FOLDER = "FLEETPIPE_KEPT_STATE"

@@ -16,10 +16,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.launch.legacy import fluid_layers
 from fleetpipe.launch.legacy.renamed import name_today
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.static import DataLoader
 
 FLUID = "paddle.fluid"

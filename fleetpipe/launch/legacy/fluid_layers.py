@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Attribute, Variable
+from fleetpipe.paddle_api import paddle
 
 _Format = Literal["NCHW", "NHWC"]
 _functional = paddle.nn.functional

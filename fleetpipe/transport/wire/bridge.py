@@ -15,7 +15,8 @@ from paddle import Tensor as Tensor
 from paddle.base.dygraph.base import guard
 from paddle.utils import dlpack
 
-from fleetpipe._paddle import device_kind, paddle
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.transport.wire.structure import SIZES, TensorLeaf
 
 # 2.6.2 has "uint16" as another name of bfloat16, and neither float8 nor the larger uints.

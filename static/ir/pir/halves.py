@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Op, Variable
+from fleetpipe.paddle_api import paddle
 from fleetpipe.static.ir.pir.operations import (
     DATA,
     PARAMETER,

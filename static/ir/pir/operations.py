@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Block, Op, Program, Variable
+from fleetpipe.paddle_api import paddle
 from fleetpipe.static._paddle import core, user_line
 from fleetpipe.static.graph import DROPOUTS, draws
 

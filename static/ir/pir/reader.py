@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Op, Optimizer, Program, Variable
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.static._paddle import core, gradient_clip, is_pir, rate_of, state_of, static
 from fleetpipe.static.cut.contract import CLIP_FACTOR, PREFIX, Kept, Update, accumulator_name
 from fleetpipe.static.cut.split import Split

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Op, Program, Variable
 from fleetpipe.errors import BoundaryError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.static._paddle import static
 from fleetpipe.static.cut.contract import (
     PREFIX,

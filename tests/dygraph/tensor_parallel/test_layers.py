@@ -15,7 +15,6 @@ from paddle import nn
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.layers import mpu
 
-import fleetpipe._paddle
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.tensor_parallel import (
     ColumnParallelLinear,
@@ -28,6 +27,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     split_axis,
 )
 from fleetpipe.errors import ConfigError, PeerFailed, StateError, UsageError
+from fleetpipe.paddle_api import device
 from tests.dygraph.members import MEMBERS, NAMES, Twins
 
 
@@ -160,7 +160,7 @@ def test_constructors_take_what_paddles_take(name: str) -> None:
 
 def test_on_gpu_the_names_are_paddles(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(fleetpipe._paddle, "device_kind", lambda: "gpu")
+        patch.setattr(device, "device_kind", lambda: "gpu")
         importlib.reload(tensor_parallel)
         assert all(getattr(tensor_parallel, name) is getattr(mpu, name) for name in NAMES)
     importlib.reload(tensor_parallel)

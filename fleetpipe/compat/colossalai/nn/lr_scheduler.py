@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Optimizer
+from fleetpipe.paddle_api import paddle
 
 
 class LinearWarmupLR(paddle.optimizer.lr.LinearWarmup):

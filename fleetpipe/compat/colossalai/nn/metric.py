@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Tensor
+from fleetpipe.paddle_api import paddle
 
 
 class Accuracy(paddle.nn.Layer):

@@ -11,9 +11,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.errors import BoundaryError
+from fleetpipe.paddle_api import paddle
 
 #: The key of an output that named arguments go along with.
 OUTPUT = "stage_output"

@@ -10,11 +10,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from fleetpipe._paddle import paddle_fleet
 from fleetpipe.aliases import Layer
 from fleetpipe.compat.colossalai.pipeline.calls import Call, Called
 from fleetpipe.compat.colossalai.pipeline.sequence import Step
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle_fleet
 
 _descriptions: Any = paddle_fleet.meta_parallel
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.compat.colossalai.pipeline.lazy_layers import described
 from fleetpipe.compat.colossalai.pipeline.sequence import Step
 from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.paddle_api import paddle
 
 
 class PipelinableModel(PipelineLayer):

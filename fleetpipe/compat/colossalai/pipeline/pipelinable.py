@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer
 from fleetpipe.compat.colossalai.context import gpc
 from fleetpipe.compat.colossalai.pipeline import cuts, sequence
@@ -20,6 +19,7 @@ from fleetpipe.dygraph.layers.entries import count_parameters
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import paddle
 
 
 class PipelinableContext:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Layer
 from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.paddle_api import paddle
 
 #: Where an execution sequence is cut by the policy "customized".
 SPLIT_NODE = "SPLIT_NODE"

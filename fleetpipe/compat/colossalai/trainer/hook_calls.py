@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.callbacks import Progress
 from fleetpipe.compat.colossalai.trainer.hooks.base import BaseHook, Trainer
 from fleetpipe.compat.colossalai.utils import MultiTimer
 from fleetpipe.dygraph.batch.outputs import joined
+from fleetpipe.paddle_api import paddle
 
 
 class Hooked(Trainer, Protocol):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager
 from typing import Any
 
-from fleetpipe._paddle import paddle
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.callbacks import PipelineCheckpoint
 from fleetpipe.compat.colossalai.engine import Engine
@@ -17,6 +16,7 @@ from fleetpipe.compat.colossalai.trainer.hooks.metrics import Metric
 from fleetpipe.compat.colossalai.utils import MultiTimer
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.fit.model import Model
+from fleetpipe.paddle_api import paddle
 
 
 class Trainer:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe._paddle import paddle
 from fleetpipe.compat.colossalai.utils.data import get_dataloader
 from fleetpipe.errors import UsageError
 from fleetpipe.io import DataLoader, sample_generator
+from fleetpipe.paddle_api import paddle
 
 #: What Paddle's and the original site call the file.
 FILE = "cifar-10-python.tar.gz"

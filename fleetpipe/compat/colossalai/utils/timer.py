@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from fleetpipe._paddle import device_kind, paddle
 from fleetpipe.errors import StateError, nearest
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
 
 
 class Timer:

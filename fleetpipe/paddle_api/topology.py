@@ -1,6 +1,6 @@
-"""The private names of Paddle that both graph modes need, for paddlepaddle 2.6.2 and 3.3.x.
+"""How ranks meet in Paddle: stores, process groups, and the topology that Fleet's functions see.
 
-Importing this module is also the one check that Paddle is there at all.
+Holds for 2.6.2 and 3.3.x alike.
 """
 
 from __future__ import annotations
@@ -11,41 +11,18 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from fleetpipe.aliases import PaddleGroup, PaddleStore, Strategy, Topology
-from fleetpipe.errors import PaddleNotFound
-
-try:
-    import paddle
-except ModuleNotFoundError as error:
-    if error.name != "paddle":
-        raise
-    raise PaddleNotFound(
-        "this part of fleetpipe needs PaddlePaddle, which is not installed",
-        fix="pip install paddlepaddle (CPU) or pip install paddlepaddle-gpu (GPU); "
-        "fleetpipe.schedules and fleetpipe.partition work without it",
-    ) from error
-
 from paddle.base import core
-from paddle.base.dygraph.base import guard
 from paddle.distributed import collective as _collective
-from paddle.distributed import fleet as _fleet
 from paddle.distributed import parallel as _parallel
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.base import topology as _topology
-from paddle.io import multiprocess_utils
 
-
-def device_kind() -> str:
-    """Returns on what this process computes: ``"cpu"``, ``"gpu"`` or Paddle's name of another kind.
-
-    That is the device that runs: a Paddle that was built for GPUs runs on a CPU where there is none
-    and where ``CUDA_VISIBLE_DEVICES`` hides them all.
-    """
-    device: str = paddle.device.get_device()
-    return device.partition(":")[0]
+from fleetpipe.aliases import PaddleGroup, PaddleStore, Strategy, Topology
+from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.device import device_kind
 
 
 def choose_backend() -> None:
@@ -56,16 +33,6 @@ def choose_backend() -> None:
     """
     if "PADDLE_TRAINER_ID" in os.environ and device_kind() == "cpu":
         os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"
-
-
-@contextmanager
-def dynamic_mode() -> Iterator[None]:
-    """Runs its body in dynamic graph mode: no tensor of it can be made or shared otherwise."""
-    if paddle.in_dynamic_mode():
-        yield
-    else:
-        with guard():
-            yield
 
 
 class LocalTopology(_topology.HybridCommunicateGroup):
@@ -95,14 +62,12 @@ class LocalTopology(_topology.HybridCommunicateGroup):
 
 
 #: Paddle's modules with all their names: their stubs hide what this package reaches for.
-paddle_fleet: ModuleType = _fleet
 _paddle_topology: Any = _topology
 _paddle_collective: Any = _collective
 _paddle_parallel: Any = _parallel
-_multiprocess_utils: Any = multiprocess_utils
 
 
-def open_store(host: str, port: int, serve: bool, timeout: float) -> PaddleStore:
+def open_tcp_store(host: str, port: int, serve: bool, timeout: float) -> PaddleStore:
     """Opens a TCPStore: serves it, or connects to the one that is served there already."""
     # With a world of 1 its constructor does not wait for anybody: it could not be interrupted.
     store = core.TCPStore(host, port, serve, 1, int(timeout) + 1)
@@ -211,37 +176,8 @@ def user_strategy() -> Strategy:
     return getattr(paddle_fleet.fleet, "_user_defined_strategy", None)
 
 
-def load_data_in_threads() -> None:
-    """Lets a ``DataLoader`` with workers begin in another thread than the main one.
-
-    It takes a handler of SIGCHLD, as only the main thread can, to be told at once that a worker
-    died; without one it finds that out when it next waits for a batch.
-    """
-    _multiprocess_utils._SIGCHLD_handler_set = True
-
-
 def forget_topology() -> None:
     """Lets Paddle's next ``fleet.init`` build a topology with other degrees."""
     _paddle_topology._HYBRID_PARALLEL_GROUP = None
     paddle_fleet.fleet._hcg = None
     paddle_fleet.fleet._topology = None
-
-
-__all__ = [
-    "LocalTopology",
-    "began_without_groups",
-    "beginning",
-    "choose_backend",
-    "device_kind",
-    "dynamic_mode",
-    "forget_topology",
-    "install_topology",
-    "load_data_in_threads",
-    "make_without_gloo",
-    "open_store",
-    "paddle",
-    "paddle_fleet",
-    "replace_gloo_stores",
-    "restore_gloo_stores",
-    "user_strategy",
-]

@@ -1,0 +1,33 @@
+"""What fleetpipe needs of Paddle beyond its public API, for paddlepaddle 2.6.2 and 3.3.x.
+
+One module for each subject of Paddle's: a private name of Paddle's stands in its subject's module
+and nowhere else, so that a name which moved is mended in one file. ``tests/paddle_api`` holds this.
+Each module says at its top where the two versions differ; what is said nowhere holds for both.
+
+Start with ``optimizer`` or ``tensor``, which most packages use. Importing this package is also the
+one check that Paddle is there at all; ``paddle`` and ``paddle_fleet`` come from here.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from fleetpipe.errors import PaddleNotFound
+
+try:
+    import paddle
+except ModuleNotFoundError as error:
+    if error.name != "paddle":
+        raise
+    raise PaddleNotFound(
+        "this part of fleetpipe needs PaddlePaddle, which is not installed",
+        fix="pip install paddlepaddle (CPU) or pip install paddlepaddle-gpu (GPU); "
+        "fleetpipe.schedules and fleetpipe.partition work without it",
+    ) from error
+
+from paddle.distributed import fleet as _fleet
+
+#: ``paddle.distributed.fleet`` with all its names: its stub hides what this package reaches for.
+paddle_fleet: ModuleType = _fleet
+
+__all__ = ["paddle", "paddle_fleet"]
