@@ -20,7 +20,7 @@ PACKAGE = "fleetpipe"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors aliases paddle_types version log representation extras systems",),
-    ("numerics heap paddle_api arguments",),
+    ("numerics heap paddle_api arguments atomic_file",),
     (
         "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"
         " schedules/options schedules/rows schedules/garbage",
@@ -78,17 +78,13 @@ CLOSED = {
         *("fleetpipe.representation", "fleetpipe.schedules", "numpy"),
     ),
     "report": (
-        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.report", "fleetpipe.schedules"),
-        "fleetpipe.version",
+        *("fleetpipe.arguments", "fleetpipe.atomic_file", "fleetpipe.errors", "fleetpipe.report"),
+        *("fleetpipe.schedules", "fleetpipe.version"),
     ),
     "starter": ("fleetpipe.arguments", "fleetpipe.errors"),
     "static": (
-        *(
-            "fleetpipe.__init__",
-            "fleetpipe.paddle_api",
-            "fleetpipe.aliases",
-            "fleetpipe.checkpoint",
-        ),
+        *("fleetpipe.__init__", "fleetpipe.paddle_api", "fleetpipe.aliases"),
+        *("fleetpipe.atomic_file", "fleetpipe.checkpoint"),
         *("fleetpipe.config", "fleetpipe.engine", "fleetpipe.errors", "fleetpipe.job"),
         *("fleetpipe.numerics", "fleetpipe.schedules", "fleetpipe.static", "fleetpipe.transport"),
         *("fleetpipe.representation", "numpy", "paddle"),

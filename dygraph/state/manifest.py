@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from fleetpipe.checkpoint.files.replacing import replacing
+from fleetpipe.atomic_file import replacing
 from fleetpipe.errors import CheckpointError
 
 _NAME = re.compile(r"manifest-(\d{3,})\.json")

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fleetpipe.aliases import Nest
+from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint import pickled
-from fleetpipe.checkpoint.files.replacing import replacing
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle
 

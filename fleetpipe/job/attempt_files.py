@@ -14,11 +14,11 @@ import mmap
 import os
 import struct
 import time
-import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+from fleetpipe import atomic_file
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.watching.failure import Failure
 
@@ -77,7 +77,8 @@ def tell_failure(failure: Failure) -> None:
     if home is not None:
         with contextlib.suppress(OSError):
             text = json.dumps({"at": time.monotonic(), **asdict(failure)})
-            _write_once(home / f"failure.{_own_rank()}", text)
+            # Two threads may tell at once: the watch's, and the one that failed.
+            atomic_file.write_once(home / f"failure.{_own_rank()}", text)
 
 
 def tell_code(code: int) -> None:
@@ -207,13 +208,3 @@ def _rows(file: Path) -> list[tuple[int, int]]:
 
 def _own_rank() -> str:
     return os.environ.get(_RANK, "0")
-
-
-def _write_once(file: Path, text: str) -> None:
-    """Writes a file whole, or leaves the one that is there."""
-    # Two threads of this process may tell at once: the watch's, and the one that failed.
-    draft = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
-    draft.write_text(text, encoding="utf-8")
-    with contextlib.suppress(FileExistsError):
-        os.link(draft, file)
-    draft.unlink()

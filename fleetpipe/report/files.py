@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fleetpipe import atomic_file
+
 #: A row of figures for each batch and evaluation that is told of.
 METRICS = "metrics.jsonl"
 #: What runs: layout, stages, schedule, configuration, versions.
@@ -69,14 +71,7 @@ def replace_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    replace_text(path, "".join(json.dumps(value) + "\n" for value in values))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file whole; see :func:`replace_lines`."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    atomic_file.replace_text(path, "".join(json.dumps(value) + "\n" for value in values))
 
 
 def _value(line: str) -> Any:

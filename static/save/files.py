@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from fleetpipe.aliases import Program
+from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint import fleet_files
-from fleetpipe.checkpoint.files.replacing import replacing
 from fleetpipe.errors import CheckpointError
 from fleetpipe.static._paddle import found_tensor, static
 from fleetpipe.static.pipeline_programs import pipeline_of

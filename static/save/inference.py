@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fleetpipe.aliases import Program, Variable
-from fleetpipe.checkpoint.files.replacing import replacing
+from fleetpipe.atomic_file import replacing
 from fleetpipe.paddle_api import paddle
 from fleetpipe.static._paddle import static
 from fleetpipe.static.pipeline_programs import pipeline_of

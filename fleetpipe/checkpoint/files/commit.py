@@ -7,13 +7,12 @@ as that step as long as there is no other. ``step-00000500.aside`` is no step of
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import uuid
 from pathlib import Path
 
-from fleetpipe import systems
+from fleetpipe import atomic_file, systems
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,})(\.old)?")
@@ -51,14 +50,14 @@ def publish(draft: Path, home: Path, step: int) -> None:
     Raises:
         OSError: It cannot; the draft and earlier steps are as they were.
     """
-    sync_folder(draft)
+    systems.sync_folder(draft)
     final = folder_of(home, step)
     replaced = final.with_name(f"{final.name}.old")
     if final.exists():
         remove(replaced)
         final.rename(replaced)
     draft.rename(final)
-    sync_folder(home)
+    systems.sync_folder(home)
     remove(replaced)
 
 
@@ -133,12 +132,5 @@ def write_file(path: Path, text: str) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Waits until a folder's entries are on the disk."""
-    systems.sync_folder(path)
+    path.write_bytes(text.encode())
+    atomic_file.sync(path)

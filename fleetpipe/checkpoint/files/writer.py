@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fleetpipe import log
+from fleetpipe import atomic_file, log
 from fleetpipe.checkpoint.contents.parts import Name
 from fleetpipe.checkpoint.files import commit, tensors
 from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Piece, Whole
@@ -98,10 +98,7 @@ def write(task: Assignment, bytes_of: Callable[[Name], memoryview]) -> None:
     if task.rank == 0:
         for file, text in task.texts.items():
             commit.write_file(task.draft / file, text)
-    report = _report(task.draft, task.rank)
-    part = report.with_suffix(".part")
-    part.write_text(json.dumps(checksums), encoding="utf-8")
-    part.rename(report)
+    atomic_file.replace_text(_report(task.draft, task.rank), json.dumps(checksums))
     _end(task)
 
 

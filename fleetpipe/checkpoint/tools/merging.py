@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint.contents.parts import MODEL, Name
 from fleetpipe.checkpoint.files import tensors
 from fleetpipe.checkpoint.files.reader import Reader
-from fleetpipe.checkpoint.files.replacing import replacing
 
 
 def merge(reader: Reader, target: Path) -> None:

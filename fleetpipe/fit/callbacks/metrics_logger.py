@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from fleetpipe import atomic_file
 from fleetpipe.arguments import require_folder
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.extras import INSTALLED_BY
@@ -155,7 +156,7 @@ class _Csv:
         table = csv.DictWriter(text, self._COLUMNS, extrasaction="ignore")
         table.writeheader()
         table.writerows(self._rows_up_to(path, step))
-        files.replace_text(path, text.getvalue())
+        atomic_file.replace_text(path, text.getvalue())
         self._file = path.open("a", encoding="utf-8", newline="")
         self._table = csv.DictWriter(self._file, self._COLUMNS)
 

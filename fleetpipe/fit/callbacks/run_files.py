@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe import version
+from fleetpipe import atomic_file, version
 from fleetpipe.dygraph._paddle import base_optimizer
 from fleetpipe.fit.networks import required_job
 from fleetpipe.job import attempt_files
@@ -77,7 +77,7 @@ def write_about(
         "config": dict(config),
     }
     text = json.dumps(about, indent=1, default=str, skipkeys=True)
-    files.replace_text(folder / files.ABOUT, text + "\n")
+    atomic_file.replace_text(folder / files.ABOUT, text + "\n")
 
 
 def begin_life(folder: Path, step: int) -> None:

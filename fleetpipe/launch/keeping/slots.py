@@ -17,7 +17,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from fleetpipe import systems
+from fleetpipe import atomic_file, systems
 from fleetpipe.errors import CheckpointError
 
 _MAGIC = b"FLTPKEPT"
@@ -74,16 +74,10 @@ class Slots:
         about, text_bytes, value_bytes, slots = form
         slot_bytes = aligned(_SLOT.size) + aligned(text_bytes) + aligned(value_bytes)
         total = aligned(_HEAD.size + len(about)) + slots * slot_bytes
-        draft = file.with_name(f".{file.name}")
-        try:
-            with draft.open("w+b") as opened:
-                _reserve(opened.fileno(), total, file, slots)
-                head = _HEAD.pack(_MAGIC, len(about), aligned(text_bytes), slot_bytes, slots)
-                opened.write(head + about)
-        except BaseException:
-            draft.unlink()
-            raise
-        draft.replace(file)
+        with atomic_file.draft_of(file) as draft, draft.open("w+b") as opened:
+            _reserve(opened.fileno(), total, file, slots)
+            head = _HEAD.pack(_MAGIC, len(about), aligned(text_bytes), slot_bytes, slots)
+            opened.write(head + about)
         return cls(file)
 
     def steps(self) -> list[int]:
