@@ -1,16 +1,21 @@
 """Reads the pickles that ``paddle.save`` writes without running what a file names.
 
 A pickle is a program for a small stack machine, in which any function of any module may be called.
-This machine knows only the operations of Paddle's files, and calls only the functions of
-:data:`_CALLS`, which build arrays and plain containers. Memory is taken for bytes that are there.
+Here Python's own machine runs the operations of Paddle's files alone, and calls the functions of
+:data:`_CALLS` alone, which build arrays and plain containers. Memory is taken for bytes that are
+there. It is the machine in Python: the one in C takes memory for as many values as a file says that
+it remembers, and overflows the stack as it hashes a key of many tuples in each other.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import pickle
 import pickletools
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, NamedTuple
+from types import FunctionType
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -19,52 +24,21 @@ Pickled = Any
 
 _SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8), "c": (8, 16)}
 _DTYPES = {f"{kind}{size}" for kind, sizes in _SIZES.items() for size in sizes}
-#: Operations that push their own argument, and those that push a constant or an empty container.
-_ARGUMENTS = {
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG1",
-    "BINFLOAT",
-    "BINUNICODE",
-    "SHORT_BINUNICODE",
-    "BINUNICODE8",
-    "SHORT_BINBYTES",
-    "BINBYTES",
-    "BINBYTES8",
-}
-_CONSTANTS: Mapping[str, bool | None] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY: Mapping[str, Callable[[], Pickled]] = {
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_OPERATIONS = (
+    *("PROTO", "FRAME", "STOP", "MARK", "REDUCE", "BUILD", "GLOBAL", "STACK_GLOBAL"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+    *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+)
 _DEEPEST = 100
-_PLAIN = (bool, int, float, str, bytes, np.ndarray, np.generic)
+_STUMBLES = (TypeError, LookupError, ArithmeticError, AttributeError, pickle.UnpicklingError)
+_PLAIN = (bool, int, float, str, bytes, np.generic)
 
 
 class Refused(ValueError):
     """A pickle holds what ``paddle.save`` does not write; the message says what."""
-
-
-class _Name(NamedTuple):
-    """A function or class that the pickle names."""
-
-    full: str
-
-
-class _Unbuilt:
-    """An array or a dtype whose state follows.
-
-    Attributes:
-        build: Makes it from its state.
-        memo: Where the machine remembers it.
-    """
-
-    def __init__(self, build: Callable[[Pickled], Pickled]) -> None:
-        self.build = build
-        self.memo: list[int] = []
 
 
 def read(file: BinaryIO) -> Pickled:
@@ -81,158 +55,110 @@ def read(file: BinaryIO) -> Pickled:
         Refused: It holds something else.
         ValueError: It is no pickle, or ends early.
     """
-    machine = _Machine()
-    for operation, argument, _ in pickletools.genops(file):
-        try:
-            machine.run(operation.name, argument)
-        except (TypeError, LookupError, ArithmeticError, AttributeError) as error:
-            raise Refused(f"{operation.name} of what it is not for: {error}") from error
+    machine = _Machine(_Bytes(file))
+    try:
+        value = machine.load()
+    except _STUMBLES as error:
+        raise Refused(f"an operation on what it is not for: {error}") from error
     if file.read(1):
         raise Refused("more bytes after its end")
-    if len(machine.stack) != 1:
+    if machine.stack or machine.metastack:
         raise Refused("no single value at its end")
-    (value,) = machine.stack
-    _require_plain(value)
-    return value
+    return _finished(value, {}, 0)[0]
 
 
-_TOLD = {list: "a list", dict: "a dict", _Unbuilt: "an array"}
+class _Bytes:
+    """A file of which no more is read at once than there is."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._size = os.fstat(file.fileno()).st_size
+        self.readline = file.readline
+
+    def read(self, count: int) -> bytes:
+        data = self._file.read(min(count, self._size))
+        if len(data) < count:
+            raise ValueError(f"{count} bytes are announced, and {len(data)} left")
+        return data
 
 
-class _Machine:
-    """The stack and the memo of a pickle that is read."""
+class _Unbuilt:
+    """An array or a dtype whose state follows.
 
-    def __init__(self) -> None:
-        self.stack: list[Pickled] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Pickled] = {}
+    Attributes:
+        value: It, once the state is there.
+    """
 
-    def run(self, operation: str, argument: Pickled) -> None:
-        """Runs one operation."""
-        if operation in _ARGUMENTS:
-            self.stack.append(argument)
-        elif operation in _CONSTANTS:
-            self.stack.append(_CONSTANTS[operation])
-        elif operation in _EMPTY:
-            self.stack.append(_EMPTY[operation]())
-        elif operation in _TUPLES:
-            self.stack.append(tuple(self._pop(_TUPLES[operation])))
-        elif operation in _OPERATIONS:
-            _OPERATIONS[operation](self, argument)
-        else:
-            raise Refused(f"the pickle operation {operation}")
+    def __init__(self, build: Callable[[Pickled], Pickled]) -> None:
+        self._build = build
+        self.value: Pickled = None
 
-    def _pop(self, count: int) -> list[Pickled]:
-        if len(self.stack) < count:
-            raise Refused("an operation without its operands")
-        start = len(self.stack) - count
-        values = self.stack[start:]
-        del self.stack[start:]
-        return values
+    def build(self, state: Pickled) -> None:
+        """Makes it from its state."""
+        self.value = self._build(state)
 
-    def _pop_to_mark(self) -> list[Pickled]:
-        if not self._marks or self._marks[-1] > len(self.stack):
-            raise Refused("an operation without its mark")
-        return self._pop(len(self.stack) - self._marks.pop())
 
-    def _top(self, kind: type) -> Pickled:
-        if not self.stack or type(self.stack[-1]) is not kind:
-            raise Refused(f"an operation on something else than {_TOLD[kind]}")
-        return self.stack[-1]
+class _Operations(dict[int, Callable[[Any], None]]):
+    def __missing__(self, code: int) -> Callable[[Any], None]:
+        names = {ord(operation.code): operation.name for operation in pickletools.opcodes}
+        raise Refused(f"the pickle operation {names.get(code, code)}")
 
-    def _mark(self, _: None) -> None:
-        self._marks.append(len(self.stack))
 
-    def _tuple(self, _: None) -> None:
-        self.stack.append(tuple(self._pop_to_mark()))
+_Python: Any = pickle._Unpickler
 
-    def _append(self, _: None) -> None:
-        (item,) = self._pop(1)
-        self._top(list).append(item)
 
-    def _appends(self, _: None) -> None:
-        items = self._pop_to_mark()
-        self._top(list).extend(items)
+class _Machine(_Python):  # type: ignore[misc]
+    """Python's own, with fewer operations."""
 
-    def _set(self, _: None) -> None:
-        items = self._pop(2)
-        self._put_into_dict(items)
+    def find_class(self, module: str, name: str) -> Callable[..., Pickled]:
+        full = f"{module}.{name}"
+        if full not in _CALLS:
+            raise Refused(f"the name {full[:80]!r}")
+        return _CALLS[full]
 
-    def _sets(self, _: None) -> None:
-        self._put_into_dict(self._pop_to_mark())
+    def load_frame(self) -> None:
+        """Passes over what a reader may ask of the file at once."""
+        self.read(8)
 
-    def _put_into_dict(self, items: list[Pickled]) -> None:
-        target, keys = self._top(dict), items[::2]
+    def load_reduce(self) -> None:
+        arguments, call = self.stack.pop(), self.stack.pop()
+        if not isinstance(call, FunctionType) or type(arguments) is not tuple:
+            raise Refused("a call of something that is no function")
+        self.append(call(*arguments))
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], _Unbuilt):
+            raise Refused("a state of something else than an array")
+        self.stack[-1].build(state)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._put([key, value])
+
+    def load_setitems(self) -> None:
+        self._put(self.pop_mark())
+
+    def _put(self, items: list[Pickled]) -> None:
+        keys = items[::2]
         if len(items) % 2 or any(type(key) not in (str, int) for key in keys):
             raise Refused("a dict whose keys are neither names nor numbers")
-        target.update(zip(keys, items[1::2]))
-
-    def _remember(self, key: int | None) -> None:
-        (value,) = self._pop(1)
-        self.stack.append(value)
-        key = len(self._memo) if key is None else key
-        self._memo[key] = value
-        if isinstance(value, _Unbuilt):
-            value.memo.append(key)
-
-    def _recall(self, key: int) -> None:
-        if key not in self._memo:
-            raise Refused("an operation that recalls what was not there")
-        self.stack.append(self._memo[key])
-
-    def _global(self, argument: str) -> None:
-        self._name(*argument.split(" ", 1))
-
-    def _stack_global(self, _: None) -> None:
-        self._name(*self._pop(2))
-
-    def _name(self, *parts: Pickled) -> None:
-        full = ".".join(map(str, parts))
-        if full != _ARRAY and full not in _CALLS:
-            raise Refused(f"the name {full[:80]!r}")
-        self.stack.append(_Name(full))
-
-    def _reduce(self, _: None) -> None:
-        name, arguments = self._pop(2)
-        if not isinstance(name, _Name) or name.full not in _CALLS or type(arguments) is not tuple:
-            raise Refused("a call of something that is no function")
-        self.stack.append(_CALLS[name.full](*arguments))
-
-    def _build(self, _: None) -> None:
-        (state,) = self._pop(1)
-        unbuilt = self._top(_Unbuilt)
-        built = self.stack[-1] = unbuilt.build(state)
-        for key in unbuilt.memo:
-            self._memo[key] = built
-
-    def _pass(self, _: object) -> None:
-        """PROTO and FRAME tell a reader what it need not know; STOP ends the loop by itself."""
+        if type(self.stack[-1]) is not dict:
+            raise Refused("an item of something else than a dict")
+        self.stack[-1].update(zip(keys, items[1::2]))
 
 
-_OPERATIONS: Mapping[str, Callable[[_Machine, Pickled], None]] = {
-    "PROTO": _Machine._pass,
-    "FRAME": _Machine._pass,
-    "STOP": _Machine._pass,
-    "MARK": _Machine._mark,
-    "TUPLE": _Machine._tuple,
-    "APPEND": _Machine._append,
-    "APPENDS": _Machine._appends,
-    "SETITEM": _Machine._set,
-    "SETITEMS": _Machine._sets,
-    "MEMOIZE": _Machine._remember,
-    "BINPUT": _Machine._remember,
-    "LONG_BINPUT": _Machine._remember,
-    "BINGET": _Machine._recall,
-    "LONG_BINGET": _Machine._recall,
-    "GLOBAL": _Machine._global,
-    "STACK_GLOBAL": _Machine._stack_global,
-    "REDUCE": _Machine._reduce,
-    "BUILD": _Machine._build,
-}
+_Machine.dispatch = _Operations(
+    {
+        ord(operation.code): getattr(_Machine, _Python.dispatch[ord(operation.code)].__name__)
+        for operation in pickletools.opcodes
+        if operation.name in _OPERATIONS
+    }
+)
 
 
 def _dtype(code: Pickled, *_: object) -> _Unbuilt:
-    if code not in _DTYPES:
+    if type(code) is not str or code not in _DTYPES:
         raise Refused(f"an array of dtype {str(code)[:40]!r}")
     return _Unbuilt(lambda state: np.dtype(code).newbyteorder(state[1]))
 
@@ -243,7 +169,8 @@ def _array(*_: object) -> _Unbuilt:
 
 def _array_of(state: Pickled) -> np.ndarray:
     """Makes an array of ``(version, shape, dtype, whether in Fortran's order, bytes)``."""
-    _, shape, dtype, in_fortrans_order, data = state
+    _, shape, unbuilt, in_fortrans_order, data = state
+    dtype = unbuilt.value
     if not isinstance(dtype, np.dtype) or not isinstance(data, bytes):
         raise Refused("an array that is not of numbers")
     if not all(type(size) is int and size >= 0 for size in shape):
@@ -268,25 +195,30 @@ def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _named_tensor(pair: Pickled) -> np.ndarray:
+def _named_tensor(pair: Pickled) -> _Unbuilt:
     """Returns the array of a tensor that was saved with its name."""
     name, array = pair
-    if not isinstance(name, str) or not isinstance(array, np.ndarray):
+    if not isinstance(name, str) or not isinstance(array, _Unbuilt):
         raise Refused("a tuple that is no tensor")
     return array
 
 
-def _static_tensor(expression: Pickled, names: Pickled) -> np.ndarray:
+def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
     """Does what Paddle asks ``eval`` for: it gives back what it was given."""
-    if expression != "data" or not isinstance(names["data"], np.ndarray):
+    if expression != "data" or not isinstance(names["data"], _Unbuilt):
         raise Refused("an expression to evaluate")
-    array: np.ndarray = names["data"]
+    array: _Unbuilt = names["data"]
     return array
 
 
-_ARRAY = "numpy.ndarray"
+def _array_type(*_: object) -> Pickled:
+    """Is the first argument of what makes arrays, and is not called itself."""
+    raise Refused("a call of the type of arrays")
+
+
 #: What Paddle's files call. numpy 2 has another name for its module, and protocol 2 for Python's.
 _CALLS: Mapping[str, Callable[..., Pickled]] = {
+    "numpy.ndarray": _array_type,
     "numpy.dtype": _dtype,
     "numpy.core.multiarray._reconstruct": _array,
     "numpy._core.multiarray._reconstruct": _array,
@@ -302,23 +234,29 @@ _CALLS: Mapping[str, Callable[..., Pickled]] = {
 }
 
 
-def _require_plain(value: Pickled) -> None:
-    """Refuses what was left unfinished, and containers that hold themselves or nest endlessly."""
-    seen: set[int] = set()
-    open_containers: set[int] = set()
-    todo: list[tuple[Pickled, bool]] = [(value, False)]
-    while todo:
-        value, left = todo.pop()
-        if type(value) not in (dict, list, tuple):
-            if value is not None and not isinstance(value, _PLAIN):
-                raise Refused("a name or an array that was not finished")
-        elif left:
-            open_containers.discard(id(value))
-        elif id(value) in open_containers or len(open_containers) > _DEEPEST:
-            raise Refused("a container that holds itself, or very many in each other")
-        elif id(value) not in seen:
-            seen.add(id(value))
-            open_containers.add(id(value))
-            todo.append((value, True))
-            items = value.values() if type(value) is dict else value
-            todo.extend((item, False) for item in items)
+def _finished(
+    value: Pickled, made: dict[int, tuple[Pickled, int]], depth: int
+) -> tuple[Pickled, int]:
+    """Returns a value with arrays for what was unbuilt, and how many containers it is deep.
+
+    Args:
+        value: A value of the machine's; what it holds twice is made once.
+        made: What has been returned for each container, by its identity.
+        depth: Containers around it.
+    """
+    if isinstance(value, _Unbuilt) and isinstance(value.value, np.ndarray):
+        return value.value, 0
+    if value is None or isinstance(value, _PLAIN):
+        return value, 0
+    if type(value) not in (dict, list, tuple):
+        raise Refused("a name or an array that was not finished")
+    if id(value) not in made and depth < _DEEPEST:
+        made[id(value)] = (None, _DEEPEST)  # for one that holds itself
+        items = value.values() if type(value) is dict else value
+        pairs = [_finished(item, made, depth + 1) for item in items]
+        parts = [part for part, _ in pairs]
+        built = dict(zip(value, parts)) if type(value) is dict else type(value)(parts)
+        made[id(value)] = (built, 1 + max((height for _, height in pairs), default=0))
+    if depth + made.get(id(value), (None, 1))[1] > _DEEPEST:
+        raise Refused("a container that holds itself, or very many in each other")
+    return made[id(value)]

@@ -182,12 +182,22 @@ def test_what_a_file_claims_takes_no_memory(path: Path) -> None:
         nested = [nested]
     cycle: list[Any] = []
     cycle.append(cycle)
+    # Each is found first in the outermost one, where it is not deep.
+    chain: list[Any] = [[]]
+    for _ in range(300):
+        chain.append([chain[-1]])
     claims = [
         pickle.dumps({"w": array}),
         b"\x80\x04\x8e" + number(100 << 30, 8) + b"1.",
         b"\x80\x04\x8e" + number(2**64 - 1, 8) + b"1.",
         b"\x80\x04\x95" + number(100 << 30, 8) + b"N.",
         b"\x80\x02Nr" + number(2**32 - 1) + b".",
+        b"\x80\x02})" + b"\x85" * 2 * 10**5 + b"Ns.",  # tuples in each other as a key of a dict
+        b"\x80\x02})" + b"\x85" * 2 * 10**5 + b".",
+        b"\x80\x02cnumpy\ndtype\n)" + b"\x85" * 2 * 10**5 + b"R.",
+        b"\x80\x04\x8c\x01a" + b"\x96" + number(100 << 30, 8) + b"1.",
+        pickle.dumps({"w": chain}),
+        pickle.dumps({"w": chain[::-1]}),
         pickle.dumps({"w": nested}),
         pickle.dumps({"w": cycle}),
     ]
