@@ -13,8 +13,8 @@ from fleetpipe.arguments import require_folder
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Names, SavedModel
 from fleetpipe.checkpoint.contents.training_state import SavedData
-from fleetpipe.checkpoint.files import commit
-from fleetpipe.checkpoint.files.retention import Retention
+from fleetpipe.checkpoint.files import run_folder
+from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import Restored, restore
 from fleetpipe.checkpoint.saving import Saver, Saving
@@ -200,7 +200,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Returns the complete steps in the folder, ascending. Not collective."""
-        return [*commit.complete_steps(self._home)]
+        return [*run_folder.complete_steps(self._home)]
 
     def wait(self) -> None:
         """Waits until what was saved is on the disk. Collective where a save is under way.

@@ -10,9 +10,9 @@ from fleetpipe.checkpoint.contents import random_state, replicas, training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name, Part
 from fleetpipe.checkpoint.contents.training_state import TrainingState
-from fleetpipe.checkpoint.files import host, manifest
+from fleetpipe.checkpoint.files import host_memory, manifest
 from fleetpipe.checkpoint.files.reader import Reader
-from fleetpipe.checkpoint.files.retention import Retention
+from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.paddle_api.device import dynamic_mode
 
@@ -97,9 +97,9 @@ class _Attempt:
         """Gives all tensors their values."""
         with self.reader.opened() as read:
             for name, held in self._wanted.items():
-                value, memory = host.empty_like(held)
+                value, memory = host_memory.empty_like(held)
                 read(name, held.cut, memory)
-                host.assign(held, value)
+                host_memory.assign(held, value)
 
     def finish(self, place: random_state.Place) -> None:
         """Sets what is no tensor."""

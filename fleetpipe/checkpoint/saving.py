@@ -15,11 +15,11 @@ from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.contents import replicas, training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name
-from fleetpipe.checkpoint.files import commit, host
+from fleetpipe.checkpoint.files import host_memory, run_folder
+from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.files.manifest import Manifest
 from fleetpipe.checkpoint.files.plan import Inventory, Plan, indexes, planned
-from fleetpipe.checkpoint.files.retention import Retention
-from fleetpipe.checkpoint.files.snapshot import Snapshot
+from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.files.writer import Assignment, described_files, own_parts, write
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
@@ -199,7 +199,7 @@ class Saver:
             )
         except CheckpointError:
             if ranks.rank == 0:
-                commit.remove_draft(draft)
+                run_folder.remove_draft(draft)
             raise
         self._begin(ranks, task, held)
         return Saving(self, step)
@@ -225,7 +225,7 @@ class Saver:
             ranks.together(what, writing.end)
         except CheckpointError:
             if ranks.rank == 0:
-                commit.remove_draft(writing.task.draft)
+                run_folder.remove_draft(writing.task.draft)
             raise
 
     def finish(self) -> None:
@@ -240,9 +240,9 @@ class Saver:
     def _make_draft(self, step: int) -> str:
         self._home.mkdir(parents=True, exist_ok=True)
         if not self._cleaned:
-            commit.remove_drafts(self._home)
+            run_folder.remove_drafts(self._home)
             self._cleaned = True
-        draft = commit.draft_of(self._home, step, uuid.uuid4().hex[:8])
+        draft = run_folder.draft_of(self._home, step, uuid.uuid4().hex[:8])
         draft.mkdir()
         return draft.name
 
@@ -261,7 +261,7 @@ class Saver:
         sees = ranks.together(f"saving step {task.manifest.step}", task.draft.is_dir)
         elsewhere = [rank for rank, here in enumerate(sees) if not here]
         if elsewhere:
-            writing = _Writing(task, lambda name: host.bytes_of(held[name])[1])
+            writing = _Writing(task, lambda name: host_memory.bytes_of(held[name])[1])
             writing.run_with(ranks, elsewhere)
             self._writing = (ranks, writing)
             self.settle(wait=True)
@@ -273,14 +273,14 @@ class Saver:
             writing.start()
             self._writing = (ranks, writing)
             return
-        writing = _Writing(task, lambda name: host.bytes_of(held[name])[1])
+        writing = _Writing(task, lambda name: host_memory.bytes_of(held[name])[1])
         writing.run()
         self._writing = (ranks, writing)
         self.settle(wait=True)
 
 
 def _bytes_in(parts: Mapping[Name, Held]) -> BytesOf:
-    return lambda name: host.bytes_of(parts[name])[1]
+    return lambda name: host_memory.bytes_of(parts[name])[1]
 
 
 def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:

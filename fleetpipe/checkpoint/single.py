@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.files.retention import LATEST, Retention
+from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import restore
 from fleetpipe.paddle_types import Layer, Optimizer

@@ -8,7 +8,7 @@ from fleetpipe.aliases import Layer, Optimizer, Tensor
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name
 from fleetpipe.checkpoint.files.plan import Inventory, planned
-from fleetpipe.checkpoint.files.regions import Cut
+from fleetpipe.checkpoint.files.tensors import Cut
 from fleetpipe.checkpoint.files.writer import own_parts
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.job.job import Job

@@ -22,7 +22,7 @@ from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.optimizer_part import OptimizerState, unwrapped
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, Held, Name, Saved
-from fleetpipe.checkpoint.files import host
+from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
@@ -252,4 +252,4 @@ def _described(value: np.ndarray) -> tuple[str, tuple[int, ...]]:
 def _fill(held: Held, value: np.ndarray) -> None:
     if held.cut is not None:
         value = np.take(value, range(held.cut.start, held.cut.stop), held.cut.axis)
-    host.assign(held, paddle.to_tensor(value))
+    host_memory.assign(held, paddle.to_tensor(value))

@@ -17,7 +17,7 @@ import fleetpipe
 from fleetpipe.checkpoint.contents.parts import Held, Name
 from fleetpipe.checkpoint.files import plan, tensors
 from fleetpipe.checkpoint.files.plan import Inventory, planned
-from fleetpipe.checkpoint.files.regions import Cut
+from fleetpipe.checkpoint.files.tensors import Cut
 from fleetpipe.errors import CheckpointError
 
 

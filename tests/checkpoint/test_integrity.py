@@ -15,7 +15,7 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.checkpoint.files import commit, manifest
+from fleetpipe.checkpoint.files import manifest, run_folder
 from fleetpipe.checkpoint.files.reader import Reader
 from fleetpipe.errors import CheckpointError
 
@@ -196,7 +196,7 @@ def test_only_complete_steps_count(saved: Path) -> None:
         "step-00000001",
         "step-7",
     ]
-    assert commit.complete_steps(home) == {1: saved}
+    assert run_folder.complete_steps(home) == {1: saved}
 
 
 def test_what_a_step_has_replaced_does_not_come_back(saved: Path) -> None:

@@ -20,7 +20,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe.checkpoint.contents.parts import MODEL, Held, Name
 from fleetpipe.checkpoint.files import tensors
-from fleetpipe.checkpoint.files.snapshot import Snapshot
+from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.errors import CheckpointError, ConfigError
 from tests.launching import ROOT, Finished
 from tests.pipelines import batch, bits, job, pipeline, sgd

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.contents.parts import BUFFERS, MODEL, Held, Name, Saved
-from fleetpipe.checkpoint.files.regions import Cut
-from fleetpipe.checkpoint.files.tensors import Described
+from fleetpipe.checkpoint.files.tensors import Cut, Described
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import current_job
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol, Union, runtime_checkable
 import numpy as np
 
 from fleetpipe.aliases import Optimizer, Tensor
-from fleetpipe.checkpoint.files.regions import Cut
-from fleetpipe.checkpoint.files.tensors import Described
+from fleetpipe.checkpoint.files.tensors import Cut, Described
 
 #: The lasting names of a program's variables, or how they are found; None: they are their own.
 Names = Union[Mapping[str, str], str, None]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleetpipe.checkpoint.contents.parts import REPLICAS, Held, Name, Saved
-from fleetpipe.checkpoint.files import host, tensors
+from fleetpipe.checkpoint.files import host_memory, tensors
 from fleetpipe.checkpoint.ranks import Ranks
 
 
@@ -76,7 +76,7 @@ def _of_replica(replica: int, name: Name) -> Name:
 
 
 def _checksum(held: Held) -> int:
-    kept, memory = host.bytes_of(held)
+    kept, memory = host_memory.bytes_of(held)
     found = tensors.checksum([memory])
     del kept
     return found

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, Name, Saved
-from fleetpipe.checkpoint.files.commit import MANIFEST
-from fleetpipe.checkpoint.files.regions import Cut, is_whole
-from fleetpipe.checkpoint.files.tensors import CODES, Described
+from fleetpipe.checkpoint.files.tensors import CODES, Cut, Described, is_whole
 from fleetpipe.errors import CheckpointError
 
+MANIFEST = "manifest.json"
 #: Of the format, not of the package. A reader refuses what is newer.
 FORMAT, VERSION = "fleetpipe-checkpoint", 1
 _CHECKSUM = "crc32"

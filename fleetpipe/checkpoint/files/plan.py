@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, OPTIMIZER, Held, Name
-from fleetpipe.checkpoint.files.regions import Cut, is_whole
-from fleetpipe.checkpoint.files.tensors import CODES, Described, Layout, laid_out
+from fleetpipe.checkpoint.files.tensors import CODES, Cut, Described, Layout, is_whole, laid_out
 from fleetpipe.errors import CheckpointError
 
 #: Bytes of tensors after which the next file begins.

@@ -17,8 +17,7 @@ from typing import Any
 from fleetpipe.checkpoint.contents.parts import GROUPS, Name
 from fleetpipe.checkpoint.files import tensors
 from fleetpipe.checkpoint.files.manifest import Manifest, Piece, Whole
-from fleetpipe.checkpoint.files.regions import Cut
-from fleetpipe.checkpoint.files.tensors import Layout, Stored
+from fleetpipe.checkpoint.files.tensors import Cut, Layout, Stored
 from fleetpipe.errors import CheckpointError
 
 #: A value of JSON.

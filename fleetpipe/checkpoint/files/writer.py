@@ -17,10 +17,10 @@ from typing import Any
 
 from fleetpipe import atomic_file, log
 from fleetpipe.checkpoint.contents.parts import Name
-from fleetpipe.checkpoint.files import commit, tensors
-from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Piece, Whole
+from fleetpipe.checkpoint.files import run_folder, tensors
+from fleetpipe.checkpoint.files.manifest import MANIFEST, Entry, Manifest, Piece, Whole
 from fleetpipe.checkpoint.files.plan import Plan
-from fleetpipe.checkpoint.files.regions import Cut
+from fleetpipe.checkpoint.files.tensors import Cut
 
 _log = log.logger(__name__)
 
@@ -97,7 +97,7 @@ def write(task: Assignment, bytes_of: Callable[[Name], memoryview]) -> None:
             os.fsync(opened_file.fileno())
     if task.rank == 0:
         for file, text in task.texts.items():
-            commit.write_file(task.draft / file, text)
+            run_folder.write_file(task.draft / file, text)
     atomic_file.replace_text(_report(task.draft, task.rank), json.dumps(checksums))
     _end(task)
 
@@ -120,11 +120,11 @@ def _end(task: Assignment) -> None:
     manifest = replace(task.manifest, tensors=_entries(task.plan, found))
     for path in (*reports, task.draft / _CLAIM):
         path.unlink()
-    commit.write_file(task.draft / commit.MANIFEST, manifest.to_text())
+    run_folder.write_file(task.draft / MANIFEST, manifest.to_text())
     step = task.manifest.step
     # Before this one can be seen: "latest" is never a step that the run has left.
-    aside = commit.set_aside(task.home, step)
-    commit.publish(task.draft, task.home, step)
+    aside = run_folder.set_aside(task.home, step)
+    run_folder.publish(task.draft, task.home, step)
     _log.debug("step %d is saved in %s", step, task.home)
     if aside:
         names = ", ".join(path.name for path in aside.values())

@@ -13,10 +13,10 @@ from typing import Any
 
 from fleetpipe.arguments import new_file
 from fleetpipe.checkpoint.contents.parts import GROUPS
-from fleetpipe.checkpoint.files import commit, manifest
+from fleetpipe.checkpoint.files import manifest, run_folder
 from fleetpipe.checkpoint.files.manifest import Manifest
 from fleetpipe.checkpoint.files.reader import Reader
-from fleetpipe.checkpoint.files.retention import LATEST, Retention
+from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
 from fleetpipe.checkpoint.tools.differences import differences
 from fleetpipe.checkpoint.tools.merging import merge
 from fleetpipe.errors import CheckpointError, ConfigError, printable
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    steps = commit.complete_steps(arguments.path)
+    steps = run_folder.complete_steps(arguments.path)
     if not steps:
         raise CheckpointError(
             "there is no checkpoint in this folder",
@@ -83,7 +83,7 @@ def _ls(arguments: argparse.Namespace) -> int:
         size = sum(whole.size for whole in found.files.values())
         metrics = "  ".join(f"{name}={value:g}" for name, value in found.metrics.items())
         _say(f"{step:>10}  {_size(size):>9}  {len(found.tensors):>6} tensors  {metrics}".rstrip())
-    for step, folder in commit.aside_steps(arguments.path).items():
+    for step, folder in run_folder.aside_steps(arguments.path).items():
         _say(f"{step:>10}  set aside: the run went back before it; {folder.name}")
     return 0
 
@@ -108,7 +108,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     if arguments.step is None and not _is_step(arguments.path):
-        folders = [*commit.complete_steps(arguments.path).values()]
+        folders = [*run_folder.complete_steps(arguments.path).values()]
         folders = folders or [_folder(arguments.path, None)]
     else:
         folders = [_folder(arguments.path, arguments.step)]
@@ -193,7 +193,7 @@ def _converting() -> Any:
 
 
 def _is_step(path: Path) -> bool:
-    return (path / commit.MANIFEST).is_file()
+    return (path / manifest.MANIFEST).is_file()
 
 
 def _folder(path: Path, step: int | None) -> Path:

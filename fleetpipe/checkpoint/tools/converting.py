@@ -11,7 +11,7 @@ from fleetpipe.aliases import Tensor
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.model_part import NamedTensors, held_of
 from fleetpipe.checkpoint.contents.parts import MODEL, Name
-from fleetpipe.checkpoint.files import commit, host
+from fleetpipe.checkpoint.files import host_memory, run_folder
 from fleetpipe.checkpoint.files.reader import Reader
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.errors import CheckpointError
@@ -83,7 +83,7 @@ def from_layer_files(folder: Path, home: Path, step: int) -> int:
         CheckpointError: A file cannot be read, or holds a slice of its layer; or the run has later
             steps.
     """
-    later = [number for number in commit.complete_steps(home) if number > step]
+    later = [number for number in run_folder.complete_steps(home) if number > step]
     if later:
         raise CheckpointError(
             f"the run has steps after step {step}, which a save would set aside",
@@ -116,6 +116,6 @@ def _tensors(reader: Reader) -> Iterator[tuple[str, Tensor]]:
     with reader.opened() as read:
         for name in reader.manifest.order:
             described = reader.manifest.tensors[Name(MODEL, name)].tensor
-            tensor, memory = host.empty(described)
+            tensor, memory = host_memory.empty(described)
             read(Name(MODEL, name), None, memory)
             yield name, tensor

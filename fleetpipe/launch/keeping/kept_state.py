@@ -17,7 +17,7 @@ from typing import Any
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name, Saved
-from fleetpipe.checkpoint.files import host
+from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
@@ -71,7 +71,7 @@ class KeptState:
         text = training_state.to_text(state).encode()
         segment = self._segment(text)
         # The first of each pair keeps the bytes of the second alive.
-        memories = [host.bytes_of(one) for one in held]
+        memories = [host_memory.bytes_of(one) for one in held]
         segment.write(step, [memory for _, memory in memories], text)
         if len(segment.steps()) > 1:
             self._forget_others(segment)
@@ -121,9 +121,9 @@ class KeptState:
         wanted = {name: held for part in parts for name, held in part.wanted(saved).items()}
         found = dict(zip(described, blocks))
         for name, held in wanted.items():
-            value, memory = host.empty_like(held)
+            value, memory = host_memory.empty_like(held)
             memory[:] = found[name]
-            host.assign(held, value)
+            host_memory.assign(held, value)
         for part in parts:
             part.settle()
         state = training_state.from_text(text.decode())

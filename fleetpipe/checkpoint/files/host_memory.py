@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from fleetpipe import systems
 from fleetpipe.aliases import Tensor
-from fleetpipe.checkpoint.contents.parts import Held
+from fleetpipe.checkpoint.contents.parts import Held, Name
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.paddle_api import paddle
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.structure import TensorLeaf
+
+_ALIGNED = 64
 
 
 def bytes_of(held: Held) -> tuple[object, memoryview]:
@@ -49,6 +54,25 @@ def assign(held: Held, value: Tensor | np.ndarray) -> None:
             held.tensor.set_value(value)
 
 
+class Snapshot:
+    """The bytes of tensors as they were at one moment."""
+
+    def __init__(self) -> None:
+        """Has no memory yet."""
+        self._places: dict[Name, np.ndarray] = {}
+
+    def take(self, tensors: Mapping[Name, Held]) -> Mapping[Name, memoryview]:
+        """Copies tensors, in the place of what was copied before; returns the copies' bytes."""
+        # The first of each pair keeps the bytes of the second alive.
+        found = {name: bytes_of(held) for name, held in tensors.items()}
+        sizes = {name: len(memory) for name, (_, memory) in found.items()}
+        if {name: len(place) for name, place in self._places.items()} != sizes:
+            self._places = _allocated(sizes)
+        for name, (_, memory) in found.items():
+            self._places[name][:] = np.frombuffer(memory, np.uint8)
+        return {name: place.data for name, place in self._places.items()}
+
+
 def _own(held: Held) -> Described:
     """Returns dtype and shape of what is here: a part may be smaller than the whole."""
     return Described(held.described.dtype, tuple(int(size) for size in held.tensor.shape))
@@ -60,3 +84,13 @@ def _leaf(described: Described) -> TensorLeaf:
 
 def _flat(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
+
+
+def _allocated(sizes: Mapping[Name, int]) -> dict[Name, np.ndarray]:
+    """Returns memory for tensors: one piece, which the system can make of few large pages."""
+    ends, end = {}, 0
+    for name, size in sizes.items():
+        ends[name] = end = end + size
+        end = -(-end // _ALIGNED) * _ALIGNED
+    whole = np.frombuffer(systems.anonymous_memory(max(end, 1)), np.uint8)
+    return {name: whole[ends[name] - size : ends[name]] for name, size in sizes.items()}
