@@ -26,11 +26,11 @@ from paddle import nn
 
 import fleetpipe.fleet  # noqa: F401 (chooses MKL's code as a training does)
 from fleetpipe import schedules
-from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
+from fleetpipe.paddle_api.device import allocated_bytes
 
 HIDDEN, ROWS, LENGTH, WORDS = (256, 768, 1536), (128, 512), 128, 2000
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # First, because it says which package to install where there is no Paddle.
 from fleetpipe import paddle_api as paddle_api
-from fleetpipe.dygraph._paddle import has_memory, learning_rate_of, state_slots, twin_optimizer
 from fleetpipe.dygraph.backward.crossings import Crossing, reordered
 from fleetpipe.dygraph.batch.fake_micro_dataset import FakeMicroDataset
 from fleetpipe.dygraph.batch.losses import weighted
@@ -34,12 +33,8 @@ __all__ = [
     "PipelineOptimizer",
     "PipelineParallel",
     "SingleModel",
-    "has_memory",
-    "learning_rate_of",
     "reordered",
-    "state_slots",
     "tensors_of",
-    "twin_optimizer",
     "weighted",
     "wrap",
 ]

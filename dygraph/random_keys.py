@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph._paddle import is_patched, stream_seeds, track_streams
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.layer import is_patched
+from fleetpipe.paddle_api.random import stream_seeds, track_streams
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import Group
 

@@ -28,7 +28,6 @@ ROOMS = (
     "fleetpipe/partition",
     "fleetpipe/schedules",
     "fleetpipe/transport",
-    "dygraph/_paddle dygraph/backports",
     "dygraph/backward",
     "dygraph/layers",
     "dygraph/observe",

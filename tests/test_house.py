@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("config", "engine", "job", "static/cut"),
-        "dygraph/_paddle dygraph/backports dygraph/nest dygraph/random_keys dygraph/gradients"
+        "dygraph/nest dygraph/random_keys dygraph/gradients"
         " dygraph/derivatives dygraph/broadcast dygraph/slices",
     ),
     (

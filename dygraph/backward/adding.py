@@ -11,12 +11,8 @@ from collections.abc import Sequence
 from typing import Callable
 
 from fleetpipe.aliases import Context, Tensor
-from fleetpipe.dygraph.backward._paddle import (
-    CAN_RUN_REDUCE_HOOKS,
-    number_of_hook,
-    run_reduce_hooks,
-)
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, number_of_hook, run_reduce_hooks
 
 
 class Sums:

@@ -8,8 +8,9 @@ from typing import Callable, NamedTuple
 
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.dygraph.backward.leaf import Leaf
-from fleetpipe.dygraph.backward.leaf_call import Call, bytes_of
+from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import tensor_bytes
 
 #: Bytes of an output from which it is worth the time of two more nodes not to keep it.
 _LARGE = 2**20
@@ -51,7 +52,7 @@ class GraphCall(Call):
         """
         super().__init__(leaf, parameters, outputs)
         roots = list(outputs)
-        self._stands = len(roots) == 1 and bytes_of(roots[0]) >= _LARGE
+        self._stands = len(roots) == 1 and tensor_bytes(roots[0]) >= _LARGE
         if self._stands:
             # Else the output would be kept until W, though no operation may need it.
             stand: Callable[..., Tensor] = _Root.apply
@@ -60,9 +61,9 @@ class GraphCall(Call):
 
     def measure(self, taken: Iterable[Tensor], outputs: Sequence[Tensor], allocated: int) -> None:
         """Notes what the call keeps, given that it left ``allocated`` bytes more in use."""
-        returned = sum(map(bytes_of, outputs))
+        returned = sum(map(tensor_bytes, outputs))
         kept = taken if self._stands else (*taken, *outputs)
-        self.storages = {tensor.data_ptr(): bytes_of(tensor) for tensor in kept}
+        self.storages = {tensor.data_ptr(): tensor_bytes(tensor) for tensor in kept}
         self.hidden_bytes = max(allocated - returned, 0)
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -78,7 +79,7 @@ class GraphCall(Call):
         # Paddle adds up gradients in place: one that lives in the memory of another is safe only
         # until the other is handed on.
         self.arrived = [_apart(grad, found) for grad in grads]
-        self.storages.update((g.data_ptr(), bytes_of(g)) for g in self.arrived if g is not None)
+        self.storages.update((g.data_ptr(), tensor_bytes(g)) for g in self.arrived if g is not None)
         # None would crash Paddle where the input was made by an operation.
         return [
             paddle.zeros_like(tensor) if grad is None else grad
@@ -131,4 +132,4 @@ def _apart(tensor: Tensor, others: Iterable[Tensor]) -> Tensor:
 
 def _overlap(tensor: Tensor, other: Tensor) -> bool:
     low, high = sorted((tensor, other), key=lambda either: int(either.data_ptr()))
-    return bool(high.data_ptr() < low.data_ptr() + bytes_of(low))
+    return bool(high.data_ptr() < low.data_ptr() + tensor_bytes(low))

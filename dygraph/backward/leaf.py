@@ -21,11 +21,11 @@ from typing import Callable, NamedTuple
 import numpy as np
 
 from fleetpipe.aliases import GradNode, Layer, Nest, Tensor
-from fleetpipe.dygraph._paddle import is_static, state_slots
 from fleetpipe.dygraph.backward.output_hooks import noting_hooks
 from fleetpipe.dygraph.nest import leaves, leaves_like, replace
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import is_static, state_slots
 
 #: Classes of arguments that certainly hold no tensor.
 _PLAIN = (

@@ -8,18 +8,17 @@ I and W here) with nothing but ``PyLayer``.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Callable
 
 from fleetpipe.aliases import Context, Tensor
-from fleetpipe.dygraph._paddle import switch_gradients_on
 from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.output_hooks import OutputHooks
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import switch_gradients_on
 
 
 class Call(ABC):
@@ -185,9 +184,3 @@ def _one_zero(stop_gradient: bool) -> Tensor:
 #: What makes the output of a layer without differentiable inputs, such as Embedding, need one, and
 #: what crosses the border where no value does.
 _ANCHOR, _TOKEN = _one_zero(False), _one_zero(True)
-
-
-def bytes_of(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor's numbers."""
-    # Not tensor.size: Paddle asks NumPy for that, which takes as long as a small layer.
-    return int(math.prod(tensor.shape)) * int(tensor.element_size())

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Callable
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.graph_call import GraphCall
 from fleetpipe.dygraph.backward.leaf import CannotWait, Leaf, Nature, examine, tensors_in
@@ -16,6 +15,7 @@ from fleetpipe.dygraph.backward.product import ProductCall, product_of
 from fleetpipe.dygraph.nest import leaves_like, replace
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import allocated_bytes
 
 
 def run(

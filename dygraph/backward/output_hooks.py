@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Callable, Protocol
 
 from fleetpipe.aliases import Tensor
-from fleetpipe.dygraph.backward._paddle import (
+from fleetpipe.paddle_api.tensor import (
     is_made_by_pylayer,
     put_grad_hook,
     remove_grad_hook,

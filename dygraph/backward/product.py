@@ -16,11 +16,12 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from fleetpipe.aliases import DType, Nest, Tensor
-from fleetpipe.dygraph._paddle import casts_automatically
 from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.leaf import Leaf
-from fleetpipe.dygraph.backward.leaf_call import Call, bytes_of
+from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.amp import casts_automatically
+from fleetpipe.paddle_api.tensor import tensor_bytes
 
 #: Bytes to which the memory of tensors is aligned; the product of others may have other bits.
 _ALIGNMENT = 64
@@ -84,7 +85,7 @@ class ProductCall(Call):
         #: The input may have its own switched off once it was used.
         self._input_needs_grad = not taken.stop_gradient
         self._versions = taken.inplace_version, self._then.inplace_version
-        self.storages[taken.data_ptr()] = bytes_of(taken)
+        self.storages[taken.data_ptr()] = tensor_bytes(taken)
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns the gradient of the input, if it needs one, and keeps that of the output.
@@ -95,7 +96,7 @@ class ProductCall(Call):
         taken = self._unchanged()
         self.arrived, (grad,) = grads, grads
         if grad is not None:
-            self.storages[grad.data_ptr()] = bytes_of(grad)
+            self.storages[grad.data_ptr()] = tensor_bytes(grad)
         if not self._input_needs_grad:
             return []
         return [paddle.zeros_like(taken) if grad is None else _back(grad, self._then)]

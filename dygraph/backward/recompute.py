@@ -16,17 +16,13 @@ from contextlib import contextmanager
 from typing import Callable
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph._paddle import (
-    automatic_casts,
-    is_parameter,
-    same_memory,
-    state_slots,
-    switch_gradients_on,
-)
 from fleetpipe.dygraph.nest import leaves_like, replace, tensors_of
 from fleetpipe.dygraph.random_keys import RandomStates, random_states_kept
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.amp import automatic_casts
+from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.tensor import is_parameter, same_memory, switch_gradients_on
 
 #: ``run(value)`` runs the layers of a piece.
 Run = Callable[[Nest], Nest]

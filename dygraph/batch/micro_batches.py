@@ -13,10 +13,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.backports import PipelineDatasetPreprocessor
 from fleetpipe.dygraph.nest import leaves, mapped, rebuilt
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 
 
 class MicroBatches(NamedTuple):

@@ -8,7 +8,6 @@ from typing import Callable, NamedTuple, Optional, Protocol
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph._paddle import run_backward
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
@@ -20,6 +19,7 @@ from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import run_backward
 from fleetpipe.schedules import Edge
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 

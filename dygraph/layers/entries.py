@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.dygraph.backports import LocalSharedLayerDesc
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.meta_parallel import LocalSharedLayerDesc
 
 #: An entry of a layer list: a ``LayerDesc``, a built layer, or a function. A description that has a
 #: layer without memory already gives it as its ``blueprint()``.

@@ -16,7 +16,6 @@ from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.checkpoint.contents.model_part import NamedTensors
 from fleetpipe.config import PipelineConfig
-from fleetpipe.dygraph._paddle import LOSS_FUNCTIONS_ARE_A_LIST, device_id, has_memory
 from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.companion import Companion
@@ -35,6 +34,9 @@ from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_id
+from fleetpipe.paddle_api.meta_parallel import LOSS_FUNCTIONS_ARE_A_LIST
+from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.paddle_types import CommunicateTopology
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.profiling import PipelinePlan

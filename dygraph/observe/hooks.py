@@ -12,10 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.backports import PipelineParallelMicroStepLocations as Locations
-from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
 from fleetpipe.dygraph.batch.stage import Gradients
 from fleetpipe.errors import UsageError
+from fleetpipe.paddle_api.meta_parallel import PipelineParallelMicroStepLocations as Locations
+from fleetpipe.paddle_api.meta_parallel import pipeline_parallel_callbacks_
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 

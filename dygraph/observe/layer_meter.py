@@ -15,7 +15,6 @@ from typing import Callable, NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import slices
-from fleetpipe.dygraph._paddle import allocated_bytes, peak_bytes, restart_peak
 from fleetpipe.dygraph.backward.deferral_report import LayersOf
 from fleetpipe.dygraph.backward.recompute import Piece
 from fleetpipe.dygraph.backward.split import SplitBackward
@@ -23,6 +22,8 @@ from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import allocated_bytes, peak_bytes, restart_peak
+from fleetpipe.paddle_api.tensor import tensor_bytes
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.profiling import LayerCost
 from fleetpipe.schedules import Action, Placement, Schedule
@@ -347,8 +348,3 @@ def first_uses(uses: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
         seen.update(new)
         found.append(list(new.values()))
     return found
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor's data."""
-    return int(math.prod(tensor.shape) * tensor.element_size())

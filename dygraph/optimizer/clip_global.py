@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Optional
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
-from fleetpipe.dygraph._paddle import clip_places, squared_norm
 from fleetpipe.dygraph.optimizer.clip_sharded import Pairs, SlicedNormClip
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import clip_places, squared_norm
 from fleetpipe.transport import Group
 from fleetpipe.transport.group import Gathering
 

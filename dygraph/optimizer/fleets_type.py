@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from fleetpipe.dygraph._paddle import HybridParallelOptimizer
+from fleetpipe.paddle_api.optimizer import HybridParallelOptimizer
 
 
 class _NotThere:

@@ -12,13 +12,6 @@ from functools import partial
 from typing import Any
 
 from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Tensor
-from fleetpipe.dygraph._paddle import (
-    base_optimizer,
-    clip_of_minimize,
-    clips_of_a_step,
-    in_data_parallel_mode,
-    optimized_parameters,
-)
 from fleetpipe.dygraph.optimizer.clip_global import COPY, replace_clips, total_norm
 from fleetpipe.dygraph.optimizer.clip_sharded import Pairs
 from fleetpipe.dygraph.optimizer.fleets_type import FleetsType
@@ -28,6 +21,13 @@ from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import (
+    base_optimizer,
+    clips_of_a_step,
+    gradient_clip,
+    optimized_parameters,
+)
+from fleetpipe.paddle_api.topology import in_data_parallel_mode
 from fleetpipe.representation import shows
 
 #: What a ``minimize`` of Paddle's returns.
@@ -196,7 +196,7 @@ class PipelineOptimizer(FleetsType):
             return stepped
 
         def clips() -> list[Clip]:
-            return [clip_of_minimize(self._inner_opt)]
+            return [gradient_clip(self._inner_opt)]
 
         result = self._run(minimize, clips)
         return ([], []) if result is None else result

@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fleetpipe.aliases import Optimizer, Tensor
-from fleetpipe.dygraph._paddle import (
-    clips_of_a_step,
-    has_known_state,
-    optimized_parameters,
-    state_of,
-)
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.dygraph.optimizer.clip_global import GlobalNormClip
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import (
+    all_state_of,
+    clips_of_a_step,
+    has_known_state,
+    optimized_parameters,
+)
 
 Result = TypeVar("Result")
 
@@ -99,7 +99,7 @@ class PostValidation:
         stepping = self._stepping()
         if not self._stepped.issuperset(p.name for p in stepping) or not waits():
             return False
-        self._keep([*stepping, *state_of(self._optimizer)])
+        self._keep([*stepping, *all_state_of(self._optimizer)])
         self._ahead = True
         return True
 

@@ -8,6 +8,7 @@ from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import tensor_bytes
 from fleetpipe.transport import Group
 
 #: Gradients are added in pieces of about this size: few calls, and no second copy of them all.
@@ -72,7 +73,7 @@ def _pieces(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     for gradient in gradients:
         kind = str(gradient.dtype)
         piece, size = open_pieces.get(kind, ([], _PIECE_BYTES))
-        nbytes = int(gradient.size) * int(gradient.element_size())
+        nbytes = tensor_bytes(gradient)
         if size + nbytes > _PIECE_BYTES:
             piece, size = [], 0
             pieces.append(piece)

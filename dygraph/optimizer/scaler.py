@@ -6,21 +6,15 @@ skip the step and lower the scale, or the stages drift apart.
 
 from __future__ import annotations
 
-from types import MethodType
-
 from fleetpipe import log
 from fleetpipe.aliases import Optimizer, Scaler
-from fleetpipe.dygraph._paddle import (
-    note_unscaled,
-    optimized_parameters,
-    scaler_counts,
-    update_scale,
-)
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.amp import note_unscaled, replace_unscale, scale_of, scaler_counts
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.optimizer import optimized_parameters
 
 _log = log.logger(__name__)
 
@@ -34,14 +28,7 @@ def agreeing(scaler: Scaler) -> Scaler:
     Returns:
         ``scaler``.
     """
-    inner: Scaler = getattr(scaler, "_inner_scaler", scaler)
-    if getattr(inner._unscale, "__func__", None) is not _unscale:
-        # What step() calls, what users call, and what update() calls.
-        inner._unscale = inner.unscale_ = MethodType(_unscale, inner)
-        inner._update = MethodType(update_scale, inner)
-        # A step notes it. One that scales nothing, as on CPU, does not, and trainers ask for it.
-        if not hasattr(inner, "_cache_found_inf"):
-            inner._cache_found_inf = False
+    replace_unscale(scaler, _unscale)
     return scaler
 
 
@@ -76,7 +63,7 @@ def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
     """
     if not scaler.is_enable():
         return
-    inverse = 1.0 / scaler._scale
+    inverse = 1.0 / scale_of(scaler)
     finite = []
     for parameter in optimized_parameters(optimizer):
         gradient = gradient_of(parameter)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fleetpipe.aliases import Optimizer, Tensor
-from fleetpipe.dygraph._paddle import optimized_parameters, restricted
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import optimized_parameters, restricted
 from fleetpipe.transport import Group
 
 Result = TypeVar("Result")

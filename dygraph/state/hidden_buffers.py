@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph._paddle import has_memory, state_slots
 from fleetpipe.dygraph.layers.tied import called_through
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.tensor import has_memory
 
 #: Where a buffer is: the dict that holds it, and its name in there.
 Place = tuple[dict[str, Tensor], str]

@@ -13,10 +13,17 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from fleetpipe.aliases import PaddleGroup, Tensor
-from fleetpipe.dygraph.tensor_parallel import _paddle
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job import meeting
-from fleetpipe.paddle_api.topology import LocalTopology, install_topology, user_strategy
+from fleetpipe.paddle_api.tensor import tensor_bytes
+from fleetpipe.paddle_api.topology import (
+    Group,
+    LocalTopology,
+    hybrid_topology,
+    install_topology,
+    sole_group,
+    user_strategy,
+)
 from fleetpipe.transport import SoleGroup
 
 #: Above this, and among more than two, each member sending to each costs more than Gloo's ring.
@@ -72,7 +79,7 @@ def total(tensor: Tensor, members: Members) -> Tensor:
     Raises:
         PipelineTimeout: Some member did not come within the limit.
     """
-    if members.ranks > 2 and _bytes(tensor) > _RING_BYTES:
+    if members.ranks > 2 and tensor_bytes(tensor) > _RING_BYTES:
         summed = tensor.detach().clone()
         members.all_reduce([summed])
         return summed
@@ -148,7 +155,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def _topology_of_one_member() -> Iterator[None]:
-    topology = _paddle.hybrid_topology()
+    topology = hybrid_topology()
     if topology is None or topology.get_model_parallel_world_size() == 1:
         yield
         return
@@ -176,20 +183,20 @@ def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
         UsageError: This rank is no member.
     """
     if _alone:
-        return _paddle.sole_group()
+        return sole_group()
     if mp_group is None:
-        topology = _paddle.hybrid_topology()
+        topology = hybrid_topology()
         if topology is None and meeting.world_size() > 1:
             raise StateError(
                 "a tensor-parallel layer was built before fleet.init",
                 fix="call fleet.init(is_collective=True, strategy=strategy), or pass mp_group",
             )
         if topology is None:
-            return _paddle.sole_group()
+            return sole_group()
         mp_group = topology.get_model_parallel_group()
     if list(mp_group.ranks) == [meeting.own_rank()]:
         # Paddle says of a group with one rank, in a job of several, that nobody is in it.
-        return _paddle.sole_group()
+        return sole_group()
     if mp_group.rank < 0:
         raise UsageError(
             "this rank is no member of the layer's mp_group",
@@ -201,13 +208,9 @@ def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
 
 def members_of(group: PaddleGroup) -> Members:
     """Returns how to reach the members of a group of Paddle's or of fleetpipe's."""
-    if not isinstance(group, _paddle.Group):
+    if not isinstance(group, Group):
         own: Members = group
         return own
     if group.nranks == 1:
         return SoleGroup()
     return _connected.get(group.id) or StockGroup(group)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return int(tensor.size) * int(tensor.element_size())

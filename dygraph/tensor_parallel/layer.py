@@ -13,10 +13,12 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 
 from fleetpipe.aliases import Attribute, DType, Nest, PaddleGroup, Tensor
-from fleetpipe.dygraph.tensor_parallel import _paddle, groups
+from fleetpipe.dygraph.tensor_parallel import groups
 from fleetpipe.dygraph.tensor_parallel.operations import slice_of
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.meta_parallel import Initializer, assigned_shape, attribute, sharded
+from fleetpipe.paddle_api.tensor import give_memory
 
 
 class ParallelLayer(paddle.nn.Layer):
@@ -63,8 +65,8 @@ class ParallelLayer(paddle.nn.Layer):
         part = list(shape)
         if self.is_mp:
             part[axis] //= self.world_size
-            attr = _paddle.attribute(attr)
-            if _paddle.assigned_shape(attr.initializer) != part:
+            attr = attribute(attr)
+            if assigned_shape(attr.initializer) != part:
                 whole = attr.initializer
                 attr.initializer = SliceOf(whole, shape, axis, self.rank, self.world_size)
         parameter: Tensor = self.create_parameter(shape=part, attr=attr, dtype=self._dtype)
@@ -103,10 +105,10 @@ class ParallelLayer(paddle.nn.Layer):
             """Returns the state as ``paddle.distributed.save_state_dict`` takes it."""
             state = self.state_dict(structured_name_prefix="")
             axes = {name: axis for name in state if (axis := split_axis(state[name])) is not None}
-            return _paddle.sharded(state, axes, self.model_parallel_group, structured_name_prefix)
+            return sharded(state, axes, self.model_parallel_group, structured_name_prefix)
 
 
-class SliceOf(_paddle.Initializer):  # type: ignore[misc]  # a class of Paddle's without types
+class SliceOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without types
     """Initializes a slice as another initializer would initialize that part of the whole."""
 
     def __init__(
@@ -122,7 +124,7 @@ class SliceOf(_paddle.Initializer):  # type: ignore[misc]  # a class of Paddle's
         """Fills ``param``; the whole parameter is in memory meanwhile."""
         whole = paddle.zeros(self._shape, dtype=param.dtype)
         self._whole.forward(whole, block)
-        _paddle.give_memory(slice_of(whole, *self._place), param)
+        give_memory(slice_of(whole, *self._place), param)
 
 
 def share_of(size: int, name: str, mp_group: PaddleGroup = None) -> int:

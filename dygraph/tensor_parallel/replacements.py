@@ -12,7 +12,6 @@ from typing import Callable
 
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
-from fleetpipe.dygraph.tensor_parallel._paddle import OPERATION_MODULES
 from fleetpipe.dygraph.tensor_parallel.cross_entropy import ParallelCrossEntropy
 from fleetpipe.dygraph.tensor_parallel.embedding import own_rows
 from fleetpipe.dygraph.tensor_parallel.groups import connect, disconnect, model_parallel_group
@@ -20,6 +19,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.meta_parallel import OPERATION_MODULES
 
 Operation = Callable[..., Tensor]
 

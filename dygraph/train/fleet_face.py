@@ -11,7 +11,6 @@ from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParall
 
 from fleetpipe.aliases import PaddleGroup, Strategy, Tensor, Topology
 from fleetpipe.checkpoint.contents.model_part import NamedTensors
-from fleetpipe.dygraph.backports import pipeline_parallel_callbacks_
 from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -20,6 +19,7 @@ from fleetpipe.dygraph.observe.timers import Timers
 from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api.meta_parallel import pipeline_parallel_callbacks_
 from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten

@@ -20,10 +20,10 @@ from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of
 from fleetpipe.config import PipelineConfig
-from fleetpipe.dygraph._paddle import forward_hooks
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api.layer import forward_hooks
 from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.profiling import PipelinePlan

@@ -21,7 +21,7 @@ from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.shadow import Shadow
 from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.value import Node
-from fleetpipe.dygraph import PipelineParallel, has_memory
+from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -31,6 +31,7 @@ from fleetpipe.dygraph.state.layer_files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
 from fleetpipe.dygraph.tensor_parallel import whole_shape
+from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.partition import LayerInfo
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Edge

@@ -31,8 +31,7 @@ from fleetpipe.capture.running.plain_model import Untouched
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
-from fleetpipe.dygraph import PipelineParallel, learning_rate_of, random_keys
-from fleetpipe.dygraph._paddle import forward_hooks
+from fleetpipe.dygraph import PipelineParallel, random_keys
 from fleetpipe.dygraph.backward.adding import is_watched
 from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
@@ -41,6 +40,8 @@ from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError, reason
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import forward_hooks
+from fleetpipe.paddle_api.optimizer import learning_rate_of
 from fleetpipe.parity.reference import Reference, of_same_layers
 from fleetpipe.parity.reference_training import Beside, as_the_next_batch
 from fleetpipe.schedules.action import GlobalMicroBatch

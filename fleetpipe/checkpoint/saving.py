@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe import log, systems
-from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.contents import replicas, training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name
@@ -23,6 +22,7 @@ from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.files.writer import Assignment, described_files, own_parts, write
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
+from fleetpipe.paddle_api import VERSION
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.version import __version__
 
@@ -192,7 +192,7 @@ class Saver:
                     optimizer=None if optimizer is None else optimizer.kind,
                     metrics=training_state.plain(metrics, "metrics"),
                     layout=ranks.layout,
-                    versions={"fleetpipe": __version__, "paddle": _paddle.VERSION},
+                    versions={"fleetpipe": __version__, "paddle": VERSION},
                 ),
                 texts=texts,
                 published=self._retention.apply,

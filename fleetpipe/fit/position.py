@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.checkpoint.contents.training_state import plain
-from fleetpipe.fit import _paddle
 from fleetpipe.fit.criterion import Metric
 from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import Source
+from fleetpipe.paddle_api.callbacks import callback_state, set_callback_state
 
 _ARRAY = "dtype"
 
@@ -65,7 +65,7 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position as values of JSON."""
-        states = ((name, _paddle.state_of(one)) for name, one in self._named().items())
+        states = ((name, callback_state(one)) for name, one in self._named().items())
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -96,7 +96,7 @@ class Position:
         """Has the callbacks go on where they were, once; they have been told of the begin."""
         for name, callback in self._named().items():
             if name in self._waiting:
-                _paddle.set_state(callback, self._waiting[name])
+                set_callback_state(callback, self._waiting[name])
         self._waiting = {}
 
     def _counts(self) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from fleetpipe import fleet, log
 from fleetpipe.aliases import Layer, Optimizer, Scaler
 from fleetpipe.errors import ConfigError
-from fleetpipe.fit import _paddle
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.amp import checked_amp
 from fleetpipe.paddle_api.device import device_kind
 
 _log = log.logger(__name__)
@@ -56,7 +56,7 @@ def precision_of(
         ConfigError: Paddle does not take it.
     """
     try:
-        level, lists, scaling = _paddle.checked_amp(configs, optimizer)
+        level, lists, scaling = checked_amp(configs, optimizer)
     except (ValueError, AssertionError) as error:
         raise ConfigError(
             f"amp_configs: {error}",

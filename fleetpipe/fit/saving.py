@@ -27,11 +27,11 @@ from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import CheckpointError, ConfigError
-from fleetpipe.fit import _paddle
 from fleetpipe.fit.gather import gathered, of_group
 from fleetpipe.fit.networks import counted_names, single_model_of
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import name_prefix, scheduler_of
 
 PARAMETERS, STATE = ".pdparams", ".pdopt"
 _SCHEDULE, _MASTERS, _MASTER = "LR_Scheduler", "master_weights", "_fp32_master_0"
@@ -171,7 +171,7 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
     part = OptimizerState(optimizer, Objects(pipeline).required_model())
     base = unwrapped(optimizer)
     names = _names_in_file(files.parameters, pipeline.layers)
-    values = _by_lasting_name(contents, names, _paddle.prefix(base))
+    values = _by_lasting_name(contents, names, name_prefix(base))
     described = {name: Described(*_described(value)) for name, value in values.items()}
     order = tuple(slot.name for slot in pipeline.layers.state.slots())
     try:
@@ -182,7 +182,7 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
     for name, held in wanted.items():
         _fill(held, values[name])
     part.settle()
-    scheduler = _paddle.scheduler_of(base)
+    scheduler = scheduler_of(base)
     if scheduler is not None and _SCHEDULE in contents:
         scheduler.set_state_dict(contents[_SCHEDULE])
 
@@ -199,13 +199,13 @@ def _state_to_save(
     for name, tensor in of_group(whole, OPTIMIZER).items():
         path, _, kind = name.rpartition("/")
         of = names[path] + (_MASTER if path in masters else "")
-        tensor.name = f"{of}_{_paddle.prefix(base)}{kind}"
+        tensor.name = f"{of}_{name_prefix(base)}{kind}"
         found[tensor.name] = tensor
     if masters:
         for path, tensor in masters.items():
             tensor.name = names[path] + _MASTER
         found[_MASTERS] = {names[path]: tensor for path, tensor in masters.items()}
-    scheduler = _paddle.scheduler_of(base)
+    scheduler = scheduler_of(base)
     if scheduler is not None:
         found[_SCHEDULE] = scheduler.state_dict()
     return found

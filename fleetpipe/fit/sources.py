@@ -12,9 +12,9 @@ from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fit.arguments import require_data
 from fleetpipe.fit.feeding import Rows, rows_of
 from fleetpipe.io import DataLoader
-from fleetpipe.io._paddle import batches_of
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.loading import batches_of
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from fleetpipe import dygraph
-from fleetpipe.dygraph import backports, tensor_parallel
+from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.layers import chunk
+from fleetpipe.paddle_api import meta_parallel
 
 OURS = "fleetpipe.fleet"
 PADDLES = "paddle.distributed.fleet"
@@ -45,12 +46,12 @@ OVERLAYS: Mapping[str, Mapping[str, object]] = {
     "meta_parallel.dualpipev": _of(dygraph, "DualPipeVParallel"),
     "meta_parallel.parallel_layers": {
         **_SLICED,
-        **_of(backports, "LocalSharedLayerDesc"),
+        **_of(meta_parallel, "LocalSharedLayerDesc"),
         **_of(dygraph, "PipelineLayer"),
     },
     "meta_parallel.parallel_layers.mp_layers": _SLICED,
     "meta_parallel.parallel_layers.pp_layers": {
-        **_of(backports, "LocalSharedLayerDesc"),
+        **_of(meta_parallel, "LocalSharedLayerDesc"),
         **_of(dygraph, "PipelineLayer"),
         **_of(chunk, "PipelineLayerChunk"),
     },
@@ -67,7 +68,7 @@ OVERLAYS: Mapping[str, Mapping[str, object]] = {
             "VPPFhenBInBalancedMemory",
         ),
         **_of(
-            backports,
+            meta_parallel,
             "PipelineDatasetPreprocessor",
             "PipelineParallelMicroStepCallback",
             "PipelineParallelMicroStepLocations",

@@ -17,8 +17,8 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from fleetpipe.errors import StateError
-from fleetpipe.io._paddle import default_collate_fn, default_convert_fn
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.loading import default_collate_fn, default_convert_fn
 
 #: Follows the key of a batch's first sample in the key of what joins the batch.
 _JOINING = 1

@@ -30,4 +30,7 @@ from paddle.distributed import fleet as _fleet
 #: ``paddle.distributed.fleet`` with all its names: its stub hides what this package reaches for.
 paddle_fleet: ModuleType = _fleet
 
-__all__ = ["paddle", "paddle_fleet"]
+#: Which Paddle this is.
+VERSION: str = paddle.version.full_version
+
+__all__ = ["VERSION", "paddle", "paddle_fleet"]

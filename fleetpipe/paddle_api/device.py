@@ -1,13 +1,14 @@
-"""Which device runs, and the mode in which tensors can be made.
+"""Which device runs, what memory it has in use, and the mode in which tensors can be made.
 
-``paddle.base.dygraph.base.guard`` holds for 2.6.2 and 3.3.x.
+Alike in 2.6.2 and 3.3.x, but for :func:`restart_peak`: 2.6.2 has nothing to restart on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from paddle.base import core
 from paddle.base.dygraph.base import guard
 
 from fleetpipe.paddle_api import paddle
@@ -31,3 +32,36 @@ def dynamic_mode() -> Iterator[None]:
     else:
         with guard():
             yield
+
+
+def device_id() -> int:
+    """Returns the number of this process's device; 0 on CPU, where Paddle does not tell one."""
+    environment: Callable[[], object] = paddle.distributed.ParallelEnv
+    return int(getattr(environment(), "device_id", 0))
+
+
+def allocated_bytes() -> int:
+    """Returns how many bytes of tensors are alive on the current device."""
+    if device_kind() == "gpu":
+        return int(paddle.device.cuda.memory_allocated())
+    return int(core.host_memory_stat_current_value("Allocated", 0))
+
+
+def restart_peak() -> None:
+    """Has :func:`peak_bytes` count from now on."""
+    if device_kind() == "gpu":
+        paddle.device.cuda.reset_max_memory_allocated()
+    elif hasattr(core, "host_memory_stat_reset_peak_value"):
+        core.host_memory_stat_reset_peak_value("Allocated", 0)
+
+
+def peak_bytes() -> int:
+    """Returns the most bytes of tensors that were alive at once since :func:`restart_peak`.
+
+    On 2.6.2, where nothing can restart it on a CPU, it is what is alive now.
+    """
+    if device_kind() == "gpu":
+        return int(paddle.device.cuda.max_memory_allocated())
+    if not hasattr(core, "host_memory_stat_reset_peak_value"):
+        return allocated_bytes()
+    return int(core.host_memory_stat_peak_value("Allocated", 0))

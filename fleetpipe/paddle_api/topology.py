@@ -17,7 +17,7 @@ from typing import Any
 from paddle.base import core
 from paddle.distributed import collective as _collective
 from paddle.distributed import parallel as _parallel
-from paddle.distributed.communication.group import Group
+from paddle.distributed.communication.group import Group as Group
 from paddle.distributed.fleet.base import topology as _topology
 
 from fleetpipe.aliases import PaddleGroup, PaddleStore, Strategy, Topology
@@ -181,3 +181,18 @@ def forget_topology() -> None:
     _paddle_topology._HYBRID_PARALLEL_GROUP = None
     paddle_fleet.fleet._hcg = None
     paddle_fleet.fleet._topology = None
+
+
+def hybrid_topology() -> Topology:
+    """Returns the ``HybridCommunicateGroup`` of Paddle's last ``fleet.init``, else None."""
+    return _paddle_topology._HYBRID_PARALLEL_GROUP
+
+
+def sole_group() -> PaddleGroup:
+    """Returns a group of Paddle's whose one member is this process."""
+    return Group(0, 0, [0])
+
+
+def in_data_parallel_mode(hcg: Topology) -> bool:
+    """Whether the ranks are split by data alone: ``DataParallel`` averages gradients there."""
+    return bool(hcg.get_parallel_mode() == paddle.distributed.ParallelMode.DATA_PARALLEL)

@@ -11,9 +11,9 @@ from fractions import Fraction
 from typing import Any
 
 from fleetpipe.aliases import Nest
-from fleetpipe.dygraph.backports import PipelineDatasetPreprocessor
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 from fleetpipe.parity.differences import Difference, compare_numbers
 
 

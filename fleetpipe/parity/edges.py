@@ -15,10 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph import PipelineLayer, SingleModel, has_memory, state_slots
+from fleetpipe.dygraph import PipelineLayer, SingleModel
 from fleetpipe.dygraph.nest import mapped
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.parity.differences import Difference, compare, leaves
 from fleetpipe.parity.outputs import backward_running, part_of
 from fleetpipe.schedules import Action, Op

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 
 from fleetpipe.aliases import Optimizer, Scheduler
-from fleetpipe.dygraph import PipelineOptimizer, learning_rate_of
+from fleetpipe.dygraph import PipelineOptimizer
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import learning_rate_of
 from fleetpipe.parity.differences import Difference, compare_numbers
 
 

@@ -8,16 +8,7 @@ from fractions import Fraction
 from typing import Callable
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
-from fleetpipe.dygraph import (
-    PipelineLayer,
-    PipelineOptimizer,
-    SingleModel,
-    learning_rate_of,
-    random_keys,
-    state_slots,
-    twin_optimizer,
-    weighted,
-)
+from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, SingleModel, random_keys, weighted
 from fleetpipe.dygraph.batch.chunk_weights import slice_shares
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, sliced, slices_in
@@ -26,6 +17,8 @@ from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import pipeline_group
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.optimizer import learning_rate_of, twin_optimizer
 from fleetpipe.parity.cutting import copy_of
 from fleetpipe.parity.outputs import backward_running
 from fleetpipe.representation import shows

@@ -20,9 +20,9 @@ from fleetpipe.capture.proof.rounding import Rounding
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.tracing import _paddle, capturing
 from fleetpipe.capture.tracing.value import Trace
-from fleetpipe.dygraph._paddle import peak_bytes, restart_peak
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.errors import CaptureError
+from fleetpipe.paddle_api.device import peak_bytes, restart_peak
 from tests.capture.beside import images
 from tests.capture.models import GPT, Encoded, UNet, tokens
 from tests.jobs import job

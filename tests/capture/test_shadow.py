@@ -12,8 +12,8 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.capture.running import host_memory, stages
-from fleetpipe.dygraph import learning_rate_of
 from fleetpipe.errors import BoundaryError, CaptureError, ConfigError
+from fleetpipe.paddle_api.optimizer import learning_rate_of
 
 ROWS = 8
 

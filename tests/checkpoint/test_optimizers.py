@@ -12,8 +12,8 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.checkpoint import _paddle
 from fleetpipe.errors import CheckpointError
+from fleetpipe.paddle_api.optimizer import create_state, state_of
 from tests.scalers import enabled_scaler
 
 
@@ -119,8 +119,8 @@ def test_moments_of_master_weights_come_back(tmp_path: Path) -> None:
         made = model("bfloat16")
         optimizer = paddle.optimizer.AdamW(parameters=made.parameters(), multi_precision=True)
         for parameter in made.parameters():
-            _paddle.create_state(optimizer, 0, [parameter])
-            for tensor in _paddle.state_of(optimizer, parameter).values():
+            create_state(optimizer, 0, [parameter])
+            for tensor in state_of(optimizer, parameter.name).values():
                 tensor.set_value(numbers.standard_normal(tensor.shape).astype("float32"))
         states.append((made, optimizer))
     (one, of_one), (other, of_other) = states
@@ -128,7 +128,7 @@ def test_moments_of_master_weights_come_back(tmp_path: Path) -> None:
     manager.save(1, model=one, optimizer=of_one)
     manager.restore(model=other, optimizer=of_other)
     for parameter, its in zip(one.parameters(), other.parameters()):
-        left, right = _paddle.state_of(of_one, parameter), _paddle.state_of(of_other, its)
+        left, right = state_of(of_one, parameter.name), state_of(of_other, its.name)
         assert [*left] == [*right] == ["moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"]
         assert [t.numpy().tobytes() for t in left.values()] == [
             t.numpy().tobytes() for t in right.values()

@@ -12,7 +12,7 @@ import paddle
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.checkpoint import _paddle
+from fleetpipe.paddle_api.optimizer import create_state, master_weight_of, state_of
 
 #: Of paddlepaddle 2.6.2 and 3.3.1.
 DIGEST = "a03a83cb92ef003177a9e55be1870dd46cc1c2486882bcc18ae2855cd67e7110"
@@ -25,9 +25,9 @@ def run(fill: bool) -> dict[str, Any]:
     adam = paddle.optimizer.Adam(0.25, parameters=model.parameters(), multi_precision=True)
     numbers = np.random.default_rng(8)
     for parameter in model.parameters():
-        _paddle.create_state(adam, 0, [parameter])
-        master = _paddle.master_weight_of(adam, parameter)
-        tensors = [*_paddle.state_of(adam, parameter).values(), parameter]
+        create_state(adam, 0, [parameter])
+        master = master_weight_of(adam, parameter.name)
+        tensors = [*state_of(adam, parameter.name).values(), parameter]
         for tensor in [*tensors, *([] if master is None else [master])]:
             # Exact in bfloat16: the versions round differently.
             values = numbers.integers(-9, 9, tensor.shape).astype("float32") * fill

@@ -10,9 +10,9 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.paddle_api.device import allocated_bytes
 from fleetpipe.profiling import LayerCost, PipelinePlan, Profile, plan
 from tests.jobs import job
 from tests.pipelines import batch, bits, mlp_layers, pipeline, sgd

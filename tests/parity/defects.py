@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from fleetpipe import parity
-from fleetpipe.dygraph.backports import PipelineDatasetPreprocessor
+from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 from tests.pipelines import ROWS
 
 

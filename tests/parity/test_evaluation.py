@@ -7,7 +7,8 @@ from typing import Any, Callable
 import pytest
 from paddle import nn
 
-from fleetpipe import dygraph, parity
+from fleetpipe import parity
+from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.dygraph.batch import outputs, stage
 from fleetpipe.dygraph.train import forward_batch, pipeline_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc
@@ -64,7 +65,7 @@ def test_outputs_that_are_joined_wrongly_are_found(monkeypatch: Patch) -> None:
 
 
 def test_an_evaluation_in_training_mode_names_the_first_layer(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(dygraph.PipelineLayer, "eval", lambda self: None)
+    monkeypatch.setattr(PipelineLayer, "eval", lambda self: None)
     with job(2):
         model = pipeline(
             [LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.BatchNorm1D, 8), LayerDesc(nn.Linear, 8, 4)]

@@ -7,7 +7,8 @@ from typing import Any, Callable
 import paddle
 import pytest
 
-from fleetpipe import dygraph, parity
+from fleetpipe import parity
+from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from tests.parity.defects import differences
 from tests.pipelines import batch, job, pipeline, sgd
 
@@ -35,14 +36,14 @@ def schedule(scheduler: Any, steps: int = 4) -> parity.Report:
 
 def step_twice(monkeypatch: Patch) -> None:
     """Has every ``train_batch`` step the scheduler once more."""
-    train_batch = dygraph.PipelineParallel.train_batch
+    train_batch = PipelineParallel.train_batch
 
     def wrong(self: Any, data: Any, optimizer: Any, lr_scheduler: Any, *more: Any) -> Any:
         loss = train_batch(self, data, optimizer, lr_scheduler, *more)
         lr_scheduler.step()
         return loss
 
-    monkeypatch.setattr(dygraph.PipelineParallel, "train_batch", wrong)
+    monkeypatch.setattr(PipelineParallel, "train_batch", wrong)
 
 
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
@@ -58,14 +59,14 @@ def test_a_scheduler_that_steps_twice_is_found_in_the_step(make: Any, monkeypatc
 
 
 def test_a_rate_that_changes_before_the_update_is_found(monkeypatch: Patch) -> None:
-    step = dygraph.PipelineOptimizer.step
+    step = PipelineOptimizer.step
 
     def early(self: Any) -> None:
-        if type(self) is dygraph.PipelineOptimizer:
+        if type(self) is PipelineOptimizer:
             self.wrapped._learning_rate.step()
         step(self)
 
-    monkeypatch.setattr(dygraph.PipelineOptimizer, "step", early)
+    monkeypatch.setattr(PipelineOptimizer, "step", early)
     quantities = {found.quantity for found in schedule(LR.StepDecay(0.1, 1), 1).differences}
     assert {"learning rate", "parameter"} <= quantities
 

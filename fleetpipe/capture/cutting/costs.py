@@ -14,7 +14,6 @@ from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.signature import PLAIN, signature_of
 from fleetpipe.capture.tracing.value import Node, Owned, Ref, Trace, arguments, like
-from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.observe.layer_meter import (
     LayerMeter,
@@ -23,10 +22,10 @@ from fleetpipe.dygraph.observe.layer_meter import (
     first_uses,
     layer_costs,
     state_bytes,
-    tensor_bytes,
 )
 from fleetpipe.dygraph.observe.profile import TYPICAL
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import has_memory, tensor_bytes
 from fleetpipe.profiling import Profile
 
 #: Least and most runs of a node, of which the fastest counts.

@@ -15,9 +15,10 @@ from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, arguments_of
-from fleetpipe.dygraph import has_memory, random_keys
+from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.nest import mapped, tensors_of
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.transport import SoleGroup
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.tracing.mark import is_noting
-from fleetpipe.dygraph._paddle import forward_hooks
+from fleetpipe.paddle_api.layer import forward_hooks
 
 #: By the path of a layer, how often its hooks were called.
 Calls = Counter[str]

@@ -14,10 +14,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
-from fleetpipe.dygraph import has_memory, state_slots
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.nest import differentiable, mapped, tensors_of
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.schedules import Schedule
 
 #: So small that a step changes the bits of a parameter and not what a layer does.

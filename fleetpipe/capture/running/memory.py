@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.layers.entries import FIRST_SEED
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import has_memory
 
 
 def without_memory(model: Layer) -> dict[str, Tensor]:

@@ -17,9 +17,9 @@ from fleetpipe.capture.tracing._paddle import renew
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.signature import Signature, signature_of
 from fleetpipe.capture.tracing.value import Node, Owned, Trace
-from fleetpipe.dygraph import state_slots
 from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.errors import CaptureError
+from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.schedules import Edge
 

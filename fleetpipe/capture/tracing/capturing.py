@@ -12,10 +12,10 @@ from fleetpipe.capture.tracing.signature import Signature, numbers_like, signatu
 from fleetpipe.capture.tracing.tracer import traced
 from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.capture.tracing.walk import Unopened
-from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import CaptureError, FleetPipeError, reason
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import has_memory
 
 _log = log.logger(__name__)
 

@@ -14,10 +14,9 @@ import numpy as np
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.running.memory import release
 from fleetpipe.capture.tracing._paddle import renew, set_data
-from fleetpipe.dygraph import has_memory
-from fleetpipe.dygraph._paddle import is_parameter
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 
 #: Where a layer has what it has; a tensor that is set leaves the attributes and comes here.
 _HOLDERS = ("_parameters", "_buffers", "_sub_layers")

@@ -60,10 +60,10 @@ from fleetpipe.capture.tracing.value import (
     parts,
 )
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
-from fleetpipe.dygraph import has_memory
 from fleetpipe.dygraph.nest import leaves, mapped, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import has_memory
 
 #: Numbers of Python's and NumPy's.
 _NUMBERS = (bool, int, float, np.ndarray, np.generic)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.contents.parts import BUFFERS, MODEL, Held, Name, Saved
 from fleetpipe.checkpoint.files.tensors import Cut, Described
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api.tensor import has_memory
 
 
 class NamedTensors:
@@ -50,7 +50,7 @@ class NamedTensors:
         buffers = {
             name: Held(tensor, differs=True)
             for name, tensor in layer.named_buffers()
-            if name not in state and _paddle.has_memory(tensor)
+            if name not in state and has_memory(tensor)
         }
         return cls(tensors, {name: held.described.shape for name, held in tensors.items()}, buffers)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from fleetpipe.aliases import Optimizer, Tensor
-from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.contents.model_part import require_fit
 from fleetpipe.checkpoint.contents.parts import (
     MASTER_WEIGHTS,
@@ -21,13 +20,21 @@ from fleetpipe.checkpoint.contents.parts import (
     SavedOptimizer,
 )
 from fleetpipe.errors import CheckpointError
+from fleetpipe.paddle_api.optimizer import (
+    base_optimizer,
+    create_state,
+    forget_state,
+    groups_of,
+    master_weight_of,
+    state_of,
+)
 
 _FIRST = "_0"
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer of Paddle's that does the arithmetic."""
-    return _paddle.base_optimizer(getattr(optimizer, "wrapped", optimizer))
+    return base_optimizer(getattr(optimizer, "wrapped", optimizer))
 
 
 def _everything(parameter: Tensor) -> bool:
@@ -78,9 +85,9 @@ class OptimizerState:
             if names[path] not in there:
                 self._unsaved.append(parameter)
                 continue
-            if not _paddle.state_of(self._optimizer, parameter):
+            if not state_of(self._optimizer, parameter.name):
                 self._created.append(parameter)
-                _paddle.create_state(self._optimizer, group, [parameter])
+                create_state(self._optimizer, group, [parameter])
             state = dict(self._state(parameter, names[path], of))
             require_kinds(names[path], set(state), there[names[path]])
             found.update(state)
@@ -91,27 +98,27 @@ class OptimizerState:
     def settle(self) -> None:
         """Forgets the state of parameters that had none when the checkpoint was saved."""
         for parameter in self._unsaved:
-            _paddle.forget_state(self._optimizer, parameter)
+            forget_state(self._optimizer, parameter)
 
     def abandon(self) -> None:
         """Forgets the state that was made to be filled."""
         for parameter in self._created:
-            _paddle.forget_state(self._optimizer, parameter)
+            forget_state(self._optimizer, parameter)
 
     def _parameters(self) -> Iterator[tuple[int, Tensor, str, Held]]:
         """Yields group, parameter, lasting name and place of each parameter with state here."""
         named = {id(held.tensor): (name, held) for name, held in self._model.parameters().items()}
-        for group, parameters in enumerate(_paddle.groups_of(self._optimizer)):
+        for group, parameters in enumerate(groups_of(self._optimizer)):
             for parameter in parameters:
                 if id(parameter) in named and self._owns(parameter):
                     yield (group, parameter, *named[id(parameter)])
 
     def _state(self, parameter: Tensor, path: str, of: Held) -> Iterator[tuple[Name, Held]]:
-        for kind, tensor in _paddle.state_of(self._optimizer, parameter).items():
+        for kind, tensor in state_of(self._optimizer, parameter.name).items():
             # Powers of beta are one number, whatever a slice of the parameter has.
             sliced = list(tensor.shape) == list(parameter.shape) and "pow" not in kind
             yield state_name(path, kind), Held(tensor, of.cut if sliced else None)
-        master = _paddle.master_weight_of(self._optimizer, parameter)
+        master = master_weight_of(self._optimizer, parameter.name)
         if master is not None:
             yield Name(MASTER_WEIGHTS, path), Held(master, of.cut)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.checkpoint import _paddle
 from fleetpipe.checkpoint.contents.parts import Streams
 from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.random import generator_from, generator_state
 
 #: A value of JSON.
 Json = Any
@@ -31,27 +31,27 @@ def taken(streams: Streams | None = None) -> Json:
     name, keys, *rest = numpy_state
     version, numbers, next_gauss = random.getstate()
     found = {
-        "paddle": [_paddle.generator_state(state) for state in paddle.get_rng_state()],
+        "paddle": [generator_state(state) for state in paddle.get_rng_state()],
         "streams": {
-            name: [_paddle.generator_state(state) for state in states]
+            name: [generator_state(state) for state in states]
             for name, states in _tracker().get_states_tracker().items()
         },
         "numpy": [name, keys.tolist(), *rest],
         "python": [version, list(numbers), next_gauss],
     }
     if streams is not None:
-        others = {str(s): _paddle.generator_state(state) for s, state in streams.others.items()}
+        others = {str(s): generator_state(state) for s, state in streams.others.items()}
         found["program"] = {**streams._asdict(), "others": others}
     return found
 
 
 def put_back(states: Json) -> None:
     """Makes states of :func:`taken` the states again; of streams, those that there are here."""
-    paddle.set_rng_state([_paddle.generator_from(state) for state in states["paddle"]])
+    paddle.set_rng_state([generator_from(state) for state in states["paddle"]])
     tracker = _tracker()
     streams = tracker.get_states_tracker()
     for name in streams.keys() & states["streams"].keys():
-        streams[name] = [_paddle.generator_from(state) for state in states["streams"][name]]
+        streams[name] = [generator_from(state) for state in states["streams"][name]]
     tracker.set_states_tracker(streams)
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype="uint32"), *rest))
@@ -69,7 +69,7 @@ def streams_in(states: Json, own: Streams) -> dict[int, Any]:
     saved = states.get("program")
     if saved is None or saved["stages"] != own.stages:
         return {}
-    return {int(s): _paddle.generator_from(state) for s, state in saved["others"].items()}
+    return {int(s): generator_from(state) for s, state in saved["others"].items()}
 
 
 def _tracker() -> Any:

@@ -11,9 +11,9 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.compat.mindspore import context
-from fleetpipe.compat.mindspore._paddle import give_parameters_a_method
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import give_parameters_a_method
 
 #: The attribute of a parameter that holds the stages it was given by itself.
 _OF_PARAMETER = "pipeline_stages"

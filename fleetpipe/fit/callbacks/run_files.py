@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from fleetpipe import atomic_file, version
-from fleetpipe.dygraph._paddle import base_optimizer
 from fleetpipe.fit.networks import required_job
 from fleetpipe.job import attempt_files
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.optimizer import base_optimizer
 from fleetpipe.report import files
 
 #: Each of these changes the bits of a product; nothing else of the environment is written.

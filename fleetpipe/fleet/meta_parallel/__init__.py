@@ -19,11 +19,6 @@ from fleetpipe.dygraph import (
     PipelineParallelWithInterleaveFthenB,
     VPPFhenBInBalancedMemory,
 )
-from fleetpipe.dygraph.backports import (
-    PipelineDatasetPreprocessor,
-    PipelineParallelMicroStepLocations,
-    register_global_pipeline_parallel_hook,
-)
 from fleetpipe.dygraph.tensor_parallel import (
     ColumnParallelLinear,
     ParallelCrossEntropy,
@@ -36,6 +31,11 @@ from fleetpipe.fleet.meta_parallel._descriptions import (
     LayerDesc,
     LocalSharedLayerDesc,
     SharedLayerDesc,
+)
+from fleetpipe.paddle_api.meta_parallel import (
+    PipelineDatasetPreprocessor,
+    PipelineParallelMicroStepLocations,
+    register_global_pipeline_parallel_hook,
 )
 
 __all__ = [

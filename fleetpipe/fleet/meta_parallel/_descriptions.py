@@ -49,6 +49,6 @@ if TYPE_CHECKING:
 else:
     from paddle.distributed.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 
-    from fleetpipe.dygraph.backports import LocalSharedLayerDesc
+    from fleetpipe.paddle_api.meta_parallel import LocalSharedLayerDesc
 
 __all__ = ["LayerDesc", "LocalSharedLayerDesc", "SharedLayerDesc"]

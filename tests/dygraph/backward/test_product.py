@@ -11,7 +11,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe.dygraph.backward import product
-from fleetpipe.dygraph.backward._paddle import CAN_RUN_REDUCE_HOOKS
+from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS
 from tests.dygraph.backward.test_split import Steps, grads_of, numbers, score
 
 MICRO_BATCHES = 3

@@ -324,7 +324,7 @@ def test_activations_are_dropped_after_forward_and_come_back_once() -> None:
 
 
 def test_memory_of_a_stage() -> None:
-    from fleetpipe.dygraph._paddle import allocated_bytes
+    from fleetpipe.paddle_api.device import allocated_bytes
 
     held = {}
     for interval in (0, 4):

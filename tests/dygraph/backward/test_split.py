@@ -865,7 +865,7 @@ def test_layers_whose_gradients_come_together_keep_nothing() -> None:
 
 
 def test_everything_is_dropped_after_w() -> None:
-    from fleetpipe.dygraph._paddle import allocated_bytes
+    from fleetpipe.paddle_api.device import allocated_bytes
 
     with job(2, 8, "ZBH1"):
         model = pipeline(mlp_layers(hidden=64))

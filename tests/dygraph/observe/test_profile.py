@@ -13,10 +13,10 @@ from paddle import nn
 
 from fleetpipe import parity
 from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph._paddle import allocated_bytes
 from fleetpipe.dygraph.observe.profile import TYPICAL, between_ranks
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.paddle_api.device import allocated_bytes
 from fleetpipe.profiling import Link, PipelinePlan, Profile, Transfer, plan
 from fleetpipe.schedules import Costs, Placement
 from tests.dygraph import sliced

@@ -24,7 +24,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     ParallelCrossEntropy,
     RowParallelLinear,
     VocabParallelEmbedding,
-    _paddle,
+    groups,
     operations,
     replacements,
 )
@@ -277,7 +277,7 @@ def test_a_clip_by_norm_takes_the_norm_of_the_whole_gradient(
     twins: Twins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = SimpleNamespace(get_model_parallel_group=lambda: MEMBERS[0])
-    monkeypatch.setattr(_paddle, "hybrid_topology", lambda: topology)
+    monkeypatch.setattr(groups, "hybrid_topology", lambda: topology)
     cut, biased = ColumnParallelLinear(6, 8), RowParallelLinear(6, 8)
     biased.weight.need_clip = False
     pairs = [(p, paddle.ones_like(p)) for p in (cut.weight, biased.weight, biased.bias)]

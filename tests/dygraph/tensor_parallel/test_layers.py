@@ -21,7 +21,6 @@ from fleetpipe.dygraph.tensor_parallel import (
     ParallelCrossEntropy,
     RowParallelLinear,
     VocabParallelEmbedding,
-    _paddle,
     groups,
     operations,
     split_axis,
@@ -247,7 +246,7 @@ def test_a_rank_outside_the_group_is_refused() -> None:
 
 
 def test_a_launched_job_must_begin_before_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_paddle, "hybrid_topology", lambda: None)
+    monkeypatch.setattr(groups, "hybrid_topology", lambda: None)
     assert not ColumnParallelLinear(6, 8).is_mp
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
     with pytest.raises(StateError, match=r"before fleet\.init"):

@@ -1,19 +1,70 @@
-"""Names of the pipeline that paddlepaddle 2.6.2 lacks: Paddle's own where it has them."""
+"""Fleet's ``meta_parallel``: pipelines, and the layers of tensor parallelism.
+
+2.6.2 lacks some names of the pipeline (:class:`LocalSharedLayerDesc` and those after it); they are
+Paddle's own where it has them. ``flex_checkpoint`` (:func:`sharded`) is 3.3's alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from enum import Enum
 from types import ModuleType
 from typing import Any
 
-from fleetpipe.aliases import Layer, Nest
-from fleetpipe.errors import UsageError
-from fleetpipe.paddle_api import paddle_fleet
+from paddle.base import initializer as _defaults
+from paddle.base.param_attr import ParamAttr
+from paddle.distributed import collective as _collective
+from paddle.distributed.fleet.layers.mpu import mp_ops as _operations
 
-_paddles: ModuleType = paddle_fleet.meta_parallel.pipeline_parallel
+from fleetpipe.aliases import Attribute, Layer, Nest, PaddleGroup, Tensor
+from fleetpipe.errors import UsageError
+from fleetpipe.paddle_api import paddle, paddle_fleet
+
+_any_defaults: ModuleType = _defaults
+_any_initializers: ModuleType = paddle.nn.initializer
+Initializer = _any_initializers.Initializer
+_pipelines: ModuleType = paddle_fleet.meta_parallel.pipeline_parallel
+#: Whether Fleet's ``PipelineLayer._loss_fn`` is a list (3.x) or what the user passed (2.6.2).
+LOSS_FUNCTIONS_ARE_A_LIST = hasattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc")
+#: The modules from which scripts take the operations of tensor-parallel layers.
+OPERATION_MODULES: tuple[ModuleType, ...] = (_operations, _collective)
 #: Takes the values of a location by name.
 Hook = Callable[..., object]
+
+
+def attribute(given: Attribute) -> Attribute:
+    """Returns ``weight_attr`` as a ``ParamAttr`` with the initializer that Paddle would use."""
+    copied: Attribute = copy.copy(ParamAttr._to_attr(given))
+    if copied and copied.initializer is None:
+        usual = _any_defaults._global_weight_initializer()
+        copied.initializer = usual or paddle.nn.initializer.XavierUniform()
+    return copied
+
+
+def assigned_shape(initializer: object) -> list[int] | None:
+    """Returns the shape of the value that an ``Assign`` holds; None for any other initializer."""
+    if not isinstance(initializer, paddle.nn.initializer.Assign):
+        return None
+    assign: Attribute = initializer
+    return list(assign._value.shape)
+
+
+def sharded(
+    state: Mapping[str, Tensor], axes: Mapping[str, int], group: PaddleGroup, prefix: str
+) -> dict[str, Tensor]:
+    """Returns 3.3's ``ShardedWeight`` of each tensor, of which those in ``axes`` are slices."""
+    from paddle.distributed.flex_checkpoint.dcp import sharded_weight
+
+    shards: ModuleType = sharded_weight
+    weights: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        key = f"{prefix}{name}"
+        if name in axes:
+            weights[key] = shards.shard_weight(key, tensor, axes[name], group)
+        else:
+            weights[key] = shards.make_replicated_sharded_weight(key, tensor)
+    return weights
 
 
 class _LocalSharedLayerDesc(paddle_fleet.meta_parallel.LayerDesc):  # type: ignore[name-defined, misc]
@@ -95,18 +146,18 @@ LocalSharedLayerDesc: Any = getattr(
     paddle_fleet.meta_parallel, "LocalSharedLayerDesc", _LocalSharedLayerDesc
 )
 PipelineDatasetPreprocessor: Any = getattr(
-    _paddles, "PipelineDatasetPreprocessor", _DatasetPreprocessor
+    _pipelines, "PipelineDatasetPreprocessor", _DatasetPreprocessor
 )
 PipelineParallelMicroStepLocations: Any = getattr(
-    _paddles, "PipelineParallelMicroStepLocations", _MicroStepLocations
+    _pipelines, "PipelineParallelMicroStepLocations", _MicroStepLocations
 )
 PipelineParallelMicroStepCallback: Any = getattr(
-    _paddles, "PipelineParallelMicroStepCallback", _MicroStepCallback
+    _pipelines, "PipelineParallelMicroStepCallback", _MicroStepCallback
 )
 #: The registry that all wrappers of the process look at.
 pipeline_parallel_callbacks_: Any = (
-    getattr(_paddles, "pipeline_parallel_callbacks_", None) or PipelineParallelMicroStepCallback()
+    getattr(_pipelines, "pipeline_parallel_callbacks_", None) or PipelineParallelMicroStepCallback()
 )
 register_global_pipeline_parallel_hook: Callable[[Enum, Hook], None] = getattr(
-    _paddles, "register_global_pipeline_parallel_hook", _register_global_hook
+    _pipelines, "register_global_pipeline_parallel_hook", _register_global_hook
 )

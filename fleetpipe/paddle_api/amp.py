@@ -1,0 +1,110 @@
+"""Automatic mixed precision: the tracer's casts, and ``GradScaler``; alike in 2.6.2 and 3.3.x."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+from fleetpipe.aliases import Optimizer, Scaler, Tensor
+from fleetpipe.errors import StateError
+from fleetpipe.paddle_api import paddle
+
+
+def casts_automatically() -> bool:
+    """Whether tensors are cast automatically now, as within ``auto_cast``."""
+    framework: ModuleType = paddle.framework
+    return bool(framework._dygraph_tracer()._amp_level.name != "O0")
+
+
+def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
+    """Returns what makes the context in which tensors are cast automatically as they are now."""
+    framework: ModuleType = paddle.framework
+    tracer = framework._dygraph_tracer()
+    level, dtype = tracer._amp_level.name, tracer._amp_dtype
+    lists = [set(names) for names in tracer._get_amp_op_list()]
+
+    def context() -> AbstractContextManager[object]:
+        if level == "O0" == tracer._amp_level.name:
+            return nullcontext()
+        if level == "O0":
+            return paddle.amp.auto_cast(enable=False)
+        white, black = lists
+        return paddle.amp.auto_cast(True, white, black, level, dtype)
+
+    return context
+
+
+def checked_amp(
+    configs: str | dict[str, Any] | None, optimizer: Optimizer
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Returns level, lists and scaling, as ``paddle.Model`` checks and takes them apart.
+
+    Raises:
+        ValueError: They are of no form that it knows.
+        AssertionError: The optimizer's clip does not go with them.
+    """
+    adapter = SimpleNamespace()
+    check: Any = paddle.Model._prepare_amp
+    check(SimpleNamespace(_adapter=adapter, _optimizer=optimizer), configs)
+    return adapter._amp_level, adapter._amp_custom_lists, adapter._amp_configs
+
+
+def scaler_counts(scaler: Scaler) -> dict[str, float]:
+    """Returns what a scaler, enabled, knows of earlier steps."""
+    state = scaler.state_dict()
+    return {
+        "scale": float(state["scale"].item()),
+        "good steps": state["incr_count"],
+        "bad steps": state["decr_count"],
+    }
+
+
+def scale_of(scaler: Scaler) -> Tensor:
+    """Returns the number by which a scaler, enabled, multiplies the loss: a tensor of shape [1]."""
+    return scaler._scale
+
+
+def replace_unscale(scaler: Scaler, unscale: Callable[[Scaler, Optimizer], None]) -> None:
+    """Has a scaler, or the one that it wraps, unscale through ``unscale(scaler, optimizer)``.
+
+    A second call with the same function changes nothing.
+    """
+    inner: Scaler = getattr(scaler, "_inner_scaler", scaler)
+    if getattr(inner._unscale, "__func__", None) is not unscale:
+        # What step() calls, what users call, and what update() calls.
+        inner._unscale = inner.unscale_ = MethodType(unscale, inner)
+        inner._update = MethodType(_update_scale, inner)
+        # A step notes it. One that scales nothing, as on CPU, does not, and trainers ask for it.
+        if not hasattr(inner, "_cache_found_inf"):
+            inner._cache_found_inf = False
+
+
+def _update_scale(scaler: Scaler) -> None:
+    """Does what Paddle's ``_update`` does, with a scale that it can print.
+
+    It prints ``float(scale)`` of a tensor of shape [1], which NumPy refuses from 2.4 on.
+    """
+    scaler._scale = scaler._scale.reshape([])
+    try:
+        type(scaler)._update(scaler)
+    finally:
+        scaler._scale = scaler._scale.reshape([1])
+
+
+def note_unscaled(scaler: Scaler, optimizer: Optimizer, found: bool) -> None:
+    """Tells a scaler that the gradients are unscaled, and whether some were not finite.
+
+    Raises:
+        StateError: They were unscaled before in this step.
+    """
+    state = scaler._optimizer_states[id(optimizer)]
+    states = type(state["state"])
+    if state["state"] is not states.INIT:
+        raise StateError(
+            "the gradients were unscaled before in this step",
+            fix="call scaler.unscale_(optimizer) once, before scaler.step, then scaler.update()",
+        )
+    state["state"] = states.UNSCALED
+    scaler._found_inf = paddle.to_tensor([found])

@@ -1,0 +1,263 @@
+"""Optimizers: their parameters, state, clips and learning rates, in dynamic and static graph.
+
+An optimizer's own names hold for 2.6.2 and 3.3.x, but for two: 2.6.2 makes ``helper`` as it first
+steps (:func:`create_state`), and spells ``_already_create_accumulater`` (:func:`forget_state`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from paddle.base import framework as _framework
+from paddle.base.layer_helper import LayerHelper
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
+    hybrid_parallel_optimizer as _hybrid,
+)
+from paddle.distributed.fleet.utils import mix_precision_utils as _mixed_precision
+from paddle.nn import clip as _stock_clip
+
+from fleetpipe.aliases import Clip, DType, Optimizer, Program, Scheduler, Tensor, Variable
+from fleetpipe.paddle_api import paddle
+
+_clips: ModuleType = _stock_clip
+_mixed: ModuleType = _mixed_precision
+_any_framework: Any = _framework
+_any_hybrid: ModuleType = _hybrid
+HybridParallelOptimizer = _any_hybrid.HybridParallelOptimizer
+
+
+def base_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer that does the arithmetic, which others such as Fleet's wrap."""
+    while "_inner_opt" in vars(optimizer):
+        optimizer = optimizer._inner_opt
+    return optimizer
+
+
+def groups_of(optimizer: Optimizer) -> list[list[Tensor]]:
+    """Returns the parameters of each group of an optimizer; one list where it has no groups."""
+    listed = base_optimizer(optimizer)._param_groups or []
+    if listed and isinstance(listed[0], dict):
+        return [list(group["params"]) for group in listed]
+    return [list(listed)]
+
+
+def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters of an optimizer, those of all its groups one after another."""
+    return [parameter for group in groups_of(optimizer) for parameter in group]
+
+
+@contextmanager
+def restricted(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Iterator[bool]:
+    """Within it an optimizer steps only the parameters for which ``kept`` is true.
+
+    Yields:
+        Whether there are any: an optimizer over nothing cannot step.
+    """
+    base = base_optimizer(optimizer)
+    holders = [(base, "_param_groups")]
+    # AdamW goes by another list than the others, and so does MixPrecisionOptimizer.
+    wrappers = [optimizer]
+    while wrappers[-1] is not base:
+        wrappers.append(wrappers[-1]._inner_opt)
+    for wrapper in wrappers:
+        listed = vars(wrapper).get("_parameter_list")
+        if listed and not isinstance(listed[0], dict):
+            holders.append((wrapper, "_parameter_list"))
+    before = [getattr(holder, name) for holder, name in holders]
+    for (holder, name), listed in zip(holders, before):
+        setattr(holder, name, _chosen(listed, kept))
+    try:
+        yield any(map(kept, optimized_parameters(base)))
+    finally:
+        for (holder, name), listed in zip(holders, before):
+            setattr(holder, name, listed)
+
+
+def _chosen(listed: list[Tensor], kept: Callable[[Tensor], bool]) -> list[Tensor]:
+    """Returns what to keep of a list of parameters, or of groups, which are dicts."""
+    if not (listed and isinstance(listed[0], dict)):
+        return list(filter(kept, listed))
+    return [{**group, "params": list(filter(kept, group["params"]))} for group in listed]
+
+
+def name_prefix(optimizer: Optimizer) -> str:
+    """Returns what stands before the kind in the names of an optimizer's state."""
+    name = base_optimizer(optimizer)._name
+    return "" if name is None else f"{name}_"
+
+
+def state_of(
+    optimizer: Optimizer,
+    parameter: str,
+    name_of: Callable[[Tensor | Variable], str] = attrgetter("name"),
+) -> dict[str, Any]:
+    """Returns the accumulators of a parameter by kind, as ``moment1``; none before it was stepped.
+
+    Args:
+        optimizer: In static graph, one that was applied to a program.
+        parameter: The name of the parameter.
+        name_of: Returns the name of an accumulator or master weight.
+    """
+    base = base_optimizer(optimizer)
+    master = master_weight_of(base, parameter)
+    names = [parameter] if master is None else [parameter, name_of(master)]
+    prefix = name_prefix(base)
+    return {
+        kind.removeprefix(prefix): accumulators[name]
+        for kind, accumulators in base._accumulators.items()
+        for name in names
+        if name in accumulators
+    }
+
+
+def master_weight_of(optimizer: Optimizer, parameter: str) -> Tensor | Variable | None:
+    """Returns the float32 copy that an optimizer keeps of the parameter of a name, or None."""
+    return base_optimizer(optimizer)._master_weights.get(parameter)
+
+
+def all_state_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns what an optimizer has made for its steps: accumulators and master weights."""
+    base = base_optimizer(optimizer)
+    tensors = list(base._master_weights.values())
+    for accumulators in base._accumulators.values():
+        tensors += accumulators.values()
+    return tensors
+
+
+def create_state(optimizer: Optimizer, group: int, parameters: Sequence[Tensor]) -> None:
+    """Makes the accumulators of some parameters of a group, as the first step would."""
+    listed = optimizer._param_groups
+    chosen: object = list(parameters)
+    if listed and isinstance(listed[0], dict):
+        chosen = {**listed[group], "params": chosen}
+    # What a state dict left behind for names that Paddle counts is not for these.
+    holder, optimizer._accumulators_holder = optimizer._accumulators_holder, {}
+    if optimizer.helper is None:
+        optimizer.helper = LayerHelper(type(optimizer).__name__)  # 2.6.2 makes it as it steps
+    block = _any_framework.default_main_program().global_block()
+    try:
+        optimizer._create_accumulators(block, chosen)
+    finally:
+        optimizer._accumulators_holder = holder
+
+
+def forget_state(optimizer: Optimizer, parameter: Tensor) -> None:
+    """Makes an optimizer as if it had never stepped a parameter."""
+    names = [parameter.name]
+    master = optimizer._master_weights.pop(parameter.name, None)
+    if master is not None:
+        names.append(master.name)
+    for accumulators in optimizer._accumulators.values():
+        for name in names:
+            accumulators.pop(name, None)
+    for created in ("_already_create_accumulator", "_already_create_accumulater"):  # 2.6.2's
+        getattr(optimizer, created, set()).discard(parameter.name)
+
+
+def has_known_state(optimizer: Optimizer) -> bool:
+    """Whether a step changes parameters and :func:`all_state_of` alone, as Paddle's own do."""
+    base = base_optimizer(optimizer)
+    wrapped = optimizer is base or type(optimizer) is _mixed.MixPrecisionOptimizer
+    return wrapped and type(base).__module__.startswith("paddle.optimizer.")
+
+
+def learning_rate_of(optimizer: Optimizer) -> float | Scheduler:
+    """Returns the learning rate of an optimizer: a number, or the scheduler that gives it."""
+    return base_optimizer(optimizer)._learning_rate
+
+
+def scheduler_of(optimizer: Optimizer) -> Scheduler:
+    """Returns the schedule of an optimizer's learning rate; None where it is a number."""
+    rate = learning_rate_of(optimizer)
+    return rate if hasattr(rate, "set_state_dict") else None
+
+
+def rate_variable(optimizer: Optimizer, program: Program) -> Variable:
+    """Returns the variable of the learning rate in a program that an optimizer was applied to."""
+    return optimizer._learning_rate_map[program]
+
+
+def set_dtype(optimizer: Optimizer, dtype: DType) -> None:
+    """Has an optimizer that is applied to a program compute in ``dtype``.
+
+    ``apply_gradients`` alone leaves that open, and ``minimize`` takes it from the loss.
+    """
+    optimizer._dtype = dtype
+
+
+class ClipPlace(NamedTuple):
+    """Where an optimizer has a gradient clip: a dict and the name in it."""
+
+    holder: dict[str, object]
+    name: str
+
+    @property
+    def clip(self) -> Clip:
+        """The clip that is there now, or None."""
+        return self.holder.get(self.name)
+
+    def put(self, clip: Clip) -> None:
+        """Puts another clip there."""
+        self.holder[self.name] = clip
+
+
+def clip_places(optimizer: Optimizer) -> list[ClipPlace]:
+    """Returns where an optimizer may have a clip: itself, its groups, the default of new ones."""
+    base = base_optimizer(optimizer)
+    places = [ClipPlace(base.__dict__, "_grad_clip"), ClipPlace(base._default_dict, "grad_clip")]
+    groups = [group for group in base._param_groups or [] if isinstance(group, dict)]
+    return places + [ClipPlace(group, "grad_clip") for group in groups]
+
+
+def clips_of_a_step(optimizer: Optimizer) -> list[Clip]:
+    """Returns the clips that a step calls, one after another: one for each group."""
+    base = base_optimizer(optimizer)
+    groups = base._param_groups or []
+    if groups and isinstance(groups[0], dict):
+        return [group["grad_clip"] for group in groups]
+    return [base._grad_clip]
+
+
+def gradient_clip(optimizer: Optimizer) -> Clip:
+    """Returns the clip of an optimizer itself, or None.
+
+    It is what ``minimize`` calls, which takes no notice of groups.
+    """
+    return getattr(base_optimizer(optimizer), "_grad_clip", None)
+
+
+def squared_norm(gradient: Tensor) -> Tensor:
+    """Returns the sum of the squares of a gradient as Paddle's own clip computes it."""
+    if gradient.is_selected_rows():
+        merged = _clips.merge_selected_rows(gradient)
+        gradient = merged._get_tensor_from_selected_rows()
+    if gradient.place.is_cpu_place() and gradient.dtype in (paddle.float16, paddle.bfloat16):
+        # There the kernel is missing, and Paddle's own clip fails.
+        gradient = gradient.astype("float32")
+    return _clips._squared_l2_norm(gradient)
+
+
+def twin_optimizer(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], others: Mapping[str, Tensor]
+) -> Optimizer:
+    """Returns an optimizer like ``optimizer`` over other parameters, with a scheduler of its own.
+
+    Groups, decay and clipping carry over, accumulated state does not belong to it yet: the twin is
+    to be made before the first step.
+
+    Args:
+        optimizer: A Paddle optimizer over ``parameters``.
+        parameters: Parameters by name.
+        others: The parameters to put in their place, by the same names.
+    """
+    memo = {id(parameter): others[name] for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        # Where a parameter group has its learning rate and its decay.
+        others[name].optimize_attr = dict(parameter.optimize_attr)
+        others[name].regularizer = parameter.regularizer
+    return copy.deepcopy(optimizer, memo)
