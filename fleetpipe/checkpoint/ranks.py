@@ -29,7 +29,7 @@ class Ranks:
 
     def __init__(self, group: Group, job: Job | None = None) -> None:
         self._group = group
-        self._job = job
+        self.job = job
         self.rank = group.rank
         self.count = group.ranks
 
@@ -52,7 +52,7 @@ class Ranks:
     @property
     def layout(self) -> dict[str, int]:
         """How the ranks are split."""
-        degrees = None if self._job is None else self._job.degrees
+        degrees = None if self.job is None else self.job.degrees
         axes = ("pp", "dp", "sharding", "mp")
         return {axis: 1 if degrees is None else getattr(degrees, axis) for axis in axes}
 
@@ -64,7 +64,7 @@ class Ranks:
     @property
     def place(self) -> list[tuple[int, int]]:
         """This rank's slice, replica and place in the pipeline, each with how many there are."""
-        job = self._job
+        job = self.job
         if job is None or job.local:
             return [(0, 1)] * 3
         degrees = job.degrees
@@ -85,9 +85,9 @@ class Ranks:
             PeerFailed: Some rank died.
             PipelineTimeout: Some rank did not come within the limit.
         """
-        if self._job is not None and self._job is not current_job():
+        if self.job is not None and self.job is not current_job():
             return [act()]  # the job has ended: what is left to do each rank does for itself
-        guard = nullcontext() if self._job is None else self._job.guarded(lambda: what)
+        guard = nullcontext() if self.job is None else self.job.guarded(lambda: what)
         with guard:
             value, failure, cause = _tried(act)
             found = self._group.all_gather((failure, value))
@@ -102,17 +102,17 @@ class Ranks:
             PipelineTimeout: It did not take a part within the limit.
         """
         assert isinstance(self._group, DirectGroup)
-        assert self._job is not None
+        assert self.job is not None
         for part in parts:
             sent = paddle.to_tensor(np.frombuffer(part, np.uint8), place=paddle.CPUPlace())
             self._group.transport.send(0, _PART, sent)
-            self._group.transport.flush(self._job.timeout)
+            self._group.transport.flush(self.job.timeout)
 
     def take(self, rank: int) -> Tensor:
         """Returns the next part that ``rank`` sends here, as a tensor of bytes; as :meth:`give`."""
         assert isinstance(self._group, DirectGroup)
-        assert self._job is not None
-        return self._group.transport.receive(rank, _PART, self._job.timeout)
+        assert self.job is not None
+        return self._group.transport.receive(rank, _PART, self.job.timeout)
 
     def _raise_first(self, failures: list[str | None], what: str, cause: Exception | None) -> None:
         told = {rank: text for rank, text in enumerate(failures) if text is not None}

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleetpipe.checkpoint.contents import random_state, replicas, training_state
+from fleetpipe.checkpoint.contents import random_state, training_state
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Held, Name, Part
+from fleetpipe.checkpoint.contents.parts import Held, Name, Part, Saved
 from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host_memory, manifest
 from fleetpipe.checkpoint.files.reader import Reader
@@ -85,7 +85,7 @@ class _Attempt:
             self._parts.append(optimizer)
         saved = self.reader.manifest.saved
         wanted = {name: held for part in self._parts for name, held in part.wanted(saved).items()}
-        self._wanted = replicas.own_wanted(ranks, wanted, saved)
+        self._wanted = _with_statistics(ranks, wanted, saved)
         self.reader.check(self._objects.groups(), ranks.rank, ranks.count)
 
     def abandon(self) -> None:
@@ -108,3 +108,23 @@ class _Attempt:
         self._training.put_back(self.state)
         if self._objects.random:
             self._training.put_back_random_of(place, self.state["random"])
+
+
+def _with_statistics(
+    ranks: Ranks, wanted: Mapping[Name, Held], saved: Saved
+) -> Mapping[Name, Held]:
+    """Returns what is to be filled, of which this replica's running statistics come from its own.
+
+    They do where there are as many replicas as there were.
+
+    Args:
+        ranks: All ranks of the job.
+        wanted: What is to be filled, by the names of the first replica's.
+        saved: What the checkpoint has.
+    """
+    if ranks.replicas != saved.replicas:
+        return wanted
+    replica, _ = ranks.place[1]
+    own = {name: name.of_replica(replica) for name, held in wanted.items() if held.differs}
+    found = {name: other for name, other in own.items() if other in saved.tensors}
+    return {found.get(name, name): held for name, held in wanted.items()}

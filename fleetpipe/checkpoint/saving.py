@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleetpipe import log, systems
-from fleetpipe.checkpoint.contents import replicas, training_state
+from fleetpipe import log
+from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name
-from fleetpipe.checkpoint.files import host_memory, run_folder
+from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
 from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.files.manifest import Manifest
 from fleetpipe.checkpoint.files.plan import Inventory, Plan, indexes, planned
 from fleetpipe.checkpoint.files.run_folder import Retention
-from fleetpipe.checkpoint.files.writer import Assignment, described_files, own_parts, write
+from fleetpipe.checkpoint.files.writer import Assignment, Writing, bytes_in, described_files
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
+from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import VERSION
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.version import __version__
@@ -30,10 +29,6 @@ _log = log.logger(__name__)
 
 #: A value of JSON.
 Json = Any
-#: What the writer's thread has: a tenth of a processor that another thread wants as well.
-_NICE = 10
-#: Returns the bytes of this rank's part of a tensor.
-BytesOf = Callable[[Name], memoryview]
 
 
 class Saving:
@@ -57,69 +52,6 @@ class Saving:
         self._saver.settle(wait=True)
 
 
-class _Writing:
-    """What this rank writes of a step, in a thread or at once."""
-
-    def __init__(self, task: Assignment, bytes_of: BytesOf) -> None:
-        self.task = task
-        self._bytes_of = bytes_of
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def running(self) -> bool:
-        """Whether the thread has not come to its end."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self) -> None:
-        """Writes in a thread, which the process waits for before it ends."""
-        self._thread = threading.Thread(target=self._run_aside, name="fleetpipe checkpoint writer")
-        self._thread.start()
-
-    def _run_aside(self) -> None:
-        """Writes while those who train have nothing to compute, as far as they leave time."""
-        systems.lower_priority(_NICE)
-        self.run()
-
-    def run(self) -> None:
-        """Writes."""
-        try:
-            write(self.task, self._bytes_of)
-        except Exception as error:  # told to all ranks by settle
-            self._error = error
-
-    def run_with(self, ranks: Ranks, elsewhere: Sequence[int]) -> None:
-        """Writes, and rank 0 what the ranks hold that do not see its folder. Collective.
-
-        Args:
-            ranks: All of them.
-            elsewhere: Those, as on storage that hosts do not share. They send rank 0 their parts,
-                of which it has one rank's in memory at a time.
-
-        Raises:
-            PeerFailed: Some rank died.
-            PipelineTimeout: Some rank did not come within the limit.
-        """
-        if ranks.rank in elsewhere:
-            own = own_parts(self.task.plan, ranks.rank)
-            ranks.give(self._bytes_of(name) for name, _, _ in own)
-            return
-        self.run()
-        for rank in elsewhere if ranks.rank == 0 else ():
-            theirs = own_parts(self.task.plan, rank)
-            parts = {name: Held(ranks.take(rank)) for name, _, _ in theirs}
-            of_rank = _Writing(replace(self.task, rank=rank), _bytes_in(parts))
-            of_rank.run()
-            self._error = self._error or of_rank._error
-
-    def end(self) -> None:
-        """Waits for the thread, as long as the disk takes, and raises what it could not do."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-
 class Saver:
     """Saves steps of a run, of which at most one is being written."""
 
@@ -137,8 +69,10 @@ class Saver:
         #: The plan of what the ranks hold, and the texts that follow from it.
         self._plans: dict[tuple[str, ...], tuple[Plan, dict[str, str]]] = {}
         self._snapshot = Snapshot()
-        self._writing: tuple[Ranks, _Writing] | None = None
+        self._writing: tuple[Ranks, Writing] | None = None
         self._cleaned = False
+        #: A job, and its ranks that do not see rank 0's folder.
+        self._seen: tuple[Job | None, list[int]] | None = None
 
     @dynamic_mode()
     def save(
@@ -158,7 +92,7 @@ class Saver:
         optimizer = objects.optimizer_part(model)
         of_optimizer = {} if optimizer is None else optimizer.held()
         what = f"saving step {step}"
-        held = replicas.with_own(ranks, what, {**model.held(), **of_optimizer})
+        held = _with_statistics(ranks, what, {**model.held(), **of_optimizer})
 
         def facts() -> dict[str, Json]:
             state = objects.training_state(model).taken()
@@ -258,29 +192,25 @@ class Saver:
         return self._plans[key]
 
     def _begin(self, ranks: Ranks, task: Assignment, held: Mapping[Name, Held]) -> None:
-        sees = ranks.together(f"saving step {task.manifest.step}", task.draft.is_dir)
-        elsewhere = [rank for rank, here in enumerate(sees) if not here]
-        if elsewhere:
-            writing = _Writing(task, lambda name: host_memory.bytes_of(held[name])[1])
-            writing.run_with(ranks, elsewhere)
+        elsewhere = self._ranks_elsewhere(ranks, task)
+        if self._in_background and not elsewhere:
+            parts = {name: held[name] for name, _, _ in task.plan.parts_of(task.rank)}
+            writing = Writing(task, self._snapshot.take(parts).__getitem__)
             self._writing = (ranks, writing)
-            self.settle(wait=True)
-            return
-        if self._in_background:
-            own = {name: held[name] for name, _, _ in own_parts(task.plan, task.rank)}
-            copies = self._snapshot.take(own)
-            writing = _Writing(task, copies.__getitem__)
             writing.start()
-            self._writing = (ranks, writing)
             return
-        writing = _Writing(task, lambda name: host_memory.bytes_of(held[name])[1])
-        writing.run()
+        writing = Writing(task, bytes_in(held))
         self._writing = (ranks, writing)
+        writing.run_with(ranks, elsewhere)
         self.settle(wait=True)
 
-
-def _bytes_in(parts: Mapping[Name, Held]) -> BytesOf:
-    return lambda name: host_memory.bytes_of(parts[name])[1]
+    def _ranks_elsewhere(self, ranks: Ranks, task: Assignment) -> list[int]:
+        """Returns the ranks that do not see rank 0's folder. Collective at a job's first save."""
+        if self._seen is None or self._seen[0] is not ranks.job:
+            what = f"saving step {task.manifest.step}"
+            sees = ranks.together(what, task.draft.is_dir)
+            self._seen = (ranks.job, [rank for rank, here in enumerate(sees) if not here])
+        return self._seen[1]
 
 
 def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
@@ -301,3 +231,50 @@ def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
             fix="call save with the same step on every rank",
         )
     return training_state.to_text({"step": step, **training_state.merged(states, places)})
+
+
+def _with_statistics(ranks: Ranks, what: str, held: Mapping[Name, Held]) -> Mapping[Name, Held]:
+    """Returns what this rank holds, and what its replica has otherwise than the first one.
+
+    Those are running statistics: each replica has those of its own part of the data. The first
+    replica's are the model's; another one's stand in a group of their own, as ``1/model/3._mean``.
+    Collective where there are replicas.
+
+    Args:
+        ranks: All ranks of the job.
+        what: What is done, for messages.
+        held: What this rank holds.
+
+    Raises:
+        CheckpointError: Some rank cannot read its memory; every rank raises.
+    """
+    if ranks.replicas == 1:
+        return held
+    (member, _), (replica, _), _ = ranks.place
+    mine = {name: one for name, one in held.items() if one.differs}
+
+    def sums() -> list[Any]:
+        return [member, replica, [[*name, _checksum(one)] for name, one in mine.items()]]
+
+    everyone = ranks.together(what, sums)
+    found = {
+        (theirs, of, Name(group, name)): checksum
+        for of, theirs, rows in everyone
+        for group, name, checksum in rows
+    }
+    others = {
+        (theirs, name)
+        for (theirs, of, name), checksum in found.items()
+        if checksum != found.get((0, of, name), checksum)
+    }
+    several: dict[Name, set[int]] = {}
+    for (*_, name), checksum in found.items():
+        several.setdefault(name, set()).add(checksum)
+    # Of what is the same everywhere, as frozen parameters are, the ranks share the writing.
+    shared = {name: one._replace(differs=len(several[name]) > 1) for name, one in mine.items()}
+    own = {name.of_replica(replica): mine[name] for name in mine if (replica, name) in others}
+    return {**held, **shared, **own}
+
+
+def _checksum(held: Held) -> int:
+    return tensors.checksum([host_memory.bytes_of(held)])

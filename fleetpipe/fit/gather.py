@@ -9,7 +9,6 @@ from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name
 from fleetpipe.checkpoint.files.plan import Inventory, planned
 from fleetpipe.checkpoint.files.tensors import Cut
-from fleetpipe.checkpoint.files.writer import own_parts
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
@@ -43,7 +42,7 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[Name, Tensor]
     with job.guarded(lambda: _WHAT):
         for source in range(ranks.count):
             own = (
-                [(*name, cut, _copy(held[name])) for name, _, cut in own_parts(plan, ranks.rank)]
+                [(*name, cut, _copy(held[name])) for name, _, cut in plan.parts_of(ranks.rank)]
                 if source == ranks.rank
                 else None
             )

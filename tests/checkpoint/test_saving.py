@@ -19,9 +19,11 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.checkpoint.contents.parts import MODEL, Held, Name
-from fleetpipe.checkpoint.files import tensors
+from fleetpipe.checkpoint.files import host_memory, tensors
 from fleetpipe.checkpoint.files.host_memory import Snapshot
+from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError, ConfigError
+from fleetpipe.transport.wire import bridge
 from tests.launching import ROOT, Finished
 from tests.pipelines import batch, bits, job, pipeline, sgd
 
@@ -184,6 +186,31 @@ def test_copies_lie_in_the_same_memory_from_save_to_save() -> None:
     assert [copy for _, copy in taken(twos, ones)] == [twos.tobytes(), ones.tobytes()]
 
 
+def test_bytes_of_a_copy_live_as_long_as_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As a tensor on a GPU has it: its bytes on the host are those of a copy.
+    monkeypatch.setattr(bridge, "plain", lambda tensors: [one.clone() for one in tensors])
+    memory = host_memory.bytes_of(Held(paddle.full([12], 3.0)))
+    taken = [paddle.full([12], 7.0) for _ in range(50)]
+    assert np.frombuffer(memory, "float32").tolist() == [3.0] * 12, taken
+
+
+def test_ranks_meet_twice_in_a_save_of_what_they_held_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = Ranks.together
+    meetings: list[str] = []
+
+    def counted(ranks: Ranks, what: str, act: Any) -> Any:
+        meetings.append(what)
+        return together(ranks, what, act)
+
+    monkeypatch.setattr(Ranks, "together", counted)
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    for step in range(3):
+        manager.save(step, model=paddle.nn.Linear(2, 2))
+    assert meetings == [f"saving step {step}" for step in (0, 0, 0, 0, 1, 1, 2, 2)]
+
+
 def test_a_with_waits_for_what_is_saved_and_hides_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -310,7 +337,7 @@ APART = f"""
 import errno, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import paddle, fleetpipe
-from fleetpipe.checkpoint import saving
+from fleetpipe.checkpoint.files import writer
 from fleetpipe.errors import CheckpointError
 from tests.pipelines import batch, job, pipeline, sgd
 
@@ -324,19 +351,19 @@ with job(2):
     for step in range(1, 3):
         model.train_batch(batch(), optimizer)
         manager.save(step, model=model, optimizer=optimizer)
-    write = saving.write
+    write = writer.write
 
     def full(task, bytes_of):
         if task.rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(task, bytes_of)
 
-    saving.write = full
+    writer.write = full
     try:
         manager.save(3, model=model)
     except CheckpointError as error:
         assert "saving step 3 failed on rank 0 of the job: [Errno 28]" in str(error), error
-    saving.write = write
+    writer.write = write
     model.train_batch(batch(), optimizer)
     manager.save(4, model=model, optimizer=optimizer)
     assert manager.steps() == ([] if rank else [1, 2, 4])

@@ -29,6 +29,10 @@ class Name(NamedTuple):
     group: str
     name: str
 
+    def of_replica(self, replica: int) -> Name:
+        """Returns the name of what a replica has otherwise than the first one."""
+        return Name(REPLICAS, f"{replica}/{self.group}/{self.name}")
+
     def __str__(self) -> str:
         return f"{self.name!r} of the {self.group.replace('_', ' ')}"
 
@@ -40,7 +44,7 @@ class Held(NamedTuple):
         tensor: A tensor of Paddle's, or an array.
         cut: Which part of the whole it is; None where it is all of it.
         differs: Whether other ranks may hold other values, as the statistics of replicas are: the
-            first rank's are saved, and see ``replicas.py``.
+            first rank's are saved, and other replicas' beside them: :meth:`Name.of_replica`.
     """
 
     tensor: Tensor | np.ndarray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -17,18 +18,18 @@ from fleetpipe.transport.wire.structure import TensorLeaf
 _ALIGNED = 64
 
 
-def bytes_of(held: Held) -> tuple[object, memoryview]:
-    """Returns the bytes of a tensor, without a copy where it is contiguous and on the CPU.
-
-    Returns:
-        What to keep as long as the bytes are used, and the bytes.
-    """
+def bytes_of(held: Held) -> memoryview:
+    """Returns the bytes of a tensor, without a copy where it is contiguous and on the CPU."""
     tensor = held.tensor
     if isinstance(tensor, np.ndarray):
-        array = np.ascontiguousarray(tensor)
-        return array, _flat(array)
-    kept, memories = bridge.readable([tensor], [_leaf(_own(held))])
-    return kept, memories[0] if memories else memoryview(b"")
+        return _flat(np.ascontiguousarray(tensor))
+    kept, memories = bridge.readable([tensor], [_own(held)])
+    if not memories:
+        return memoryview(b"")
+    (memory,) = memories
+    owner: Any = memory.obj
+    owner.kept = kept  # a copy lives as long as its bytes are used
+    return memory
 
 
 def empty_like(held: Held) -> tuple[Tensor | np.ndarray, memoryview]:
@@ -63,12 +64,11 @@ class Snapshot:
 
     def take(self, tensors: Mapping[Name, Held]) -> Mapping[Name, memoryview]:
         """Copies tensors, in the place of what was copied before; returns the copies' bytes."""
-        # The first of each pair keeps the bytes of the second alive.
-        found = {name: bytes_of(held) for name, held in tensors.items()}
-        sizes = {name: len(memory) for name, (_, memory) in found.items()}
+        memories = {name: bytes_of(held) for name, held in tensors.items()}
+        sizes = {name: len(memory) for name, memory in memories.items()}
         if {name: len(place) for name, place in self._places.items()} != sizes:
             self._places = _allocated(sizes)
-        for name, (_, memory) in found.items():
+        for name, memory in memories.items():
             self._places[name][:] = np.frombuffer(memory, np.uint8)
         return {name: place.data for name, place in self._places.items()}
 

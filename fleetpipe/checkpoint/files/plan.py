@@ -47,6 +47,17 @@ class Plan(NamedTuple):
         first = next(iter(self.shares[file].values()))
         return first[0].writer
 
+    def parts_of(self, rank: int) -> list[tuple[Name, str, Cut | None]]:
+        """Returns name, file and part of each piece that a rank writes, in the files' order."""
+        return [
+            (Name(group, name), file, share.cut)
+            for group, files in self.groups.items()
+            for file in files
+            for name, ones in self.shares[file].items()
+            for share in ones
+            if share.writer == rank
+        ]
+
 
 class Holding(NamedTuple):
     """What one rank holds of a tensor, without the values; see :class:`parts.Held`."""

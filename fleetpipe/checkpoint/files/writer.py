@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fleetpipe import atomic_file, log
-from fleetpipe.checkpoint.contents.parts import Name
-from fleetpipe.checkpoint.files import run_folder, tensors
+from fleetpipe import atomic_file, log, systems
+from fleetpipe.checkpoint.contents.parts import Held, Name
+from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
 from fleetpipe.checkpoint.files.manifest import MANIFEST, Entry, Manifest, Piece, Whole
 from fleetpipe.checkpoint.files.plan import Plan
 from fleetpipe.checkpoint.files.tensors import Cut
+from fleetpipe.checkpoint.ranks import Ranks
 
 _log = log.logger(__name__)
 
 _CLAIM = "claimed"
+#: What the writer's thread has: a tenth of a processor that another thread wants as well.
+_NICE = 10
+#: Returns the bytes of this rank's part of a tensor.
+BytesOf = Callable[[Name], memoryview]
 
 
 @dataclass(frozen=True)
@@ -52,19 +58,79 @@ class Assignment:
     published: Callable[[], None]
 
 
-def own_parts(plan: Plan, rank: int) -> list[tuple[Name, str, Cut | None]]:
-    """Returns name, file and part of each piece that a rank writes, in the files' order."""
-    return [
-        (Name(group, name), file, share.cut)
-        for group, files in plan.groups.items()
-        for file in files
-        for name, ones in plan.shares[file].items()
-        for share in ones
-        if share.writer == rank
-    ]
+class Writing:
+    """What this rank writes of a step, in a thread or at once."""
+
+    def __init__(self, task: Assignment, bytes_of: BytesOf) -> None:
+        """Describes it.
+
+        Args:
+            task: What to write.
+            bytes_of: Returns the bytes of this rank's part of a tensor, by its name.
+        """
+        self.task = task
+        self._bytes_of = bytes_of
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread has not come to its end."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Writes in a thread, which the process waits for before it ends."""
+        self._thread = threading.Thread(target=self._run_aside, name="fleetpipe checkpoint writer")
+        self._thread.start()
+
+    def _run_aside(self) -> None:
+        """Writes while those who train have nothing to compute, as far as they leave time."""
+        systems.lower_priority(_NICE)
+        self.run()
+
+    def run(self) -> None:
+        """Writes."""
+        try:
+            write(self.task, self._bytes_of)
+        except Exception as error:  # told to all ranks by settle
+            self._error = error
+
+    def run_with(self, ranks: Ranks, elsewhere: Sequence[int]) -> None:
+        """Writes, and rank 0 what the ranks hold that do not see its folder. Collective.
+
+        Args:
+            ranks: All of them.
+            elsewhere: Those, as on storage that hosts do not share. They send rank 0 their parts,
+                of which it has one rank's in memory at a time.
+
+        Raises:
+            PeerFailed: Some rank died.
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        if ranks.rank in elsewhere:
+            ranks.give(self._bytes_of(name) for name, _, _ in self.task.plan.parts_of(ranks.rank))
+            return
+        self.run()
+        for rank in elsewhere if ranks.rank == 0 else ():
+            parts = {name: Held(ranks.take(rank)) for name, _, _ in self.task.plan.parts_of(rank)}
+            of_rank = Writing(replace(self.task, rank=rank), bytes_in(parts))
+            of_rank.run()
+            self._error = self._error or of_rank._error
+
+    def end(self) -> None:
+        """Waits for the thread, as long as the disk takes, and raises what it could not do."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
-def write(task: Assignment, bytes_of: Callable[[Name], memoryview]) -> None:
+def bytes_in(held: Mapping[Name, Held]) -> BytesOf:
+    """Returns what reads tensors where they lie, by name."""
+    return lambda name: host_memory.bytes_of(held[name])
+
+
+def write(task: Assignment, bytes_of: BytesOf) -> None:
     """Writes this rank's parts; the last rank to finish publishes the step.
 
     Args:
@@ -88,7 +154,7 @@ def write(task: Assignment, bytes_of: Callable[[Name], memoryview]) -> None:
         for file, layout in task.plan.files.items():
             if task.plan.header_writer(file) == task.rank:
                 tensors.write_at(file_of(file), 0, layout.header)
-        for name, file, cut in own_parts(task.plan, task.rank):
+        for name, file, cut in task.plan.parts_of(task.rank):
             values = bytes_of(name)
             tensors.write(file_of(file), task.plan.files[file].tensors[name.name], cut, values)
             found = checksums.setdefault(file, {}).setdefault(name.name, [])

@@ -70,9 +70,7 @@ class KeptState:
         state = self._objects.training_state(self._objects.model_part()).taken()
         text = training_state.to_text(state).encode()
         segment = self._segment(text)
-        # The first of each pair keeps the bytes of the second alive.
-        memories = [host_memory.bytes_of(one) for one in held]
-        segment.write(step, [memory for _, memory in memories], text)
+        segment.write(step, [host_memory.bytes_of(one) for one in held], text)
         if len(segment.steps()) > 1:
             self._forget_others(segment)
 

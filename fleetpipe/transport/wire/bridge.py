@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from paddle import Tensor as Tensor
@@ -62,8 +62,15 @@ def detached(tensors: list[Tensor]) -> list[Tensor]:
     return leaves
 
 
+class _Sized(Protocol):
+    """Says how many bytes a tensor has, as a leaf of a structure does."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 def readable(
-    tensors: list[Tensor], leaves: Iterable[TensorLeaf]
+    tensors: list[Tensor], leaves: Iterable[_Sized]
 ) -> tuple[list[Tensor], list[memoryview]]:
     """Returns what to keep alive and, for each tensor with data, its bytes.
 
@@ -79,7 +86,7 @@ def plain(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor if _is_plain(tensor) else _made_plain(tensor) for tensor in tensors]
 
 
-def memories(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[memoryview]:
+def memories(tensors: list[Tensor], leaves: Iterable[_Sized]) -> list[memoryview]:
     """Returns the bytes of each plain tensor that has data, for as long as it has them."""
     return [_memory(t, leaf.nbytes) for t, leaf in zip(tensors, leaves) if leaf.nbytes]
 
