@@ -1,0 +1,75 @@
+"""Files that an earlier version wrote are still read, with the values that stand in them.
+
+Two linear layers on two ranks in one process, trained for one step: its profile, a plan of it, its
+checkpoint, its files of Fleet's form, a trace of the step, and the folder of a run of
+``fleetpipe.Model``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import paddle
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import fleet
+from fleetpipe.checkpoint import fleet_files
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.profiling import PipelinePlan, Profile
+from fleetpipe.report.run import read
+from fleetpipe.schedules import Costs
+from tests.jobs import job
+from tests.pipelines import bits, pipeline
+
+FOLDER = Path(__file__).parent
+
+
+def two_layers() -> list[LayerDesc]:
+    return [LayerDesc(nn.Linear, 2, 3), LayerDesc(nn.Linear, 3, 2)]
+
+
+def test_a_profile() -> None:
+    profile = Profile.read(FOLDER / "profile.json")
+    assert [layer.name for layer in profile.layers] == ["Linear", "Linear"]
+    assert [layer.parameters for layer in profile.layers] == [36, 32]
+    assert profile.boundaries == (0, 1, 2)
+    assert profile.splits
+    costs = Costs.from_json((FOLDER / "profile.json").read_text())
+    assert costs.bytes == (24, 60)
+
+
+def test_a_plan() -> None:
+    plan = PipelinePlan.read(FOLDER / "plan.json")
+    assert (plan.ranks, plan.micro_batches, plan.memory_cap) == (2, 3, 2**20)
+    assert plan.partition.boundaries == (0, 1, 2)
+    assert [stage.parameters for stage in plan.stages] == [36, 32]
+
+
+def test_the_folder_of_a_run() -> None:
+    run = read(FOLDER / "run")
+    assert [(row.step, row.epoch) for row in run.train] == [(1, 0), (2, 1)]
+    assert [row.figures["loss"] for row in run.evaluations] == [1166.9141845703125, 208089568.0]
+    assert run.section("layout")["pp"] == 2
+    assert run.pipeline is not None
+    assert len(run.pipeline.measured) == len(run.pipeline.predicted) == 8
+
+
+def test_a_checkpoint_and_files_of_fleets_form_have_the_same_values() -> None:
+    expected = list(bits(fleet_files.load(FOLDER / "model.pdparams")).values())
+    with job(2, micro_batches=2):
+        model = pipeline(two_layers(), loss_fn=nn.MSELoss())
+        model.layers.set_state_dir(FOLDER / "layers")
+        assert list(bits(model.layers.state_dict()).values()) == expected
+        model = pipeline(two_layers(), loss_fn=nn.MSELoss())
+        momentum = paddle.optimizer.Momentum(0.5, parameters=model.parameters())
+        optimizer = fleet.distributed_optimizer(momentum)
+        manager = fleetpipe.CheckpointManager(FOLDER / "checkpoint")
+        restored = manager.restore(model=model, optimizer=optimizer)
+        assert restored is not None
+        assert restored.step == 2
+        assert list(bits(model.layers.state_dict()).values()) == expected
+        assert momentum.get_lr() == 0.1
+    kept = fleet_files.load(FOLDER / "model.pdopt")
+    velocities = [value for name, value in kept.items() if "velocity" in name]
+    assert [tuple(value.shape) for value in velocities] == [(2, 3), (3,), (3, 2), (2,)]
