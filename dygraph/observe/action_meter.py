@@ -7,7 +7,8 @@ import time
 from collections import defaultdict
 from typing import Callable
 
-from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.engine.observer import Instruction, Played
+from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.schedules import Action, Free, Op, Recv, Send
 
 #: A kind of action, "S" for sends or "R" for receives; the global stage that does it; and the slice
@@ -50,19 +51,11 @@ class ActionMeter:
         doing = kind, stage, op.micro_batch % self._slices
         # While it waits for another rank, a thread does not use its processor.
         clock = time.thread_time if isinstance(op, (Send, Recv)) else self._clock
-        begun: float | None = None
 
-        def metered() -> Blocked | None:
-            nonlocal begun
-            if begun is None:
-                begun = clock()
-            blocked = instruction()
-            if blocked is None:
-                self._now[doing] += clock() - begun
-                begun = None
-            return blocked
+        def add(begin: float, end: float) -> None:
+            self._now[doing] += end - begin
 
-        return metered
+        return Stopwatch(instruction, add, clock)
 
     def end_batch(self, counts: bool) -> None:
         """Ends a batch.

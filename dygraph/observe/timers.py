@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from fleetpipe import log
-from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.engine.observer import Instruction, Played
+from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.errors import StateError
 from fleetpipe.schedules import Action, Op, Recv, Send
 
@@ -53,8 +54,12 @@ class Timer:
         """
         if self._started is None:
             raise StateError(f"the timer {self.name} has not been started", fix="start it first")
-        self._elapsed += time.perf_counter() - self._started
+        self.add(time.perf_counter() - self._started)
         self._started = None
+
+    def add(self, seconds: float) -> None:
+        """Adds what was timed elsewhere."""
+        self._elapsed += seconds
 
     def reset(self) -> None:
         """Goes back to 0, and stops."""
@@ -126,18 +131,7 @@ class TimedActions:
         else:
             return instruction
 
-        def timed() -> Blocked | None:
-            timer = self._timers(name)
-            if not timer.running:
-                timer.start()
-            waits = False
-            try:
-                blocked = instruction()
-                # It is called again when the message is there: the wait is a part of the receive.
-                waits = blocked is not None
-                return blocked
-            finally:
-                if not waits:
-                    timer.stop()
+        def add(begin: float, end: float) -> None:
+            self._timers(name).add(end - begin)
 
-        return timed
+        return Stopwatch(instruction, add)

@@ -14,7 +14,8 @@ from typing import Callable, Protocol
 
 from fleetpipe import log
 from fleetpipe.arguments import require_folder
-from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.engine.observer import Instruction, Played
+from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.errors import PackageNotFound
 from fleetpipe.extras import INSTALLED_BY
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
@@ -119,21 +120,11 @@ class Trace:
         if not isinstance(op, (Action, Send, Recv)):
             return instruction
         name, records = str(op), self._records[played.rank]
-        begun: float | None = None
 
-        def recorded() -> Blocked | None:
-            nonlocal begun
-            start = time.perf_counter() if begun is None else begun
-            blocked = instruction()
-            if blocked is not None:
-                # It is called again when the message is there: the wait is a part of the receive.
-                begun = start
-                return blocked
-            begun = None
-            records.append((name, start, time.perf_counter()))
-            return None
+        def record(begin: float, end: float) -> None:
+            records.append((name, begin, end))
 
-        return recorded
+        return Stopwatch(instruction, record)
 
     def begin_step(self) -> None:
         """Forgets what was recorded outside of a training step."""

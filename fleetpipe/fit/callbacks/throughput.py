@@ -7,7 +7,8 @@ from collections import defaultdict
 from typing import Any
 
 from fleetpipe import systems
-from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.engine.observer import Instruction, Played
+from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
@@ -33,15 +34,12 @@ class Busy:
             return instruction
         rank = played.rank
 
-        def timed() -> Blocked | None:
-            start = time.perf_counter()
-            blocked = instruction()
-            self._ended[rank] = time.perf_counter()
-            self._begun.setdefault(rank, start)
-            self._busy[rank] += self._ended[rank] - start
-            return blocked
+        def add(begin: float, end: float) -> None:
+            self._begun.setdefault(rank, begin)
+            self._ended[rank] = end
+            self._busy[rank] += end - begin
 
-        return timed
+        return Stopwatch(instruction, add)
 
     def end_step(self) -> None:
         """Adds the span of a step to the others."""

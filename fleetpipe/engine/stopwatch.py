@@ -1,0 +1,45 @@
+"""A clock around an instruction of the engine, which may be called again until it is done."""
+
+from __future__ import annotations
+
+import time
+from typing import Callable
+
+from fleetpipe.engine.observer import Blocked, Instruction
+
+
+class Stopwatch:
+    """An instruction that is timed from its first call to the end of the last one.
+
+    An instruction that is blocked is called again once its message is there: the wait is a part of
+    it. One that raises is not counted.
+    """
+
+    __slots__ = ("_begin", "_clock", "_instruction", "_record")
+
+    def __init__(
+        self,
+        instruction: Instruction,
+        record: Callable[[float, float], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Stands in the place of ``instruction``.
+
+        Args:
+            instruction: What is timed.
+            record: Takes the begin and the end of each run, in seconds of the clock.
+            clock: Returns the seconds.
+        """
+        self._instruction, self._record, self._clock = instruction, record, clock
+        self._begin: float | None = None
+
+    def __call__(self) -> Blocked | None:
+        """Runs the instruction; see :data:`fleetpipe.engine.observer.Instruction`."""
+        begin = self._clock() if self._begin is None else self._begin
+        self._begin = None
+        blocked = self._instruction()
+        if blocked is None:
+            self._record(begin, self._clock())
+        else:
+            self._begin = begin
+        return blocked
