@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.checkpoint.contents.model_part import NamedTensors
+from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses

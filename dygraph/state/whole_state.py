@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.checkpoint.contents.model_part import NamedTensors, held_of, own_slice
+from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, held_of, own_slice
 from fleetpipe.checkpoint.contents.parts import Held
 from fleetpipe.dygraph.layers import entries as descriptions
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, is_shared

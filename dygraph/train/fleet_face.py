@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
 from fleetpipe.aliases import PaddleGroup, Strategy, Tensor, Topology
-from fleetpipe.checkpoint.contents.model_part import NamedTensors
+from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors
 from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer

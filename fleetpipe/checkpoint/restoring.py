@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleetpipe.checkpoint.contents import random_state, training_state
+from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Name, Part, Saved
 from fleetpipe.checkpoint.contents.training_state import TrainingState
@@ -101,7 +101,7 @@ class _Attempt:
                 read(name, held.cut, memory)
                 host_memory.assign(held, value)
 
-    def finish(self, place: random_state.Place) -> None:
+    def finish(self, place: training_state.Place) -> None:
         """Sets what is no tensor."""
         for part in self._parts:
             part.settle()

@@ -19,8 +19,8 @@ import numpy as np
 from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint.contents.layer_and_optimizer import OptimizerState, unwrapped
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.optimizer_part import OptimizerState, unwrapped
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, Held, Name, Saved
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.tensors import Described

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fleetpipe.aliases import Optimizer, Program, Scope
-from fleetpipe.checkpoint.contents.model_part import NamedTensors, require_fit
-from fleetpipe.checkpoint.contents.optimizer_part import (
+from fleetpipe.checkpoint.contents.layer_and_optimizer import (
+    NamedTensors,
     by_parameter,
+    require_fit,
     require_kind,
     require_kinds,
     state_name,

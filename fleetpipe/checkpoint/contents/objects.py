@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint.contents.model_part import NamedTensors, own_slice
-from fleetpipe.checkpoint.contents.optimizer_part import OptimizerState, unwrapped
+from fleetpipe.checkpoint.contents.layer_and_optimizer import (
+    NamedTensors,
+    OptimizerState,
+    own_slice,
+    unwrapped,
+)
 from fleetpipe.checkpoint.contents.parts import (
     BUFFERS,
     MASTER_WEIGHTS,

@@ -1,25 +1,34 @@
 """What a run consists of beside tensors, as JSON: schedules, scaler, random states, position.
 
 It is ``state.json`` in the folder of a step. Everything is looked at before anything is set.
+
+Of the random states a rank takes those of the rank that had its place: its shard, its replica, its
+stages, as far as these were split alike. Layers in a pipeline are keyed by batch, layer and
+micro-batch; what is saved is where the next batch's number, and what the script itself draws,
+comes from.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint.contents import random_state
-from fleetpipe.checkpoint.contents.parts import ProgramPart
+from fleetpipe.checkpoint.contents.parts import ProgramPart, Streams
 from fleetpipe.errors import CheckpointError
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.random import generator_from, generator_state
 
 FILE = "state.json"
 #: A value of JSON.
 Json = Any
+#: A rank's number and the number of ranks along each axis that splits them.
+Place = Sequence[tuple[int, int]]
+_REPLICA = 1
 
 
 @runtime_checkable
@@ -97,7 +106,7 @@ class TrainingState:
             CheckpointError: One is not of plain values.
         """
         streams = None if self._program is None else self._program.streams()
-        found: dict[str, Json] = {"random": random_state.taken(streams)}
+        found: dict[str, Json] = {"random": random_states(streams)}
         if self._scheduler is not None:
             found["lr_scheduler"] = plain(self._scheduler.state_dict(), "the LR scheduler's state")
         if self._optimizer is not None:
@@ -143,14 +152,14 @@ class TrainingState:
 
     def put_back_random(self, states: Json) -> None:
         """Makes the random states those of one rank."""
-        random_state.put_back(states)
+        set_random_states(states)
         if self._program is not None:
-            self._program.set_streams(random_state.streams_in(states, self._program.streams()))
+            self._program.set_streams(_streams_in(states, self._program.streams()))
 
-    def put_back_random_of(self, place: random_state.Place, saved: Json) -> None:
+    def put_back_random_of(self, place: Place, saved: Json) -> None:
         """Makes the random states those of a rank with some place, of all that were saved."""
         leads = self._program is None or self._program.streams().leads
-        self.put_back_random(random_state.of_place(saved, place, leads))
+        self.put_back_random(_random_of_place(saved, place, leads))
 
 
 def _require_keys(what: str, own: Mapping[str, Any], saved: Mapping[str, Json]) -> None:
@@ -174,9 +183,7 @@ def from_text(text: str) -> dict[str, Json]:
     return state
 
 
-def merged(
-    states: Sequence[Mapping[str, Json]], places: Sequence[random_state.Place]
-) -> dict[str, Json]:
+def merged(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dict[str, Json]:
     """Returns one state for the states that the ranks of a job have.
 
     What only some ranks have is theirs; random states are kept for each rank.
@@ -198,5 +205,96 @@ def merged(
                     got=f"{value} on rank {rank} of the job"[:200],
                     fix="step it alike on every rank; positions in data count global samples",
                 )
-    found["random"] = random_state.merged([state["random"] for state in states], places)
+    found["random"] = _merged_random([state["random"] for state in states], places)
     return found
+
+
+def random_states(streams: Streams | None = None) -> Json:
+    """Returns the states of now, and ``streams``, those of the stages of a static program."""
+    numpy_state: Any = np.random.get_state()
+    name, keys, *rest = numpy_state
+    version, numbers, next_gauss = random.getstate()
+    found = {
+        "paddle": [generator_state(state) for state in paddle.get_rng_state()],
+        "streams": {
+            name: [generator_state(state) for state in states]
+            for name, states in _tracker().get_states_tracker().items()
+        },
+        "numpy": [name, keys.tolist(), *rest],
+        "python": [version, list(numbers), next_gauss],
+    }
+    if streams is not None:
+        others = {str(s): generator_state(state) for s, state in streams.others.items()}
+        found["program"] = {**streams._asdict(), "others": others}
+    return found
+
+
+def set_random_states(states: Json) -> None:
+    """Makes states of :func:`random_states` those of now; of streams, the ones that are here."""
+    paddle.set_rng_state([generator_from(state) for state in states["paddle"]])
+    tracker = _tracker()
+    streams = tracker.get_states_tracker()
+    for name in streams.keys() & states["streams"].keys():
+        streams[name] = [generator_from(state) for state in states["streams"][name]]
+    tracker.set_states_tracker(streams)
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype="uint32"), *rest))
+    version, numbers, next_gauss = states["python"]
+    random.setstate((version, tuple(numbers), next_gauss))
+
+
+def _streams_in(states: Json, own: Streams) -> dict[int, Any]:
+    """Returns the streams of a static program's stages in some states.
+
+    Args:
+        states: Those of a rank.
+        own: The streams of now. Those of a program of other stages do not fit.
+    """
+    saved = states.get("program")
+    if saved is None or saved["stages"] != own.stages:
+        return {}
+    return {int(s): generator_from(state) for s, state in saved["others"].items()}
+
+
+def _tracker() -> Any:
+    return paddle_fleet.meta_parallel.get_rng_state_tracker()
+
+
+def _merged_random(states: Sequence[Json], places: Sequence[Place]) -> Json:
+    """Returns the states of all ranks as one value, equal ones once."""
+    texts = [json.dumps(state, sort_keys=True) for state in states]
+    distinct = list(dict.fromkeys(texts))
+    return {
+        "places": [list(place) for place in places],
+        "of_rank": [distinct.index(text) for text in texts],
+        "states": [json.loads(text) for text in distinct],
+    }
+
+
+def _random_of_place(saved: Json, place: Place, leads: bool = True) -> Json:
+    """Returns the states in a value of :func:`_merged_random` for a rank with some place.
+
+    Args:
+        saved: The value.
+        place: The place.
+        leads: Whether Paddle's generator is to go on as the stream of the first stage that draws,
+            where a static program was saved: on the rank that has it, and in dynamic graph.
+    """
+    places = [[tuple(axis) for axis in one] for one in saved["places"]]
+    # What is named first weighs most; of equals the first rank's.
+    likeness = [[own == other for own, other in zip(place, one)] for one in places]
+    rank = likeness.index(max(likeness))
+    replica = places[rank][_REPLICA]
+    theirs = [
+        saved["states"][index]
+        for index, other in zip(saved["of_rank"], places)
+        if other[_REPLICA] == replica and "program" in saved["states"][index]
+    ]
+    states = dict(saved["states"][saved["of_rank"][rank]])
+    for other in theirs:
+        if leads and other["program"]["leads"]:
+            states["paddle"] = other["paddle"]
+    if theirs:
+        others = {s: state for one in theirs for s, state in one["program"]["others"].items()}
+        states["program"] = {**theirs[0]["program"], "others": others}
+    return states

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.checkpoint import fleet_files
-from fleetpipe.checkpoint.contents.model_part import NamedTensors, held_of
+from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, held_of
 from fleetpipe.checkpoint.contents.parts import MODEL, Name
 from fleetpipe.checkpoint.files import host_memory, run_folder
 from fleetpipe.checkpoint.files.reader import Reader
