@@ -54,8 +54,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("dygraph/train",),
     ("dygraph/__init__",),
     (
-        "parity/__init__ parity/reference_training parity/cutting parity/differences parity/edges"
-        " parity/evaluation parity/orders parity/outputs parity/rates parity/reference"
+        "parity/__init__ parity/cutting parity/differences parity/edges"
+        " parity/evaluation parity/orders parity/outputs parity/reference"
         " parity/report parity/session parity/stepping",
     ),
     ("capture",),

@@ -42,8 +42,7 @@ from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
 from fleetpipe.paddle_api.optimizer import learning_rate_of
-from fleetpipe.parity.reference import Reference, of_same_layers
-from fleetpipe.parity.reference_training import Beside, as_the_next_batch
+from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch, of_same_layers
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _log = log.logger(__name__)

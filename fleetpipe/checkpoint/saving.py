@@ -196,12 +196,12 @@ class Saver:
         if self._in_background and not elsewhere:
             parts = {name: held[name] for name, _, _ in task.plan.parts_of(task.rank)}
             writing = Writing(task, self._snapshot.take(parts).__getitem__)
-            self._writing = (ranks, writing)
             writing.start()
+            self._writing = (ranks, writing)
             return
         writing = Writing(task, bytes_in(held))
-        self._writing = (ranks, writing)
         writing.run_with(ranks, elsewhere)
+        self._writing = (ranks, writing)
         self.settle(wait=True)
 
     def _ranks_elsewhere(self, ranks: Ranks, task: Assignment) -> list[int]:

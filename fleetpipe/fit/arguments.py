@@ -9,7 +9,7 @@ from fleetpipe.aliases import Nest, Optimizer
 from fleetpipe.dygraph.batch.losses import require_functions
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.criterion import Metric
-from fleetpipe.io.saved_position import whole
+from fleetpipe.io.position import whole
 from fleetpipe.paddle_api import paddle
 
 _OF_METRIC = ("compute", "update", "accumulate", "name", "reset")

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Mapping, Sized
 from typing import Any, Callable
 
 from fleetpipe.errors import UsageError
-from fleetpipe.io.iterable_position import BatchesInTurn, Iterated
+from fleetpipe.io.position import BatchesInTurn, DrawnBatches, Iterated, ResumableSampler, whole
 from fleetpipe.io.sample_streams import KeyedCollate, KeyedDataset
 from fleetpipe.io.sampler import DistributedBatchSampler, place_of_replica
-from fleetpipe.io.sampler_position import DrawnBatches, ResumableSampler
-from fleetpipe.io.saved_position import whole
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import batches_of
 from fleetpipe.representation import shows

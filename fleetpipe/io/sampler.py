@@ -19,7 +19,7 @@ from typing import Any, Union
 import numpy as np
 
 from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.io.saved_position import fields, foreign, require_same, whole
+from fleetpipe.io.position import fields, foreign, require_same, whole
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle

@@ -8,8 +8,8 @@ script that stays as it is. Both make a ``session``, which compares one step aft
 3. the pipeline trains, while ``outputs`` keeps what layers return (of the reference too), ``edges``
    the gradients between stages, and ``orders`` looks where sums have another order;
 4. in the place of the pipeline's optimizer ``stepping`` compares the gradients, then steps both
-   sides at the ``rates`` of each; where a gradient differs, the reference has run once more before,
-   to compare what arrived on the edges;
+   sides, each at its learning rate; where a gradient differs, the reference has run once more
+   before, to compare what arrived on the edges;
 5. parameters and buffers are compared after, as is the loss.
 
 ``evaluation`` does the like for ``eval_batch`` and ``predict_batch``. ``differences`` says how far

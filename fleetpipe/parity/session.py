@@ -26,11 +26,9 @@ from fleetpipe.parity.cutting import Given
 from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
 from fleetpipe.parity.evaluation import Evaluations
 from fleetpipe.parity.outputs import compare_outputs, recorded, recorded_here
-from fleetpipe.parity.rates import Rates
-from fleetpipe.parity.reference import Reference
-from fleetpipe.parity.reference_training import Beside, as_the_next_batch
+from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch
 from fleetpipe.parity.report import Report, in_order
-from fleetpipe.parity.stepping import ComparingOptimizer, Squares, compare_state
+from fleetpipe.parity.stepping import ComparingOptimizer, Rates, Squares, compare_state
 from fleetpipe.representation import shows
 
 

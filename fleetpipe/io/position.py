@@ -1,0 +1,268 @@
+"""Where a loader is in its data, over a batch sampler and over data that come one after another.
+
+Workers and threads load ahead of the training. So the sampler's position after each batch waits in
+a queue until the training has taken the batch, and is the loader's from then on. Data without
+numbers cannot be entered in the middle: whoever goes on in them takes the batches up to there once
+more, and drops them. A saved position that is none of this run's is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
+from typing import Any, Callable, Protocol, runtime_checkable
+
+from fleetpipe.errors import CheckpointError, ConfigError, StateError
+from fleetpipe.io.sample_streams import Key
+from fleetpipe.paddle_api import paddle
+
+
+def whole(name: str, value: Any, least: int = 0) -> int:
+    """Returns an argument that must be a whole number.
+
+    Args:
+        name: What the caller calls it.
+        value: What was given.
+        least: The smallest that is taken.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ConfigError(
+            f"{name} must be a whole number of at least {least}",
+            got=f"{name}={value!r}",
+            fix=f"give {name} by its name, as a number",
+        )
+    return int(value)
+
+
+def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
+    """Returns a saved position whose fields have been looked at; numbers are at least 0.
+
+    Args:
+        state: What was saved.
+        kinds: The type of each field.
+        of: What the position belongs to, for messages.
+
+    Raises:
+        CheckpointError: A field is missing, foreign or of another type.
+    """
+    given = dict(state) if isinstance(state, Mapping) else {}
+    wrong = [name for name, kind in kinds.items() if type(given.get(name)) is not kind]
+    numbers = [name for name, kind in kinds.items() if kind is int and name not in wrong]
+    for name in [*wrong, *[name for name in numbers if given[name] < 0]]:
+        raise foreign(of, f"{name}: {kinds[name].__name__}", f"{name}={given.get(name)!r}")
+    if others := sorted(map(str, given.keys() - kinds.keys())):
+        raise foreign(of, f"nothing but {', '.join(kinds)}", f"{', '.join(others)} as well")
+    return given
+
+
+def require_same(name: str, own: object, saved: object, of: str, fix: str) -> None:
+    """Makes sure that a position was saved for data like these.
+
+    Args:
+        name: Of what is compared.
+        own: What this run has.
+        saved: What the one had that saved.
+        of: What the position belongs to, for messages.
+        fix: What to do where they differ.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    if own != saved:
+        raise CheckpointError(
+            f"the saved position of the {of} belongs to other data or another order of them",
+            expected=f"{name}={own}, as in this run",
+            got=f"{name}={saved}",
+            fix=fix,
+        )
+
+
+def foreign(of: str, expected: str, got: str) -> CheckpointError:
+    """Returns the error for what was not saved by a sampler or loader like this one.
+
+    Args:
+        of: What the position should belong to.
+        expected: What it would have.
+        got: What it has instead.
+    """
+    return CheckpointError(
+        f"this is no saved position of a {of}",
+        expected=expected,
+        got=got,
+        fix=f"give what state_dict() of a {of} returned",
+    )
+
+
+_OF = "DataLoader over data without numbers"
+
+
+class Iterated(paddle.io.IterableDataset):  # type: ignore[type-arg]  # 2.6.2 takes no argument
+    """Any iterable as a dataset of Paddle's."""
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        """Takes the iterable."""
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins the iterable, anew where it can."""
+        return iter(self._data)
+
+
+class BatchesInTurn:
+    """How many batches of the data the training has taken."""
+
+    def __init__(self, data: object, facts: Mapping[str, int]) -> None:
+        """Begins at the first batch of epoch 0.
+
+        Args:
+            data: Where the batches come from: an iterator, such as a generator, is read once.
+            facts: What decides which batch is the n-th, beside the data: numbers by name.
+        """
+        self._data = data
+        self._facts = dict(facts)
+        self._read = False
+        self._begun = False
+        self._taken = 0
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which number the next pass has: from its begin, or from a restored position."""
+        if self._begun or whole("epoch", epoch) != self.epoch:
+            self.epoch, self._taken, self._begun = whole("epoch", epoch), 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the batch that the training took last."""
+        return {"epoch": self.epoch, "batches": self._taken, **self._facts}
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has the next pass go on at a saved position."""
+        kinds = dict.fromkeys(("epoch", "batches", *self._facts), int)
+        saved = fields(state, kinds, _OF)
+        fix = "go on with as many as the run had that saved, or give the data a length and numbers"
+        for name, own in self._facts.items():
+            require_same(name, own, saved[name], _OF, fix)
+        self.epoch, self._taken, self._begun = saved["epoch"], saved["batches"], False
+
+    def read(self, begin: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+        """Yields the batches of a pass, and counts each when the training takes it.
+
+        Args:
+            begin: Begins to load the data.
+
+        Raises:
+            CheckpointError: The data end before the restored position.
+            StateError: They are an iterator that was begun before.
+        """
+        if self._read and isinstance(self._data, Iterator):
+            raise StateError(
+                f"a {type(self._data).__name__} is read once, and was begun before",
+                fix="give the loader a list, or an object whose __iter__ begins anew each time",
+            )
+        self._read = True
+        if self._begun:
+            self.set_epoch(self.epoch + 1)
+        self._begun = True
+        batches = iter(begin())
+        for number in range(self._taken):
+            if next(batches, self) is self:
+                raise CheckpointError(
+                    f"the data end after {number} batches",
+                    expected=f"{self._taken}, which the run that saved had taken",
+                    fix="give the loader the data of that run, or begin anew",
+                )
+        for batch in batches:
+            self._taken += 1
+            yield batch
+
+
+_FIELDS = {"seed": int, "sampler": dict}
+
+
+@runtime_checkable
+class ResumableSampler(Protocol):
+    """What a batch sampler has whose position a loader can save: see ``DistributedBatchSampler``.
+
+    Attributes:
+        epoch: The epoch that is read, or comes next.
+    """
+
+    epoch: int
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        """Yields the indices of batches: of the next epoch, or on from a restored position."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch the next iteration reads."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the batch that was handed out last; JSON can hold it."""
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has the next iteration go on at a saved position, or raises and changes nothing."""
+
+
+class DrawnBatches:
+    """A resumable batch sampler, as Paddle's loader draws from it, and how far the training is."""
+
+    def __init__(self, sampler: ResumableSampler, seed: int) -> None:
+        """Begins at the sampler's position.
+
+        Args:
+            sampler: Gives the indices of each batch.
+            seed: That of the samples' random numbers.
+        """
+        self._sampler = sampler
+        self._seed = seed
+        self._ahead: deque[dict[str, Any]] = deque()
+        self._state: dict[str, Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is read, or comes next."""
+        return self._sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch the next pass reads."""
+        self._sampler.set_epoch(epoch)
+        self._state = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the batch that the training took last."""
+        state = self._sampler.state_dict() if self._state is None else self._state
+        return {"seed": self._seed, "sampler": state}
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has the next pass go on at a saved position."""
+        saved = fields(state, _FIELDS, "DataLoader over a batch sampler")
+        self._sampler.set_state_dict(saved["sampler"])
+        self._seed = saved["seed"]
+        self._state = None
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        """Begins a pass: what was drawn for an earlier one is forgotten."""
+        self._state = self._sampler.state_dict()
+        self._ahead = deque()
+        return self._draw(iter(self._sampler), self._ahead)
+
+    def _draw(
+        self, batches: Iterator[Sequence[int]], ahead: deque[dict[str, Any]]
+    ) -> Iterator[list[Key]]:
+        for batch in batches:
+            ahead.append(self._sampler.state_dict())
+            yield [Key(self._seed, self._sampler.epoch, index) for index in batch]
+
+    def read(self, begin: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+        """Yields the batches of a pass, and counts each when the training takes it.
+
+        Args:
+            begin: Begins to load what this draws.
+        """
+        batches = iter(begin())
+        ahead = self._ahead
+        for batch in batches:
+            self._state = ahead.popleft()
+            yield batch
