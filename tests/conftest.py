@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from fleetpipe.schedules.families.table import FAMILIES
-from tests import byhand, hidden_names, launching
+from tests import byhand, hidden_names, launching, once
 from tests.launching import Finished
 
 # More threads would change the bits of a product. Paddle reads this once, when it is imported.
@@ -54,16 +55,14 @@ settings.register_profile("shared", deadline=None, suppress_health_check=[Health
 settings.load_profile("shared")
 
 
-def pytest_report_header() -> str:
-    """Names the Paddle that is installed, without importing it."""
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Names the Paddle that is installed, without importing it, and what runs on another one."""
+    left_out = once.listing() if "not once" in config.option.markexpr else []
     for name in ("paddlepaddle", "paddlepaddle-gpu"):
-        try:
-            return (
-                f"{name} {metadata.version(name)}, OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
-            )
-        except metadata.PackageNotFoundError:
-            continue
-    return "no Paddle"
+        with suppress(metadata.PackageNotFoundError):
+            threads = os.environ["OMP_NUM_THREADS"]
+            return [f"{name} {metadata.version(name)}, OMP_NUM_THREADS={threads}", *left_out]
+    return ["no Paddle", *left_out]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -80,10 +79,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that launch jobs. What waits most comes first, what leaves least to do last."""
+    """Marks tests. What waits most comes first, what leaves least to do comes last."""
     for item in items:
         if {"launch", "launcher"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.processes)
+        if once.is_once(item.nodeid):
+            item.add_marker(pytest.mark.once)
         if why := hidden_names.reason_to_skip(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=why))
     items.sort(

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests import once
 from tests.launching import ROOT
 
 HIDE_PADDLE = f"""
@@ -58,3 +59,18 @@ def test_the_package_shows_its_public_names_and_nothing_else() -> None:
         *("CheckpointManager", "Model", "SplitPoint", "__version__", "callbacks", "explain"),
         *("install", "load_single", "pipe_split", "pipeline", "plan", "resume"),
     ]
+
+
+def test_what_runs_on_one_version_of_paddle_is_there() -> None:
+    assert [path for path in once.PATHS if not (ROOT / path).exists()] == []
+    assert once.is_once("tests/schedules/check/test_plan.py::test_x")
+    assert not once.is_once("tests/schedules/test_register.py::test_x")
+
+
+def test_tests_that_import_no_paddle_do_not() -> None:
+    paths = [ROOT / "tests" / path for path in once.ONCE[once.NO_PADDLE]]
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    assert len(names) > 40
+    done = without_paddle(f"import importlib\nfor name in {names}: importlib.import_module(name)")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,46 @@
+"""Tests that say nothing about the version of Paddle: CI runs them on the newest version only.
+
+``make test-262`` leaves them out (``-m 'not once'``), and the head of its output lists them. What
+reads Paddle, or relies on its processes, stays: dynamic and static graph, capture, checkpoints,
+Fleet's face, parity, the ranks of a job, and the code of the documentation's pages.
+"""
+
+from __future__ import annotations
+
+#: By reason, files and folders below ``tests``. Everything under NO_PADDLE can be collected where
+#: no Paddle is, which tests/test_without_paddle.py checks.
+NO_PADDLE = "imports no Paddle"
+ONCE: dict[str, tuple[str, ...]] = {
+    NO_PADDLE: (
+        *("launch/supervisor", "partition", "profiling", "report/test_page.py"),
+        *("report/test_run.py", "schedules/check", "schedules/families", "schedules/forms"),
+        *("schedules/search", "schedules/simulation", "test_arguments.py"),
+        *("test_cli_schedules.py", "test_cli_streams.py", "test_cli_usage.py", "test_log.py"),
+    ),
+    "reads the repository's files or builds its packages": (
+        *("test_environment.py", "test_errors.py", "test_house.py", "test_kubernetes.py"),
+        *("test_packaging.py", "test_repository.py", "test_check_types.py", "test_types.py"),
+    ),
+    "checks what tests are started with, and every started test uses": (
+        *("test_forking.py", "test_launching.py", "test_systems.py"),
+    ),
+    "lets ranks, connections and hosts fail below Paddle": (
+        *("processes/test_failures.py", "processes/test_hosts.py"),
+        "processes/test_two_hosts.py",
+    ),
+    "is what make test-262-cpu runs, on the wheel of 2.6.2 for CPUs": (
+        *("processes/test_alexnet.py", "processes/test_gpt.py", "processes/test_mlp.py"),
+    ),
+}
+PATHS = tuple(f"tests/{path}" for paths in ONCE.values() for path in paths)
+
+
+def is_once(test: str) -> bool:
+    """Whether a test, by its id, says nothing about the version of Paddle."""
+    file = test.partition("::")[0]
+    return any(f"{file}/".startswith(f"{path}/") for path in PATHS)
+
+
+def listing() -> list[str]:
+    """What is left out and why, a line for each reason."""
+    return [f"left out, as it {reason}: {' '.join(paths)}" for reason, paths in ONCE.items()]
