@@ -13,7 +13,7 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.nest import mapped
-from fleetpipe.fit.feeding import as_tensor
+from fleetpipe.fit.feeding import as_list, as_tensor
 from fleetpipe.paddle_api import paddle
 
 #: A ``paddle.metric.Metric``, or any object with its methods.
@@ -40,11 +40,11 @@ class Criterion(paddle.nn.Layer):
 
         It has no hooks. A Layer's own call looks for them, which takes half as long as a loss.
         """
-        columns = [*_listed(output), *_listed(label)]
+        columns = [*as_list(output), *as_list(label)]
         self._counting.look(columns)
         if self._loss is None:
             return paddle.zeros([1])
-        losses = _listed(self._loss(*columns))
+        losses = as_list(self._loss(*columns))
         return losses[0] if len(losses) == 1 else paddle.add_n(losses)
 
 
@@ -81,7 +81,7 @@ class Counting:
         with paddle.no_grad():
             seen = [mapped(lambda tensor: _rows(tensor, real), column) for column in columns]
             self._computed[number] = [
-                [as_tensor(value) for value in _listed(metric.compute(*seen))]
+                [as_tensor(value) for value in as_list(metric.compute(*seen))]
                 for metric in (self._metrics if real else ())
             ]
 
@@ -101,13 +101,17 @@ class Counting:
                     metric.update(*(np.asarray(value.numpy()) for value in values))
 
 
+def names_of(metrics: Sequence[Metric]) -> list[str]:
+    """Returns the names of all values of the metrics."""
+    return [name for metric in metrics for name in as_list(metric.name())]
+
+
+def values_of(metrics: Sequence[Metric]) -> list[Nest]:
+    """Returns the values that the metrics have reached, in the order of their names."""
+    return [value for metric in metrics for value in as_list(metric.accumulate())]
+
+
 def _rows(tensor: Tensor, count: int) -> Tensor:
     """Returns the first rows of a tensor, cut from its graph."""
     tensor = tensor.detach()
     return tensor if tensor.shape[0] == count else tensor[:count]
-
-
-def _listed(value: Nest) -> list[Nest]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

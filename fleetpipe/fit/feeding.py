@@ -132,6 +132,13 @@ def _cut(column: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
         start += size
 
 
+def as_list(value: Nest) -> list[Nest]:
+    """Returns the values of a list or tuple, the one value in a list; nothing of None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 def as_tensor(value: Nest) -> Tensor:
     """Returns a Tensor as it is, and an array or a number as a Tensor."""
     return value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)

@@ -16,14 +16,13 @@ from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fit import arguments, networks, saving
 from fleetpipe.fit.callbacks import checkpoint, rank_policy
 from fleetpipe.fit.callbacks.callback_list import configured
-from fleetpipe.fit.criterion import Metric
-from fleetpipe.fit.epoch import Callbacks, Logs, Pass, names_of
-from fleetpipe.fit.feeding import Rows, rows_of
+from fleetpipe.fit.criterion import Metric, names_of
+from fleetpipe.fit.feeding import Rows, as_list, rows_of
+from fleetpipe.fit.loop import Logs, Loop
 from fleetpipe.fit.position import Position
 from fleetpipe.fit.precision import precision_of
 from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import Source, source_of
-from fleetpipe.fit.training import Training
 from fleetpipe.job import attempt_files
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_types import Data, FitCallbacks, Layer, Optimizer, Tensor
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 @shows("mode", stages="network.placement.stages", loss="_criterion", optimizer="_optimizer")
 class Model(paddle.Model):
-    """Trains, evaluates and asks a pipeline with the methods of ``paddle.Model``.
+    """Trains, evaluates and runs a pipeline with the methods of ``paddle.Model``.
 
     Every method that takes data is collective: each rank calls it, with the same arguments. What it
     returns is the same on every rank.
@@ -72,7 +71,7 @@ class Model(paddle.Model):
         """
         # Not Paddle's own constructor: in a job it would wrap the network for data parallelism.
         self._job = networks.required_job()
-        self._input_specs = _listed(inputs)
+        self._input_specs = as_list(inputs)
         self.mode = "train"
         self.network: PipelineLayer = networks.pipeline_of(
             network, self._input_specs, self._job, split_spec, num_chunks
@@ -104,8 +103,8 @@ class Model(paddle.Model):
             ConfigError: One of these does not fit a pipeline.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
-        arguments.require_prepared(optimizer, loss, _listed(metrics))
-        self._metrics, self._criterion = _listed(metrics), loss
+        arguments.require_prepared(optimizer, loss, as_list(metrics))
+        self._metrics, self._criterion = as_list(metrics), loss
         # Callbacks see the user's own optimizer, whose learning rate they change.
         wrapped = optimizer if isinstance(optimizer, PipelineOptimizer) else None
         self._optimizer = optimizer if wrapped is None else wrapped.wrapped
@@ -285,7 +284,7 @@ class Model(paddle.Model):
             epochs, steps = -(-num_iters // steps), min(num_iters, steps)
         if go_on or save_steps is not None:
             callbacks = checkpoint.added(callbacks, save_steps, save_freq)
-        called = configured(
+        callback_list = configured(
             self,
             callbacks,
             epochs=epochs,
@@ -296,23 +295,18 @@ class Model(paddle.Model):
             verbose=verbose,
         )
 
-        def evaluated(epoch: int) -> Logs:
-            if epoch % eval_freq or evaluation is None:
-                return {}
-            # As in paddle.Model, whose num_iters counts the batches of evaluations too.
-            runs = Pass(runner, called, self._metrics, passes.left or None)
-            logs = self._evaluate(evaluation, called, runs)
-            if passes.left:
-                position.taken += passes.left - (runs.left or 0)
-                passes.left = runs.left
-            return logs
-
-        position = Position(runner, source, self._metrics, called.callbacks)
-        with checkpoint.saved(called.callbacks, position, save_dir, go_on) as saver:
+        position = Position(runner, source, callback_list.callbacks)
+        with checkpoint.saved(callback_list.callbacks, position, save_dir, go_on) as saver:
             left = None if num_iters is None else num_iters - position.taken
-            passes = Pass(runner, called, self._metrics, left)
-            training = Training(self, runner, passes, called, position, saver)
-            training.run(source, epochs, accumulate_grad_batches, evaluated)
+            Loop(self, runner, callback_list, left).train(
+                source,
+                position,
+                saver,
+                epochs=epochs,
+                accumulate=accumulate_grad_batches,
+                evaluation=evaluation,
+                eval_freq=eval_freq,
+            )
 
     def evaluate(
         self,
@@ -336,13 +330,9 @@ class Model(paddle.Model):
             num_iters: Most batches to evaluate.
         """
         source = self._source(eval_data, batch_size, workers=num_workers)
-        called = configured(self, callbacks, log_freq=log_freq, verbose=verbose)
-        runs = Pass(self._prepared(), called, self._metrics, num_iters)
-        return {
-            name: value
-            for name, value in self._evaluate(source, called, runs).items()
-            if name in self.metric_names
-        }
+        callback_list = configured(self, callbacks, log_freq=log_freq, verbose=verbose)
+        logs = Loop(self, self._prepared(), callback_list, num_iters).evaluate(source)
+        return {name: value for name, value in logs.items() if name in self.metric_names}
 
     def predict(
         self,
@@ -366,14 +356,10 @@ class Model(paddle.Model):
         Returns:
             For each output of the model its arrays, batch by batch, in the order of the data.
         """
-        self.mode = "test"
         source = self._source(test_data, batch_size, workers=num_workers)
-        called = configured(self, callbacks, verbose=verbose)
-        logs: Logs = {"steps": source.steps}
-        called.on_begin("predict", logs)
-        runs = Pass(self._prepared(), called, (), None)
-        outputs = [list(arrays) for arrays in zip(*runs.predict(source))]
-        called.on_end("predict", runs.logs)
+        callback_list = configured(self, callbacks, verbose=verbose)
+        batches = Loop(self, self._prepared(), callback_list).predict(source)
+        outputs = [list(arrays) for arrays in zip(*batches)]
         return [np.concatenate(arrays) for arrays in outputs] if stack_outputs else outputs
 
     def save(self, path: str, training: bool = True) -> None:
@@ -451,14 +437,6 @@ class Model(paddle.Model):
         trainable = sum(layer.parameters for layer in self.network.counted_partition().layers)
         return {"total_params": total, "trainable_params": trainable}
 
-    def _evaluate(self, source: Source, called: Callbacks, runs: Pass) -> Logs:
-        self.mode, most = "eval", runs.left
-        steps = source.steps if most is None else min(most, source.steps or most)
-        called.on_begin("eval", {"steps": steps, "metrics": self.metric_names})
-        logs = runs.evaluate(source, self._criterion is not None)
-        called.on_end("eval", logs)
-        return logs
-
     def _require_steady(self, accumulate: int) -> None:
         """Makes sure that nothing counts the actions of a step, where steps are to be longer."""
         if accumulate != 1 and self.pipeline.trace is not None:
@@ -478,9 +456,9 @@ class Model(paddle.Model):
         return source_of(data, batch_size, inputs, self._job, loads=loads, **options)
 
     def _rows(self, inputs: Nest, labels: Nest) -> Rows:
-        columns = _listed(inputs)
+        columns = as_list(inputs)
         degrees = self._job.degrees
-        item = [*columns, *_listed(labels)]
+        item = [*columns, *as_list(labels)]
         return rows_of(item, len(columns), self._job.replica, degrees.replicas, None)
 
     def _result(self, loss: float) -> Nest:
@@ -518,9 +496,3 @@ def _goes_on(resume: str | None, trained: int) -> bool:
             "resume is 'auto' or None", got=repr(resume), fix='pass resume="auto" to go on'
         )
     return resume == "auto" or (attempt_files.number() > 0 and trained == 0)
-
-
-def _listed(value: Nest) -> list[Nest]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

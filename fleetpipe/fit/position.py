@@ -24,29 +24,25 @@ class Position:
         step: How many batches of it were trained.
         taken: How many of all epochs, and of evaluations between them, for ``num_iters``.
         stopped: Whether a callback has ended the training.
-        told: What callbacks were told of the last batch: loss and metrics.
+        logs: What callbacks were given of the last batch: loss and metrics.
     """
 
-    def __init__(
-        self, runner: Runner, source: Source, metrics: Sequence[Metric], callbacks: Sequence[Any]
-    ) -> None:
-        """Begins at the begin.
+    def __init__(self, runner: Runner, source: Source, callbacks: Sequence[Any]) -> None:
+        """Begins at the start.
 
         Args:
-            runner: Counts the batches of all trainings.
+            runner: Counts the batches of all trainings, and has the metrics.
             source: Gives the batches.
-            metrics: Count what the epoch has had.
             callbacks: Those with ``state_dict`` and ``set_state_dict``, and Paddle's own, go on
                 where they were; on every rank alike, so those of one rank begin anew.
         """
         self._runner = runner
         self._source = source
-        self._metrics = metrics
         self._callbacks = callbacks
         self._waiting: Mapping[str, Any] = {}
         self.epoch = self.step = self.taken = 0
         self.stopped = False
-        self.told: Mapping[str, Any] = {}
+        self.logs: Mapping[str, Any] = {}
         self._held: list[dict[str, Any]] | None = None
 
     def hold_metrics(self) -> None:
@@ -74,7 +70,7 @@ class Position:
             "stopped": self.stopped,
             "loader": self._source.state_dict(),
             "metrics": self._counts() if self._held is None else self._held,
-            "told": plain(self.told, "the logs"),
+            "told": plain(self.logs, "the logs"),
             "callbacks": {name: plain(state, name) for name, state in states if state},
         }
 
@@ -87,29 +83,29 @@ class Position:
         self._source.set_state_dict(state["loader"])
         self.epoch, self.step, self.taken = state["epoch"], state["step"], state["taken"]
         self.stopped, self._runner.trained = state["stopped"], state["trained"]
-        for metric, counted in zip(self._metrics, state["metrics"]):
+        for metric, counted in zip(self._runner.metrics, state["metrics"]):
             for name, value in counted.items():
                 setattr(metric, name, _value(value))
-        self.told, self._waiting = state["told"], state["callbacks"]
+        self.logs, self._waiting = state["told"], state["callbacks"]
 
     def put_callbacks_back(self) -> None:
-        """Has the callbacks go on where they were, once; they have been told of the begin."""
+        """Has the callbacks go on where they were, once, after their begin."""
         for name, callback in self._named().items():
             if name in self._waiting:
                 set_callback_state(callback, self._waiting[name])
         self._waiting = {}
 
     def _counts(self) -> list[dict[str, Any]]:
-        return [_counted(metric) for metric in self._metrics]
+        return [_counted(metric) for metric in self._runner.metrics]
 
     def _named(self) -> dict[str, Any]:
         """Returns the callbacks of all ranks by name."""
-        found: dict[str, Any] = {}
+        named: dict[str, Any] = {}
         for callback in self._callbacks:
             if getattr(callback, "on_rank", "all") == "all":
                 kind = type(callback).__name__
-                found[f"{kind} {sum(name.startswith(f'{kind} ') for name in found)}"] = callback
-        return found
+                named[f"{kind} {sum(name.startswith(f'{kind} ') for name in named)}"] = callback
+        return named
 
 
 def _counted(metric: Metric) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs batches of any number of rows on a pipeline, and tells every rank what came of them."""
+"""Runs batches of any number of rows on a pipeline; every rank gets their losses and metrics."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Runner:
         self.pipeline = pipeline
         self._job = job
         self.optimizer = optimizer
-        self._metrics = metrics
+        self.metrics = metrics
+        self.has_loss = loss is not None
         self._precision = precision
         self._usual_rows = (pipeline.micro_batch_size,) * pipeline.accumulate_steps
         self._counting = Counting(metrics, lambda: pipeline.micro_batch_id)
@@ -136,8 +137,8 @@ class Runner:
         self._counting.update(self._computed())
         if rows.everywhere == rows.rows * self.pipeline.replicas.ranks:
             return float(loss)
-        own = self.pipeline.total_loss
-        share = None if own is None else [_number(_total(_on_host(own[0]))) * rows.real]
+        losses = self.pipeline.total_loss
+        share = None if losses is None else [_number(_total(_on_host(losses[0]))) * rows.real]
         everyone = self.pipeline.from_last_stage(share)
         return float(sum(share for (share,) in everyone) / rows.everywhere)
 
@@ -146,8 +147,8 @@ class Runner:
         kept = max(rows.real, 1)
         with self._forward_only(kept):
             output = self.pipeline.predict_batch(whole(rows.inputs, kept), broadcast=False)
-        own = None if output is None else [c[: rows.real] for c in tensors_of(output)]
-        everyone = self.pipeline.from_last_stage(own)
+        part = None if output is None else [c[: rows.real] for c in tensors_of(output)]
+        everyone = self.pipeline.from_last_stage(part)
         return [np.concatenate([part.numpy() for part in parts]) for parts in zip(*everyone)]
 
     def measured_bytes(self, rows: Rows) -> list[float]:
@@ -164,7 +165,7 @@ class Runner:
 
     def _computed(self) -> list[Nest]:
         """Returns what the metrics computed of a batch, by replica. Collective if there are any."""
-        if not self._metrics:
+        if not self.metrics:
             return []
         return self.pipeline.from_last_stage(self._counting.computed())
 

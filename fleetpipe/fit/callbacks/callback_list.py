@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paddle.hapi.callbacks import config_callbacks
+from paddle.hapi.callbacks import CallbackList, config_callbacks
 
 from fleetpipe.aliases import Nest
 from fleetpipe.fit import arguments
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
 from fleetpipe.fit.callbacks.progress import Progress
-from fleetpipe.fit.epoch import Callbacks
 from fleetpipe.paddle_api import paddle
 
-_configured: Callable[..., Any] = config_callbacks
+_configured: Callable[..., CallbackList] = config_callbacks
 
 
 def configured(
@@ -28,13 +27,13 @@ def configured(
     save_freq: int = 1,
     save_dir: str | None = None,
     verbose: int = 0,
-) -> Callbacks:
+) -> CallbackList:
     """Returns what is called on this rank.
 
     Args:
         model: The ``fleetpipe.Model`` that calls.
-        callbacks: What the user gave: None, one, or several.
-        epochs: Told to the callbacks.
+        callbacks: The user's: None, one, or several.
+        epochs: Passed on to the callbacks.
         steps: Likewise.
         log_freq: Batches from one line of the progress to the next.
         save_freq: Epochs from one saved model to the next.
@@ -45,17 +44,17 @@ def configured(
         ConfigError: One is no callback, or a number does not fit.
     """
     arguments.require_numbers(log_freq=log_freq)
-    found = rank_policy.chosen(callbacks, model.is_rank)
+    chosen = rank_policy.chosen(callbacks, model.is_rank)
     # Where these are not among them, Paddle would add its own.
-    if not any(isinstance(callback, rank_policy.ModelCheckpoint) for callback in found):
-        whole = any(isinstance(callback, PipelineCheckpoint) for callback in found)
-        found.append(rank_policy.ModelCheckpoint(save_freq, None if whole else save_dir))
-    if not any(isinstance(callback, paddle.callbacks.LRScheduler) for callback in found):
-        found.append(rank_policy.LRScheduler())
-    if verbose and not any(isinstance(c, paddle.callbacks.ProgBarLogger) for c in found):
-        found.insert(0, Progress(log_freq, verbose))
-    called: Callbacks = _configured(
-        found,
+    if not any(isinstance(callback, rank_policy.ModelCheckpoint) for callback in chosen):
+        whole = any(isinstance(callback, PipelineCheckpoint) for callback in chosen)
+        chosen.append(rank_policy.ModelCheckpoint(save_freq, None if whole else save_dir))
+    if not any(isinstance(callback, paddle.callbacks.LRScheduler) for callback in chosen):
+        chosen.append(rank_policy.LRScheduler())
+    if verbose and not any(isinstance(c, paddle.callbacks.ProgBarLogger) for c in chosen):
+        chosen.insert(0, Progress(log_freq, verbose))
+    return _configured(
+        chosen,
         model=model,
         epochs=epochs,
         steps=steps,
@@ -63,4 +62,3 @@ def configured(
         save_dir=save_dir,
         metrics=model.metric_names,
     )
-    return called

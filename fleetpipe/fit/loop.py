@@ -1,0 +1,190 @@
+"""The loop of ``fit``, ``evaluate`` and ``predict``: every rank calls the same callbacks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fleetpipe.fit.callbacks.checkpoint import Nothing, PipelineCheckpoint
+from fleetpipe.fit.criterion import names_of, values_of
+from fleetpipe.fit.feeding import Rows
+from fleetpipe.fit.position import Position
+from fleetpipe.fit.runner import Runner
+from fleetpipe.fit.sources import Source
+
+if TYPE_CHECKING:
+    from paddle.hapi.callbacks import CallbackList
+
+#: What callbacks are given: the loss in a list, metrics, "step" and "batch_size".
+Logs = dict[str, Any]
+
+
+class Loop:
+    """Runs batches and calls the callbacks around them. Its methods are collective over the job.
+
+    Attributes:
+        left: How many batches may still run; None: any number.
+        logs: What callbacks are given.
+    """
+
+    def __init__(
+        self, model: Any, runner: Runner, callbacks: CallbackList, most: int | None = None
+    ) -> None:
+        """Runs nothing yet.
+
+        Args:
+            model: The ``fleetpipe.Model``, whose ``stop_training`` ends a training.
+            runner: Runs the batches.
+            callbacks: Called around each batch, each epoch and the whole.
+            most: Most batches to run.
+        """
+        self._model = model
+        self._runner = runner
+        self._callbacks: Any = callbacks
+        self._names = names_of(runner.metrics)
+        self.left = most
+        self.logs: Logs = {}
+
+    def train(
+        self,
+        source: Source,
+        position: Position,
+        saver: PipelineCheckpoint | Nothing,
+        *,
+        epochs: int,
+        accumulate: int,
+        evaluation: Source | None,
+        eval_freq: int,
+    ) -> None:
+        """Trains from a position in the data to the end of the epochs.
+
+        Args:
+            source: Gives the batches of an epoch.
+            position: Where the training is.
+            saver: Saves after steps and epochs.
+            epochs: How many there are in all.
+            accumulate: Batches of a step.
+            evaluation: Gives the batches that are evaluated at the end of epochs; None: none.
+            eval_freq: Epochs from one evaluation to the next.
+        """
+        logs: Logs = {}
+        self._callbacks.on_begin("train")
+        if position.step == 0:
+            position.put_callbacks_back()
+        while position.epoch < epochs and self.left != 0 and not position.stopped:
+            epoch = position.epoch
+            self._callbacks.on_epoch_begin(epoch, {"step": position.step})
+            position.put_callbacks_back()
+            logs = self.run_epoch(source, position, saver, accumulate)
+            self._callbacks.on_epoch_end(epoch, logs)
+            complete = self.left != 0
+            evaluated: Logs = {}
+            if evaluation is not None and epoch % eval_freq == 0:
+                evaluated = self._evaluate_epoch(evaluation, position)
+            position.stopped = self._runner.any_rank(self._model.stop_training)
+            if complete:
+                position.next_epoch()
+            saver.epoch_done(epoch, evaluated)
+        self._callbacks.on_end("train", logs)
+
+    def run_epoch(
+        self,
+        source: Source,
+        position: Position,
+        saver: PipelineCheckpoint | Nothing,
+        accumulate: int = 1,
+    ) -> Logs:
+        """Trains on the batches that are left of an epoch; see :meth:`train`."""
+        self._model.mode = "train"
+        waiting: list[tuple[int, Rows]] = []
+        if position.step:
+            self.logs.update(position.logs)
+
+        def train() -> None:
+            position.advance(len(waiting))
+            self._step(waiting)
+            names = ("loss", "step", "batch_size", *self._names)
+            position.logs = {name: self.logs[name] for name in names}
+            saver.step_done()
+
+        for step, rows in self._batches(source, position.step):
+            self._callbacks.on_batch_begin("train", step, self.logs)
+            waiting.append((step, rows))
+            if len(waiting) == accumulate:
+                train()
+        last = position.step + len(waiting) == source.steps
+        if waiting and (self.left != 0 or last):
+            train()
+        if self.left == 0:
+            position.hold_metrics()
+        if waiting:
+            # Batches that make no step, as in paddle.Model: a resumed training repeats them.
+            self._step(waiting, step=False)
+        return self._end()
+
+    def evaluate(self, source: Source) -> Logs:
+        """Returns the loss of the last batch and the metrics of all, which count every batch."""
+        self._model.mode, most = "eval", self.left
+        steps = source.steps if most is None else min(most, source.steps or most)
+        self._callbacks.on_begin("eval", {"steps": steps, "metrics": self._model.metric_names})
+        for step, rows in self._batches(source):
+            self._callbacks.on_batch_begin("eval", step, self.logs)
+            loss = self._runner.evaluate(rows)
+            self._report("eval", step, rows, loss if self._runner.has_loss else None)
+        logs = self._end()
+        self._callbacks.on_end("eval", logs)
+        return logs
+
+    def predict(self, source: Source) -> list[list[np.ndarray]]:
+        """Returns the outputs of each batch."""
+        self._model.mode = "test"
+        self._callbacks.on_begin("predict", {"steps": source.steps})
+        outputs = []
+        for step, rows in self._batches(source):
+            self._callbacks.on_batch_begin("predict", step, self.logs)
+            outputs.append(self._runner.predict(rows))
+            self.logs.update(step=step, batch_size=rows.everywhere)
+            self._callbacks.on_batch_end("predict", step, self.logs)
+        self._callbacks.on_end("predict", self.logs)
+        return outputs
+
+    def _evaluate_epoch(self, source: Source, position: Position) -> Logs:
+        # As in paddle.Model, whose num_iters counts the batches of evaluations too.
+        inner = Loop(self._model, self._runner, self._callbacks, self.left or None)
+        logs = inner.evaluate(source)
+        if self.left:
+            position.taken += self.left - (inner.left or 0)
+            self.left = inner.left
+        return logs
+
+    def _batches(self, source: Source, taken: int = 0) -> Iterator[tuple[int, Rows]]:
+        batches = enumerate(source.batches(taken), taken)
+        while self.left != 0:
+            batch = next(batches, None)
+            if batch is None:
+                return
+            if self.left is not None:
+                self.left -= 1
+            yield batch
+
+    def _step(self, waiting: list[tuple[int, Rows]], step: bool = True) -> None:
+        losses = self._runner.train([rows for _, rows in waiting], step)
+        for loss, (number, rows) in zip(losses, waiting):
+            self._runner.trained += step
+            self._report("train", number, rows, loss)
+        waiting.clear()
+
+    def _report(self, mode: str, step: int, rows: Rows, loss: float | None) -> None:
+        if loss is not None:
+            self.logs["loss"] = [loss]
+        if self._names:
+            self.logs.update(zip(self._names, values_of(self._runner.metrics)))
+        self.logs.update(step=step, batch_size=rows.everywhere)
+        self._callbacks.on_batch_end(mode, step, self.logs)
+
+    def _end(self) -> Logs:
+        for metric in self._runner.metrics:
+            metric.reset()
+        return self.logs
