@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fleetpipe.aliases import Tensor
-from fleetpipe.transport import Group
+from fleetpipe.mesh.groups import Group
 
 
 def broadcast_state(state: Mapping[str, Tensor], group: Group) -> None:

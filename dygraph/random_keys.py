@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.layer import is_patched
 from fleetpipe.paddle_api.random import stream_seeds, track_streams
 from fleetpipe.schedules.action import GlobalMicroBatch
-from fleetpipe.transport import Group
 
 #: The values of ``fleetpipe_configs["rng"]``.
 KEYED, FLEET = MODES = ("keyed", "fleet")

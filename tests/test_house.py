@@ -37,6 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         *("schedules/commands", "profiling", "report", "starter", "transport"),
         "static/_paddle static/graph static/tags",
     ),
+    ("mesh",),
     (
         *("config", "engine", "job", "static/cut"),
         "dygraph/nest dygraph/random_keys dygraph/gradients"
@@ -86,6 +87,7 @@ CLOSED = {
         *("fleetpipe.__init__", "fleetpipe.paddle_api", "fleetpipe.aliases"),
         *("fleetpipe.atomic_file", "fleetpipe.checkpoint"),
         *("fleetpipe.config", "fleetpipe.engine", "fleetpipe.errors", "fleetpipe.job"),
+        "fleetpipe.mesh",
         *("fleetpipe.numerics", "fleetpipe.schedules", "fleetpipe.static", "fleetpipe.transport"),
         *("fleetpipe.representation", "numpy", "paddle"),
     ),

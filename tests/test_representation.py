@@ -15,6 +15,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import callbacks, fleet, io, partition, schedules, transport
+from fleetpipe.mesh import groups
 from fleetpipe.parity.report import Report
 from fleetpipe.representation import shows
 from tests.pipelines import batch, job, pipeline, sgd
@@ -59,7 +60,7 @@ MADE: dict[str, Callable[[Path], Any]] = {
     "<Partition boundaries=(0, 50, 100, ": lambda _: partition.segment(LAYERS, 4),
     "<StageRange stage=0, start=0, end=50>": lambda _: partition.segment(LAYERS, 4).stages[0],
     "<MemoryTransport rank=1, ranks=2>": lambda _: transport.MemoryHub(2).endpoint(1),
-    "<SoleGroup rank=0, ranks=1>": lambda _: transport.SoleGroup(),
+    "<SoleGroup rank=0, ranks=1>": lambda _: groups.SoleGroup(),
     "<LossMonitor every=5>": lambda _: callbacks.LossMonitor(5),
     "<MetricsLogger on_rank='first', every=1, folder=run>": callbacks.MetricsLogger,
     "<Report passed=True, bit_exact=True, steps=0": lambda _: Report({"fleetpipe": "0.1.0"}),

@@ -33,6 +33,7 @@ from fleetpipe.dygraph.state.tied_weights import connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_id
 from fleetpipe.paddle_api.meta_parallel import LOSS_FUNCTIONS_ARE_A_LIST
@@ -41,7 +42,6 @@ from fleetpipe.paddle_types import CommunicateTopology
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Edge, Schedule
-from fleetpipe.transport import Group, SoleGroup
 
 _log = log.logger(__name__)
 

@@ -18,10 +18,9 @@ from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph.optimizer.clip_sharded import Pairs, SlicedNormClip
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.mesh.groups import Gathering, Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import clip_places, squared_norm
-from fleetpipe.transport import Group
-from fleetpipe.transport.group import Gathering
 
 _HALVES = ("float16", "bfloat16")
 #: The order of what another rank counts: a copy of a tied weight.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
 from fleetpipe.errors import ConfigError
+from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import tensor_bytes
-from fleetpipe.transport import Group
 
 #: Gradients are added in pieces of about this size: few calls, and no second copy of them all.
 _PIECE_BYTES = 128 * 1024 * 1024

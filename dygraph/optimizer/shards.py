@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.dygraph.gradients import gradient_of
+from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import optimized_parameters, restricted
-from fleetpipe.transport import Group
 
 Result = TypeVar("Result")
 

@@ -17,7 +17,7 @@ from fleetpipe.dygraph.gradients import gradient_of, set_gradient
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.transport import Group, SoleGroup
+from fleetpipe.mesh.groups import Group, SoleGroup
 
 
 class SharedWeight(NamedTuple):

@@ -20,9 +20,9 @@ from fleetpipe.dygraph.state.hidden_buffers import hidden_buffers
 from fleetpipe.dygraph.state.names import Slot, names_in, slots_of, to_pipeline_names
 from fleetpipe.dygraph.tensor_parallel import own_value, split_axis, whole_shape, whole_value
 from fleetpipe.errors import CheckpointError
+from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import Partition
-from fleetpipe.transport import Group
 
 #: More than a rank has parameters and buffers, or a model shared ones.
 _PLACES_OF_A_LAYER = 2**32

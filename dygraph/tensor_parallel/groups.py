@@ -15,6 +15,7 @@ from typing import Protocol
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job import meeting
+from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.tensor import tensor_bytes
 from fleetpipe.paddle_api.topology import (
     Group,
@@ -24,14 +25,13 @@ from fleetpipe.paddle_api.topology import (
     sole_group,
     user_strategy,
 )
-from fleetpipe.transport import SoleGroup
 
 #: Above this, and among more than two, each member sending to each costs more than Gloo's ring.
 _RING_BYTES = 256 * 1024
 
 
 class Members(Protocol):
-    """What tensor-parallel layers use of a group: :class:`fleetpipe.transport.Group`, or less.
+    """What tensor-parallel layers use of a group: :class:`fleetpipe.mesh.Group`, or less.
 
     Attributes:
         rank: Which slice this rank holds.

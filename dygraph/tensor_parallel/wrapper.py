@@ -7,8 +7,8 @@ from fleetpipe.dygraph.broadcast import broadcast_state
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import StateError
 from fleetpipe.job.job import current_job
+from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
-from fleetpipe.transport import Group
 
 
 class TensorParallel(paddle.nn.Layer):

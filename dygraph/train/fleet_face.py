@@ -19,11 +19,11 @@ from fleetpipe.dygraph.observe.timers import Timers
 from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.job.job import current_job
+from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api.meta_parallel import pipeline_parallel_callbacks_
 from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
-from fleetpipe.transport import Group
 
 #: How Fleet spells actions in ``get_static_scheduler``; it knows no W.
 _LETTERS: Mapping[str, str] = {"F": "f", "B": "b", "I": "b", "W": "w"}

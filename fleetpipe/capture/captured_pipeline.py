@@ -31,12 +31,12 @@ from fleetpipe.dygraph.state.layer_files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
 from fleetpipe.dygraph.tensor_parallel import whole_shape
+from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.partition import LayerInfo
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Edge
 from fleetpipe.schedules.action import GlobalMicroBatch
-from fleetpipe.transport import SoleGroup
 
 _FIRST = GlobalMicroBatch(0)
 

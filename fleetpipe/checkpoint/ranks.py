@@ -12,8 +12,9 @@ from fleetpipe.aliases import Tensor
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.mesh.groups import DirectGroup, Group, SoleGroup
 from fleetpipe.paddle_api import paddle
-from fleetpipe.transport import DirectGroup, Group, MessageKey, SoleGroup
+from fleetpipe.transport import MessageKey
 
 Result = TypeVar("Result")
 _PART = MessageKey("C", 0, 0, "part of a checkpoint", 0)

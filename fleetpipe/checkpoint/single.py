@@ -9,8 +9,8 @@ from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import restore
+from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_types import Layer, Optimizer
-from fleetpipe.transport import SoleGroup
 
 
 def load_single(

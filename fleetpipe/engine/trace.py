@@ -18,11 +18,12 @@ from fleetpipe.engine.observer import Instruction, Played
 from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.errors import PackageNotFound
 from fleetpipe.extras import INSTALLED_BY
+from fleetpipe.mesh.groups import Group
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
 from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, write_trace
 from fleetpipe.schedules.forms.events import Event, events_of, figures_of
 from fleetpipe.schedules.forms.picture import Panel, draw, panel_of
-from fleetpipe.transport import Group, Transport
+from fleetpipe.transport import Transport
 from fleetpipe.transport.joining.hosts import host_name
 
 _log = log.logger(__name__)

@@ -18,14 +18,14 @@ from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError, StateError
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import agreement, job, meeting, slurm, start
-from fleetpipe.job.degrees import (
+from fleetpipe.job.job import Job, current_job
+from fleetpipe.job.watching import process_exit
+from fleetpipe.mesh.axes import (
     PIPELINE_AXES,
     Degrees,
     refuse_sharding_options,
     runs_without_pipeline,
 )
-from fleetpipe.job.job import Job, current_job
-from fleetpipe.job.watching import process_exit
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
 from fleetpipe.paddle_api.topology import (

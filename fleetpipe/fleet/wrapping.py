@@ -16,8 +16,8 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.fleet._library_options import refuse_library_options
 from fleetpipe.fleet.lifecycle import begin_static
 from fleetpipe.job import meeting
-from fleetpipe.job.degrees import PIPELINE_AXES
 from fleetpipe.job.job import current_job
+from fleetpipe.mesh.axes import PIPELINE_AXES
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.topology import install_topology, user_strategy
 from fleetpipe.paddle_types import DistributedStrategy, GradScaler, Layer, Optimizer

@@ -20,15 +20,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from fleetpipe.job.agreement import require_agreement
-from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.watching.watch import Watch
+from fleetpipe.mesh.axes import Degrees
+from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
 from fleetpipe.transport import (
-    DirectGroup,
-    GlooGroup,
-    Group,
     MemoryHub,
     SocketTransport,
-    SoleGroup,
     Store,
     Transport,
     View,

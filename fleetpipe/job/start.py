@@ -16,11 +16,11 @@ from typing import Any
 from fleetpipe import systems
 from fleetpipe.job import attempt_files, meeting
 from fleetpipe.job.agreement import require_agreement
-from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.groups import gloo, paddle_groups
 from fleetpipe.job.job import Job
 from fleetpipe.job.store import JobStore
 from fleetpipe.job.watching.watch import Watch
+from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.transport import SocketTransport
 from fleetpipe.transport.joining.mesh import join

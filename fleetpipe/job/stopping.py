@@ -6,7 +6,8 @@ import contextlib
 import itertools
 
 from fleetpipe.errors import PeerFailed
-from fleetpipe.transport import DirectGroup, Group, MessageKey
+from fleetpipe.mesh.groups import DirectGroup, Group
+from fleetpipe.transport import MessageKey
 
 _numbers = itertools.count()
 _MOST_CALLS = 1 << 32

@@ -25,6 +25,7 @@ from fleetpipe.dygraph.gradients import cause_of_backward, drop_gradients
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import pipeline_group
+from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.paddle_api.optimizer import learning_rate_of, twin_optimizer
@@ -32,7 +33,6 @@ from fleetpipe.parity.cutting import copy_of
 from fleetpipe.parity.outputs import backward_running
 from fleetpipe.representation import shows
 from fleetpipe.schedules.action import GlobalMicroBatch
-from fleetpipe.transport import SoleGroup
 
 LossOf = Callable[[Nest, Nest], Tensor]
 LossesOf = Callable[[Nest, Nest], Sequence[Tensor]]

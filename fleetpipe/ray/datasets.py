@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import ray.train
 
-from fleetpipe.job.degrees import AXES, Degrees
+from fleetpipe.mesh.axes import AXES, Degrees
 
 
 def replicas(hybrid_configs: Mapping[str, Any], ranks: int) -> list[int]:

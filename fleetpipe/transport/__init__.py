@@ -1,4 +1,4 @@
-"""Edges between ranks: one interface over memory, sockets and NCCL, and groups made of it.
+"""Edges between ranks: one interface over memory, sockets and NCCL.
 
 Names that need Paddle are loaded when first used, so that the interface is importable without.
 """
@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe.transport.base import Store, Transport, Value
-from fleetpipe.transport.group import DirectGroup, GlooGroup, Group, SoleGroup
 from fleetpipe.transport.view import View
 from fleetpipe.transport.wire.message import MessageKey, describe
 
@@ -34,15 +33,11 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "DirectGroup",
-    "GlooGroup",
-    "Group",
     "MemoryHub",
     "MemoryTransport",
     "MessageKey",
     "NcclTransport",
     "SocketTransport",
-    "SoleGroup",
     "Store",
     "Transport",
     "Value",

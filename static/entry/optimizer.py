@@ -8,8 +8,8 @@ from typing import Any
 from fleetpipe.aliases import Op, Optimizer, Program, Strategy, Variable
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.job import Job
+from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.errors import ConfigError
+from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.static._paddle import gradient_clip
-from fleetpipe.transport import Group
 
 
 def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Group) -> None:

@@ -18,7 +18,7 @@ from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.random_keys import Keys, draws_nothing, key, keyed
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, get_rng_state_tracker
-from fleetpipe.transport import SoleGroup
+from fleetpipe.mesh.groups import SoleGroup
 from tests.launching import ROOT, Finished
 from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, job, pipeline, sgd
 

@@ -11,9 +11,9 @@ import pytest
 
 from fleetpipe import fleet
 from fleetpipe.engine.trace import Trace, measured_costs
+from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.schedules import Costs, build
 from fleetpipe.schedules.forms.events import Event, events_of
-from fleetpipe.transport import SoleGroup
 from tests.pipelines import batch, job, pipeline, sgd
 
 

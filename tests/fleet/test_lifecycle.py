@@ -20,10 +20,10 @@ from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, PartitionError, PeerFailed, StateError
 from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.groups import gloo
 from fleetpipe.job.job import current_job
 from fleetpipe.job.watching import process_exit
+from fleetpipe.mesh.axes import Degrees
 from tests.launching import ROOT
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from fleetpipe.errors import PeerFailed
-from fleetpipe.job.degrees import Degrees
 from fleetpipe.job.job import Job
 from fleetpipe.job.watching.watch import Watch
+from fleetpipe.mesh.axes import Degrees
 from tests.job.test_meeting import MemoryStore
 from tests.job.watching.test_watch import sockets_of, soon, vanish
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fleetpipe.job.stopping import Stopping
-from fleetpipe.transport import DirectGroup, MemoryHub, SoleGroup
+from fleetpipe.mesh.groups import DirectGroup, SoleGroup
+from fleetpipe.transport import MemoryHub
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -19,8 +19,8 @@ import paddle
 
 from fleetpipe.job import job as jobs
 from fleetpipe.job import meeting, start
+from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.paddle_api.topology import _paddle_collective
-from fleetpipe.transport.group import DirectGroup
 from tests.pipelines import batch, job, pipeline, sgd
 
 RANK = int(os.environ["PADDLE_TRAINER_ID"])

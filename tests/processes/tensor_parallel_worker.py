@@ -33,8 +33,8 @@ from fleetpipe.dygraph.tensor_parallel import (
 )
 from fleetpipe.job import meeting
 from fleetpipe.job.groups import gloo
+from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.paddle_api import paddle_fleet
-from fleetpipe.transport import DirectGroup
 
 SECONDS = 60.0
 GAPS: dict[str, float] = {}

@@ -17,9 +17,9 @@ from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, arguments_of
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.nest import mapped, tensors_of
+from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import has_memory
-from fleetpipe.transport import SoleGroup
 
 
 class _Recorded(Keyed):

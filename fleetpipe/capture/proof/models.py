@@ -18,10 +18,11 @@ from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.nest import mapped
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.engine.engine import Engine
+from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Placement, Plan, Schedule, forward_only
 from fleetpipe.schedules.action import GlobalMicroBatch
-from fleetpipe.transport import MemoryHub, SoleGroup
+from fleetpipe.transport import MemoryHub
 
 #: Nothing is ever waited for in one process.
 _NO_WAIT = 1.0

@@ -12,9 +12,9 @@ from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.signature import completed
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph import random_keys
+from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules.action import GlobalMicroBatch
-from fleetpipe.transport import SoleGroup
 
 _FIRST = GlobalMicroBatch(0)
 

@@ -8,8 +8,8 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.whole_state import ModelState
+from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
-from fleetpipe.transport import Group
 
 
 class CapturedState(ModelState):

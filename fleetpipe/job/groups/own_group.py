@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetpipe.aliases import PaddleStore
+from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.paddle_api import paddle
-from fleetpipe.transport.group import DirectGroup
 from fleetpipe.transport.sockets.transport import connect
 
 

@@ -18,7 +18,7 @@ from fleetpipe import fleet
 from fleetpipe.dygraph.optimizer import clip_global
 from fleetpipe.dygraph.optimizer.clip_global import COPY, GlobalNormClip, replace_clips
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.degrees import Degrees
+from fleetpipe.mesh.axes import Degrees
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS
 from tests.groups import members, on_all

@@ -14,7 +14,7 @@ from paddle import nn
 from fleetpipe.dygraph.optimizer import clip_global
 from fleetpipe.dygraph.optimizer.clip_global import GlobalNormClip, replace_clips
 from fleetpipe.dygraph.optimizer.post_validation import PostValidation
-from fleetpipe.job.degrees import Degrees
+from fleetpipe.mesh.axes import Degrees
 
 optimizers = paddle.optimizer
 #: Of the other stage's gradients, by step: the own ones are below the limit, both are not.

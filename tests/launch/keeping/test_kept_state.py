@@ -16,7 +16,7 @@ from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
 from fleetpipe.launch.keeping.kept_state import KeptState
-from fleetpipe.transport import SoleGroup
+from fleetpipe.mesh.groups import SoleGroup
 
 
 class Training:

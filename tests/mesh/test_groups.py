@@ -10,7 +10,8 @@ import paddle
 import pytest
 
 from fleetpipe.errors import TransportError
-from fleetpipe.transport import DirectGroup, MessageKey, SoleGroup, View
+from fleetpipe.mesh.groups import DirectGroup, SoleGroup
+from fleetpipe.transport import MessageKey, View
 from tests.transport.helpers import LIMIT, join_all
 
 RANKS = 3

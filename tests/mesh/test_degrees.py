@@ -10,9 +10,9 @@ from paddle.distributed.fleet.base.topology import CommunicateTopology
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.degrees import Degrees, refuse_sharding_options, runs_without_pipeline
 from fleetpipe.job.job import Job
-from fleetpipe.transport import SoleGroup
+from fleetpipe.mesh.axes import Degrees, refuse_sharding_options, runs_without_pipeline
+from fleetpipe.mesh.groups import SoleGroup
 
 AXES = {"dp": "data", "pp": "pipe", "sharding": "sharding", "sep": "sep", "mp": "model"}
 

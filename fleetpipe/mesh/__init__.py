@@ -1,0 +1,9 @@
+"""The axes along which ranks are split, and groups of ranks that share what some axes span.
+
+Start with ``axes.py``: the names, their degrees, and every rank's place on each. ``groups.py`` has
+the collective operations.
+"""
+
+from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
+
+__all__ = ["DirectGroup", "GlooGroup", "Group", "SoleGroup"]
