@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, held_of, own_slice
+from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, held_of, mp_shard
 from fleetpipe.checkpoint.contents.parts import Held
 from fleetpipe.dygraph.layers import entries as descriptions
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, is_shared
@@ -89,7 +89,7 @@ class ModelState:
 
     def checkpoint_part(self) -> NamedTensors:
         """Returns what this process holds as checkpoints take it."""
-        place = own_slice()
+        place = mp_shard()
         tensors = {name: held_of(tensor, place) for name, tensor in self.own().items()}
         buffers = {name: Held(t, differs=True) for name, t in self.hidden_buffers().items()}
         outline = {slot.name: tuple(slot.shape) for slot in self.slots()}

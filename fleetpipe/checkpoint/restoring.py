@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Held, Name, Part, Saved
+from fleetpipe.checkpoint.contents.parts import Held, Saved, SavedPart, TensorName
 from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host_memory, manifest
-from fleetpipe.checkpoint.files.reader import Reader
+from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.paddle_api.device import dynamic_mode
@@ -60,19 +60,19 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
 class _Attempt:
     """One rank's part of restoring a step, of which the first half changes nothing."""
 
-    reader: Reader
+    reader: StepReader
     state: dict[str, Any]
     _training: TrainingState
 
     def __init__(self, folder: Path, objects: Objects) -> None:
         self._folder = folder
         self._objects = objects
-        self._parts: list[Part] = []
-        self._wanted: Mapping[Name, Held] = {}
+        self._parts: list[SavedPart] = []
+        self._wanted: Mapping[TensorName, Held] = {}
 
     def prepare(self, ranks: Ranks) -> None:
         """Reads and compares, this rank its share of all tensors."""
-        self.reader = Reader(self._folder, manifest.read(self._folder))
+        self.reader = StepReader(self._folder, manifest.read(self._folder))
         self.state = self.reader.text(training_state.FILE)
         self.reader.check_texts()
         model = self._objects.model_part()
@@ -111,8 +111,8 @@ class _Attempt:
 
 
 def _with_statistics(
-    ranks: Ranks, wanted: Mapping[Name, Held], saved: Saved
-) -> Mapping[Name, Held]:
+    ranks: Ranks, wanted: Mapping[TensorName, Held], saved: Saved
+) -> Mapping[TensorName, Held]:
     """Returns what is to be filled, of which this replica's running statistics come from its own.
 
     They do where there are as many replicas as there were.

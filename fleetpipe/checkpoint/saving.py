@@ -11,11 +11,11 @@ from typing import Any
 from fleetpipe import log
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Held, Name
+from fleetpipe.checkpoint.contents.parts import Held, TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
 from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.files.manifest import Manifest
-from fleetpipe.checkpoint.files.plan import Inventory, Plan, indexes, planned
+from fleetpipe.checkpoint.files.plan import FilePlan, Inventory, indexes, planned
 from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.files.writer import Assignment, Writing, bytes_in, described_files
 from fleetpipe.checkpoint.ranks import Ranks
@@ -67,7 +67,7 @@ class Saver:
         self._retention = retention
         self._in_background = in_background
         #: The plan of what the ranks hold, and the texts that follow from it.
-        self._plans: dict[tuple[str, ...], tuple[Plan, dict[str, str]]] = {}
+        self._plans: dict[tuple[str, ...], tuple[FilePlan, dict[str, str]]] = {}
         self._snapshot = Snapshot()
         self._writing: tuple[Ranks, Writing] | None = None
         self._cleaned = False
@@ -181,8 +181,8 @@ class Saver:
         return draft.name
 
     def _planned(
-        self, ranks: Ranks, what: str, digests: Sequence[str], held: Mapping[Name, Held]
-    ) -> tuple[Plan, dict[str, str]]:
+        self, ranks: Ranks, what: str, digests: Sequence[str], held: Mapping[TensorName, Held]
+    ) -> tuple[FilePlan, dict[str, str]]:
         """Returns the plan, which is made once for as long as no rank holds something else."""
         key = tuple(digests)
         if key not in self._plans:
@@ -191,7 +191,7 @@ class Saver:
             self._plans = {key: (plan, indexes(plan))}
         return self._plans[key]
 
-    def _begin(self, ranks: Ranks, task: Assignment, held: Mapping[Name, Held]) -> None:
+    def _begin(self, ranks: Ranks, task: Assignment, held: Mapping[TensorName, Held]) -> None:
         elsewhere = self._ranks_elsewhere(ranks, task)
         if self._in_background and not elsewhere:
             parts = {name: held[name] for name, _, _ in task.plan.parts_of(task.rank)}
@@ -233,7 +233,9 @@ def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
     return training_state.to_text({"step": step, **training_state.merged(states, places)})
 
 
-def _with_statistics(ranks: Ranks, what: str, held: Mapping[Name, Held]) -> Mapping[Name, Held]:
+def _with_statistics(
+    ranks: Ranks, what: str, held: Mapping[TensorName, Held]
+) -> Mapping[TensorName, Held]:
     """Returns what this rank holds, and what its replica has otherwise than the first one.
 
     Those are running statistics: each replica has those of its own part of the data. The first
@@ -258,7 +260,7 @@ def _with_statistics(ranks: Ranks, what: str, held: Mapping[Name, Held]) -> Mapp
 
     everyone = ranks.together(what, sums)
     found = {
-        (theirs, of, Name(group, name)): checksum
+        (theirs, of, TensorName(group, name)): checksum
         for of, theirs, rows in everyone
         for group, name, checksum in rows
     }
@@ -267,7 +269,7 @@ def _with_statistics(ranks: Ranks, what: str, held: Mapping[Name, Held]) -> Mapp
         for (theirs, of, name), checksum in found.items()
         if checksum != found.get((0, of, name), checksum)
     }
-    several: dict[Name, set[int]] = {}
+    several: dict[TensorName, set[int]] = {}
     for (*_, name), checksum in found.items():
         several.setdefault(name, set()).add(checksum)
     # Of what is the same everywhere, as frozen parameters are, the ranks share the writing.

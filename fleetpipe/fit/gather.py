@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from fleetpipe.aliases import Layer, Optimizer, Tensor
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Held, Name
+from fleetpipe.checkpoint.contents.parts import Held, TensorName
 from fleetpipe.checkpoint.files.plan import Inventory, planned
-from fleetpipe.checkpoint.files.tensors import Cut
+from fleetpipe.checkpoint.files.tensors import Region
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
@@ -16,7 +16,7 @@ from fleetpipe.paddle_api import paddle
 _WHAT = "gathering the model"
 
 
-def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[Name, Tensor]:
+def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, Tensor]:
     """Returns copies of all tensors, whole, on the first rank of the job; nothing elsewhere.
 
     Collective. The ranks pass their parts in turn, so that none but the first holds more than
@@ -38,7 +38,7 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[Name, Tensor]
     ranks = Ranks.of_job()
     texts = ranks.together(_WHAT, lambda: Inventory.of(held).to_json())
     plan = planned([Inventory.from_json(text) for text in texts])
-    whole: dict[Name, Tensor] = {}
+    whole: dict[TensorName, Tensor] = {}
     with job.guarded(lambda: _WHAT):
         for source in range(ranks.count):
             own = (
@@ -48,11 +48,16 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[Name, Tensor]
             )
             for group, name, cut, tensor in job.everyone().broadcast(own, source):
                 if ranks.rank == 0:
-                    _put(whole, Name(group, name), None if cut is None else Cut(*cut), tensor)
+                    _put(
+                        whole,
+                        TensorName(group, name),
+                        None if cut is None else Region(*cut),
+                        tensor,
+                    )
     return whole
 
 
-def of_group(whole: Mapping[Name, Tensor], group: str) -> dict[str, Tensor]:
+def of_group(whole: Mapping[TensorName, Tensor], group: str) -> dict[str, Tensor]:
     """Returns the tensors of one group by name.
 
     Args:
@@ -67,7 +72,9 @@ def _copy(held: Held) -> Tensor:
     return paddle.assign(held.tensor)
 
 
-def _put(whole: dict[Name, Tensor], name: Name, cut: Cut | None, part: Tensor) -> None:
+def _put(
+    whole: dict[TensorName, Tensor], name: TensorName, cut: Region | None, part: Tensor
+) -> None:
     if cut is None:
         whole[name] = part
         return

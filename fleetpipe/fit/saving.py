@@ -21,7 +21,14 @@ from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.layer_and_optimizer import OptimizerState, unwrapped
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, Held, Name, Saved
+from fleetpipe.checkpoint.contents.parts import (
+    MASTER_WEIGHTS,
+    MODEL,
+    OPTIMIZER,
+    Held,
+    Saved,
+    TensorName,
+)
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
@@ -188,7 +195,7 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
 
 
 def _state_to_save(
-    whole: Mapping[Name, Tensor], names: Mapping[str, str], optimizer: Optimizer
+    whole: Mapping[TensorName, Tensor], names: Mapping[str, str], optimizer: Optimizer
 ) -> dict[str, Nest]:
     """Returns the optimizer's state dict for a process that counts names in this way."""
     if optimizer is None:
@@ -222,11 +229,11 @@ def _names_in_file(path: Path, network: PipelineLayer) -> dict[str, str]:
 
 def _by_lasting_name(
     contents: Mapping[str, Nest], names: Mapping[str, str], prefix: str
-) -> dict[Name, np.ndarray]:
+) -> dict[TensorName, np.ndarray]:
     """Returns the arrays of a file by the names that checkpoints give them."""
-    values: dict[Name, np.ndarray] = {}
+    values: dict[TensorName, np.ndarray] = {}
     for counted, array in contents.get(_MASTERS, {}).items():
-        values[Name(MASTER_WEIGHTS, names[counted])] = array
+        values[TensorName(MASTER_WEIGHTS, names[counted])] = array
     for key, array in contents.items():
         if key in (_MASTERS, _SCHEDULE):
             continue
@@ -239,7 +246,7 @@ def _by_lasting_name(
             )
         kind = key[len(counted) + 1 :].removeprefix(f"{_MASTER[1:]}_").removeprefix(prefix)
         # Of a second optimizer in a process Paddle counts on: moment1_1.
-        values[Name(OPTIMIZER, f"{names[counted]}/{kind.rpartition('_')[0]}_0")] = array
+        values[TensorName(OPTIMIZER, f"{names[counted]}/{kind.rpartition('_')[0]}_0")] = array
     return values
 
 

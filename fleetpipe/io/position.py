@@ -59,12 +59,12 @@ def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
     return given
 
 
-def require_same(name: str, own: object, saved: object, of: str, fix: str) -> None:
+def require_same(name: str, here: object, saved: object, of: str, fix: str) -> None:
     """Makes sure that a position was saved for data like these.
 
     Args:
         name: Of what is compared.
-        own: What this run has.
+        here: What this run has.
         saved: What the one had that saved.
         of: What the position belongs to, for messages.
         fix: What to do where they differ.
@@ -72,10 +72,10 @@ def require_same(name: str, own: object, saved: object, of: str, fix: str) -> No
     Raises:
         CheckpointError: They differ.
     """
-    if own != saved:
+    if here != saved:
         raise CheckpointError(
             f"the saved position of the {of} belongs to other data or another order of them",
-            expected=f"{name}={own}, as in this run",
+            expected=f"{name}={here}, as in this run",
             got=f"{name}={saved}",
             fix=fix,
         )

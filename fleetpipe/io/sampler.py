@@ -184,9 +184,9 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
             # Counted before it is handed out: who saves then has it in hand.
             position.consumed = len(order) if last else end
             if end <= len(order):
-                yield self._own(order[begin:end])
+                yield self._share(order[begin:end])
             elif not self.drop_last:
-                yield self._own(_filled_up(order, begin, self.nranks))
+                yield self._share(_filled_up(order, begin, self.nranks))
 
     def _order(self, epoch: int) -> _Order:
         samples = len(self.dataset)
@@ -196,7 +196,7 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
         random = np.random.RandomState([self.seed, epoch] if self.seed else epoch)
         return random.permutation(samples)
 
-    def _own(self, together: Sequence[int] | _Order) -> list[int]:
+    def _share(self, together: Sequence[int] | _Order) -> list[int]:
         size = len(together) // self.nranks
         return [int(index) for index in together[self.local_rank * size :][:size]]
 

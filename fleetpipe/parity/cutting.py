@@ -17,7 +17,7 @@ from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 from fleetpipe.parity.differences import Difference, compare_numbers
 
 
-class Given:
+class RepeatedBatch:
     """A batch as the user gave it, to be looked at as often as needed.
 
     A preprocessor is called once, and exactly the items of one step are taken of an iterator.

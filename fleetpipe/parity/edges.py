@@ -207,20 +207,22 @@ def _unit_name(at: At, slices: int) -> str:
     return f"micro-batch {micro_batch}" + (f", slice {index}" if slices > 1 else "")
 
 
-def _compare(name: str, step: int, ours: Tensor | None, theirs: Tensor | None) -> Difference | None:
+def _compare(
+    name: str, step: int, ours: Tensor | None, expected: Tensor | None
+) -> Difference | None:
     """Compares one gradient; where there is none, zeros stand for it."""
-    if theirs is None:
+    if expected is None:
         if ours is None:
             return None
-        theirs = paddle.zeros_like(ours)
+        expected = paddle.zeros_like(ours)
     if ours is None:
-        ours = paddle.zeros_like(theirs)
+        ours = paddle.zeros_like(expected)
     else:
-        theirs = part_of(theirs, ours)
-    difference = compare("gradient", name, step, ours, theirs)
+        expected = part_of(expected, ours)
+    difference = compare("gradient", name, step, ours, expected)
     if difference is None or difference.absolute == 0:
         return None
-    return difference if difference.relative > _ROUNDING * _unit(theirs) else None
+    return difference if difference.relative > _ROUNDING * _unit(expected) else None
 
 
 def _unit(tensor: Tensor) -> float:

@@ -12,7 +12,7 @@ from fleetpipe.dygraph import PipelineParallel, random_keys, tensor_parallel, we
 from fleetpipe.dygraph.nest import rebuilt
 from fleetpipe.job.job import pipeline_group
 from fleetpipe.paddle_api import paddle
-from fleetpipe.parity.cutting import Given, cut, shares_of_rows
+from fleetpipe.parity.cutting import RepeatedBatch, cut, shares_of_rows
 from fleetpipe.parity.differences import Difference, compare_values
 from fleetpipe.parity.outputs import Outputs, compare_outputs, part_of, recorded, recorded_here
 from fleetpipe.parity.reference import Reference, sum_in_order
@@ -46,7 +46,7 @@ class Evaluations:
         Returns:
             What the pipeline's call returns, and what this rank found.
         """
-        given = Given(data, self._pipeline.accumulate_steps)
+        given = RepeatedBatch(data, self._pipeline.accumulate_steps)
         with recorded_here(self._pipeline.layers) as outputs:
             result = call(given.again(), compute_loss, *more)
         inputs, labels, weights = self._shared(*given.parts())

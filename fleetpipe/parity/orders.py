@@ -35,14 +35,14 @@ class Orders:
         # In its first run a stage has a graph of its own: it finds out what it has to copy.
         return self._pipeline.crossings() if changed or self._report.steps < 2 else nullcontext({})
 
-    def note(self, own: Mapping[int, Crossing]) -> None:
+    def note(self, crossings: Mapping[int, Crossing]) -> None:
         """Lets rounding pass where the pipeline adds up in another order. Collective.
 
         Args:
-            own: What :meth:`crossings` found on the stages of this process.
+            crossings: What :meth:`crossings` found on the stages of this process.
         """
         report = self._report
-        plain = [(stage, crossing.plain()) for stage, crossing in own.items()]
+        plain = [(stage, crossing.plain()) for stage, crossing in crossings.items()]
         parts = all_ranks().all_gather((plain, self._pipeline.reordered_leaves()))
         everything = {stage: Crossing.from_plain(c) for part, _ in parts for stage, c in part}
         reasons = [

@@ -113,11 +113,11 @@ class Report:
         return [found for found in self.differences if found.quantity in quantities]
 
 
-def in_order(found: Sequence[Difference], layers: Sequence[str]) -> list[Difference]:
+def in_order(differences: Sequence[Difference], layers: Sequence[str]) -> list[Difference]:
     """Sorts the differences of one step in the order in which a step computes their quantities.
 
     Args:
-        found: The differences of all ranks.
+        differences: The differences of all ranks.
         layers: The lasting names of layers and their parameters, and edges, in the order of the
             model.
     """
@@ -130,4 +130,4 @@ def in_order(found: Sequence[Difference], layers: Sequence[str]) -> list[Differe
             -place if difference.quantity == "gradient" else place
         )
 
-    return sorted(found, key=key)
+    return sorted(differences, key=key)

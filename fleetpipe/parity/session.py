@@ -22,7 +22,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity import edges, orders
-from fleetpipe.parity.cutting import Given
+from fleetpipe.parity.cutting import RepeatedBatch
 from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
 from fleetpipe.parity.evaluation import Evaluations
 from fleetpipe.parity.outputs import compare_outputs, recorded, recorded_here
@@ -100,7 +100,7 @@ class Session:
             The losses of the reference and of the pipeline; lists where there are several.
         """
         step, layers = self.report.steps, self._pipeline.layers
-        given = Given(data, self._pipeline.accumulate_steps)
+        given = RepeatedBatch(data, self._pipeline.accumulate_steps)
         batches, found = self._cut(given)
         own, everyone = self._pipeline.share(batches)
         reference = self._reference
@@ -150,16 +150,16 @@ class Session:
         call, step = self._calls.predict_batch, self.report.steps
         return self._evaluated(*self._evaluations.predict_batch(call, step, inputs, broadcast))
 
-    def _evaluated(self, result: Nest, found: list[Difference]) -> Nest:
-        self._gather(found, {})
+    def _evaluated(self, result: Nest, differences: list[Difference]) -> Nest:
+        self._gather(differences, {})
         self.report.evaluations += 1
         return result
 
-    def _cut(self, given: Given) -> tuple[MicroBatches, list[Difference]]:
+    def _cut(self, batch: RepeatedBatch) -> tuple[MicroBatches, list[Difference]]:
         """Cuts a batch without the pipeline's help, and compares with what the pipeline makes."""
         # First, because it refuses what does not fit.
-        theirs = self._pipeline.micro_batches(given.again())
-        own = given.cut(self._pipeline.micro_batch_size)
+        theirs = self._pipeline.micro_batches(batch.again())
+        own = batch.cut(self._pipeline.micro_batch_size)
         found = []
         for name, ours, expected in zip(own._fields, theirs, own):
             found += compare_values("micro-batch", name, self.report.steps, ours, expected)
@@ -174,7 +174,7 @@ class Session:
         self,
         rates: Rates,
         arrived: edges.Gradients,
-        own: MicroBatches,
+        batches: MicroBatches,
         keys: random_keys.Keys | None,
         gradients: list[Difference],
     ) -> list[Difference]:
@@ -189,14 +189,14 @@ class Session:
         weights = self._pipeline.weights_in_backward
         copies = edges.copies_at_borders(model, self._pipeline.layers)
         with as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
-            self._beside.accumulate(own, weights, first)
+            self._beside.accumulate(batches, weights, first)
         return found + edges.differences(arrived, expected, first * slices, step, slices)
 
-    def _gather(self, found: list[Difference], squares: Squares) -> None:
+    def _gather(self, differences: list[Difference], squares: Squares) -> None:
         """Puts the findings of all ranks together, and compares the norm of all gradients."""
-        parts = all_ranks().all_gather((list(map(astuple, found)), squares))
+        parts = all_ranks().all_gather((list(map(astuple, differences)), squares))
         # Each once, in the order in which a rank has found them.
-        everything = [Difference(*fields) for differences, _ in parts for fields in differences]
+        everything = [Difference(*fields) for rows, _ in parts for fields in rows]
         # By name: replicas, slices and copies of a tied weight have the same whole gradients.
         whole = {name: pair for _, pairs in parts for name, pair in pairs.items()}
         everything += _compare_norms(whole, self.report.steps)

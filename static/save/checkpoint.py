@@ -24,10 +24,10 @@ from fleetpipe.checkpoint.contents.layer_and_optimizer import (
 from fleetpipe.checkpoint.contents.parts import (
     MASTER_WEIGHTS,
     Held,
-    Name,
     Names,
     Saved,
-    Streams,
+    StageStreams,
+    TensorName,
 )
 from fleetpipe.errors import CheckpointError, ConfigError, nearest
 from fleetpipe.static._paddle import dynamic, static
@@ -109,10 +109,10 @@ class ProgramState(NamedTensors):
             )
         return ProgramOptimizer(self._pipeline, self._scope, self, self._names)
 
-    def streams(self) -> Streams:
+    def streams(self) -> StageStreams:
         """Returns the random streams of this process's stages."""
         pipeline = self._pipeline
-        return Streams(pipeline.split.stages, pipeline.leads_random, pipeline.streams)
+        return StageStreams(pipeline.split.stages, pipeline.leads_random, pipeline.streams)
 
     def set_streams(self, streams: Mapping[int, Any]) -> None:
         """Makes ``streams`` of :meth:`streams` the streams again; the other stages begin anew."""
@@ -149,7 +149,7 @@ class ProgramOptimizer:
         """The type of the optimizer."""
         return type(unwrapped(self._pipeline.optimizer)).__name__
 
-    def held(self) -> Mapping[Name, Held]:
+    def held(self) -> Mapping[TensorName, Held]:
         """Returns the state that this process keeps."""
         return {
             name: held
@@ -157,7 +157,7 @@ class ProgramOptimizer:
             for name, held in self._state(parameter, self._names[parameter])
         }
 
-    def wanted(self, saved: Saved) -> Mapping[Name, Held]:
+    def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
         """Returns what is to be filled with the saved state.
 
         Raises:
@@ -165,7 +165,7 @@ class ProgramOptimizer:
         """
         require_kind(self.kind, saved)
         names, there = self._model.saved_names(saved), by_parameter(saved)
-        x: dict[Name, Held] = {}
+        x: dict[TensorName, Held] = {}
         for parameter in self._pipeline.kept:
             path = names[self._names[parameter]]
             state = dict(self._state(parameter, path))
@@ -188,12 +188,12 @@ class ProgramOptimizer:
     def abandon(self) -> None:
         """Does nothing."""
 
-    def _state(self, parameter: str, path: str) -> Iterator[tuple[Name, Held]]:
+    def _state(self, parameter: str, path: str) -> Iterator[tuple[TensorName, Held]]:
         kept = self._pipeline.kept[parameter]
         for kind, variable in kept.kinds.items():
             yield state_name(path, kind), Held(_shared(self._scope, variable))
         if kept.master is not None:
-            yield Name(MASTER_WEIGHTS, path), Held(_shared(self._scope, kept.master))
+            yield TensorName(MASTER_WEIGHTS, path), Held(_shared(self._scope, kept.master))
 
 
 def _shared(scope: Scope, name: str) -> Any:

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import fleetpipe
-from fleetpipe.checkpoint.contents.parts import Held, Name
+from fleetpipe.checkpoint.contents.parts import Held, TensorName
 from fleetpipe.checkpoint.files import plan, tensors
 from fleetpipe.checkpoint.files.plan import Inventory, planned
-from fleetpipe.checkpoint.files.tensors import Cut
+from fleetpipe.checkpoint.files.tensors import Region
 from fleetpipe.errors import CheckpointError
 
 
@@ -103,20 +103,22 @@ def test_large_models_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.Mon
         assert own.numpy().tobytes() == its.numpy().tobytes()
 
 
-def held(shape: tuple[int, ...], cut: Cut | None = None) -> Held:
+def held(shape: tuple[int, ...], cut: Region | None = None) -> Held:
     return Held(np.zeros(shape, "float32"), cut)
 
 
 def test_ranks_share_the_writing() -> None:
     """Two replicas of two slices: each writes half of what is whole, and its slice."""
-    whole = {Name("model", f"{i}.weight"): held((4, 4)) for i in range(4)}
+    whole = {TensorName("model", f"{i}.weight"): held((4, 4)) for i in range(4)}
     ranks = [
-        Inventory.of({**whole, Name("model", "cut"): held((4, 2), Cut(1, 2 * m, 2 * m + 2, 4))})
+        Inventory.of(
+            {**whole, TensorName("model", "cut"): held((4, 2), Region(1, 2 * m, 2 * m + 2, 4))}
+        )
         for m in (0, 1, 0, 1)
     ]
     found = planned(ranks)
     (shares,) = found.shares.values()
-    assert [share.cut for share in shares["cut"]] == [Cut(1, 0, 2, 4), Cut(1, 2, 4, 4)]
+    assert [share.cut for share in shares["cut"]] == [Region(1, 0, 2, 4), Region(1, 2, 4, 4)]
     written = [0] * 4
     for ones in shares.values():
         for share in ones:
@@ -128,12 +130,12 @@ def test_ranks_share_the_writing() -> None:
     ("others", "told"),
     [
         (held((4, 3)), "do not have the same 'x' of the model"),
-        (held((3, 4), Cut(0, 4, 7, 8)), "do not hold the whole of 'x' of the model"),
-        (held((4, 4), Cut(1, 4, 8, 8)), "do not have the same 'x' of the model"),
+        (held((3, 4), Region(0, 4, 7, 8)), "do not hold the whole of 'x' of the model"),
+        (held((4, 4), Region(1, 4, 8, 8)), "do not have the same 'x' of the model"),
     ],
 )
 def test_ranks_that_hold_something_else_are_refused(others: Held, told: str) -> None:
-    first = held((4, 4)) if others.cut is None else held((4, 4), Cut(0, 0, 4, 8))
-    ranks = [Inventory.of({Name("model", "x"): one}) for one in (first, others)]
+    first = held((4, 4)) if others.cut is None else held((4, 4), Region(0, 0, 4, 8))
+    ranks = [Inventory.of({TensorName("model", "x"): one}) for one in (first, others)]
     with pytest.raises(CheckpointError, match=told):
         planned(ranks)

@@ -18,7 +18,7 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.checkpoint.contents.parts import MODEL, Held, Name
+from fleetpipe.checkpoint.contents.parts import MODEL, Held, TensorName
 from fleetpipe.checkpoint.files import host_memory, tensors
 from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.ranks import Ranks
@@ -172,7 +172,7 @@ def test_copies_lie_in_the_same_memory_from_save_to_save() -> None:
     snapshot = Snapshot()
 
     def taken(*arrays: Any) -> list[tuple[int, bytes]]:
-        held = {Name(MODEL, str(number)): Held(array) for number, array in enumerate(arrays)}
+        held = {TensorName(MODEL, str(number)): Held(array) for number, array in enumerate(arrays)}
         copies = snapshot.take(held).values()
         return [(np.frombuffer(copy, np.uint8).ctypes.data, bytes(copy)) for copy in copies]
 

@@ -16,11 +16,11 @@ from fleetpipe.checkpoint.contents.parts import (
     OPTIMIZER,
     Held,
     ModelPart,
-    Name,
     Saved,
     SavedOptimizer,
+    TensorName,
 )
-from fleetpipe.checkpoint.files.tensors import Cut, Described
+from fleetpipe.checkpoint.files.tensors import Described, Region
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api.optimizer import (
@@ -56,21 +56,21 @@ class NamedTensors:
         self._buffers = {} if buffers is None else buffers
 
     @classmethod
-    def of_layer(cls, layer: Layer, own_slice: tuple[int, int] = (0, 1)) -> NamedTensors:
+    def of_layer(cls, layer: Layer, shard: tuple[int, int] = (0, 1)) -> NamedTensors:
         """Describes a model of which this process holds all layers, by its own names.
 
         A tensor that it has under several names counts under the first.
 
         Args:
             layer: The model, or what wraps it.
-            own_slice: Which slice of tensor-parallel layers this process holds, and of how many.
+            shard: Which mp shard of tensor-parallel layers this process holds, and of how many.
         """
         layer = _inside(layer)
         state = layer.state_dict()
         names: dict[int, str] = {}
         for name, tensor in state.items():
             names.setdefault(id(tensor), name)
-        tensors = {name: held_of(state[name], own_slice) for name in names.values()}
+        tensors = {name: held_of(state[name], shard) for name in names.values()}
         buffers = {
             name: Held(tensor, differs=True)
             for name, tensor in layer.named_buffers()
@@ -86,24 +86,24 @@ class NamedTensors:
         """Returns this process's parameters by lasting name."""
         return {n: held for n, held in self._tensors.items() if _is_parameter(held.tensor)}
 
-    def held(self) -> Mapping[Name, Held]:
+    def held(self) -> Mapping[TensorName, Held]:
         """Returns what this process holds, each tensor once."""
         return {
-            **{Name(MODEL, name): held for name, held in self._tensors.items()},
-            **{Name(BUFFERS, name): held for name, held in self._buffers.items()},
+            **{TensorName(MODEL, name): held for name, held in self._tensors.items()},
+            **{TensorName(BUFFERS, name): held for name, held in self._buffers.items()},
         }
 
-    def wanted(self, saved: Saved) -> Mapping[Name, Held]:
+    def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
         """Returns what is to be filled with the saved tensors of these names.
 
         Raises:
             CheckpointError: The checkpoint is of another model.
         """
         names = self.saved_names(saved)
-        found = {Name(MODEL, names[name]): held for name, held in self._tensors.items()}
+        found = {TensorName(MODEL, names[name]): held for name, held in self._tensors.items()}
         for path, held in self._buffers.items():
-            if Name(BUFFERS, path) in saved.tensors:
-                found[Name(BUFFERS, path)] = held
+            if TensorName(BUFFERS, path) in saved.tensors:
+                found[TensorName(BUFFERS, path)] = held
         for name, held in found.items():
             require_fit(name, held, saved.tensors[name])
         return found
@@ -122,19 +122,19 @@ class NamedTensors:
         """
         if set(saved.order) == set(self._outline):
             return {name: name for name in self._outline}
-        shapes = {name: saved.tensors[Name(MODEL, name)].shape for name in saved.order}
+        shapes = {name: saved.tensors[TensorName(MODEL, name)].shape for name in saved.order}
         _require_same_shapes(self._outline, shapes)
         return dict(zip(self._outline, saved.order))
 
 
-def held_of(tensor: Tensor, own_slice: tuple[int, int]) -> Held:
+def held_of(tensor: Tensor, shard: tuple[int, int]) -> Held:
     """Describes a parameter or buffer.
 
     Args:
         tensor: It, or this process's slice of it.
-        own_slice: Which slice of tensor-parallel layers this process holds, and of how many.
+        shard: Which mp shard of tensor-parallel layers this process holds, and of how many.
     """
-    member, members = own_slice
+    member, members = shard
     # Paddle's running statistics are parameters that need no gradient.
     differs = bool(tensor.stop_gradient)
     if members == 1 or not getattr(tensor, "is_distributed", False):
@@ -146,15 +146,15 @@ def held_of(tensor: Tensor, own_slice: tuple[int, int]) -> Held:
             fix="set its split_axis to the axis that is cut, or is_distributed=False if none is",
         )
     axis, size = int(tensor.split_axis), int(tensor.shape[tensor.split_axis])
-    return Held(tensor, Cut(axis, member * size, (member + 1) * size, members * size), differs)
+    return Held(tensor, Region(axis, member * size, (member + 1) * size, members * size), differs)
 
 
 def _is_parameter(tensor: Tensor) -> bool:
     return hasattr(tensor, "trainable")
 
 
-def own_slice() -> tuple[int, int]:
-    """Returns which slice of tensor-parallel layers this process holds, and of how many."""
+def mp_shard() -> tuple[int, int]:
+    """Returns which mp shard of tensor-parallel layers this process holds, and of how many."""
     job = current_job()
     if job is None or job.degrees.mp == 1:
         return 0, 1
@@ -169,7 +169,7 @@ def _inside(layer: Layer) -> Layer:
     return layer
 
 
-def require_fit(name: Name, held: Held, saved: Described) -> None:
+def require_fit(name: TensorName, held: Held, saved: Described) -> None:
     """Raises a ``CheckpointError`` where a saved tensor has another dtype or shape."""
     if held.described != saved:
         raise CheckpointError(
@@ -239,7 +239,7 @@ class OptimizerState:
         """The type of the optimizer."""
         return type(self._optimizer).__name__
 
-    def held(self) -> Mapping[Name, Held]:
+    def held(self) -> Mapping[TensorName, Held]:
         """Returns the state that this process keeps."""
         return {
             name: held
@@ -247,7 +247,7 @@ class OptimizerState:
             for name, held in self._state(parameter, path, of)
         }
 
-    def wanted(self, saved: Saved) -> Mapping[Name, Held]:
+    def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
         """Returns what is to be filled with the saved state, which is made where there is none.
 
         Raises:
@@ -256,7 +256,7 @@ class OptimizerState:
         require_kind(self.kind, saved)
         names = self._model.saved_names(saved)
         there = by_parameter(saved)
-        found: dict[Name, Held] = {}
+        found: dict[TensorName, Held] = {}
         for group, parameter, path, of in self._parameters():
             if names[path] not in there:
                 self._unsaved.append(parameter)
@@ -289,14 +289,14 @@ class OptimizerState:
                 if id(parameter) in named and self._owns(parameter):
                     yield (group, parameter, *named[id(parameter)])
 
-    def _state(self, parameter: Tensor, path: str, of: Held) -> Iterator[tuple[Name, Held]]:
+    def _state(self, parameter: Tensor, path: str, of: Held) -> Iterator[tuple[TensorName, Held]]:
         for kind, tensor in state_of(self._optimizer, parameter.name).items():
             # Powers of beta are one number, whatever a slice of the parameter has.
             sliced = list(tensor.shape) == list(parameter.shape) and "pow" not in kind
             yield state_name(path, kind), Held(tensor, of.cut if sliced else None)
         master = master_weight_of(self._optimizer, parameter.name)
         if master is not None:
-            yield Name(MASTER_WEIGHTS, path), Held(master, of.cut)
+            yield TensorName(MASTER_WEIGHTS, path), Held(master, of.cut)
 
 
 def require_kind(kind: str, saved: Saved) -> None:
@@ -310,14 +310,14 @@ def require_kind(kind: str, saved: Saved) -> None:
         )
 
 
-def state_name(path: str, kind: str) -> Name:
+def state_name(path: str, kind: str) -> TensorName:
     """Returns the name of the state of a kind that belongs to the parameter ``path``."""
-    return Name(OPTIMIZER, f"{path}/{kind}{_FIRST}")
+    return TensorName(OPTIMIZER, f"{path}/{kind}{_FIRST}")
 
 
-def by_parameter(saved: Saved) -> dict[str, set[Name]]:
+def by_parameter(saved: Saved) -> dict[str, set[TensorName]]:
     """Returns the names of the saved state by the name of the parameter that it belongs to."""
-    found: dict[str, set[Name]] = {}
+    found: dict[str, set[TensorName]] = {}
     for name in saved.tensors:
         if name.group == OPTIMIZER:
             found.setdefault(name.name.rpartition("/")[0], set()).add(name)
@@ -326,12 +326,12 @@ def by_parameter(saved: Saved) -> dict[str, set[Name]]:
     return found
 
 
-def require_kinds(path: str, own: set[Name], saved: set[Name]) -> None:
+def require_kinds(path: str, kinds: set[TensorName], saved: set[TensorName]) -> None:
     """Raises a ``CheckpointError`` where the saved state of a parameter has other kinds."""
-    if own != saved:
+    if kinds != saved:
         raise CheckpointError(
             f"the saved state of {path!r} is of an optimizer with other options",
-            expected=", ".join(sorted(map(str, own))) or "nothing",
+            expected=", ".join(sorted(map(str, kinds))) or "nothing",
             got=", ".join(sorted(map(str, saved))) or "nothing",
             fix="build the optimizer as it was when it was saved (amsgrad, multi_precision)",
         )

@@ -9,7 +9,7 @@ from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents.layer_and_optimizer import (
     NamedTensors,
     OptimizerState,
-    own_slice,
+    mp_shard,
     unwrapped,
 )
 from fleetpipe.checkpoint.contents.parts import (
@@ -112,7 +112,7 @@ class Objects:
                 got=f"a {type(model).__name__}",
                 fix="pass model=paddle.static.default_main_program() after minimize",
             )
-        return NamedTensors.of_layer(model, own_slice())
+        return NamedTensors.of_layer(model, mp_shard())
 
     def required_model(self) -> ModelPart:
         """Returns what :meth:`model_part` does.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, Union, runtime_checkable
 import numpy as np
 
 from fleetpipe.aliases import Optimizer, Tensor
-from fleetpipe.checkpoint.files.tensors import Cut, Described
+from fleetpipe.checkpoint.files.tensors import Described, Region
 
 #: The lasting names of a program's variables, or how they are found; None: they are their own.
 Names = Union[Mapping[str, str], str, None]
@@ -23,15 +23,15 @@ MODEL, BUFFERS, OPTIMIZER, MASTER_WEIGHTS, REPLICAS = GROUPS = (
 )
 
 
-class Name(NamedTuple):
+class TensorName(NamedTuple):
     """The lasting name of a tensor: its group of files, and its name there."""
 
     group: str
     name: str
 
-    def of_replica(self, replica: int) -> Name:
+    def of_replica(self, replica: int) -> TensorName:
         """Returns the name of what a replica has otherwise than the first one."""
-        return Name(REPLICAS, f"{replica}/{self.group}/{self.name}")
+        return TensorName(REPLICAS, f"{replica}/{self.group}/{self.name}")
 
     def __str__(self) -> str:
         return f"{self.name!r} of the {self.group.replace('_', ' ')}"
@@ -44,11 +44,11 @@ class Held(NamedTuple):
         tensor: A tensor of Paddle's, or an array.
         cut: Which part of the whole it is; None where it is all of it.
         differs: Whether other ranks may hold other values, as the statistics of replicas are: the
-            first rank's are saved, and other replicas' beside them: :meth:`Name.of_replica`.
+            first rank's are saved, and other replicas' beside them: :meth:`TensorName.of_replica`.
     """
 
     tensor: Tensor | np.ndarray
-    cut: Cut | None = None
+    cut: Region | None = None
     differs: bool = False
 
     @property
@@ -75,19 +75,19 @@ class Saved(NamedTuple):
         replicas: How many replicas saved it.
     """
 
-    tensors: Mapping[Name, Described]
+    tensors: Mapping[TensorName, Described]
     order: tuple[str, ...]
     optimizer: str | None
     replicas: int = 1
 
 
-class Part(Protocol):
+class SavedPart(Protocol):
     """A model or an optimizer, as one rank holds it. No method of it is collective."""
 
-    def held(self) -> Mapping[Name, Held]:
+    def held(self) -> Mapping[TensorName, Held]:
         """Returns what this rank holds, each tensor once."""
 
-    def wanted(self, saved: Saved) -> Mapping[Name, Held]:
+    def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
         """Returns what is to be filled with the saved tensors of these names.
 
         Memory may be made for it; nothing that exists changes. One of the two calls below follows.
@@ -103,7 +103,7 @@ class Part(Protocol):
         """Undoes a :meth:`wanted`: nothing has been filled."""
 
 
-class OptimizerPart(Part, Protocol):
+class OptimizerPart(SavedPart, Protocol):
     """The state of an optimizer, as one rank holds it."""
 
     @property
@@ -111,7 +111,7 @@ class OptimizerPart(Part, Protocol):
         """The type of the optimizer."""
 
 
-class Streams(NamedTuple):
+class StageStreams(NamedTuple):
     """The random streams of the stages of a static program that one process has.
 
     Attributes:
@@ -126,7 +126,7 @@ class Streams(NamedTuple):
     others: Mapping[int, Any]
 
 
-class ModelPart(Part, Protocol):
+class ModelPart(SavedPart, Protocol):
     """A model, as one rank holds it."""
 
     def order(self) -> tuple[str, ...]:
@@ -154,11 +154,11 @@ class ProgramPart(ModelPart, Protocol):
             ConfigError: It is another one.
         """
 
-    def streams(self) -> Streams:
+    def streams(self) -> StageStreams:
         """Returns the random streams of this rank's stages."""
 
-    def set_streams(self, others: Mapping[int, Any]) -> None:
-        """Makes ``others`` of :meth:`streams` the streams again; a stage without one begins anew.
+    def set_streams(self, streams: Mapping[int, Any]) -> None:
+        """Sets ``others`` of :meth:`streams`; a stage without one begins anew.
 
         The default generator has its state already.
         """

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint.contents.parts import ProgramPart, Streams
+from fleetpipe.checkpoint.contents.parts import ProgramPart, StageStreams
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.random import generator_from, generator_state
@@ -162,11 +162,11 @@ class TrainingState:
         self.put_back_random(_random_of_place(saved, place, leads))
 
 
-def _require_keys(what: str, own: Mapping[str, Any], saved: Mapping[str, Json]) -> None:
-    if set(own) != set(saved):
+def _require_keys(what: str, state: Mapping[str, Any], saved: Mapping[str, Json]) -> None:
+    if set(state) != set(saved):
         raise CheckpointError(
             f"the saved state of the {what} is of another type of it",
-            expected=", ".join(own) or "nothing",
+            expected=", ".join(state) or "nothing",
             got=", ".join(saved) or "nothing",
             fix="build the one that was saved, or leave it out",
         )
@@ -209,7 +209,7 @@ def merged(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dic
     return found
 
 
-def random_states(streams: Streams | None = None) -> Json:
+def random_states(streams: StageStreams | None = None) -> Json:
     """Returns the states of now, and ``streams``, those of the stages of a static program."""
     numpy_state: Any = np.random.get_state()
     name, keys, *rest = numpy_state
@@ -243,15 +243,15 @@ def set_random_states(states: Json) -> None:
     random.setstate((version, tuple(numbers), next_gauss))
 
 
-def _streams_in(states: Json, own: Streams) -> dict[int, Any]:
+def _streams_in(states: Json, streams: StageStreams) -> dict[int, Any]:
     """Returns the streams of a static program's stages in some states.
 
     Args:
         states: Those of a rank.
-        own: The streams of now. Those of a program of other stages do not fit.
+        streams: The streams of now. Those of a program of other stages do not fit.
     """
     saved = states.get("program")
-    if saved is None or saved["stages"] != own.stages:
+    if saved is None or saved["stages"] != streams.stages:
         return {}
     return {int(s): generator_from(state) for s, state in saved["others"].items()}
 

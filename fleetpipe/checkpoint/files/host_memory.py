@@ -9,7 +9,7 @@ import numpy as np
 
 from fleetpipe import systems
 from fleetpipe.aliases import Tensor
-from fleetpipe.checkpoint.contents.parts import Held, Name
+from fleetpipe.checkpoint.contents.parts import Held, TensorName
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.paddle_api import paddle
 from fleetpipe.transport.wire import bridge
@@ -23,7 +23,7 @@ def bytes_of(held: Held) -> memoryview:
     tensor = held.tensor
     if isinstance(tensor, np.ndarray):
         return _flat(np.ascontiguousarray(tensor))
-    kept, memories = bridge.readable([tensor], [_own(held)])
+    kept, memories = bridge.readable([tensor], [_part_of(held)])
     if not memories:
         return memoryview(b"")
     (memory,) = memories
@@ -37,7 +37,7 @@ def empty_like(held: Held) -> tuple[Tensor | np.ndarray, memoryview]:
     if isinstance(held.tensor, np.ndarray):
         array = np.empty_like(held.tensor, order="C")
         return array, _flat(array)
-    return empty(_own(held))
+    return empty(_part_of(held))
 
 
 def empty(described: Described) -> tuple[Tensor, memoryview]:
@@ -60,9 +60,9 @@ class Snapshot:
 
     def __init__(self) -> None:
         """Has no memory yet."""
-        self._places: dict[Name, np.ndarray] = {}
+        self._places: dict[TensorName, np.ndarray] = {}
 
-    def take(self, tensors: Mapping[Name, Held]) -> Mapping[Name, memoryview]:
+    def take(self, tensors: Mapping[TensorName, Held]) -> Mapping[TensorName, memoryview]:
         """Copies tensors, in the place of what was copied before; returns the copies' bytes."""
         memories = {name: bytes_of(held) for name, held in tensors.items()}
         sizes = {name: len(memory) for name, memory in memories.items()}
@@ -73,7 +73,7 @@ class Snapshot:
         return {name: place.data for name, place in self._places.items()}
 
 
-def _own(held: Held) -> Described:
+def _part_of(held: Held) -> Described:
     """Returns dtype and shape of what is here: a part may be smaller than the whole."""
     return Described(held.described.dtype, tuple(int(size) for size in held.tensor.shape))
 
@@ -86,7 +86,7 @@ def _flat(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _allocated(sizes: Mapping[Name, int]) -> dict[Name, np.ndarray]:
+def _allocated(sizes: Mapping[TensorName, int]) -> dict[TensorName, np.ndarray]:
     """Returns memory for tensors: one piece, which the system can make of few large pages."""
     ends, end = {}, 0
     for name, size in sizes.items():

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, Name, Saved
-from fleetpipe.checkpoint.files.tensors import CODES, Cut, Described, is_whole
+from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, Saved, TensorName
+from fleetpipe.checkpoint.files.tensors import CODES, Described, Region, is_whole
 from fleetpipe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -32,10 +32,10 @@ class Whole(NamedTuple):
     crc32: int
 
 
-class Piece(NamedTuple):
+class WrittenPart(NamedTuple):
     """A part of a tensor that was written at once, with its checksum."""
 
-    cut: Cut | None
+    cut: Region | None
     crc32: int
 
 
@@ -51,7 +51,7 @@ class Entry:
 
     file: str
     tensor: Described
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WrittenPart, ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Manifest:
 
     step: int
     files: Mapping[str, Whole]
-    tensors: Mapping[Name, Entry]
+    tensors: Mapping[TensorName, Entry]
     order: tuple[str, ...]
     optimizer: str | None
     metrics: Mapping[str, float]
@@ -156,12 +156,13 @@ def _parsed(contents: Mapping[str, Json]) -> Manifest:
             if entry["file"] not in files or entry["dtype"] not in CODES or group not in GROUPS:
                 raise ValueError(f"a tensor {name!r} of an unknown kind")
             pieces = tuple(
-                Piece(None if cut is None else Cut(*cut), crc) for cut, crc in entry["pieces"]
+                WrittenPart(None if cut is None else Region(*cut), crc)
+                for cut, crc in entry["pieces"]
             )
             tensor = Described(entry["dtype"], tuple(entry["shape"]))
             if not is_whole([piece.cut for piece in pieces], tensor.shape):
                 raise ValueError(f"{name!r}, of which not every part was written")
-            tensors[Name(group, name)] = Entry(entry["file"], tensor, pieces)
+            tensors[TensorName(group, name)] = Entry(entry["file"], tensor, pieces)
     if {name.name for name in tensors if name.group == MODEL} != set(contents["order"]):
         raise ValueError("an order of other names than the model's")
     found = Manifest(
@@ -178,13 +179,13 @@ def _parsed(contents: Mapping[str, Json]) -> Manifest:
     return found
 
 
-def _require_kinds(found: Manifest) -> None:
+def _require_kinds(manifest: Manifest) -> None:
     """Refuses what no save writes, whoever computed the checksum of it."""
-    entries = found.tensors.values()
-    counts = [found.step, *found.layout.values()]
-    counts += [number for whole in found.files.values() for number in whole]
+    entries = manifest.tensors.values()
+    counts = [manifest.step, *manifest.layout.values()]
+    counts += [number for whole in manifest.files.values() for number in whole]
     counts += [piece.crc32 for entry in entries for piece in entry.pieces]
-    for name, entry in found.tensors.items():
+    for name, entry in manifest.tensors.items():
         if not all(map(_is_count, entry.tensor.shape)):
             raise ValueError(f"{name.name!r}, of a shape that has no sizes")
     if not all(map(_is_count, counts)):
@@ -192,12 +193,12 @@ def _require_kinds(found: Manifest) -> None:
     # A figure that nobody has computed yet is infinite.
     if not all(
         type(value) is float or (type(value) is int and abs(value) < 1 << 63)
-        for value in found.metrics.values()
+        for value in manifest.metrics.values()
     ):
         raise ValueError("a metric that is no number")
-    if not all(isinstance(text, str) for text in (*found.order, *found.versions.values())):
+    if not all(isinstance(text, str) for text in (*manifest.order, *manifest.versions.values())):
         raise ValueError("a name that is no text")
-    if not isinstance(found.optimizer, (str, type(None))):
+    if not isinstance(manifest.optimizer, (str, type(None))):
         raise ValueError("an optimizer that is no text")
 
 

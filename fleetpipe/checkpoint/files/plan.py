@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, OPTIMIZER, Held, Name
-from fleetpipe.checkpoint.files.tensors import CODES, Cut, Described, Layout, is_whole, laid_out
+from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, OPTIMIZER, Held, TensorName
+from fleetpipe.checkpoint.files.tensors import CODES, Described, Layout, Region, is_whole, laid_out
 from fleetpipe.errors import CheckpointError
 
 #: Bytes of tensors after which the next file begins.
@@ -25,11 +25,11 @@ _NUMBER = re.compile(r"(\d+)")
 class Share(NamedTuple):
     """A part of a tensor and the rank of the job that writes it."""
 
-    cut: Cut | None
+    cut: Region | None
     writer: int
 
 
-class Plan(NamedTuple):
+class FilePlan(NamedTuple):
     """All files of tensors of a checkpoint.
 
     Attributes:
@@ -47,10 +47,10 @@ class Plan(NamedTuple):
         first = next(iter(self.shares[file].values()))
         return first[0].writer
 
-    def parts_of(self, rank: int) -> list[tuple[Name, str, Cut | None]]:
+    def parts_of(self, rank: int) -> list[tuple[TensorName, str, Region | None]]:
         """Returns name, file and part of each piece that a rank writes, in the files' order."""
         return [
-            (Name(group, name), file, share.cut)
+            (TensorName(group, name), file, share.cut)
             for group, files in self.groups.items()
             for file in files
             for name, ones in self.shares[file].items()
@@ -63,17 +63,17 @@ class Holding(NamedTuple):
     """What one rank holds of a tensor, without the values; see :class:`parts.Held`."""
 
     tensor: Described
-    cut: Cut | None
+    cut: Region | None
     differs: bool
 
 
 class Inventory(NamedTuple):
     """All that one rank holds."""
 
-    tensors: Mapping[Name, Holding]
+    tensors: Mapping[TensorName, Holding]
 
     @classmethod
-    def of(cls, held: Mapping[Name, Held]) -> Inventory:
+    def of(cls, held: Mapping[TensorName, Held]) -> Inventory:
         """Describes what a rank holds.
 
         Raises:
@@ -100,22 +100,22 @@ class Inventory(NamedTuple):
         """Returns the inventory that a rank of this job has described."""
         return cls(
             {
-                Name(group, name): Holding(
-                    Described(dtype, tuple(shape)), None if cut is None else Cut(*cut), differs
+                TensorName(group, name): Holding(
+                    Described(dtype, tuple(shape)), None if cut is None else Region(*cut), differs
                 )
                 for group, name, (dtype, shape), cut, differs in json.loads(text)
             }
         )
 
 
-def planned(inventories: Sequence[Inventory]) -> Plan:
+def planned(inventories: Sequence[Inventory]) -> FilePlan:
     """Returns the plan for what all ranks of a job hold, by rank.
 
     Raises:
         CheckpointError: Ranks hold something else under one name, or no rank holds some part.
     """
-    whole: dict[Name, Described] = {}
-    holders: dict[Name, dict[Cut | None, list[int]]] = {}
+    whole: dict[TensorName, Described] = {}
+    holders: dict[TensorName, dict[Region | None, list[int]]] = {}
     for rank, inventory in enumerate(inventories):
         for name, (tensor, cut, differs) in inventory.tensors.items():
             if whole.setdefault(name, tensor) != tensor:
@@ -137,18 +137,18 @@ def planned(inventories: Sequence[Inventory]) -> Plan:
         if layouts:
             groups[group] = tuple(layouts)
         files.update(layouts)
-    return Plan(
+    return FilePlan(
         files,
         groups,
         {
-            file: {name: shares[Name(group, name)] for name in files[file].tensors}
+            file: {name: shares[TensorName(group, name)] for name in files[file].tensors}
             for group, names in groups.items()
             for file in names
         },
     )
 
 
-def _in_order(name: Name) -> list[str | int]:
+def _in_order(name: TensorName) -> list[str | int]:
     """Numbers in a name count as such, so that layer 10 comes after layer 9."""
     return [int(part) if part.isdigit() else part for part in _NUMBER.split(name.name)]
 
@@ -170,13 +170,13 @@ def _files(group: str, tensors: Mapping[str, Described]) -> dict[str, Layout]:
 
 
 def _shares(
-    whole: Mapping[Name, Described],
-    holders: Mapping[Name, Mapping[Cut | None, Sequence[int]]],
+    whole: Mapping[TensorName, Described],
+    holders: Mapping[TensorName, Mapping[Region | None, Sequence[int]]],
     ranks: int,
-) -> dict[Name, tuple[Share, ...]]:
+) -> dict[TensorName, tuple[Share, ...]]:
     """Gives each part of each tensor a writer, the largest parts first."""
     load = [0] * ranks
-    found: dict[Name, list[Share]] = {name: [] for name in whole}
+    found: dict[TensorName, list[Share]] = {name: [] for name in whole}
     parts = [
         (math.prod(tensor.shape if cut is None else cut.part(tensor.shape)), name, cut)
         for name, tensor in whole.items()
@@ -193,7 +193,7 @@ def _shares(
     }
 
 
-def _tiling(name: Name, tensor: Described, cuts: list[Cut | None]) -> list[Cut | None]:
+def _tiling(name: TensorName, tensor: Described, cuts: list[Region | None]) -> list[Region | None]:
     """Returns parts that together are the whole tensor, each of which some rank holds."""
     if None in cuts:
         return [None]
@@ -208,7 +208,7 @@ def _tiling(name: Name, tensor: Described, cuts: list[Cut | None]) -> list[Cut |
     return [*ordered]
 
 
-def indexes(plan: Plan) -> dict[str, str]:
+def indexes(plan: FilePlan) -> dict[str, str]:
     """Returns the index of each group of files by its name: which file has which tensor.
 
     They are those of Hugging Face, which PaddleNLP's unified checkpoint has for each group.

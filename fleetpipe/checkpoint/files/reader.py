@@ -14,17 +14,17 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.checkpoint.contents.parts import GROUPS, Name
+from fleetpipe.checkpoint.contents.parts import GROUPS, TensorName
 from fleetpipe.checkpoint.files import tensors
-from fleetpipe.checkpoint.files.manifest import Manifest, Piece, Whole
-from fleetpipe.checkpoint.files.tensors import Cut, Layout, Stored
+from fleetpipe.checkpoint.files.manifest import Manifest, Whole, WrittenPart
+from fleetpipe.checkpoint.files.tensors import Layout, Region, Stored
 from fleetpipe.errors import CheckpointError
 
 #: A value of JSON.
 Json = Any
 
 
-class Reader:
+class StepReader:
     """The files of one step, of which no byte is used that was not checked."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -38,7 +38,7 @@ class Reader:
         self._layouts: dict[str, Layout] = {}
         for file, whole in manifest.files.items():
             path = folder / file
-            with _told(path):
+            with _damage_named(path):
                 _require_size(path, whole)
                 if file.endswith(".safetensors"):
                     self._layouts[file] = _layout(path, whole)
@@ -55,7 +55,7 @@ class Reader:
             CheckpointError: It is damaged.
         """
         path = self.folder / name
-        with _told(path):
+        with _damage_named(path):
             data = path.read_bytes()
         if tensors.checksum([data]) != self.manifest.files[name].crc32:
             raise _damaged(path, "its checksum is of something else")
@@ -97,31 +97,33 @@ class Reader:
         return list(self._compared(self._pieces(GROUPS)))
 
     @contextmanager
-    def opened(self) -> Iterator[Callable[[Name, Cut | None, memoryview], None]]:
+    def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
         """Gives what reads a part of a tensor into memory: its name, the part (None: all), memory.
 
         It raises a ``CheckpointError`` where a file cannot be read any more.
         """
         with self._opened() as opened:
 
-            def read(name: Name, cut: Cut | None, memory: memoryview) -> None:
+            def read(name: TensorName, cut: Region | None, memory: memoryview) -> None:
                 file, stored = opened(name)
-                with _told(self._path(name)):
+                with _damage_named(self._path(name)):
                     tensors.read(file, stored, cut, memory)
 
             yield read
 
-    def _pieces(self, groups: Collection[str]) -> Iterator[tuple[Name, Piece]]:
+    def _pieces(self, groups: Collection[str]) -> Iterator[tuple[TensorName, WrittenPart]]:
         for name, entry in self.manifest.tensors.items():
             if name.group in groups:
                 yield from ((name, piece) for piece in entry.pieces)
 
-    def _compared(self, pieces: Iterable[tuple[Name, Piece]]) -> Iterator[CheckpointError]:
+    def _compared(
+        self, pieces: Iterable[tuple[TensorName, WrittenPart]]
+    ) -> Iterator[CheckpointError]:
         """Yields an error for each piece that does not have its checksum."""
         with self._opened() as opened:
             for name, piece in pieces:
                 file, stored = opened(name)
-                with _told(self._path(name)):
+                with _damage_named(self._path(name)):
                     found = tensors.stored_checksum(file, stored, piece.cut)
                 if found != piece.crc32:
                     cut = piece.cut
@@ -130,17 +132,17 @@ class Reader:
                         self._path(name), f"{name} has other bits than were saved{place}"
                     )
 
-    def _path(self, name: Name) -> Path:
+    def _path(self, name: TensorName) -> Path:
         return self.folder / self.manifest.tensors[name].file
 
     @contextmanager
-    def _opened(self) -> Iterator[Callable[[Name], tuple[FileIO, Stored]]]:
+    def _opened(self) -> Iterator[Callable[[TensorName], tuple[FileIO, Stored]]]:
         """Gives what returns the open file of a tensor, and its place there."""
         with ExitStack() as files:
 
             @cache
             def opened(path: Path) -> FileIO:
-                with _told(path):
+                with _damage_named(path):
                     return files.enter_context(path.open("rb", buffering=0))
 
             yield lambda name: (
@@ -150,7 +152,7 @@ class Reader:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _damage_named(path: Path) -> Iterator[None]:
     """Makes one error of what the system says within it."""
     try:
         yield

@@ -42,7 +42,7 @@ _LARGEST_HEADER = 100_000_000
 _BLOCK = 1 << 20
 
 
-class Cut(NamedTuple):
+class Region(NamedTuple):
     """The part of a tensor that a rank holds.
 
     Attributes:
@@ -66,7 +66,7 @@ class Cut(NamedTuple):
         return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """Neighbouring bytes: where they begin in the whole tensor, in the part, and how many."""
 
     whole: int
@@ -74,7 +74,7 @@ class Run(NamedTuple):
     nbytes: int
 
 
-def runs(shape: tuple[int, ...], itemsize: int, cut: Cut | None) -> Iterator[Run]:
+def runs(shape: tuple[int, ...], itemsize: int, cut: Region | None) -> Iterator[ByteRun]:
     """Yields the bytes of a part in their order.
 
     Args:
@@ -83,15 +83,15 @@ def runs(shape: tuple[int, ...], itemsize: int, cut: Cut | None) -> Iterator[Run
         cut: The part; None for the whole tensor.
     """
     if cut is None:
-        yield Run(0, 0, math.prod(shape) * itemsize)
+        yield ByteRun(0, 0, math.prod(shape) * itemsize)
         return
     inner = math.prod(shape[cut.axis + 1 :]) * itemsize
     count = (cut.stop - cut.start) * inner
     for row in range(math.prod(shape[: cut.axis])):
-        yield Run((row * cut.size + cut.start) * inner, row * count, count)
+        yield ByteRun((row * cut.size + cut.start) * inner, row * count, count)
 
 
-def is_whole(cuts: Sequence[Cut | None], shape: tuple[int, ...]) -> bool:
+def is_whole(cuts: Sequence[Region | None], shape: tuple[int, ...]) -> bool:
     """Whether parts, in their order, are together the whole of a tensor, and none of it twice."""
     if list(cuts) == [None]:
         return True
@@ -227,7 +227,7 @@ def _damaged(path: Path, got: str) -> CheckpointError:
     )
 
 
-def write(file: FileIO, stored: Stored, cut: Cut | None, values: memoryview) -> None:
+def write(file: FileIO, stored: Stored, cut: Region | None, values: memoryview) -> None:
     """Writes a part of a tensor where it belongs in an open file.
 
     Args:
@@ -249,7 +249,7 @@ def write_at(file: FileIO, offset: int, values: memoryview | bytes) -> None:
         rest = rest[file.write(rest) :]
 
 
-def read(file: FileIO, stored: Stored, cut: Cut | None, memory: memoryview) -> None:
+def read(file: FileIO, stored: Stored, cut: Region | None, memory: memoryview) -> None:
     """Reads a part of a tensor into ``memory``, and no other bytes; as :func:`write`.
 
     Raises:
@@ -277,7 +277,7 @@ def checksum(values: Iterable[memoryview | bytes]) -> int:
     return found
 
 
-def stored_checksum(file: FileIO, stored: Stored, cut: Cut | None) -> int:
+def stored_checksum(file: FileIO, stored: Stored, cut: Region | None) -> int:
     """Returns the CRC-32 of a part of a tensor as it stands in an open file.
 
     Raises:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe import atomic_file, log, systems
-from fleetpipe.checkpoint.contents.parts import Held, Name
+from fleetpipe.checkpoint.contents.parts import Held, TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
-from fleetpipe.checkpoint.files.manifest import MANIFEST, Entry, Manifest, Piece, Whole
-from fleetpipe.checkpoint.files.plan import Plan
-from fleetpipe.checkpoint.files.tensors import Cut
+from fleetpipe.checkpoint.files.manifest import MANIFEST, Entry, Manifest, Whole, WrittenPart
+from fleetpipe.checkpoint.files.plan import FilePlan
+from fleetpipe.checkpoint.files.tensors import Region
 from fleetpipe.checkpoint.ranks import Ranks
 
 _log = log.logger(__name__)
@@ -30,7 +30,7 @@ _CLAIM = "claimed"
 #: What the writer's thread has: a tenth of a processor that another thread wants as well.
 _NICE = 10
 #: Returns the bytes of this rank's part of a tensor.
-BytesOf = Callable[[Name], memoryview]
+BytesOf = Callable[[TensorName], memoryview]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Assignment:
 
     home: Path
     draft: Path
-    plan: Plan
+    plan: FilePlan
     rank: int
     ranks: int
     manifest: Manifest
@@ -125,7 +125,7 @@ class Writing:
             raise self._error
 
 
-def bytes_in(held: Mapping[Name, Held]) -> BytesOf:
+def bytes_in(held: Mapping[TensorName, Held]) -> BytesOf:
     """Returns what reads tensors where they lie, by name."""
     return lambda name: host_memory.bytes_of(held[name])
 
@@ -201,22 +201,24 @@ def _end(task: Assignment) -> None:
     task.published()
 
 
-def _entries(plan: Plan, reports: list[dict[str, dict[str, list[Any]]]]) -> dict[Name, Entry]:
+def _entries(
+    plan: FilePlan, reports: list[dict[str, dict[str, list[Any]]]]
+) -> dict[TensorName, Entry]:
     entries = {}
     for group, files in plan.groups.items():
         for file in files:
             for name, (tensor, _) in plan.files[file].tensors.items():
                 pieces = [
-                    Piece(None if cut is None else Cut(*cut), crc)
+                    WrittenPart(None if cut is None else Region(*cut), crc)
                     for report in reports
                     for cut, crc in report.get(file, {}).get(name, ())
                 ]
                 pieces.sort(key=lambda piece: 0 if piece.cut is None else piece.cut.start)
-                entries[Name(group, name)] = Entry(file, tensor, tuple(pieces))
+                entries[TensorName(group, name)] = Entry(file, tensor, tuple(pieces))
     return entries
 
 
-def described_files(plan: Plan, texts: Mapping[str, str]) -> dict[str, Whole]:
+def described_files(plan: FilePlan, texts: Mapping[str, str]) -> dict[str, Whole]:
     """Returns what the manifest says of each file."""
     files = {
         name: Whole(layout.size, tensors.checksum([layout.header]))

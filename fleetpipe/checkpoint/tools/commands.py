@@ -15,7 +15,7 @@ from fleetpipe.arguments import new_file
 from fleetpipe.checkpoint.contents.parts import GROUPS
 from fleetpipe.checkpoint.files import manifest, run_folder
 from fleetpipe.checkpoint.files.manifest import Manifest
-from fleetpipe.checkpoint.files.reader import Reader
+from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
 from fleetpipe.checkpoint.tools.differences import differences
 from fleetpipe.checkpoint.tools.merging import merge
@@ -124,7 +124,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _damage(folder: Path) -> Iterator[CheckpointError]:
     try:
-        reader = Reader(folder, manifest.read(folder))
+        reader = StepReader(folder, manifest.read(folder))
         reader.check_texts()
         yield from reader.damaged()
     except CheckpointError as error:
@@ -133,7 +133,7 @@ def _damage(folder: Path) -> Iterator[CheckpointError]:
 
 def _diff(arguments: argparse.Namespace) -> int:
     readers = [
-        Reader(folder, manifest.read(folder))
+        StepReader(folder, manifest.read(folder))
         for folder in (
             _folder(arguments.path, arguments.step),
             _folder(arguments.other, arguments.step),
@@ -152,7 +152,7 @@ def _merge(arguments: argparse.Namespace) -> int:
             fix="give the file one of these endings",
         )
     folder = _folder(arguments.path, arguments.step)
-    reader = Reader(folder, manifest.read(folder))
+    reader = StepReader(folder, manifest.read(folder))
     reader.check((GROUPS[0],))
     if target.suffix == ".safetensors":
         merge(reader, target)
@@ -169,7 +169,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         _say(f"step {step} of {arguments.other}: {count} tensors")
         return 0
     folder = _folder(arguments.path, arguments.step)
-    reader = Reader(folder, manifest.read(folder))
+    reader = StepReader(folder, manifest.read(folder))
     reader.check((GROUPS[0],))
     count = _converting().to_layer_files(reader, arguments.other)
     _say(f"{folder.name}: {count} layer files in {arguments.other}")

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from fleetpipe.aliases import Tensor
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, held_of
-from fleetpipe.checkpoint.contents.parts import MODEL, Name
+from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder
-from fleetpipe.checkpoint.files.reader import Reader
+from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.errors import CheckpointError
 
@@ -34,7 +34,7 @@ class _Loaded(NamedTuple):
         return NamedTensors(held, {name: one.described.shape for name, one in held.items()})
 
 
-def write_parameters(reader: Reader, target: Path) -> None:
+def write_parameters(reader: StepReader, target: Path) -> None:
     """Writes the model's parameters and buffers in one file of ``paddle.save``.
 
     Raises:
@@ -43,7 +43,7 @@ def write_parameters(reader: Reader, target: Path) -> None:
     fleet_files.save(target, dict(_tensors(reader)))
 
 
-def to_layer_files(reader: Reader, folder: Path) -> int:
+def to_layer_files(reader: StepReader, folder: Path) -> int:
     """Writes the model as Fleet's folder of layer files, for a model without shared layers.
 
     Returns:
@@ -111,11 +111,11 @@ def _match(path: Path) -> re.Match[str] | None:
     return _FILE.fullmatch(path.name)
 
 
-def _tensors(reader: Reader) -> Iterator[tuple[str, Tensor]]:
+def _tensors(reader: StepReader) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters and buffers of the model by name, in its order."""
     with reader.opened() as read:
         for name in reader.manifest.order:
-            described = reader.manifest.tensors[Name(MODEL, name)].tensor
+            described = reader.manifest.tensors[TensorName(MODEL, name)].tensor
             tensor, memory = host_memory.empty(described)
-            read(Name(MODEL, name), None, memory)
+            read(TensorName(MODEL, name), None, memory)
             yield name, tensor

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from fleetpipe.checkpoint.contents.parts import Name
-from fleetpipe.checkpoint.files.reader import Reader
+from fleetpipe.checkpoint.contents.parts import TensorName
+from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.checkpoint.files.tensors import CODES, Described
 
 #: Names that only one has are told up to this many.
 _MOST_SHOWN = 5
 
 
-def differences(one: Reader, other: Reader) -> list[str]:
+def differences(one: StepReader, other: StepReader) -> list[str]:
     """Returns lines about what is not the same: none where all tensors have the same bits.
 
     Args:
@@ -32,25 +32,25 @@ def differences(one: Reader, other: Reader) -> list[str]:
     common = [name for name in left if name in right]
     differing = [name for name in common if _differ(one, other, name)]
     if differing:
-        lines.append(f"{differing[0]} differs first: {_told(one, other, differing[0])}")
+        lines.append(f"{differing[0]} differs first: {_first_difference(one, other, differing[0])}")
         lines.append(f"{len(differing)} of {len(common)} tensors differ")
     return lines
 
 
-def _differ(one: Reader, other: Reader, name: Name) -> bool:
+def _differ(one: StepReader, other: StepReader, name: TensorName) -> bool:
     if one.manifest.tensors[name].tensor != other.manifest.tensors[name].tensor:
         return True
     return _bytes(one, name) != _bytes(other, name)
 
 
-def _bytes(reader: Reader, name: Name) -> bytearray:
+def _bytes(reader: StepReader, name: TensorName) -> bytearray:
     memory = bytearray(reader.manifest.tensors[name].tensor.nbytes)
     with reader.opened() as read:
         read(name, None, memoryview(memory))
     return memory
 
 
-def _told(one: Reader, other: Reader, name: Name) -> str:
+def _first_difference(one: StepReader, other: StepReader, name: TensorName) -> str:
     left, right = (reader.manifest.tensors[name].tensor for reader in (one, other))
     if left != right:
         return f"{left} and {right}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from fleetpipe.atomic_file import replacing
-from fleetpipe.checkpoint.contents.parts import MODEL, Name
+from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.files import tensors
-from fleetpipe.checkpoint.files.reader import Reader
+from fleetpipe.checkpoint.files.reader import StepReader
 
 
-def merge(reader: Reader, target: Path) -> None:
+def merge(reader: StepReader, target: Path) -> None:
     """Writes the parameters and buffers of the model under their names, one tensor at a time.
 
     Args:
@@ -22,7 +22,9 @@ def merge(reader: Reader, target: Path) -> None:
         OSError: The file cannot be written.
     """
     order = reader.manifest.order
-    layout = tensors.laid_out({n: reader.manifest.tensors[Name(MODEL, n)].tensor for n in order})
+    layout = tensors.laid_out(
+        {n: reader.manifest.tensors[TensorName(MODEL, n)].tensor for n in order}
+    )
     with (
         replacing(target.parent) as draft,
         (draft / target.name).open("wb", buffering=0) as file,
@@ -31,5 +33,5 @@ def merge(reader: Reader, target: Path) -> None:
         tensors.write_at(file, 0, layout.header)
         for name, stored in layout.tensors.items():
             memory = memoryview(bytearray(stored.tensor.nbytes))
-            read(Name(MODEL, name), None, memory)
+            read(TensorName(MODEL, name), None, memory)
             tensors.write(file, stored, None, memory)

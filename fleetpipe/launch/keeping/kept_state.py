@@ -16,7 +16,7 @@ from typing import Any
 
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Held, Name, Saved
+from fleetpipe.checkpoint.contents.parts import Held, Saved, TensorName
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
@@ -51,7 +51,7 @@ class KeptState:
         self._ranks = ranks
         self._segments = dict(self._left())
         self._index: Index = {}
-        self._tensors: list[tuple[Name, int]] = []
+        self._tensors: list[tuple[TensorName, int]] = []
 
     @classmethod
     def asked_for(cls, objects: Objects, ranks: Ranks) -> KeptState | None:
@@ -109,7 +109,7 @@ class KeptState:
         )
         blocks, text = segment.read(step)
         described = {
-            Name(group, name): Described(dtype, tuple(shape))
+            TensorName(group, name): Described(dtype, tuple(shape))
             for group, name, dtype, shape, _ in index["blocks"]
         }
         saved = Saved(described, tuple(index["order"]), index["optimizer"])
@@ -180,7 +180,7 @@ class KeptState:
                 yield file, (index, Segment(slots, [size for *_, size in index["blocks"]]))
 
 
-def _row(name: Name, held: Held) -> list[Any]:
+def _row(name: TensorName, held: Held) -> list[Any]:
     """Returns name, dtype and shape of a whole tensor, and the bytes of the part here."""
     whole = held.described
     size = math.prod(int(size) for size in held.tensor.shape) * whole.itemsize
