@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from fleetpipe.aliases import Strategy
@@ -323,14 +322,7 @@ def _costs(value: object) -> Costs | None:
             fix="set strategy.fleetpipe_configs = {'costs': 'costs.json'}, a file written with "
             "model.profile(data, path)",
         )
-    try:
-        return Costs.from_json(Path(value).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"the costs cannot be read from {os.fspath(value)}",
-            cause=str(error),
-            fix="write them with model.profile(data, path)",
-        ) from error
+    return Costs.read(value)
 
 
 def _timeout(value: Any) -> float:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fleetpipe"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors aliases paddle_types version log representation extras systems",),
+    ("errors aliases json_value paddle_types version log representation extras systems",),
     ("numerics heap paddle_api arguments atomic_file",),
     (
         "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"
@@ -71,12 +71,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 CLOSED = {
     "schedules": (
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras"),
-        *("fleetpipe.representation", "fleetpipe.schedules", "matplotlib"),
+        *("fleetpipe.json_value", "fleetpipe.representation", "fleetpipe.schedules"),
+        "matplotlib",
     ),
     "partition": ("fleetpipe.errors", "fleetpipe.partition", "fleetpipe.representation"),
     "profiling": (
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.partition", "fleetpipe.profiling"),
-        *("fleetpipe.representation", "fleetpipe.schedules", "numpy"),
+        *("fleetpipe.json_value", "fleetpipe.representation", "fleetpipe.schedules", "numpy"),
     ),
     "report": (
         *("fleetpipe.arguments", "fleetpipe.atomic_file", "fleetpipe.errors", "fleetpipe.report"),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from fleetpipe.atomic_file import replacing
 from fleetpipe.errors import CheckpointError
+from fleetpipe.json_value import JsonValue, Source, read
 
 _NAME = re.compile(r"manifest-(\d{3,})\.json")
 _PIECE = 1 << 20
@@ -59,16 +60,18 @@ def digests_of_one_save(folder: Path) -> dict[str, str]:
     digests: dict[str, str] = {}
     saves: dict[str, str] = {}
     for _, path in sorted(_manifests(folder).items()):
-        try:
-            contents = json.loads(path.read_text(encoding="utf-8"))
-            other = saves.setdefault(contents["save"], path.name)
-            digests.update(contents["files"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read", cause=str(error), fix=_FIX) from error
+        save, files = read(path, _SOURCE, _contents)
+        other = saves.setdefault(save, path.name)
+        digests.update(files)
         if len(saves) > 1:
             first = next(iter(saves.values()))
             raise _mixed(folder, f"{first} and {other} are of different saves")
     return digests
+
+
+def _contents(found: JsonValue) -> tuple[str, dict[str, str]]:
+    files = {name: digest.text() for name, digest in found["files"].fields().items()}
+    return found["save"].text(), files
 
 
 def require(path: Path, digests: Mapping[str, str]) -> None:
@@ -85,6 +88,8 @@ _FIX = (
     "load another save; or, if the files were put there on purpose, remove manifest-*.json from "
     "the folder"
 )
+
+_SOURCE = Source("this is not the manifest of a rank's layers", CheckpointError, _FIX)
 
 
 def _mixed(folder: Path, how: str) -> CheckpointError:

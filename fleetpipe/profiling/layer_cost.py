@@ -7,12 +7,10 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError
+from fleetpipe.json_value import MOST
 from fleetpipe.representation import shows
 
 _OPTIONAL = ("backward", "input_grad", "weight_grad")
-
-#: Largest figure: sums and products of such stay finite.
-_MOST = 1e100
 
 
 class Link(NamedTuple):
@@ -142,7 +140,7 @@ def check_layer(layer: LayerCost, where: str) -> None:
 def check_figure(name: str, value: object, where: str) -> None:
     """Raises ConfigError for what is no number of 0 or more."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= float(value) <= _MOST or math.isnan(float(value)):  # type: ignore[arg-type]
+    if not number or not 0 <= float(value) <= MOST or math.isnan(float(value)):  # type: ignore[arg-type]
         raise ConfigError(
             f"`{name}` is no time or size",
             where=where,

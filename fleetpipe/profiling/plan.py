@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Callable, TypeVar
 
 from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.json_value import JsonValue, Source, parse, read
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.profiling.explaining import Facts, Predicted, explained, shown
 from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
@@ -20,6 +21,14 @@ from fleetpipe.schedules import Costs, Schedule, rebuild
 
 #: Written into each file.
 VERSION = 1
+
+_SOURCE = Source(
+    "this is no plan of fleetpipe's",
+    ConfigError,
+    "write one with plan.write(path), or with fleetpipe plan -o FILE",
+)
+
+Value = TypeVar("Value")
 
 
 @shows("schedule", "memory_cap", "bound", boundaries="partition.boundaries")
@@ -193,16 +202,7 @@ class PipelinePlan:
             ScheduleError: Somebody changed the schedule so that it cannot run.
             PartitionError: Likewise the cut.
         """
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _no_plan(str(error)) from error
-        if not isinstance(found, Mapping) or found.get("fleetpipe-plan") != VERSION:
-            raise _no_plan(f'no "fleetpipe-plan": {VERSION} in it')
-        try:
-            return _read(found)
-        except (KeyError, TypeError) as error:
-            raise _no_plan(f"{type(error).__name__}: {error}") from error
+        return _plan(parse(text, _SOURCE))
 
     def write(self, path: str | Path) -> None:
         """Writes it to a file, as JSON."""
@@ -211,22 +211,17 @@ class PipelinePlan:
     @classmethod
     def read(cls, path: str | Path) -> PipelinePlan:
         """Reads a file that :meth:`write` wrote; raises as :meth:`loads`, and for no such file."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError, TypeError) as error:
-            raise ConfigError(
-                f"the plan cannot be read from {path}",
-                cause=str(error),
-                fix="write it with plan.write(path), or with fleetpipe plan -o FILE",
-            ) from error
-        return cls.loads(text)
+        return read(path, _SOURCE, _plan)
 
 
-def _read(found: Mapping[str, Any]) -> PipelinePlan:
-    schedule = Schedule.parse(found["schedule"])
+def _plan(found: JsonValue) -> PipelinePlan:
+    version = found["fleetpipe-plan"]
+    if version.content != VERSION:
+        raise version.refused(str(VERSION))
+    schedule = Schedule.parse(found["schedule"].text())
     schedule.verify()
-    names = tuple(LayerInfo(name) for name in found["layers"])
-    partition = Partition(tuple(found["boundaries"]), "plan", names)
+    names = tuple(LayerInfo(name) for name in found["layers"].texts())
+    partition = Partition(found["boundaries"].counts(), "plan", names)
     if len(partition.stages) != schedule.placement.stages:
         raise ScheduleError(
             "the schedule of this plan is for another number of stages than its cut",
@@ -234,18 +229,37 @@ def _read(found: Mapping[str, Any]) -> PipelinePlan:
             got=f"{schedule.placement.stages} stages",
             fix="make the plan anew with fleetpipe plan",
         )
+    cap, slices, slice_comm = map(found.get, ("memory_cap", "slices", "slice_comm"))
     return PipelinePlan(
         schedule,
         partition,
-        tuple(map(tuple, found["recompute"])),
-        tuple(StageCost(**stage) for stage in found["stages"]),
-        tuple(found["comm"]),
-        found["memory_cap"],
-        found["optimizer_copies"],
-        found["bound"],
-        tuple(tuple(StageCost(**stage) for stage in part) for part in found.get("slices", ())),
-        tuple(map(tuple, found.get("slice_comm", ()))),
+        _for_each_stage(partition, found["recompute"], JsonValue.counts),
+        _for_each_stage(partition, found["stages"], _stage),
+        _for_each_stage(partition, found["comm"], JsonValue.figure),
+        None if cap is None else cap.figure(),
+        found["optimizer_copies"].figure(),
+        found["bound"].figure(),
+        tuple(_for_each_stage(partition, part, _stage) for part in slices.items())
+        if slices
+        else (),
+        tuple(_for_each_stage(partition, part, JsonValue.figure) for part in slice_comm.items())
+        if slice_comm
+        else (),
     )
+
+
+def _stage(found: JsonValue) -> StageCost:
+    return found.record(StageCost, JsonValue.figure)
+
+
+def _for_each_stage(
+    partition: Partition, found: JsonValue, each: Callable[[JsonValue], Value]
+) -> tuple[Value, ...]:
+    """Reads a list that has a value for each stage."""
+    values = tuple(map(each, found.items()))
+    if len(values) != len(partition.stages):
+        raise found.refused(f"a list of {len(partition.stages)} values, one for each stage")
+    return values
 
 
 def _costs(stages: Sequence[StageCost], comm: tuple[float, ...]) -> Costs:
@@ -256,12 +270,4 @@ def _costs(stages: Sequence[StageCost], comm: tuple[float, ...]) -> Costs:
         weight_grad=tuple(stage.weight_grad for stage in stages),
         comm=comm,
         bytes=tuple(stage.held for stage in stages),
-    )
-
-
-def _no_plan(cause: str) -> ConfigError:
-    return ConfigError(
-        "this is no plan of fleetpipe's",
-        cause=cause,
-        fix="write one with plan.write(path), or with fleetpipe plan -o FILE",
     )

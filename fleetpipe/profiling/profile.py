@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.errors import ConfigError, PartitionError, nearest
+from fleetpipe.errors import ConfigError, PartitionError
+from fleetpipe.json_value import JsonValue, Source, parse, read
 from fleetpipe.profiling.layer_cost import (
     LayerCost,
     Link,
@@ -28,6 +29,12 @@ VERSION = 1
 
 #: Transfers that keep no rank busy.
 _NOTHING = Transfer()
+
+_SOURCE = Source(
+    "this is no profile of a model's layers",
+    ConfigError,
+    "write one with model.profile(batch, path), or with fleetpipe profile -o FILE SCRIPT",
+)
 
 #: Layers that one entry of a list by hand may stand for.
 _MOST_ALIKE = 10_000
@@ -228,31 +235,30 @@ class Profile:
         Raises:
             ConfigError: It is none, of a newer version, or lacks what a profile needs.
         """
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _no_profile(str(error)) from error
-        found = content.get("profile") if isinstance(content, Mapping) else None
-        if not isinstance(found, Mapping) or not isinstance(found.get("layers"), list):
-            raise _no_profile('no "profile" with a list of "layers" in it')
-        if found.get("version", VERSION) != VERSION:
-            raise _no_profile(f"version {found['version']}, and {VERSION} is known here")
-        loss, places = found.get("loss"), found.get("places")
-        links = found.get("links") or [{}]
-        layers = [layer for entry in found["layers"] for layer in _layers(entry)]
-        try:
-            return cls(
-                tuple(layers),
-                None if loss is None else _layer(loss),
-                None if places is None else tuple(places),
-                tuple(Link(**link) for link in links),
-                tuple(found.get("boundaries", ())),
-                Transfer(**(found.get("transfer") or {})),
-                tuple(tuple(map(_layer, part)) for part in found.get("slices", ())),
-                tuple(found.get("slice_lengths", ())),
-            )
-        except TypeError as error:
-            raise _no_profile(str(error)) from error
+        return cls._of(parse(text, _SOURCE))
+
+    @classmethod
+    def _of(cls, content: JsonValue) -> Profile:
+        found = content["profile"]
+        found.require_names([*("version", "layers"), *(field.name for field in fields(cls))])
+        version = found.get("version")
+        if version is not None and version.content != VERSION:
+            raise version.refused(f"version {VERSION}")
+        loss, links, transfer = map(found.get, ("loss", "links", "transfer"))
+        slices, places = found.get("slices"), found.get("places")
+        boundaries, lengths = found.get("boundaries"), found.get("slice_lengths")
+        return cls(
+            tuple(layer for entry in found["layers"].items() for layer in _layers(entry)),
+            None if loss is None else _layer(loss),
+            None if places is None else places.counts(),
+            tuple(link.record(Link, JsonValue.figure) for link in links.items())
+            if links is not None and links.content
+            else (Link(),),
+            () if boundaries is None else boundaries.counts(),
+            _NOTHING if transfer is None else transfer.record(Transfer, JsonValue.figure),
+            tuple(tuple(map(_layer, part.items())) for part in slices.items()) if slices else (),
+            () if lengths is None else lengths.counts(),
+        )
 
     def write(self, path: str | Path) -> None:
         """Writes it to a file, as JSON."""
@@ -265,15 +271,7 @@ class Profile:
         Raises:
             ConfigError: As :meth:`loads`, or there is no such file.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError, TypeError) as error:
-            raise ConfigError(
-                f"the profile cannot be read from {path}",
-                cause=str(error),
-                fix="write it with model.profile(batch, path), or with fleetpipe profile",
-            ) from error
-        return cls.loads(text)
+        return read(path, _SOURCE, cls._of)
 
     def __str__(self) -> str:
         """A table: milliseconds of F, B, I and W, and bytes, of each layer."""
@@ -309,32 +307,16 @@ def _plain(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{n: value for n, value in layer.items() if value is not None} for layer in layers]
 
 
-def _layers(found: object) -> list[LayerCost]:
+def _layers(entry: JsonValue) -> list[LayerCost]:
     """Reads an entry of the list of layers, which may say how many of a kind there are."""
-    times = found.get("repeat", 1) if isinstance(found, Mapping) else 1
-    if isinstance(times, bool) or not isinstance(times, int) or not 1 <= times <= _MOST_ALIKE:
-        raise _no_profile(f'"repeat": {times!r} is no whole number of 1 to {_MOST_ALIKE}')
-    if isinstance(found, Mapping):
-        found = {name: value for name, value in found.items() if name != "repeat"}
-    return [_layer(found)] * times
+    values = entry.fields()
+    repeat = values.pop("repeat", None)
+    times = 1 if repeat is None else repeat.count()
+    if repeat is not None and not 1 <= times <= _MOST_ALIKE:
+        raise repeat.refused(f"a whole number of 1 to {_MOST_ALIKE}")
+    plain = {name: value.content for name, value in values.items()}
+    return [_layer(JsonValue(plain, entry.source, entry.place))] * times
 
 
-def _layer(found: object) -> LayerCost:
-    known = [field.name for field in fields(LayerCost)]
-    if not isinstance(found, Mapping):
-        raise _no_profile(f"a layer is {found!r}")
-    for name in found:
-        if name not in known:
-            raise ConfigError(f"a layer has no figure {name!r}", fix=nearest(str(name), known))
-    missing = [name for name in ("name", "forward") if name not in found]
-    if missing:
-        raise _no_profile(f"a layer has no {missing[0]!r}: {dict(found)}")
-    return LayerCost(**found)
-
-
-def _no_profile(cause: str) -> ConfigError:
-    return ConfigError(
-        "this is no profile of a model's layers",
-        cause=cause,
-        fix="write one with model.profile(batch, path), or with fleetpipe profile -o FILE SCRIPT",
-    )
+def _layer(entry: JsonValue) -> LayerCost:
+    return entry.record(LayerCost, JsonValue.figure, name=JsonValue.text)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Union
 
 from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.json_value import MOST, JsonValue, Source, parse, read
 from fleetpipe.representation import shows
 from fleetpipe.schedules.action import Action, Fused
 
@@ -18,8 +19,11 @@ PerStage = Union[float, tuple[float, ...]]
 _PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "bytes", "comm")
 _SCALAR = ("overlapped", "input_grad_frees")
 
-#: Largest figure: sums of such stay finite.
-_MOST = 1e100
+_SOURCE = Source(
+    "these are no costs of a schedule",
+    ConfigError,
+    'write an object such as {"forward": 1, "backward": 2}, or model.profile(data, path)',
+)
 
 
 @shows("forward", "input_grad", "weight_grad", "backward", "comm", "overlapped", "bytes")
@@ -100,39 +104,26 @@ class Costs:
         Raises:
             ConfigError: No JSON object, an unknown key, or a figure that is not allowed.
         """
-        try:
-            content = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(
-                "the costs are not JSON",
-                cause=str(error),
-                fix='write an object such as {"forward": 1, "backward": 2}',
-            ) from error
-        except RecursionError as error:
-            raise ConfigError(
-                "the costs are nested too deeply",
-                fix='write an object such as {"forward": 1, "backward": 2}',
-            ) from error
-        if not isinstance(content, Mapping):
-            raise ConfigError(
-                "the costs are no JSON object",
-                got=type(content).__name__,
-                fix='write an object such as {"forward": 1, "backward": 2}',
-            )
-        # What a profile has besides, for each layer.
-        return cls._of({key: value for key, value in content.items() if key != "profile"})
+        return cls._of(parse(text, _SOURCE))
 
     @classmethod
-    def _of(cls, values: Mapping[str, Any]) -> Costs:
+    def read(cls, path: str | os.PathLike[str]) -> Costs:
+        """Reads a file that holds what :meth:`from_json` reads; raises as it."""
+        return read(path, _SOURCE, cls._of)
+
+    @classmethod
+    def _of(cls, found: JsonValue) -> Costs:
+        # What a profile has besides, for each layer.
+        values = {name: one for name, one in found.fields().items() if name != "profile"}
         names = [field.name for field in fields(cls)]
-        for key in values:
-            if key not in names:
-                raise ConfigError(f"unknown cost {key!r}", fix=nearest(str(key), names))
-        each_slice = values.get("each_slice")
-        if not isinstance(each_slice, list):
-            return cls(**values)
-        parts = tuple(cls._of(one) if isinstance(one, Mapping) else one for one in each_slice)
-        return cls(**{**values, "each_slice": parts})
+        for name in values:
+            if name not in names:
+                raise ConfigError(f"unknown cost {name!r}", fix=nearest(name, names))
+        slices = values.pop("each_slice", None)
+        costs: dict[str, Any] = {name: one.content for name, one in values.items()}
+        if slices is not None and slices.content is not None:
+            costs["each_slice"] = tuple(map(cls._of, slices.items()))
+        return cls(**costs)
 
     def check_stages(self, stages: int) -> None:
         """Raises ConfigError where a per-stage figure does not have one entry for each stage."""
@@ -231,10 +222,10 @@ def _check(name: str, figure: object, *, optional: bool) -> None:
     if figure is None and optional:
         return
     number = isinstance(figure, (int, float)) and not isinstance(figure, bool)
-    if not number or not 0 <= figure <= _MOST:  # type: ignore[operator]
+    if not number or not 0 <= figure <= MOST:  # type: ignore[operator]
         raise ConfigError(
             f"`{name}` must be a finite number of at least 0",
-            expected=f"0..{_MOST:g}",
+            expected=f"0..{MOST:g}",
             got=f"{name}={reprlib.repr(figure)}",
             fix="give a number, such as 1.5",
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +16,17 @@ from typing import Any, NamedTuple
 from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, Saved, TensorName
 from fleetpipe.checkpoint.files.tensors import CODES, Described, Region, is_whole
 from fleetpipe.errors import CheckpointError
+from fleetpipe.json_value import JsonValue, Source, parse, read_text
 
 MANIFEST = "manifest.json"
 #: Of the format, not of the package. A reader refuses what is newer.
 FORMAT, VERSION = "fleetpipe-checkpoint", 1
 _CHECKSUM = "crc32"
+_SOURCE = Source(
+    f"{MANIFEST} is not the manifest of a checkpoint",
+    CheckpointError,
+    "restore another step; what has no manifest was never finished",
+)
 #: A value of JSON.
 Json = Any
 
@@ -116,25 +122,17 @@ def read(folder: Path) -> Manifest:
     Raises:
         CheckpointError: There is none, it is damaged, of another program or of a newer version.
     """
-    path = folder / MANIFEST
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, str(error)) from error
-    try:
-        contents = json.loads(text)
-        if not isinstance(contents, dict) or contents.get("format") != FORMAT:
-            raise ValueError("it is a file of another program")
-        if contents.get("version") != VERSION:
-            raise ValueError(
-                f"it has version {contents.get('version')!r} of the format, "
-                f"and this fleetpipe reads version {VERSION}"
-            )
-        if text != _with_checksum(text.rpartition(f', "{_CHECKSUM}"')[0]):
-            raise ValueError("its checksum is of something else")
-        return _parsed(contents)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _unreadable(path, f"{type(error).__name__}: {error}"[:200]) from error
+    return read_text(folder / MANIFEST, _SOURCE, _checked)
+
+
+def _checked(text: str) -> Manifest:
+    found = parse(text, _SOURCE)
+    for name, expected in (("format", FORMAT), ("version", VERSION)):
+        if found[name].content != expected:
+            raise found[name].refused(f"{expected!r}, which this fleetpipe reads")
+    if text != _with_checksum(text.rpartition(f', "{_CHECKSUM}"')[0]):
+        raise found[_CHECKSUM].refused("the checksum of what stands before it")
+    return _parsed(found)
 
 
 def sealed(contents: Mapping[str, Json]) -> str:
@@ -146,70 +144,57 @@ def _with_checksum(body: str) -> str:
     return f'{body}, "{_CHECKSUM}": {zlib.crc32(body.encode())}}}\n'
 
 
-def _parsed(contents: Mapping[str, Json]) -> Manifest:
-    files = {name: Whole(**whole) for name, whole in contents["files"].items()}
+def _parsed(found: JsonValue) -> Manifest:
+    files = {
+        name: whole.record(Whole, JsonValue.count)
+        for name, whole in found["files"].fields().items()
+    }
     if any("/" in name or name.startswith(".") for name in files):
-        raise ValueError("a file outside of the folder")
-    tensors = {}
-    for group, entries in contents["tensors"].items():
-        for name, entry in entries.items():
-            if entry["file"] not in files or entry["dtype"] not in CODES or group not in GROUPS:
-                raise ValueError(f"a tensor {name!r} of an unknown kind")
-            pieces = tuple(
-                WrittenPart(None if cut is None else Region(*cut), crc)
-                for cut, crc in entry["pieces"]
-            )
-            tensor = Described(entry["dtype"], tuple(entry["shape"]))
-            if not is_whole([piece.cut for piece in pieces], tensor.shape):
-                raise ValueError(f"{name!r}, of which not every part was written")
-            tensors[TensorName(group, name)] = Entry(entry["file"], tensor, pieces)
-    if {name.name for name in tensors if name.group == MODEL} != set(contents["order"]):
-        raise ValueError("an order of other names than the model's")
-    found = Manifest(
-        step=contents["step"],
+        raise found["files"].refused("names of files of the folder")
+    tensors = {
+        TensorName(group, name): _entry(entry, files)
+        for group, entries in found["tensors"].fields().items()
+        for name, entry in entries.fields().items()
+    }
+    found["tensors"].require_names(GROUPS)
+    order = found["order"].texts()
+    if {name.name for name in tensors if name.group == MODEL} != set(order):
+        raise found["order"].refused("the names of the model's tensors")
+    optimizer = found["optimizer"]
+    return Manifest(
+        step=found["step"].count(),
         files=files,
         tensors=tensors,
-        order=tuple(contents["order"]),
-        optimizer=contents["optimizer"],
-        metrics=contents["metrics"],
-        layout=contents["layout"],
-        versions=contents["versions"],
+        order=order,
+        optimizer=None if optimizer.content is None else optimizer.text(),
+        # A figure that nobody has computed yet is infinite.
+        metrics={name: value.number() for name, value in found["metrics"].fields().items()},
+        layout={name: value.count() for name, value in found["layout"].fields().items()},
+        versions={name: value.text() for name, value in found["versions"].fields().items()},
     )
-    _require_kinds(found)
-    return found
 
 
-def _require_kinds(manifest: Manifest) -> None:
-    """Refuses what no save writes, whoever computed the checksum of it."""
-    entries = manifest.tensors.values()
-    counts = [manifest.step, *manifest.layout.values()]
-    counts += [number for whole in manifest.files.values() for number in whole]
-    counts += [piece.crc32 for entry in entries for piece in entry.pieces]
-    for name, entry in manifest.tensors.items():
-        if not all(map(_is_count, entry.tensor.shape)):
-            raise ValueError(f"{name.name!r}, of a shape that has no sizes")
-    if not all(map(_is_count, counts)):
-        raise ValueError("a number that is no count")
-    # A figure that nobody has computed yet is infinite.
-    if not all(
-        type(value) is float or (type(value) is int and abs(value) < 1 << 63)
-        for value in manifest.metrics.values()
-    ):
-        raise ValueError("a metric that is no number")
-    if not all(isinstance(text, str) for text in (*manifest.order, *manifest.versions.values())):
-        raise ValueError("a name that is no text")
-    if not isinstance(manifest.optimizer, (str, type(None))):
-        raise ValueError("an optimizer that is no text")
+def _entry(found: JsonValue, files: Collection[str]) -> Entry:
+    """Reads what is said of a tensor, of which every part must have been written."""
+    file, dtype, shape = found["file"].text(), found["dtype"].text(), found["shape"].counts()
+    if file not in files:
+        raise found["file"].refused("one of the files")
+    if dtype not in CODES:
+        raise found["dtype"].refused(", ".join(CODES))
+    pieces = tuple(map(_piece, found["pieces"].items()))
+    if not is_whole([piece.cut for piece in pieces], shape):
+        raise found["pieces"].refused(f"the parts of a tensor of shape {list(shape)}")
+    return Entry(file, Described(dtype, shape), pieces)
 
 
-def _is_count(number: object) -> bool:
-    return type(number) is int and 0 <= number < 1 << 63
-
-
-def _unreadable(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path.name} is not the manifest of a checkpoint",
-        where=str(path),
-        got=got,
-        fix="restore another step; what has no manifest was never finished",
-    )
+def _piece(found: JsonValue) -> WrittenPart:
+    values = found.items()
+    if len(values) != 2:
+        raise found.refused("a cut and a checksum")
+    cut = None
+    if values[0].content is not None:
+        numbers = values[0].counts()
+        if len(numbers) != len(Region._fields):
+            raise values[0].refused(f"a list of {', '.join(Region._fields)}")
+        cut = Region(*numbers)
+    return WrittenPart(cut, values[1].count())

@@ -140,8 +140,8 @@ def test_costs_are_read_from_json() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "not JSON"),
-        ("[1]", "no JSON object"),
+        ("{", "(?s)no costs.*expected: JSON"),
+        ("[1]", r"(?s)expected: an object.*got: \[1\]"),
         ('{"forwards": 1}', "did you mean 'forward'"),
         ('{"forward": [1, -1]}', "forward=-1"),
         ('{"forward": "1"}', "forward='1'"),

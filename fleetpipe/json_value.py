@@ -1,0 +1,222 @@
+"""Reads JSON that anybody may have written: each value knows where it stands, and is checked.
+
+    value = parse(text, Source("this is no profile", ConfigError, "measure one"))
+    names = [layer["name"].text() for layer in value["layers"].items()]
+
+What is not as expected raises the error of the source, which names the place, what was expected and
+what stands there, and the file where :func:`read` reads one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Collection
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, TypeVar
+
+from fleetpipe.errors import FleetPipeError, nearest
+
+Record = TypeVar("Record")
+
+#: Largest figure: sums and products of such stay finite.
+MOST = 1e100
+
+#: Whole numbers are below.
+_MOST_COUNT = 1 << 63
+
+
+class Source(NamedTuple):
+    """What is read.
+
+    Attributes:
+        summary: What is wrong where it cannot be read, in a sentence.
+        error: The class of the error.
+        fix: What to do then.
+    """
+
+    summary: str
+    error: type[FleetPipeError]
+    fix: str
+
+    def refused(self, place: str = "", *, expected: str, got: str) -> FleetPipeError:
+        """Returns the error for what stands at a place."""
+        return self.error(self.summary, where=place, expected=expected, got=got, fix=self.fix)
+
+
+class JsonValue:
+    """A value of JSON.
+
+    Attributes:
+        content: It, as :mod:`json` reads it.
+        place: Where it stands, such as ``stages[0].forward``; "" for the whole.
+        source: What it was read from.
+    """
+
+    __slots__ = ("content", "place", "source")
+
+    def __init__(self, content: object, source: Source, place: str = "") -> None:
+        """Takes a value that is read already."""
+        self.content, self.source, self.place = content, source, place
+
+    def refused(self, expected: str) -> FleetPipeError:
+        """Returns the error for another value than the expected one."""
+        return self.source.refused(self.place, expected=expected, got=reprlib.repr(self.content))
+
+    def fields(self) -> dict[str, JsonValue]:
+        """Returns the values of an object by name."""
+        if not isinstance(self.content, dict):
+            raise self.refused("an object")
+        return {name: self._at(value, f".{name}") for name, value in self.content.items()}
+
+    def items(self) -> list[JsonValue]:
+        """Returns the values of a list."""
+        if not isinstance(self.content, list):
+            raise self.refused("a list")
+        return [self._at(value, f"[{index}]") for index, value in enumerate(self.content)]
+
+    def get(self, name: str) -> JsonValue | None:
+        """Returns a value of an object; None where it is missing, or null."""
+        value = self.fields().get(name)
+        return None if value is None or value.content is None else value
+
+    def __getitem__(self, name: str) -> JsonValue:
+        """Returns a value of an object, which must be there."""
+        value = self.fields().get(name)
+        if value is None:
+            raise self.refused(f"an object with {name!r}")
+        return value
+
+    def text(self) -> str:
+        """Returns a string."""
+        if not isinstance(self.content, str):
+            raise self.refused("a text")
+        return self.content
+
+    def number(self) -> float:
+        """Returns a number, whole or not, of any sign; infinite ones and NaN are numbers."""
+        if isinstance(self.content, float):
+            return self.content
+        if type(self.content) is not int or abs(self.content) >= _MOST_COUNT:
+            raise self.refused("a number")
+        return self.content
+
+    def figure(self) -> float:
+        """Returns a time or a size: a number from 0 to 1e100."""
+        content = self.content
+        if type(content) not in (int, float) or not 0 <= content <= MOST:  # type: ignore[operator]
+            raise self.refused("a number of 0 or more")
+        return content  # type: ignore[return-value]
+
+    def count(self) -> int:
+        """Returns a whole number of 0 or more."""
+        if type(self.content) is not int or not 0 <= self.content < _MOST_COUNT:
+            raise self.refused("a whole number of 0 or more")
+        return self.content
+
+    def texts(self) -> tuple[str, ...]:
+        """Returns a list of strings."""
+        return tuple(item.text() for item in self.items())
+
+    def figures(self) -> tuple[float, ...]:
+        """Returns a list of times or sizes."""
+        return tuple(item.figure() for item in self.items())
+
+    def counts(self) -> tuple[int, ...]:
+        """Returns a list of whole numbers."""
+        return tuple(item.count() for item in self.items())
+
+    def require_names(self, names: Collection[str]) -> None:
+        """Refuses an object that has others than these, and names the nearest."""
+        for name in self.fields():
+            if name not in names:
+                raise self.source.refused(
+                    self.place,
+                    expected=f"{', '.join(names)}: {nearest(name, names)}",
+                    got=reprlib.repr(name),
+                )
+
+    def record(
+        self,
+        kind: type[Record],
+        each: Callable[[JsonValue], Any],
+        **others: Callable[[JsonValue], Any],
+    ) -> Record:
+        """Returns a dataclass or named tuple whose fields are those of an object.
+
+        Fields with a default may be left out; null stands for a default of None.
+
+        Args:
+            kind: The class.
+            each: Reads a field.
+            others: By the name of a field, what else reads it.
+        """
+        defaults = _defaults(kind)
+        self.require_names(defaults)
+        values = {}
+        for name, default in defaults.items():
+            value = self.fields().get(name)
+            if value is not None and (value.content is not None or default is not None):
+                values[name] = others.get(name, each)(value)
+            elif default is MISSING:
+                raise self.refused(f"an object with {name!r}")
+        return kind(**values)
+
+    def _at(self, content: object, step: str) -> JsonValue:
+        return JsonValue(content, self.source, f"{self.place}{step}".lstrip("."))
+
+
+def parse(text: str | bytes, source: Source) -> JsonValue:
+    """Reads JSON.
+
+    Args:
+        text: A JSON text.
+        source: What it is, for errors.
+
+    Raises:
+        FleetPipeError: It is no JSON, or nested too deeply; of the class that the source says.
+    """
+    try:
+        return JsonValue(json.loads(text), source)
+    except (ValueError, RecursionError) as error:
+        raise source.refused(expected="JSON", got=str(error)) from error
+
+
+def read(
+    path: str | os.PathLike[str], source: Source, build: Callable[[JsonValue], Record]
+) -> Record:
+    """Reads a file of JSON.
+
+    Args:
+        path: The file.
+        source: What it is, for errors.
+        build: Makes what it stands for; the file is named in what this raises.
+
+    Raises:
+        FleetPipeError: It cannot be read, or as :func:`parse` and ``build``.
+    """
+    return read_text(path, source, lambda text: build(parse(text, source)))
+
+
+def read_text(
+    path: str | os.PathLike[str], source: Source, build: Callable[[str], Record]
+) -> Record:
+    """Reads a file as :func:`read` does, where ``build`` takes the text."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, TypeError) as error:
+        raise source.refused(str(path), expected="a file of JSON", got=str(error)) from error
+    try:
+        return build(text)
+    except FleetPipeError as error:
+        error.add_place(str(path))
+        raise
+
+
+def _defaults(kind: type[Any]) -> dict[str, object]:
+    """Returns the fields of a class with their defaults; MISSING for those without one."""
+    if is_dataclass(kind):
+        return {field.name: field.default for field in fields(kind)}
+    return {name: kind._field_defaults.get(name, MISSING) for name in kind._fields}
