@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
-from fleetpipe.errors import PeerFailed
+from fleetpipe.errors import PeerFailed, UsageError
 from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
 from fleetpipe.transport.wire.message import MessageKey
 
 
 class Gathering(Protocol):
-    """An ``all_gather`` on its way: this member has given its value."""
+    """An ``all_gather`` or ``all_to_all`` on its way: this member has given its values."""
 
     def arrived(self) -> bool:
         """Whether the values of all members are here; never blocks."""
@@ -50,6 +51,28 @@ class Group(Protocol):
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
         """Gives each tensor the value that it has on the member named beside it. Collective."""
+
+    def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns the parts that all members have for this one, by member. Collective.
+
+        Args:
+            parts: A tensor for each member, of any shapes and dtypes; some may be empty.
+        """
+
+    def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
+        """Gives each member its part without waiting for the others'. Collective.
+
+        It ends in order with what :meth:`begin_all_gather` has begun.
+        """
+
+    def reduce_scatter(self, parts: Sequence[Any]) -> Any:
+        """Returns the sum of the parts that all members have for this one. Collective.
+
+        They are added in the members' order, so that the bits depend on no timing.
+
+        Args:
+            parts: A tensor for each member; what is for one member has one shape and dtype on all.
+        """
 
 
 class _Gathered:
@@ -92,6 +115,27 @@ class SoleGroup:
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
         """Leaves the tensors as they are."""
 
+    def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns a copy of the one part.
+
+        Raises:
+            UsageError: There is not one part.
+        """
+        return self.begin_all_to_all(parts).values()
+
+    def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
+        """Has a copy of the one part; see :meth:`all_to_all`."""
+        (part,) = _copies(parts, self)
+        return _Gathered(part)
+
+    def reduce_scatter(self, parts: Sequence[Any]) -> Any:
+        """Returns a copy of the one part.
+
+        Raises:
+            UsageError: There is not one part, or it is of bools.
+        """
+        return _sum(self.all_to_all(parts), self)
+
 
 @shows("rank", "ranks")
 class DirectGroup:
@@ -115,6 +159,7 @@ class DirectGroup:
         self._timeout = timeout
         self._broadcast = MessageKey("C", 0, 0, f"{name} broadcast", 0)
         self._gather = MessageKey("C", 0, 0, f"{name} gather", 0)
+        self._exchange = MessageKey("C", 0, 0, f"{name} exchange", 0)
         self._begun: list[_DirectGathering] = []
 
     def broadcast(self, value: Value, source: int) -> Value:
@@ -141,9 +186,41 @@ class DirectGroup:
         """Gives ``value`` to all members without waiting for theirs. Collective."""
         for peer in self._others():
             self.transport.send(peer, self._gather, value)
-        gathering = _DirectGathering(self, value)
-        self._begun.append(gathering)
-        return gathering
+        return self._begin(self._gather, value)
+
+    def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns the parts that all members have for this one, by member. Collective.
+
+        Each part goes straight to its member, as a copy: the caller may change it afterwards.
+
+        Args:
+            parts: A tensor for each member, of any shapes and dtypes; some may be empty.
+
+        Raises:
+            PipelineTimeout: Some part did not come within the limit.
+            UsageError: There is not one part for each member.
+        """
+        return self.begin_all_to_all(parts).values()
+
+    def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
+        """Gives each member its part without waiting for the others'; see :meth:`all_to_all`."""
+        copies = _copies(parts, self)
+        for peer in self._others():
+            self.transport.send(peer, self._exchange, copies[peer])
+        return self._begin(self._exchange, copies[self.rank])
+
+    def reduce_scatter(self, parts: Sequence[Any]) -> Any:
+        """Returns the sum of the parts that all members have for this one. Collective.
+
+        Args:
+            parts: A tensor for each member; what is for one member has one shape and dtype on all.
+
+        Raises:
+            PipelineTimeout: Some part did not come within the limit.
+            UsageError: There is not one part for each member; one is of bools; or the members'
+                parts for this one differ in shape or dtype.
+        """
+        return _sum(self.all_to_all(parts), self)
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum of all members', added in their order. Collective.
@@ -152,10 +229,7 @@ class DirectGroup:
             PipelineTimeout: Some member did not come within the limit.
         """
         for tensor in tensors:
-            first, *others = self.all_gather(tensor.clone())
-            for other in others:
-                first = first + other
-            tensor.set_value(first)
+            tensor.set_value(functools.reduce(_added, self.all_gather(tensor.clone())))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
         """Gives each tensor the value that it has on the member named beside it. Collective.
@@ -170,6 +244,11 @@ class DirectGroup:
             if source != self.rank:
                 tensor.set_value(value)
 
+    def _begin(self, key: MessageKey, value: Value) -> _DirectGathering:
+        gathering = _DirectGathering(self, key, value)
+        self._begun.append(gathering)
+        return gathering
+
     def advance(self, wanted: _DirectGathering, wait: bool) -> None:
         """Takes what has arrived for the gatherings up to ``wanted``, the first that began first.
 
@@ -182,29 +261,31 @@ class DirectGroup:
             for peer in self._others():
                 if peer in first.found:
                     continue
-                arrived, value = self.transport.try_receive(peer, self._gather)
+                arrived, value = self.transport.try_receive(peer, first.key)
                 if arrived or wait:
-                    first.found[peer] = value if arrived else self._received(peer)
+                    first.found[peer] = value if arrived else self._received(peer, first.key)
             if not first.complete:
                 return
             self._begun.pop(0)
 
-    def _received(self, peer: int) -> Value:
-        return self.transport.receive(peer, self._gather, self._timeout)
+    def _received(self, peer: int, key: MessageKey) -> Value:
+        return self.transport.receive(peer, key, self._timeout)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank != self.rank]
 
 
 class _DirectGathering:
-    """An ``all_gather`` of a :class:`DirectGroup` on its way.
+    """An ``all_gather`` or ``all_to_all`` of a :class:`DirectGroup` on its way.
 
     Attributes:
+        key: Of its messages.
         found: The values that are here, by member.
     """
 
-    def __init__(self, group: DirectGroup, value: Value) -> None:
+    def __init__(self, group: DirectGroup, key: MessageKey, value: Value) -> None:
         self._group = group
+        self.key = key
         self.found: dict[int, Value] = {group.rank: value}
 
     @property
@@ -298,3 +379,42 @@ class GlooGroup(DirectGroup):
                 cause="another member died within it, or did not go on for 30 s",
                 fix="read the logs of the other members",
             ) from error
+
+
+def _copies(parts: Sequence[Any], group: Group) -> list[Any]:
+    """Returns copies of what goes to each member: a tensor may change before it has left."""
+    if len(parts) != group.ranks:
+        raise UsageError(
+            "a group exchanges one part for each of its members",
+            where=f"member {group.rank}",
+            expected=f"{group.ranks} tensors, by member",
+            got=f"{len(parts)}",
+            fix="split the tensor into as many parts as the group has members; a part may be empty",
+        )
+    # Paddle 2.6.2 clones no tensor without elements.
+    return [part.detach() if 0 in part.shape else part.detach().clone() for part in parts]
+
+
+def _sum(parts: Sequence[Any], group: Group) -> Any:
+    """Adds the members' parts in their order."""
+    kinds = [(str(part.dtype).rpartition(".")[2], tuple(part.shape)) for part in parts]
+    differing = next((n for n, kind in enumerate(kinds) if kind != kinds[group.rank]), group.rank)
+    if differing != group.rank or kinds[group.rank][0] == "bool":
+        (dtype, shape), (other_dtype, other_shape) = kinds[group.rank], kinds[differing]
+        raise UsageError(
+            f"member {group.rank} cannot add what the members of the group have for it",
+            expected=f"numbers of dtype {dtype} and shape {list(shape)}, as its own part"
+            if dtype != "bool"
+            else "numbers; bools can be exchanged by all_to_all",
+            got=f"dtype {other_dtype} and shape {list(other_shape)} from member {differing}",
+            fix="split the tensors in the same way on every member, and cast bools",
+        )
+    return functools.reduce(_added, parts)
+
+
+def _added(total: Any, part: Any) -> Any:
+    """Adds two tensors; those of 16 bits in float32, with the same bits: CPUs have no kernel."""
+    dtype = total.dtype
+    if str(dtype).rpartition(".")[2] not in ("float16", "bfloat16"):
+        return total + part
+    return (total.astype("float32") + part.astype("float32")).astype(dtype)

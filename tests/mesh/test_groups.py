@@ -9,10 +9,10 @@ from typing import Any
 import paddle
 import pytest
 
-from fleetpipe.errors import TransportError
+from fleetpipe.errors import PipelineTimeout, TransportError, UsageError
 from fleetpipe.mesh.groups import DirectGroup, SoleGroup
-from fleetpipe.transport import MessageKey, View
-from tests.transport.helpers import LIMIT, join_all
+from fleetpipe.transport import MemoryHub, MessageKey, View
+from tests.transport.helpers import DTYPES, LIMIT, join_all
 
 RANKS = 3
 OnAll = Callable[[Callable[[DirectGroup], Any]], "list[Any]"]
@@ -45,7 +45,7 @@ def test_groups_of_one_mesh_do_not_take_each_others_messages(on_all: OnAll) -> N
             for peer in set(range(group.ranks)) - {group.rank}:
                 group.transport.send(peer, group._gather, f"{name} of {rank}")
         return {
-            name: [group._received(p) for p in range(group.ranks) if p != group.rank]
+            name: [group._received(p, group._gather) for p in range(group.ranks) if p != group.rank]
             for name, group in own.items()
         }
 
@@ -104,3 +104,159 @@ def test_one_process_has_what_everyone_has() -> None:
     assert tensor.item() == 3.0
     assert group.broadcast("value", 0) == "value"
     assert group.all_gather("value") == ["value"]
+
+
+def part_for(member: int, rank: int, dtype: str, lengths: list[int]) -> Any:
+    """What a rank has for a member: figures of both; every second one is 0."""
+    figures = [float((place % 2) * (10 * rank + member + 1)) for place in range(lengths[member])]
+    return paddle.to_tensor(figures, "float64").astype(dtype)
+
+
+def bits(tensor: Any) -> tuple[list[int], bytes]:
+    """The shape and the bits of a tensor."""
+    plain = tensor.astype("float64") if "float" in str(tensor.dtype) else tensor
+    return list(tensor.shape), bytes(plain.numpy().tobytes())
+
+
+NUMBERS = ("float32", "float64", "int32", "int64")
+FLOATS = ("float16", "bfloat16")
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 0, 5]], ids=["equal", "unequal"])
+def test_every_member_gets_the_parts_that_are_for_it(on_all: OnAll, lengths: list[int]) -> None:
+    dtypes = [d for d in (*NUMBERS, *FLOATS, "bool") if d in DTYPES]
+
+    def exchanged(group: DirectGroup) -> list[list[tuple[list[int], bytes]]]:
+        found = []
+        for dtype in dtypes:
+            parts = [part_for(member, group.rank, dtype, lengths) for member in range(RANKS)]
+            got = group.all_to_all(parts)
+            assert all(part.dtype == parts[0].dtype for part in got)
+            found.append([bits(part) for part in got])
+        return found
+
+    for member, found in enumerate(on_all(exchanged)):
+        for dtype, got in zip(dtypes, found):
+            assert got == [bits(part_for(member, r, dtype, lengths)) for r in range(RANKS)]
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 0, 5]], ids=["equal", "unequal"])
+def test_parts_are_summed_in_the_order_of_the_members(on_all: OnAll, lengths: list[int]) -> None:
+    """0.1 + 1e8 - 1e8 has other bits in every other order."""
+    figures = [0.1, 1e8, -1e8]
+
+    def summed(group: DirectGroup) -> dict[str, tuple[list[int], bytes]]:
+        figure = figures[group.rank]
+        return {
+            dtype: bits(group.reduce_scatter([paddle.full([n], figure, dtype) for n in lengths]))
+            for dtype in ("float32", "float64")
+        }
+
+    for member, found in enumerate(on_all(summed)):
+        for dtype, got in found.items():
+            first, *rest = (paddle.full([lengths[member]], figure, dtype) for figure in figures)
+            for part in rest:
+                first = first + part
+            assert got == bits(first)
+
+
+def test_numbers_of_every_kind_are_summed(on_all: OnAll) -> None:
+    def summed(group: DirectGroup) -> list[tuple[str, list[float]]]:
+        found = []
+        for dtype in (*NUMBERS, *FLOATS):
+            total = group.reduce_scatter(
+                [paddle.full([2], group.rank + m, dtype) for m in range(3)]
+            )
+            found.append((str(total.dtype), total.astype("float64").tolist()))
+        return found
+
+    for member, found in enumerate(on_all(summed)):
+        assert found == [
+            (str(paddle.zeros([1]).astype(dtype).dtype), [3.0 + 3 * member] * 2)
+            for dtype in (*NUMBERS, *FLOATS)
+        ]
+
+
+def test_a_member_sends_each_part_once_and_no_other(on_all: OnAll) -> None:
+    """A gather would send (n-1) times the tensor; here it is (n-1)/n of it."""
+    rows = 3000
+
+    def sent(group: DirectGroup) -> list[int]:
+        parts = paddle.ones([rows * 4], "float32").split(RANKS)
+        counts = [group.transport.bytes_sent]
+        for exchange in (group.all_to_all, group.reduce_scatter):
+            exchange(parts)
+            counts.append(group.transport.bytes_sent)
+        return [after - before for before, after in zip(counts, counts[1:])]
+
+    whole = rows * 4 * 4
+    for counts in on_all(sent):
+        assert all(0 < count <= 1.05 * (RANKS - 1) / RANKS * whole for count in counts)
+
+
+def test_what_is_exchanged_may_be_changed_at_once(on_all: OnAll) -> None:
+    """Far more than the kernel takes: most of it leaves after the call has returned."""
+    size = 1 << 21
+
+    def exchanged(group: DirectGroup) -> list[float]:
+        parts = [paddle.full([size], 1.0 + group.rank) for _ in range(RANKS)]
+        waiting = group.begin_all_to_all(parts)
+        for part in parts:
+            part.set_value(paddle.zeros([size]))
+        return [float(part.min()) for part in waiting.values()]
+
+    assert on_all(exchanged) == [[1.0, 2.0, 3.0]] * RANKS
+
+
+def test_a_member_that_does_not_come_is_named() -> None:
+    transports = join_all(RANKS)
+
+    def exchanged(rank: int) -> str:
+        group = DirectGroup(transports[rank], 0.5)
+        with pytest.raises(PipelineTimeout) as caught:
+            group.reduce_scatter([paddle.ones([1])] * RANKS)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        for rank, message in enumerate(threads.map(exchanged, range(2))):
+            assert f"rank {rank}" in message
+            assert "rank 2" in message
+    for transport in transports:
+        transport.close()
+
+
+def test_parts_that_do_not_fit_are_refused(on_all: OnAll) -> None:
+    def refused(group: DirectGroup) -> str:
+        with pytest.raises(UsageError, match=r"(?s)3 tensors, by member.*got: *2"):
+            group.all_to_all([paddle.ones([1])] * 2)
+        with pytest.raises(UsageError, match="bools can be exchanged"):
+            group.reduce_scatter([paddle.ones([1], "bool")] * RANKS)
+        own = paddle.ones([3] if group.rank == 1 else [2])
+        with pytest.raises(UsageError) as caught:
+            group.reduce_scatter([own] * RANKS)
+        return str(caught.value)
+
+    messages = on_all(refused)
+    assert "shape [3] from member 1" in messages[0]
+    assert "shape [2] from member 0" in messages[1]
+
+
+def test_ranks_on_one_thread_exchange_through_memory() -> None:
+    hub = MemoryHub(2)
+    groups = [DirectGroup(hub.endpoint(rank), LIMIT) for rank in range(2)]
+    begun = [
+        group.begin_all_to_all([paddle.full([2], 10.0 * rank + m) for m in range(2)])
+        for rank, group in enumerate(groups)
+    ]
+    assert [[part[0].item() for part in one.values()] for one in begun] == [[0, 10], [1, 11]]
+
+
+def test_one_process_keeps_its_part() -> None:
+    group, tensor = SoleGroup(), paddle.full([2], 3.0)
+    (exchanged,), total = group.all_to_all([tensor]), group.reduce_scatter([tensor])
+    tensor.set_value(paddle.zeros([2]))
+    assert exchanged.tolist() == total.tolist() == [3.0, 3.0]
+    with pytest.raises(UsageError, match="1 tensors, by member"):
+        group.all_to_all([tensor, tensor])
+    with pytest.raises(UsageError, match="bools can be exchanged"):
+        group.reduce_scatter([tensor.astype("bool")])
