@@ -21,8 +21,8 @@ from paddle import nn
 from paddle.static import device_guard
 
 from fleetpipe import fleet
+from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.static import pipeline_of
-from fleetpipe.static._paddle import dynamic_mode
 
 ROWS, MICRO_BATCHES = 4, 4
 

@@ -7,7 +7,7 @@ import weakref
 from fleetpipe.aliases import Program, Scope
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.static._paddle import found_tensor
+from fleetpipe.paddle_api.static import found_tensor
 from fleetpipe.static.ir import readers
 from fleetpipe.static.run.pipeline import StaticPipeline
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from fleetpipe.aliases import Optimizer, Place, Variable
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import learning_rate_of, set_dtype
+from fleetpipe.paddle_api.static import is_initialized, overwrite, static
 from fleetpipe.representation import shows
-from fleetpipe.static._paddle import learning_rate, overwrite, static
 
 
 @shows("optimizer", micro_batches="_micro_batches")
@@ -71,7 +72,7 @@ class SingleProgram:
         return {
             name: np.array(variable.get_tensor())
             for name, variable in variables.items()
-            if variable is not None and variable.get_tensor()._is_initialized()
+            if variable is not None and is_initialized(variable.get_tensor())
         }
 
     def step(self, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -99,7 +100,7 @@ class SingleProgram:
             self._executor.run(
                 self._update, feed={f"{name}.sum": total for name, total in sums.items()}
             )
-        rate = learning_rate(self.optimizer)
+        rate = learning_rate_of(self.optimizer)
         if isinstance(rate, paddle.optimizer.lr.LRScheduler):
             rate.step()
         return [
@@ -121,5 +122,5 @@ def _apply(optimizer: Optimizer, parameters: Sequence[Variable]) -> None:
         )
         parameter = static.create_parameter(one.shape, "float32", attr=attr)
         pairs.append((parameter, static.data(f"{one.name}.sum", one.shape, "float32")))
-    optimizer._dtype = pairs[0][0].dtype
+    set_dtype(optimizer, pairs[0][0].dtype)
     optimizer.apply_gradients(pairs)

@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules/__init__",),
     (
         *("schedules/commands", "profiling", "report", "starter", "transport"),
-        "static/_paddle static/graph static/tags",
+        "static/graph static/source_lines static/tags",
     ),
     ("mesh",),
     (

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fleetpipe.aliases import Optimizer, Strategy, Variable
 from fleetpipe.errors import ConfigError
-from fleetpipe.static._paddle import recomputing
+from fleetpipe.paddle_api.static import recomputing
 from fleetpipe.static.cut.contract import Reader
 from fleetpipe.static.cut.split import Split
 

@@ -14,6 +14,7 @@ import numpy as np
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.static import numpy_dtype_name
 from fleetpipe.representation import shows
 from fleetpipe.static.graph import Item
 from fleetpipe.static.run.feeding import merged
@@ -41,7 +42,7 @@ class DataLoader:
         """
         self._names = [one.name for one in feed_list]
         self._shapes = [tuple(one.shape) for one in feed_list]
-        self._dtypes = [_dtype(one) for one in feed_list]
+        self._dtypes = [numpy_dtype_name(one) for one in feed_list]
         self._source: Callable[[], Iterator[Item]] | None = None
         self._items: Iterator[Item] | None = None
         _loaders.setdefault(paddle.static.default_main_program(), []).append(self)
@@ -175,7 +176,3 @@ def items_for(program: Program, feed: object) -> Iterator[Item] | None:
     if len(started) > 1:
         return (merged(parts) for parts in zip(*started))
     return started[0] if started else None
-
-
-def _dtype(value: Variable) -> str:
-    return str(paddle.base.data_feeder.convert_dtype(value.dtype))

@@ -11,11 +11,11 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.static import is_decorated, is_pir
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.registry import default_chunks
-from fleetpipe.static._paddle import is_decorated, is_pir
 from fleetpipe.static.cut import checkpoints
 from fleetpipe.static.cut.split import Split, ranks_for, split
 from fleetpipe.static.ir import readers

@@ -15,7 +15,7 @@ from typing import Any
 from fleetpipe.aliases import Program, Scope, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.static._paddle import Executor, static_io, swap_switch_device
+from fleetpipe.paddle_api.static import Executor, static_io, swap_switch_device
 from fleetpipe.static.entry import stock_saving
 from fleetpipe.static.entry.data_loader import items_for
 from fleetpipe.static.ir.program.loader import items_of, note_starts

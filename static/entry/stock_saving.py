@@ -12,7 +12,7 @@ from typing import Any
 
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.errors import ConfigError
-from fleetpipe.static._paddle import static
+from fleetpipe.paddle_api.static import static
 from fleetpipe.static.pipeline_programs import of_main
 from fleetpipe.static.save import files
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from fleetpipe.aliases import DType, Variable
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.static._paddle import dtype_name, static
+from fleetpipe.paddle_api.static import dtype_name, static
 from fleetpipe.static.cut.contract import (
     accumulator_name,
     gradient_name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetpipe.aliases import Program, Variable
-from fleetpipe.static._paddle import is_pir
+from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static.cut.contract import Reader
 
 

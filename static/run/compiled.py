@@ -12,15 +12,10 @@ from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api.optimizer import learning_rate_of
+from fleetpipe.paddle_api.static import dynamic, found_tensor, job_executor, share, tensor_of
 from fleetpipe.schedules import Action, Fused, Plan
 from fleetpipe.schedules.action import parts
-from fleetpipe.static._paddle import (
-    dynamic,
-    found_tensor,
-    job_executor,
-    learning_rate,
-    tensor_of,
-)
 from fleetpipe.static.cut.contract import (
     CLIP_FACTOR,
     Pieces,
@@ -155,7 +150,7 @@ class Compiled:
             factor = reductions.clip_factor(
                 self._gradients, recipe.counted, recipe.limit, job.group()
             )
-            tensor_of(self.scope, CLIP_FACTOR)._share_data_with(factor.get_tensor())
+            share(tensor_of(self.scope, CLIP_FACTOR), factor.get_tensor())
 
     def step(self) -> None:
         """Updates the parameters and sets the accumulators to 0."""
@@ -163,7 +158,7 @@ class Compiled:
         if update is None or self._run_step is None:
             return
         # Also one that is no scheduler: set_lr may have changed it.
-        rate = learning_rate(self._recipe.optimizer)
+        rate = learning_rate_of(self._recipe.optimizer)
         tensor = tensor_of(self.scope, update.rate_name)
         numbers = np.full_like(np.array(tensor), rate if isinstance(rate, float) else rate())
         tensor.set(numbers, self.place)

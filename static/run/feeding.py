@@ -10,7 +10,7 @@ import numpy as np
 from fleetpipe.aliases import Place, ScopeTensor
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.static._paddle import DenseTensor
+from fleetpipe.paddle_api.static import DenseTensor
 from fleetpipe.static.graph import Declared, Item
 
 

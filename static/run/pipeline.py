@@ -17,9 +17,9 @@ from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import dynamic_mode
+from fleetpipe.paddle_api.static import EOFException, dynamic, found_tensor
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
-from fleetpipe.static._paddle import EOFException, dynamic, found_tensor
 from fleetpipe.static.cut.contract import Kept, Reader
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Item

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fleetpipe.aliases import Place
-from fleetpipe.static._paddle import random_state
+from fleetpipe.paddle_api.random import generator_of
 
 #: Between the seeds of two stages; odd and large, so that seeds close by do not meet.
 _STRIDE = 0x9E3779B1
@@ -28,7 +28,7 @@ class Streams:
             stages: The stages of this process.
             place: The device.
         """
-        self._generator = random_state(place)
+        self._generator = generator_of(place)
         self._stages = sorted(set(sorted(drawing)[1:]).intersection(stages))
         self._states: dict[int, Any] = {}
         self.begin({})

@@ -12,7 +12,7 @@ from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.errors import ConfigError
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
-from fleetpipe.static._paddle import gradient_clip
+from fleetpipe.paddle_api.optimizer import gradient_clip
 
 
 def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Group) -> None:

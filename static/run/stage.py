@@ -15,14 +15,16 @@ from fleetpipe.aliases import DType, Place, Scope, ScopeTensor
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.schedules import Edge
-from fleetpipe.static._paddle import (
+from fleetpipe.paddle_api.static import (
     dynamic,
     job_executor,
     put_back,
+    release,
+    share,
     taken,
     tensor_of,
 )
+from fleetpipe.schedules import Edge
 from fleetpipe.static.cut.contract import Pieces, StageProgram, gradient_name
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.run.random_streams import Streams
@@ -193,7 +195,7 @@ class StaticStage:
         runner = self._runners[stage]
         for edge, tensors in runner.inputs.items():
             for tensor, value in zip(tensors, inputs[edge]):
-                tensor._share_data_with(value.get_tensor())
+                share(tensor, value.get_tensor())
         for name, tensor in runner.fed:
             self._feed(name, micro_batch - self._first, tensor)
         with self._streams.of(stage):
@@ -211,7 +213,7 @@ class StaticStage:
         }
         self._kept[stage, micro_batch] = _Kept(kept, shapes)
         for tensor in runner.after_forward:
-            tensor._clear()
+            release(tensor)
         return outputs
 
     def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
@@ -219,7 +221,7 @@ class StaticStage:
         runner = self._runners[stage]
         grads = self._differentiate(runner, runner.backward, (stage, micro_batch), output_grads)
         for tensor in runner.after_backward:
-            tensor._clear()
+            release(tensor)
         return grads
 
     def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
@@ -236,7 +238,7 @@ class StaticStage:
         }
         self._kept[key] = _Kept(later, {})
         for tensor in runner.after_backward:
-            tensor._clear()
+            release(tensor)
         return grads
 
     def weight_grad(self, stage: int, micro_batch: int) -> None:
@@ -247,7 +249,7 @@ class StaticStage:
             self._put_back(part, self._kept[stage, micro_batch])
             part.run([], False)
             for _, tensor in part.takes:
-                tensor._clear()
+                release(tensor)
 
     def _differentiate(
         self, runner: Runner, part: Part, key: tuple[int, int], output_grads: Values
@@ -262,7 +264,7 @@ class StaticStage:
                 if tensor is not None:
                     # None: the reader's part of the value does not lead to the loss.
                     value = paddle.zeros(*shape) if value is None else value
-                    tensor._share_data_with(value.get_tensor())
+                    share(tensor, value.get_tensor())
         part.run([], False)
         return {
             edge: tuple(None if tensor is None else dynamic(tensor) for tensor in tensors)

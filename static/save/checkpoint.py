@@ -30,7 +30,7 @@ from fleetpipe.checkpoint.contents.parts import (
     TensorName,
 )
 from fleetpipe.errors import CheckpointError, ConfigError, nearest
-from fleetpipe.static._paddle import dynamic, static
+from fleetpipe.paddle_api.static import dynamic, static
 from fleetpipe.static.run.pipeline import StaticPipeline
 from fleetpipe.static.save.state import tensor_in
 

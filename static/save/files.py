@@ -16,7 +16,7 @@ from fleetpipe.aliases import Program
 from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.errors import CheckpointError
-from fleetpipe.static._paddle import found_tensor, static
+from fleetpipe.paddle_api.static import found_tensor, static
 from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.run.pipeline import StaticPipeline
 from fleetpipe.static.save.state import assign, fitting, parameters, state_dict

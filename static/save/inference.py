@@ -10,7 +10,7 @@ from pathlib import Path
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.atomic_file import replacing
 from fleetpipe.paddle_api import paddle
-from fleetpipe.static._paddle import static
+from fleetpipe.paddle_api.static import static
 from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.save.state import full_state_dict
 

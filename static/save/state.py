@@ -14,7 +14,7 @@ from fleetpipe.aliases import Program, Scope, ScopeTensor, Tensor
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import dynamic_mode
-from fleetpipe.static._paddle import found_tensor, overwrite
+from fleetpipe.paddle_api.static import found_tensor, overwrite
 from fleetpipe.static.pipeline_programs import pipeline_of
 
 _STATE = "the state"

@@ -18,10 +18,11 @@ from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.proof.models import CapturedRun
 from fleetpipe.capture.proof.rounding import Rounding
 from fleetpipe.capture.running.stages import CapturedStages
-from fleetpipe.capture.tracing import _paddle, capturing
+from fleetpipe.capture.tracing import capturing
 from fleetpipe.capture.tracing.value import Trace
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.errors import CaptureError
+from fleetpipe.paddle_api import operations
 from fleetpipe.paddle_api.device import peak_bytes, restart_peak
 from tests.capture.beside import images
 from tests.capture.models import GPT, Encoded, UNet, tokens
@@ -96,8 +97,8 @@ LINE = Sum.forward.__code__.co_firstlineno + 1
 
 def test_what_the_capture_takes_for_a_constant_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its hook the sum is no node, and the capture takes its result for a constant."""
-    methods = tuple(name for name in _paddle._METHODS if name != "__add__")
-    monkeypatch.setattr(_paddle, "_METHODS", methods)
+    methods = tuple(name for name in operations._METHODS if name != "__add__")
+    monkeypatch.setattr(operations, "_METHODS", methods)
     with pytest.raises(CaptureError, match=rf"test_proof.py:{LINE}(.|\n)*mul with a constant"):
         proof(Sum(), X, ["second"])
 

@@ -10,11 +10,11 @@ import numpy as np
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.proof.comparison import kept
 from fleetpipe.capture.repeatability import moved, turned
-from fleetpipe.capture.tracing._paddle import Function, intercepted
 from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
 from fleetpipe.dygraph.nest import mapped, tensors_of
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.operations import Function, intercepted
 
 #: More operations than a forward on the example has, and it is taken for an endless loop.
 _TIMES, _MORE = 10, 1000

@@ -10,7 +10,6 @@ from fleetpipe.capture.proof.rounding import distance
 from fleetpipe.capture.running.plain_model import Keyed
 from fleetpipe.capture.running.replay import name_of
 from fleetpipe.capture.running.variants import Form
-from fleetpipe.capture.tracing._paddle import intercepted
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.value import Node
@@ -19,6 +18,7 @@ from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.nest import mapped, tensors_of
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.operations import intercepted
 from fleetpipe.paddle_api.tensor import has_memory
 
 

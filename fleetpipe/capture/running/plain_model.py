@@ -7,13 +7,13 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.running.memory import lent
-from fleetpipe.capture.tracing._paddle import intercepted
 from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.signature import completed
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph import random_keys
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.operations import intercepted
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _FIRST = GlobalMicroBatch(0)

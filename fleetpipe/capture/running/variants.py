@@ -13,13 +13,13 @@ from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.cutting.edges import crossing
 from fleetpipe.capture.repeatability import require_same_modes
 from fleetpipe.capture.running.replay import entries
-from fleetpipe.capture.tracing._paddle import renew
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.signature import Signature, signature_of
 from fleetpipe.capture.tracing.value import Node, Owned, Trace
 from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.operations import renew
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.schedules import Edge
 

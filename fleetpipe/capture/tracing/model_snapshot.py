@@ -13,9 +13,9 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.running.memory import release
-from fleetpipe.capture.tracing._paddle import renew, set_data
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.operations import renew, set_data
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 
 #: Where a layer has what it has; a tensor that is set leaves the attributes and comes here.

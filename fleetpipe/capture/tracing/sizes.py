@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.capture.tracing._paddle import Function, generator_states
 from fleetpipe.capture.tracing.place import asked_by_paddle
 from fleetpipe.capture.tracing.value import changed
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.operations import Function
+from fleetpipe.paddle_api.random import generator_states
 
 #: Operations that compute with the size of a tensor alone.
 _OF_SIZE = {"shape", "shape64", "numel", "size", "is_empty"}

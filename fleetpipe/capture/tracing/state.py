@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.capture.tracing._paddle import DATA_ENDS_TRAINING, Function, is_silent, set_data
 from fleetpipe.capture.tracing.obstacles import Obstacle
 from fleetpipe.capture.tracing.value import Node, Owned
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.operations import DATA_ENDS_TRAINING, Function, is_silent, set_data
 from fleetpipe.paddle_api.tensor import has_memory
 
 _NONE: frozenset[str] = frozenset()

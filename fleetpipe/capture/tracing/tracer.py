@@ -16,14 +16,6 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
-from fleetpipe.capture.tracing._paddle import (
-    Function,
-    intercepted,
-    is_silent,
-    noticed,
-    set_data,
-    target_of,
-)
 from fleetpipe.capture.tracing.draws import Draws, Generators
 from fleetpipe.capture.tracing.hooks import at_makers
 from fleetpipe.capture.tracing.mark import noting
@@ -63,6 +55,14 @@ from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_o
 from fleetpipe.dygraph.nest import leaves, mapped, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.operations import (
+    Function,
+    intercepted,
+    is_silent,
+    noticed,
+    set_data,
+    target_of,
+)
 from fleetpipe.paddle_api.tensor import has_memory
 
 #: Numbers of Python's and NumPy's.

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.tracing._paddle import Function, set_data
 from fleetpipe.capture.tracing.value import Scope
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.operations import Function, set_data
 
 #: Layers of Paddle's that call others, and are opened nevertheless.
 _OPENED = (
@@ -110,7 +110,7 @@ class NodeCall(NamedTuple):
 
 
 class Walk:
-    """Finds the nodes in what it hears: a listener of :mod:`fleetpipe.capture.tracing._paddle`."""
+    """Finds the nodes in what it hears: a listener of :mod:`fleetpipe.paddle_api.operations`."""
 
     def __init__(self, model: Layer, unopened: Unopened) -> None:
         """Begins before a run.
@@ -140,7 +140,7 @@ class Walk:
         """Called with what an opened layer returns."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
         if self._inside:
             return function(*args, **named)
         if function.__name__ == "_new_shared_tensor":
@@ -149,7 +149,7 @@ class Walk:
         return self._alone(NodeCall(function, function, args, named, tuple(self._scopes)))
 
     def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
-        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
         path = self._paths.get(id(layer))
         if self._inside or path is None:
             return call(layer, *args, **named)
@@ -171,15 +171,15 @@ class Walk:
         return output
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
         return function(*args, **named)
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
-        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
         return shape
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
         return function(*args, **named)
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
@@ -187,11 +187,11 @@ class Walk:
         return call() if self._inside else function(*args)
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
         return function(*args, **named)
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
-        """See :class:`fleetpipe.capture.tracing._paddle.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
         before = vars(layer).get("_buffers", {}).get(name)
         another = isinstance(value, paddle.Tensor) and value is not before
         if self._inside or id(layer) not in self._paths or before is None or not another:

@@ -28,7 +28,7 @@ os.dup2(os.open(_LOADING, os.O_WRONLY | os.O_CREAT), 2)
 # Run by path, this file's folder stands first on the path of modules, and must not.
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from fleetpipe.launch._paddle import launch  # noqa: E402
+from fleetpipe.launch.noted_launch import launch  # noqa: E402
 from fleetpipe.launch.script import in_a_shell  # noqa: E402
 from fleetpipe.launch.supervisor import pods  # noqa: E402
 

@@ -9,10 +9,10 @@ when asked for a part: they run in I, and W takes what is there.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fleetpipe.aliases import Op, Variable
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.static import pir
 from fleetpipe.static.ir.pir.operations import (
     DATA,
     PARAMETER,
@@ -21,8 +21,6 @@ from fleetpipe.static.ir.pir.operations import (
     is_source,
     taken,
 )
-
-_pir: Any = paddle.base.libpaddle.pir
 
 #: Operations that, asked for some of their gradients, give these with the bits that all would have.
 #: Not among them: layer_norm forgets its weight, batch_norm computes something else, prelu crashes.
@@ -52,7 +50,7 @@ class Halves(NamedTuple):
 
 def ask_for_less(ops: Iterable[Op]) -> None:
     """Has operations not compute the results that nothing takes, where that changes no other."""
-    nothing = _pir.fake_value().type()
+    nothing = pir.fake_value().type()
     for op in ops:
         if op.name() in DIVISIBLE:
             for value in op.results():

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
 
 from fleetpipe.aliases import Block, Op, Program, Variable
-from fleetpipe.paddle_api import paddle
-from fleetpipe.static._paddle import core, user_line
+from fleetpipe.paddle_api.static import no_place, pir, pir_creation, pir_operations
 from fleetpipe.static.graph import DROPOUTS, draws
+from fleetpipe.static.source_lines import user_line
 
-_pir: Any = paddle.pir
-_operations: Any = paddle._C_ops
-_creation: Any = paddle._pir_ops
 PARAMETER, DATA, COMBINE = "builtin.parameter", "pd_op.data", "builtin.combine"
 SET_PARAMETER = "builtin.set_parameter"
 _ASSIGN_VALUE, _EINSUM = "pd_op.assign_value_", "pd_op.einsum"
@@ -24,8 +20,8 @@ _VIEWS = ("builtin.split", "builtin.slice")
 
 def placeholder(name: str, like: Variable) -> Variable:
     """Puts a variable of the scope, shaped as a value is, at the start of the program."""
-    _pir.reset_insertion_point_to_start()
-    value = _creation.data(name, like.shape, like.dtype, core.Place())
+    pir.reset_insertion_point_to_start()
+    value = pir_creation.data(name, like.shape, like.dtype, no_place())
     value.stop_gradient = like.stop_gradient
     value.persistable = True
     to_end(value.get_defining_op().get_parent_block())
@@ -38,7 +34,7 @@ def to_end(block: Block) -> None:
     Anywhere else the place would be lost, and memory overwritten, when the operation there is
     erased.
     """
-    _pir.set_insertion_point_to_block_end(block)
+    pir.set_insertion_point_to_block_end(block)
 
 
 def export(value: Variable, name: str) -> None:
@@ -46,12 +42,12 @@ def export(value: Variable, name: str) -> None:
     maker = value.get_defining_op()
     if maker.name() in _VIEWS:
         # Such a value is an entry of a list and has no variable that could be given a name.
-        value = _operations.share_data_(value)
+        value = pir_operations.share_data_(value)
     elif maker.num_regions():
         # Nor has a result of control flow, which is a variable of the block inside.
-        value = _operations.assign(value)
+        value = pir_operations.assign(value)
     value.persistable = True
-    _operations.set_persistable_value(value, name)
+    pir_operations.set_persistable_value(value, name)
 
 
 def name_of(op: Op) -> str:
@@ -162,6 +158,6 @@ def place_repeated(piece: Program, repeated: Collection[int]) -> None:
             source.move_before(op)
     for op in ops:
         for operand in IN_PLACE.get(op.name(), {}).values() if op.id() in repeated else ():
-            copy = _operations.assign(op.operand_source(operand))
+            copy = pir_operations.assign(op.operand_source(operand))
             copy.get_defining_op().move_before(op)
             op.operand(operand).set_source(copy)

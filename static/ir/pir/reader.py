@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 from fleetpipe.aliases import Op, Optimizer, Program, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.static._paddle import core, gradient_clip, is_pir, rate_of, state_of, static
-from fleetpipe.static.cut.contract import CLIP_FACTOR, PREFIX, Kept, Update, accumulator_name
+from fleetpipe.paddle_api.optimizer import gradient_clip, rate_variable, set_dtype
+from fleetpipe.paddle_api.static import is_pir, no_place, pir, pir_creation, pir_operations, static
+from fleetpipe.static.cut.contract import CLIP_FACTOR, PREFIX, Update, accumulator_name
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation
+from fleetpipe.static.ir.optimizer_state import kept_of
 from fleetpipe.static.ir.pir.operations import (
     DATA,
     IN_PLACE,
@@ -29,9 +30,6 @@ from fleetpipe.static.ir.pir.operations import (
 )
 from fleetpipe.static.ir.pir.stage import PirStage
 
-_pir: Any = paddle.pir
-_operations: Any = paddle._C_ops
-_creation: Any = paddle._pir_ops
 _STAGE = "chunk_id"
 #: Where an operation carries the names that the user asked for, by result.
 _NAME = "fleetpipe_name"
@@ -41,7 +39,7 @@ _ALL = 1 << 20
 
 def stamp(stage: int | None) -> None:
     """Has every operation made from now on carry a stage, :data:`EVERYWHERE` or none."""
-    _pir.set_chunk_id(-1 if stage is None else _ALL if stage == EVERYWHERE else stage)
+    pir.set_chunk_id(-1 if stage is None else _ALL if stage == EVERYWHERE else stage)
     program = static.default_main_program()
     if not is_pir(program):
         return  # FLAGS_enable_pir_api=0: the guard marks the operations of an older Program itself
@@ -147,15 +145,15 @@ class PirReader:
                 if name in clipped:
                     grad = grad * factor.astype(grad.dtype)
                 pairs.append((parameter, grad))
-            optimizer._dtype = pairs[0][0].dtype if optimizer._dtype is None else optimizer._dtype
+            set_dtype(optimizer, pairs[0][0].dtype)
             optimizer.apply_gradients(pairs)
             for sum_ in sums:
-                _operations.full_(sum_, sum_.shape, 0.0, sum_.dtype, core.Place())
+                pir_operations.full_(sum_, sum_.shape, 0.0, sum_.dtype, no_place())
         fed = [CLIP_FACTOR, *map(accumulator_name, parameters)]
         sources = [name_of(op) for op in step.global_block().ops if op.name() in (DATA, PARAMETER)]
         variables = sorted({*sources} - {*parameters, *fed})
-        kept = {name: Kept(*state_of(optimizer, name, _variable)) for name in parameters}
-        rate = _variable(rate_of(optimizer, step))
+        kept = {name: kept_of(optimizer, name, _variable) for name in parameters}
+        rate = _variable(rate_variable(optimizer, step))
         return Update(step, startup, rate, tuple(variables), kept)
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:
@@ -203,8 +201,8 @@ def _parameters(program: Program) -> list[Op]:
 
 
 def _factor() -> Variable:
-    _pir.reset_insertion_point_to_start()
-    value = _creation.data(CLIP_FACTOR, [1], paddle.float32, core.Place())
+    pir.reset_insertion_point_to_start()
+    value = pir_creation.data(CLIP_FACTOR, [1], paddle.float32, no_place())
     value.persistable = True
     to_end(value.get_defining_op().get_parent_block())
     return value

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fleetpipe.aliases import Op, Program, Variable
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.static._paddle import static
+from fleetpipe.paddle_api.static import pir_operations, static
 from fleetpipe.static.cut.contract import (
     PREFIX,
     Piece,
@@ -42,8 +42,6 @@ from fleetpipe.static.ir.pir.operations import (
     taken,
     to_end,
 )
-
-_operations: Any = paddle._C_ops
 
 
 class _Copy(NamedTuple):
@@ -180,11 +178,11 @@ class PirStage:
 
     def add(self, parts: Sequence[Variable]) -> Variable:
         """Returns a sum, added up in the order of its parts."""
-        return functools.reduce(_operations.add, parts)
+        return functools.reduce(pir_operations.add, parts)
 
     def add_to(self, total: Variable, grad: Variable) -> None:
         """Adds a gradient to an accumulator."""
-        _operations.add_(total, grad)
+        pir_operations.add_(total, grad)
 
     def is_sparse(self, grad: Variable) -> bool:
         """Whether a gradient has some rows alone."""

@@ -1,7 +1,7 @@
 """Paddle's own ``DataLoader.from_generator(iterable=False)``, which puts ``read`` into a program.
 
-Only the older Program has it, in ``paddle.base.reader``; its private names are used here. The
-operation is no part of a stage: it is run for itself, and what it gives is fed.
+Only the older Program has it. The operation is no part of a stage: it is run for itself, and what
+it gives is fed.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paddle.base import reader as _reader
-
 from fleetpipe.aliases import Op, Program, Tensor
 from fleetpipe.errors import StateError
-from fleetpipe.static._paddle import EOFException, is_pir
+from fleetpipe.paddle_api.static import (
+    EOFException,
+    GeneratorLoader,
+    is_pir,
+    leave_device,
+    program_fed_by,
+    remove_operations,
+)
 from fleetpipe.static.graph import Item
-from fleetpipe.static.ir.program.operations import remove_operations
 
-_Loader: Any = _reader.GeneratorLoader
 _READ = "read"
 _ITEMS, _STARTED = "_fleetpipe_items", "_fleetpipe_started"
 
@@ -59,15 +62,15 @@ def note_starts() -> list[Callable[[], None]]:
 
 
 def _note(method: str, started: bool) -> Callable[[], None]:
-    original = getattr(_Loader, method)
+    original = getattr(GeneratorLoader, method)
 
     @functools.wraps(original)
     def noting(self: Any) -> None:
         original(self)
-        setattr(self._feed_list[0].block.program, _STARTED, started)
+        setattr(program_fed_by(self), _STARTED, started)
 
-    setattr(_Loader, method, noting)
-    return functools.partial(setattr, _Loader, method, original)
+    setattr(GeneratorLoader, method, noting)
+    return functools.partial(setattr, GeneratorLoader, method, original)
 
 
 def _reading(program: Program) -> tuple[Program, list[str]] | None:
@@ -80,7 +83,7 @@ def _reading(program: Program) -> tuple[Program, list[str]] | None:
     foreign = [index for index, op in enumerate(ops) if not belongs_to_loader(op)]
     remove_operations(part, foreign)
     for op in part.global_block().ops:
-        op._set_attr("op_device", "")
+        leave_device(op)
     return part, names
 
 

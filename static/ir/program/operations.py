@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from fleetpipe.aliases import Block, DType, Op, Program, Variable
-from fleetpipe.static._paddle import core, user_line
+from fleetpipe.paddle_api.static import (
+    DENSE,
+    SELECTED_ROWS,
+    block_of,
+    insert_assign,
+    rename_input,
+    rename_output,
+    unread_slots,
+)
 from fleetpipe.static.graph import DROPOUTS, draws
-
-_TYPES = core.VarDesc.VarType
-#: The type of an ordinary variable: 2.6.2 calls it otherwise.
-_DENSE = getattr(_TYPES, "DENSE_TENSOR", None) or _TYPES.LOD_TENSOR
+from fleetpipe.static.source_lines import user_line
 
 
 def draws_of(op: Op) -> bool:
@@ -23,9 +28,7 @@ def draws_of(op: Op) -> bool:
 def takes(program: Program, op: Op) -> list[tuple[str, bool]]:
     """Returns what an operation takes, and whether that is for its shape alone."""
     slots = {name: op.input(name) for name in op.input_names}
-    outputs = {name: op.output(name) for name in op.output_names}
-    attributes = {name: op.attr(name) for name in op.attr_names}
-    unread = core.infer_no_need_buffer_slots(op.type, slots, outputs, attributes)
+    unread = unread_slots(op)
     read = {name for slot, names in slots.items() if slot not in unread for name in names}
     shapes = {name for slot in unread for name in slots.get(slot, ())} - read
     return [(name, name in shapes) for name in reads_of(program, op)]
@@ -42,9 +45,9 @@ def spare_statistics(block: Block, op: Op) -> None:
         like = block.var(name)
         copy = block.create_var(name=f"{name}.again", shape=like.shape, dtype=like.dtype)
         position = block.ops.index(op)
-        block._insert_op(position, type="assign", inputs={"X": [like]}, outputs={"Out": [copy]})
-        op._rename_input(name, copy.name)
-        op._rename_output(name, copy.name)
+        insert_assign(block, position, like, copy)
+        rename_input(op, name, copy.name)
+        rename_output(op, name, copy.name)
 
 
 def create_variable(block: Block, name: str, shape: Sequence[int], dtype: DType) -> Variable:
@@ -65,29 +68,22 @@ def temporary(block: Block, like: Variable) -> Variable:
     return block.create_var(name=name, dtype=like.dtype, shape=like.shape)
 
 
-def remove_operations(program: Program, indices: Iterable[int]) -> None:
-    """Removes operations of the main block by index."""
-    for index in sorted(indices, reverse=True):
-        program.global_block()._remove_op(index, sync=False)
-    program._sync_with_cpp()
-
-
 def is_sparse(value: Variable) -> bool:
     """Whether a variable holds some rows of a tensor, as a sparse gradient does."""
-    return bool(value.type == _TYPES.SELECTED_ROWS)
+    return bool(value.type == SELECTED_ROWS)
 
 
 def is_tensor(value: Variable) -> bool:
     """Whether a variable holds one dense tensor."""
-    return bool(value.type == _DENSE)
+    return bool(value.type == DENSE)
 
 
 def inside(program: Program, op: Op) -> Iterator[Op]:
     """Yields the operations in the block of an operation, at any depth."""
-    if op.has_attr("sub_block"):
-        for one in program.block(op._block_attr_id("sub_block")).ops:
-            yield one
-            yield from inside(program, one)
+    block = block_of(program, op)
+    for one in () if block is None else block.ops:
+        yield one
+        yield from inside(program, one)
 
 
 def reads_of(program: Program, op: Op) -> list[str]:

@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from fleetpipe.aliases import Block, Op, Optimizer, Program, Variable
-from fleetpipe.static._paddle import dtype_name, rate_of, state_of, static
-from fleetpipe.static.cut.contract import CLIP_FACTOR, Kept, Update, accumulator_name
+from fleetpipe.paddle_api.optimizer import rate_variable
+from fleetpipe.paddle_api.static import (
+    dtype_name,
+    remove_operations,
+    remove_variables,
+    rename_output,
+    static,
+)
+from fleetpipe.static.cut.contract import CLIP_FACTOR, Update, accumulator_name
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Declared, Graph, Operation
+from fleetpipe.static.ir.optimizer_state import kept_of
 from fleetpipe.static.ir.program.loader import belongs_to_loader
 from fleetpipe.static.ir.program.operations import (
     create_variable,
@@ -20,7 +28,6 @@ from fleetpipe.static.ir.program.operations import (
     is_tensor,
     line_of,
     reads_of,
-    remove_operations,
     temporary,
 )
 from fleetpipe.static.ir.program.stage import ProgramStage
@@ -90,9 +97,7 @@ class ProgramReader:
         step, startup = self._program.clone(), static.Program()
         block = step.global_block()
         remove_operations(step, range(len(block.ops)))
-        for name in list(block.vars):
-            if name not in parameters:
-                block._remove_var(name)
+        remove_variables(step, [name for name in block.vars if name not in parameters])
         pairs = []
         with static.program_guard(step, startup):
             factor = create_variable(block, CLIP_FACTOR, [1], "float32") if clipped else None
@@ -115,8 +120,8 @@ class ProgramReader:
                     attrs={"shape": list(total.shape), "dtype": total.dtype, "value": 0.0},
                 )
         made = {name for op in startup.global_block().ops for name in op.output_arg_names}
-        kept = {name: Kept(*state_of(optimizer, name, _variable)) for name in parameters}
-        rate = _variable(rate_of(optimizer, step))
+        kept = {name: kept_of(optimizer, name, _variable) for name in parameters}
+        rate = _variable(rate_variable(optimizer, step))
         return Update(step, startup, rate, tuple(sorted(made)), kept)
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:
@@ -137,7 +142,7 @@ class ProgramReader:
                 other = block.create_var(
                     name=f"{name}.drawn", shape=like.shape, dtype=like.dtype, persistable=False
                 )
-                op._rename_output(name, other.name)
+                rename_output(op, name, other.name)
         remove_operations(mine, foreign)
         return mine
 

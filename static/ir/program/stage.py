@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.errors import BoundaryError
-from fleetpipe.static._paddle import static
+from fleetpipe.paddle_api.static import leave_device, remove_operations, remove_variables, static
 from fleetpipe.static.cut.contract import Piece, Pieces
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.ir import backward
@@ -17,7 +17,6 @@ from fleetpipe.static.ir.program.operations import (
     is_tensor,
     line_of,
     reads_of,
-    remove_operations,
     spare_statistics,
     takes,
     temporary,
@@ -75,7 +74,7 @@ class ProgramStage:
         remove_operations(self._program, range(self._forward, self._forward + self._copies))
         self._kept, self._repeated, self._shapes = self._crossing()
         for op in self._block.ops:
-            op._set_attr("op_device", "")
+            leave_device(op)
 
     def incoming(self, value: int) -> str:
         """Returns the variable in which the stage finds a value of an earlier one."""
@@ -120,10 +119,7 @@ class ProgramStage:
         for op in [op for op, index in zip(block.ops, indices) if index in again]:
             spare_statistics(block, op)
         used = {name for op in block.ops for name in (*reads_of(piece, op), *op.output_arg_names)}
-        for name in list(block.vars):
-            if name not in used:
-                block._remove_var(name, sync=False)
-        piece._sync_with_cpp()
+        remove_variables(piece, [name for name in block.vars if name not in used])
         for name in lasting:
             if block.has_var(name):
                 # Lives in the scope itself: others would be in one that belongs to a run.

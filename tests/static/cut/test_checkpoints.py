@@ -15,8 +15,8 @@ from paddle.static import device_guard
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import name_of, pipeline_of, state_dict
-from fleetpipe.static._paddle import is_pir
 from tests.static.networks import (
     CLASSES,
     FEATURES,

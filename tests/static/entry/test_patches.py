@@ -15,8 +15,8 @@ from paddle.static import device_guard
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, ScheduleError, StateError
+from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import StaticOptimizer, install, pipeline_of, uninstall
-from fleetpipe.static._paddle import is_pir
 from tests.static.networks import batches, mlp, static_mode, strategy_of
 
 

@@ -14,8 +14,8 @@ from paddle.static import device_guard
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, StateError, UsageError
+from fleetpipe.paddle_api.static import EOFException, is_pir
 from fleetpipe.static import DataLoader, pipeline_of
-from fleetpipe.static._paddle import EOFException, is_pir
 from tests.static.networks import (
     FEATURES,
     MICRO_BATCHES,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleetpipe.static._paddle import is_pir
+from fleetpipe.paddle_api.static import is_pir
 from tests.launching import ROOT, Finished
 from tests.static.networks import batches, mlp, unsplit
 

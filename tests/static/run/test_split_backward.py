@@ -11,7 +11,7 @@ from paddle import nn
 from paddle.static import device_guard
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.static._paddle import is_pir
+from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static.cut.contract import PREFIX
 from fleetpipe.static.cut.split import split
 from fleetpipe.static.ir import readers

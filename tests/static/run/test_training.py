@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 from paddle.static import device_guard
 
-from fleetpipe.static._paddle import is_pir
+from fleetpipe.paddle_api.static import is_pir
 from tests.static.networks import (
     CLASSES,
     FEATURES,

@@ -315,12 +315,3 @@ def _found_in(modules: frozenset[str]) -> list[tuple[Any, str, Function]]:
         for name, value in list(vars(module).items())
         if isinstance(value, BuiltinFunctionType) and value in known
     ]
-
-
-def generator_states() -> list[list[str]]:
-    """Returns what the states of Paddle's generators are, to be compared."""
-    # That of 3.x shows where in memory it is, too.
-    return [
-        [part for part in str(state).split() if not part.startswith("0x")]
-        for state in paddle.get_rng_state()
-    ]

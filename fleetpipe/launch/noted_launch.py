@@ -1,0 +1,42 @@
+"""Runs Paddle's launcher, and leaves what it knows of the processes in the attempt's folder."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from fleetpipe.job import attempt_files
+from fleetpipe.job.watching.watch import EXIT_CODE
+from fleetpipe.launch.script import in_a_shell
+from fleetpipe.paddle_api import launcher
+
+
+def launch() -> None:
+    """Runs Paddle's launcher with the arguments of this process, which it ends.
+
+    Raises:
+        SystemExit: With the exit code of the rank that failed first, 128 + n where signal n ended
+            it; else with 0.
+    """
+    home = Path(os.environ[attempt_files.FOLDER])
+    launcher.launch(
+        started=functools.partial(attempt_files.note_start, home),
+        ended=functools.partial(attempt_files.note_end, home),
+        exit_code=functools.partial(_exit_code, home),
+    )
+
+
+def _exit_code(home: Path, seen: Mapping[int, int]) -> int:
+    """Returns the exit code of the rank that failed first.
+
+    A rank that fails because of another one may have ended before it, and says so by its code.
+    """
+    codes = dict(attempt_files.ended(home))
+    for rank, code in seen.items():
+        codes.setdefault(rank, code)
+    # The launcher may end a rank while that cleans up, and would see its signal alone.
+    noted = [attempt_files.code_of(home, rank) or code for rank, code in codes.items()]
+    failed = [code for code in noted if code]
+    return in_a_shell(next((code for code in failed if code != EXIT_CODE), [*failed, 0][0]))

@@ -1,0 +1,229 @@
+"""Static graph in both IRs: scopes, dense tensors, the executor below ``Executor``, operations.
+
+``paddle._pir_ops`` is 3.x's alone. 2.6.2 calls ``DenseTensor`` ``LoDTensor``, and the type of an
+ordinary variable ``LOD_TENSOR``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from paddle.base import core as _core
+from paddle.base import framework as _framework
+from paddle.base import reader as _reader
+from paddle.static import io as _static_io
+
+from fleetpipe.aliases import (
+    Block,
+    Op,
+    Optimizer,
+    Place,
+    Program,
+    Scope,
+    ScopeTensor,
+    Tensor,
+    Variable,
+)
+from fleetpipe.paddle_api import paddle
+
+# Their stubs hide what this module reaches for.
+_any_core: Any = _core
+_any_framework: Any = _framework
+static: Any = paddle.static
+#: Where ``paddle.static`` has its functions for saving from.
+static_io: Any = _static_io
+_incubate: Any = paddle.incubate
+
+#: The class of a tensor in a scope: 2.6.2 calls it otherwise.
+DenseTensor: Any = getattr(_any_core, "DenseTensor", None) or _any_core.LoDTensor
+Executor: Any = static.Executor
+#: What a loader's end raises, in Paddle's own loaders as well.
+EOFException: Any = _any_core.EOFException
+#: PIR itself, and its functions that make operations by their names.
+pir: Any = _any_core.pir
+pir_operations: Any = paddle._C_ops
+pir_creation: Any = getattr(paddle, "_pir_ops", None)
+_TYPES: Any = _any_core.VarDesc.VarType
+#: Types of variables of the older Program: an ordinary one, and one with some rows of a tensor.
+DENSE = getattr(_TYPES, "DENSE_TENSOR", None) or _TYPES.LOD_TENSOR
+SELECTED_ROWS = _TYPES.SELECTED_ROWS
+#: The class of ``DataLoader.from_generator(iterable=False)``: the older Program alone has it.
+GeneratorLoader: Any = _reader.GeneratorLoader
+
+
+def is_pir(program: Program) -> bool:
+    """Whether a program is of Paddle's newer IR."""
+    return not isinstance(program, _any_framework.Program)
+
+
+def dtype_name(value: Variable) -> str:
+    """Returns the name of the dtype of a program's value, as ``float32``."""
+    name = numpy_dtype_name(value)
+    return "bfloat16" if name == "uint16" else name
+
+
+def numpy_dtype_name(value: Variable) -> str:
+    """Returns the name of the dtype of the arrays that a value is fed, ``uint16`` for bfloat16."""
+    return str(paddle.base.data_feeder.convert_dtype(value.dtype))
+
+
+def tensor_of(scope: Scope, name: str) -> ScopeTensor:
+    """Returns the dense tensor of a variable of a scope, which is made where there is none."""
+    return scope.var(name).get_tensor()
+
+
+def found_tensor(scope: Scope, name: str) -> ScopeTensor | None:
+    """Returns the dense tensor of a variable; None where it does not exist or holds nothing."""
+    variable = scope.find_var(name)
+    tensor = None if variable is None else variable.get_tensor()
+    return tensor if tensor is not None and tensor._is_initialized() else None
+
+
+def is_initialized(tensor: ScopeTensor) -> bool:
+    """Whether a dense tensor has a value."""
+    return bool(tensor._is_initialized())
+
+
+def share(tensor: ScopeTensor, source: ScopeTensor) -> None:
+    """Makes a dense tensor hold what ``source`` holds, without a copy."""
+    tensor._share_data_with(source)
+
+
+def release(tensor: ScopeTensor) -> None:
+    """Gives back the memory of a dense tensor."""
+    tensor._clear()
+
+
+def overwrite(tensor: ScopeTensor, array: np.ndarray) -> None:
+    """Gives a dense tensor other numbers, on the device that it is on."""
+    place = tensor._place()
+    if place.is_gpu_place():
+        tensor.set(array, _any_core.CUDAPlace(place.gpu_device_id()))
+    else:
+        tensor.set(array, _any_core.CPUPlace())
+
+
+def taken(source: ScopeTensor) -> ScopeTensor | list[int]:
+    """Returns what a dense tensor holds: another that shares its data, or a shape alone."""
+    if not source._is_initialized():
+        return source.shape()
+    tensor = DenseTensor()
+    tensor._share_data_with(source)
+    return tensor
+
+
+def put_back(tensor: ScopeTensor, held: ScopeTensor | list[int]) -> None:
+    """Gives a dense tensor what :func:`taken` returned."""
+    if isinstance(held, list):
+        tensor._set_dims(held)
+    else:
+        tensor._share_data_with(held)
+
+
+def dynamic(source: ScopeTensor) -> Tensor:
+    """Returns a dynamic tensor with the data of a dense one; in dynamic mode only."""
+    return _any_core.eager.Tensor(source)
+
+
+def job_executor(program: Program, scope: Scope, place: Place) -> Any:
+    """Returns what runs a program by ``.run([], False)``, without ``Executor``'s work per run.
+
+    Args:
+        program: A native program; its persistable variables live in ``scope``.
+        scope: A scope without a parent.
+        place: The device.
+    """
+    description = program if is_pir(program) else program.desc
+    plan = _any_core.Plan([_any_core.Job("default")], {"default": description})
+    return _any_core.StandaloneExecutor(_place(place), plan, scope)
+
+
+def _place(place: Place) -> Place:
+    native = _any_core.Place()
+    native.set_place(place)
+    return native
+
+
+def swap_switch_device(
+    replacement: Callable[[str | None], object],
+) -> Callable[[str | None], object]:
+    """Has every ``device_guard`` call ``replacement(device)``; returns what it called before."""
+    original: Callable[[str | None], object] = _any_framework.switch_device
+    _any_framework.switch_device = replacement
+    return original
+
+
+def is_decorated(optimizer: Optimizer) -> bool:
+    """Whether ``paddle.static.amp.decorate`` made an optimizer."""
+    return isinstance(optimizer, static.amp.decorator.OptimizerWithMixedPrecision)
+
+
+def recomputing(optimizer: Optimizer) -> tuple[Optimizer, list[Variable | str] | None, bool]:
+    """Takes Paddle's ``RecomputeOptimizer`` apart.
+
+    Returns:
+        The optimizer that it wraps, or the one that was given; its checkpoints, None where it is
+        another optimizer; whether these are to be kept on another device.
+    """
+    if not isinstance(optimizer, _incubate.optimizer.RecomputeOptimizer):
+        return optimizer, None, False
+    return optimizer._optimizer, list(optimizer._checkpoints or ()), optimizer.enable_offload
+
+
+def no_place() -> Any:
+    """Returns the place that leaves to Paddle where PIR makes a value."""
+    return _any_core.Place()
+
+
+def unread_slots(op: Op) -> set[str]:
+    """Returns the slots of which an operation of the older Program takes the shapes alone."""
+    slots = {name: op.input(name) for name in op.input_names}
+    outputs = {name: op.output(name) for name in op.output_names}
+    attributes = {name: op.attr(name) for name in op.attr_names}
+    return set(_any_core.infer_no_need_buffer_slots(op.type, slots, outputs, attributes))
+
+
+def insert_assign(block: Block, position: int, source: Variable, target: Variable) -> None:
+    """Puts a copy of a variable into another one at a position of a block."""
+    block._insert_op(position, type="assign", inputs={"X": [source]}, outputs={"Out": [target]})
+
+
+def rename_input(op: Op, name: str, other: str) -> None:
+    """Has an operation of the older Program take another variable."""
+    op._rename_input(name, other)
+
+
+def rename_output(op: Op, name: str, other: str) -> None:
+    """Has an operation of the older Program write into another variable."""
+    op._rename_output(name, other)
+
+
+def remove_operations(program: Program, indices: Iterable[int]) -> None:
+    """Removes operations of the main block of an older Program by index."""
+    for index in sorted(indices, reverse=True):
+        program.global_block()._remove_op(index, sync=False)
+    program._sync_with_cpp()
+
+
+def remove_variables(program: Program, names: Iterable[str]) -> None:
+    """Removes variables of the main block of an older Program."""
+    for name in names:
+        program.global_block()._remove_var(name, sync=False)
+    program._sync_with_cpp()
+
+
+def leave_device(op: Op) -> None:
+    """Has an operation of the older Program run on the device of its executor."""
+    op._set_attr("op_device", "")
+
+
+def block_of(program: Program, op: Op) -> Block | None:
+    """Returns the block in an operation of control flow of the older Program, else None."""
+    return program.block(op._block_attr_id("sub_block")) if op.has_attr("sub_block") else None
+
+
+def program_fed_by(loader: Any) -> Program:
+    """Returns the program that a :data:`GeneratorLoader` feeds."""
+    return loader._feed_list[0].block.program
