@@ -104,6 +104,12 @@ COMMANDS = (
         "fleetpipe.report.command:configure",
         "fleetpipe.report.command:run",
     ),
+    Command(
+        "why",
+        "say from a trace why steps were slow: which rank, stage, link or micro-batch",
+        "fleetpipe.why.command:configure",
+        "fleetpipe.why.command:run",
+    ),
 )
 
 

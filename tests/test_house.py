@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules/verified",),
     ("schedules/__init__",),
     (
-        *("schedules/commands", "profiling", "report", "starter", "transport"),
+        *("schedules/commands", "profiling", "report", "starter", "transport", "why"),
         "static/graph static/source_lines static/tags",
     ),
     ("mesh",),
@@ -84,6 +84,10 @@ CLOSED = {
         *("fleetpipe.schedules", "fleetpipe.version"),
     ),
     "starter": ("fleetpipe.arguments", "fleetpipe.errors"),
+    "why": (
+        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras", "fleetpipe.schedules"),
+        *("fleetpipe.why", "numpy", "pyarrow"),
+    ),
     "static": (
         *("fleetpipe.__init__", "fleetpipe.paddle_api", "fleetpipe.aliases"),
         *("fleetpipe.atomic_file", "fleetpipe.checkpoint"),

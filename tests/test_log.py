@@ -21,7 +21,7 @@ WRITES = (
     *("log", "job/watching/watch", "job/watching/process_exit", "fit/callbacks/rank_policy", "cli"),
     *("checkpoint/tools/commands", "launch/profile", "launch/script", "launch/supervisor/"),
     *("parity/command", "profiling/commands", "report/command", "schedules/commands"),
-    "starter/command",
+    *("starter/command", "why/command"),
 )
 
 SCRIPT = """

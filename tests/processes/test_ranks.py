@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fleetpipe.schedules import build
+from fleetpipe.why import read_trace, steps_of
 from tests.engine.test_trace import actions
 from tests.launching import ROOT, Finished
 
@@ -168,3 +169,5 @@ def test_the_trace_of_two_ranks(launch: Callable[..., Finished], tmp_path: Path)
     told = r"bubble rate 0\.\d+ measured after the first step, 0\.\d+ predicted"
     assert re.search(told, done.logs[0])
     assert "bubble rate" not in done.logs[1]
+    steps = steps_of(read_trace(tmp_path / "trace.json"), one_thread=True)
+    assert [len(step.operations) for step in steps] == [2 * (8 + 8)] * 3

@@ -1,0 +1,23 @@
+"""Why a run was slow: replays a trace, and says how fast its steps were if nothing straggled.
+
+Begin with ``operations.py``, what a trace holds; ``replay.py`` says when each operation ends, given
+times; ``slowdown.py`` asks for that with some operations made ideal, ``causes.py`` finds out what
+straggled, and ``schedules.py`` what another schedule would have taken. The definitions are those of
+the what-if analysis of arXiv:2505.05713. Imports no Paddle.
+"""
+
+from __future__ import annotations
+
+from fleetpipe.why.operations import Operation, read_columns, read_trace
+from fleetpipe.why.replay import Step, steps_of
+from fleetpipe.why.slowdown import Slowdown, slowdown_of
+
+__all__ = [
+    "Operation",
+    "Slowdown",
+    "Step",
+    "read_columns",
+    "read_trace",
+    "slowdown_of",
+    "steps_of",
+]

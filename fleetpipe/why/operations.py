@@ -1,0 +1,237 @@
+"""The operations of a trace: what ran when on which rank, of fleetpipe's traces and of tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fleetpipe.errors import ConfigError, PackageNotFound
+from fleetpipe.extras import INSTALLED_BY
+from fleetpipe.schedules import Action, Fused, Recv, Send
+from fleetpipe.schedules.action import parts
+from fleetpipe.schedules.operations import parse_op
+
+#: Columns that a table has to have; ``replica``, ``chunk`` and ``micro_batch`` are 0 without one.
+COLUMNS = ("step", "replica", "stage", "chunk", "kind", "micro_batch", "start", "duration")
+_OPTIONAL = ("replica", "chunk", "micro_batch")
+
+#: Kinds by the spellings of published traces.
+KINDS: Mapping[str, str] = {
+    "forward-compute": "F",
+    "forward": "F",
+    "f": "F",
+    "backward-compute": "B",
+    "backward": "B",
+    "b": "B",
+    "i": "I",
+    "w": "W",
+    "forward-send": "forward-send",
+    "forward-recv": "forward-recv",
+    "backward-send": "backward-send",
+    "backward-recv": "backward-recv",
+    "grads-reduce-scatter": "grads-reduce-scatter",
+    "grads-all-reduce": "grads-all-reduce",
+    "params-all-gather": "params-all-gather",
+    "optimizer": "optimizer",
+}
+
+#: Kinds that several ranks end together: a pair of neighbours, or all replicas of a stage.
+TRANSFERS = frozenset({"forward-send", "forward-recv", "backward-send", "backward-recv"})
+COLLECTIVES = frozenset({"grads-reduce-scatter", "grads-all-reduce", "params-all-gather"})
+COMMUNICATIONS = TRANSFERS | COLLECTIVES
+
+#: Most that the engine takes between two operations of a rank.
+_ENGINE_SECONDS = 1e-3
+
+
+class Operation(NamedTuple):
+    """One thing that a rank did.
+
+    Attributes:
+        step: The step that it belongs to.
+        replica: The replica of the rank, 0 where there is one.
+        stage: The rank's place in its pipeline.
+        part: Which model part, numbered along the model: stage c * p + s of a loop.
+        kind: F, B, I, W, one of ``COMMUNICATIONS``, "optimizer", or any other computation.
+        micro_batch: The micro-batch.
+        start: When it began, in seconds.
+        duration: Seconds until its end, waiting included.
+    """
+
+    step: int
+    replica: int
+    stage: int
+    part: int
+    kind: str
+    micro_batch: int
+    start: float
+    duration: float
+
+    @property
+    def end(self) -> float:
+        """When it ended."""
+        return self.start + self.duration
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its replica and stage."""
+        return self.replica, self.stage
+
+
+def read_columns(path: str | Path) -> list[Operation]:
+    """Reads a table with a row for each operation, from CSV or (``.parquet``) Parquet.
+
+    Other columns are ignored; an unknown kind is a computation.
+
+    Raises:
+        ConfigError: A column is missing, or a row has no number where one belongs.
+        PackageNotFound: Parquet needs pyarrow.
+        OSError: The file cannot be read.
+    """
+    rows = _parquet(path) if Path(path).suffix == ".parquet" else _csv(path)
+    operations = [_operation(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+    if not operations:
+        raise ConfigError("the table has no rows", where=str(path), fix="give one of a whole step")
+    ranks = 1 + max(operation.stage for operation in operations)
+    return [one._replace(part=one.part * ranks + one.stage) for one in operations]
+
+
+def read_trace(path: str | Path) -> list[Operation]:
+    """Reads the ``trace.json`` that a traced run writes: its measured steps.
+
+    Raises:
+        ConfigError: It is no trace of fleetpipe's.
+        OSError: The file cannot be read.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        records = [record for record in document["traceEvents"] if record["ph"] in "MX"]
+        ranks = {
+            record["pid"]: record["args"]["name"]
+            for record in records
+            if record["name"] == "process_name"
+        }
+        operations = [
+            operation
+            for record in records
+            if record["ph"] == "X" and "predicted" not in ranks[record["pid"]]
+            for operation in _traced(record, ranks[record["pid"]])
+        ]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            "this is no trace of fleetpipe's",
+            where=str(path),
+            cause=f"{type(error).__name__}: {error}",
+            fix="give the trace.json that fleetpipe_configs['trace'] writes, or --columns "
+            "for a table",
+        ) from error
+    if not operations:
+        raise ConfigError("the trace has no actions", where=str(path), fix="trace a whole step")
+    return _stepped(operations)
+
+
+def _traced(record: Mapping[str, Any], process: str) -> Iterator[Operation]:
+    """Yields what an event of a trace is, in step 0."""
+    rank = int(process.split()[1])
+    times = float(record["ts"]) / 1e6, float(record["dur"]) / 1e6
+    op = parse_op(record["name"])
+    if isinstance(op, (Send, Recv)):
+        name = str(op)
+        way = "forward" if name[1] == "F" else "backward"
+        kind = f"{way}-{'send' if name[0] == 'S' else 'recv'}"
+        # Its own stage: where a value leaves, or where it arrives.
+        ends = op.edge.source, op.edge.target
+        stage = ends[(name[0] == "R") == (name[1] == "F")]
+        yield Operation(0, 0, rank, stage, kind, int(op.micro_batch), *times)
+    elif isinstance(op, (Action, Fused)):
+        first = parts(op)[0]
+        kind = "|".join(part.kind for part in parts(op))
+        yield Operation(0, 0, rank, first.stage, kind, int(first.micro_batch), *times)
+
+
+def _stepped(operations: list[Operation]) -> list[Operation]:
+    """Numbers the steps: one begins where a rank computes again what it has computed.
+
+    What the engine does before an operation counts as a part of it: a rank has one thread, and
+    waits in a receive.
+    """
+    numbers: dict[tuple[object, ...], int] = {}
+    ends: dict[tuple[int, tuple[int, int]], float] = {}
+    most = _ENGINE_SECONDS if any(one.kind in TRANSFERS for one in operations) else 0.0
+    numbered = []
+    for one in sorted(operations, key=lambda operation: operation.start):
+        key = one.rank, one.part, one.kind, one.micro_batch
+        numbers[key] = numbers.get(key, -1) + 1
+        place = numbers[key], one.rank
+        gap = one.start - ends.get(place, one.start)
+        begun = one.start - gap if 0 < gap < most else one.start
+        numbered.append(one._replace(step=numbers[key], start=begun, duration=one.end - begun))
+        ends[place] = one.end
+    return numbered
+
+
+def _csv(path: str | Path) -> Iterable[Mapping[str, Any]]:
+    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        _require_columns(path, reader.fieldnames or ())
+        yield from reader
+
+
+def _parquet(path: str | Path) -> Iterable[Mapping[str, Any]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise PackageNotFound(
+            "a table in Parquet needs pyarrow", fix=f"{INSTALLED_BY['ray']}, or give a CSV file"
+        ) from error
+    table = pyarrow.parquet.read_table(path)
+    _require_columns(path, table.column_names)
+    rows: list[Mapping[str, Any]] = table.select(
+        [name for name in COLUMNS if name in table.column_names]
+    ).to_pylist()
+    return rows
+
+
+def _require_columns(path: str | Path, names: Iterable[str]) -> None:
+    missing = [name for name in COLUMNS if name not in _OPTIONAL and name not in set(names)]
+    if missing:
+        raise ConfigError(
+            f"the table has no column {missing[0]!r}",
+            where=str(path),
+            expected=", ".join(COLUMNS),
+            got=", ".join(names),
+            fix="name its columns so, in the first line",
+        )
+
+
+def _operation(row: Mapping[str, Any], where: str) -> Operation:
+    def number(name: str) -> float:
+        value = row.get(name)
+        if value in (None, "") and name in _OPTIONAL:
+            return 0
+        try:
+            value_of_column = float(str(value))
+        except ValueError:
+            value_of_column = math.nan
+        whole = name not in ("start", "duration")
+        if not math.isfinite(value_of_column) or (whole and value_of_column % 1):
+            raise ConfigError(
+                f"column {name!r} has no {'whole ' * whole}number", where=where, got=repr(value)
+            )
+        return value_of_column
+
+    kind = str(row.get("kind") or "").strip()
+    if not kind:
+        raise ConfigError("an operation has no kind", where=where, expected=", ".join(KINDS))
+    step, replica, stage, chunk, micro_batch = (
+        int(number(name)) for name in ("step", "replica", "stage", "chunk", "micro_batch")
+    )
+    duration = number("duration")
+    if duration < 0:
+        raise ConfigError("an operation takes less than no time", where=where, got=f"{duration:g}")
+    name = KINDS.get(kind.lower().replace("_", "-"), kind)
+    return Operation(step, replica, stage, chunk, name, micro_batch, number("start"), duration)
