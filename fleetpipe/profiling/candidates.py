@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Bottleneck, fastest, uniform
+from fleetpipe.profiling.cost_model import StageCost, Stages
 from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
 from fleetpipe.profiling.profile import Profile
 from fleetpipe.profiling.recomputing import Recompute, everything, recomputed
-from fleetpipe.profiling.stages import StageCost, Stages
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.action import flatten
 from fleetpipe.schedules.families.table import FAMILIES

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fleetpipe.partition import Partition
+from fleetpipe.profiling.cost_model import StageCost
 from fleetpipe.profiling.profile import table
 from fleetpipe.profiling.recomputing import Recompute
 from fleetpipe.profiling.sizes import show_bytes, show_seconds
-from fleetpipe.profiling.stages import StageCost
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.rows import in_slices
 

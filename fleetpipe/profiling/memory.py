@@ -7,7 +7,7 @@ from typing import NamedTuple, Union
 
 import numpy as np
 
-from fleetpipe.profiling.stages import StageCost
+from fleetpipe.profiling.cost_model import StageCost
 from fleetpipe.schedules import Placement, Schedule
 from fleetpipe.schedules.action import flatten
 

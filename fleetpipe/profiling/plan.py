@@ -12,10 +12,10 @@ from typing import Callable, TypeVar
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.json_value import JsonValue, Source, parse, read
 from fleetpipe.partition import LayerInfo, Partition
+from fleetpipe.profiling.cost_model import StageCost
 from fleetpipe.profiling.explaining import Facts, Predicted, explained, shown
 from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
 from fleetpipe.profiling.recomputing import Recompute
-from fleetpipe.profiling.stages import StageCost
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Costs, Schedule, rebuild
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.profiling.candidates import Boundaries, Lack, Task
+from fleetpipe.profiling.cost_model import StageCost
 from fleetpipe.profiling.explaining import shown_range
 from fleetpipe.profiling.plan import PipelinePlan
 from fleetpipe.profiling.profile import Profile
 from fleetpipe.profiling.recomputing import Recompute
 from fleetpipe.profiling.search import best_plan
 from fleetpipe.profiling.sizes import read_bytes, show_bytes
-from fleetpipe.profiling.stages import StageCost
 from fleetpipe.schedules import Placement, Schedule
 from fleetpipe.schedules.placement import check_count
 

@@ -13,15 +13,15 @@ from typing import Any
 
 from fleetpipe.errors import ConfigError, PartitionError
 from fleetpipe.json_value import JsonValue, Source, parse, read
-from fleetpipe.profiling.layer_cost import (
+from fleetpipe.profiling.cost_model import (
     LayerCost,
     Link,
+    Stages,
     Transfer,
     check_figure,
     check_layer,
 )
 from fleetpipe.profiling.slice_lengths import balanced
-from fleetpipe.profiling.stages import Stages
 from fleetpipe.representation import shows
 
 #: Written into each file, and raised where an older reader would misunderstand a newer file.

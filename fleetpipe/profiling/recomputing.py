@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fleetpipe.profiling.layer_cost import LayerCost
+from fleetpipe.profiling.cost_model import LayerCost, Stages
 from fleetpipe.profiling.memory import Peak, activation_peak, static_bytes
-from fleetpipe.profiling.stages import Stages
 from fleetpipe.schedules import Schedule
 
 #: Parts into which the bytes that are missing are divided: gains are rounded down to them.

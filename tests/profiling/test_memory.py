@@ -8,9 +8,9 @@ import random
 
 import pytest
 
+from fleetpipe.profiling.cost_model import StageCost
 from fleetpipe.profiling.memory import activation_peak, peak_bytes
 from fleetpipe.profiling.recomputing import cheapest
-from fleetpipe.profiling.stages import StageCost
 from fleetpipe.schedules import build
 from fleetpipe.schedules.action import flatten
 from tests.profiling.models import BLOCK, even
