@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.launch.legacy import fluid_layers
-from fleetpipe.launch.legacy.renamed import name_today
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.static import DataLoader
@@ -87,6 +87,32 @@ NAMES = (
     Name("fluid.reader.use_pinned_memory", "paddle.base.reader.use_pinned_memory", _GPT),
 )
 
+#: Where Paddle has what ``paddle.fluid`` had, in the order in which a name is looked for.
+_HOMES = (
+    "paddle",
+    "paddle.static",
+    "paddle.static.nn",
+    "paddle.nn",
+    "paddle.nn.functional",
+    "paddle.nn.initializer",
+    "paddle.optimizer",
+    "paddle.optimizer.lr",
+    "paddle.regularizer",
+    "paddle.metric",
+    "paddle.io",
+    "paddle.utils",
+    "paddle.base",
+)
+#: Names that are others today, and parts of names that are left out.
+_RENAMED = {
+    "elementwise_sub": "subtract",
+    "elementwise_mul": "multiply",
+    "elementwise_div": "divide",
+    "fill_constant": "full",
+    "guard": "disable_static",
+}
+_LEFT_OUT = re.compile(r"^(elementwise|reduce)_|(Optimizer|Initializer)$")
+
 
 class FluidName(FleetPipeError, AttributeError):
     """A name that ``paddle.fluid`` does not have here."""
@@ -128,6 +154,20 @@ def _gone(name: str) -> dict[str, Any]:
     }
 
 
+def name_today(old: str) -> str | None:
+    """Returns the dotted name that Paddle has in the place of an older one; None where it has none.
+
+    Args:
+        old: The older name; only its last part counts.
+    """
+    last = old.rpartition(".")[2]
+    for name in (_RENAMED.get(last, last), _LEFT_OUT.sub("", last)):
+        for home in _HOMES:
+            if getattr(importlib.import_module(home), name, None) is not None:
+                return f"{home}.{name}"
+    return None
+
+
 @contextmanager
 def provided() -> Iterator[None]:
     """Within it, the names of the table are there."""
@@ -136,12 +176,12 @@ def provided() -> Iterator[None]:
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
         for name in NAMES:
-            if not _has_its_own(name):
+            if not _paddle_has(name):
                 _put(name, undo)
         yield
 
 
-def _has_its_own(name: Name) -> bool:
+def _paddle_has(name: Name) -> bool:
     """Tells whether this Paddle has what works under the name."""
     if name.old == "static.nn.embedding":
         return not paddle.base.framework.use_pir_api()
