@@ -1,16 +1,19 @@
 """``colossalai.trainer.hooks``: what a ``Trainer`` does beside training.
 
 ``base`` has the events, ``metrics`` what is counted, ``measuring`` the hooks that count, ``logs``
-those that tell, ``saving`` the one that saves.
+those that show it, ``callback_hooks`` those that are a callback of fleetpipe's.
 """
 
 from __future__ import annotations
 
 from fleetpipe.compat.colossalai.trainer.hooks.base import BaseHook
+from fleetpipe.compat.colossalai.trainer.hooks.callback_hooks import (
+    SaveCheckpointHook,
+    TensorboardHook,
+)
 from fleetpipe.compat.colossalai.trainer.hooks.logs import (
     LogMetricByEpochHook,
     LogMetricByStepHook,
-    TensorboardHook,
 )
 from fleetpipe.compat.colossalai.trainer.hooks.measuring import (
     AccuracyHook,
@@ -18,7 +21,6 @@ from fleetpipe.compat.colossalai.trainer.hooks.measuring import (
     LRSchedulerHook,
     ThroughputHook,
 )
-from fleetpipe.compat.colossalai.trainer.hooks.saving import SaveCheckpointHook
 
 __all__ = [
     "AccuracyHook",

@@ -1,15 +1,28 @@
-"""``SaveCheckpointHook``: a training that goes on where it was interrupted."""
+"""The hooks that a callback of fleetpipe's does the work of: checkpoints, TensorBoard's files."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from fleetpipe.callbacks import PipelineCheckpoint
+from fleetpipe.callbacks import MetricsLogger, PipelineCheckpoint
 from fleetpipe.compat.colossalai.trainer.hooks.base import BaseHook
 
 
-class SaveCheckpointHook(BaseHook):
+class CallbackHook(BaseHook):
+    """A hook that is a callback of :mod:`fleetpipe.callbacks`."""
+
+    def __init__(self, priority: int, callback: Any) -> None:
+        """Takes the callback."""
+        super().__init__(priority)
+        self._callback = callback
+
+    def callbacks(self) -> list[Any]:
+        """Returns the callback."""
+        return [self._callback]
+
+
+class SaveCheckpointHook(CallbackHook):
     """Saves model, optimizer, random states and the place in the data, on all ranks together.
 
     A program with this hook goes on from the newest checkpoint of the folder, if there is one, in
@@ -37,13 +50,30 @@ class SaveCheckpointHook(BaseHook):
         Raises:
             ConfigError: ``interval`` is below 1.
         """
-        super().__init__(priority)
-        self._callback = PipelineCheckpoint(
-            checkpoint_dir,
-            every_steps=interval if save_by_iter else None,
-            every_epochs=None if save_by_iter else interval,
-        )
+        steps, epochs = (interval, None) if save_by_iter else (None, interval)
+        callback = PipelineCheckpoint(checkpoint_dir, every_steps=steps, every_epochs=epochs)
+        super().__init__(priority, callback)
 
-    def callbacks(self) -> list[Any]:
-        """Returns what saves."""
-        return [self._callback]
+
+class TensorboardHook(CallbackHook):
+    """Writes what the other hooks count to TensorBoard's files; needs tensorboardX."""
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str],
+        ranks: Any = None,
+        parallel_mode: Any = None,
+        priority: int = 10,
+    ) -> None:
+        """Takes where to write.
+
+        Args:
+            log_dir: The folder.
+            ranks: Accepted without effect: values are the same on every rank, and one writes.
+            parallel_mode: Likewise.
+            priority: See :class:`BaseHook`.
+
+        Raises:
+            ConfigError: tensorboardX is not installed.
+        """
+        super().__init__(priority, MetricsLogger(os.fspath(log_dir), formats=["tensorboard"]))

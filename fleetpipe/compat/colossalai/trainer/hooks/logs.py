@@ -1,12 +1,8 @@
-"""The hooks that tell what the others have counted: a line, the progress, TensorBoard's files."""
+"""The hooks that show what the others count: a line for each epoch, and the progress."""
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.callbacks import MetricsLogger
 from fleetpipe.compat.colossalai.logging import DistributedLogger
 from fleetpipe.compat.colossalai.trainer.hooks.base import BaseHook, Trainer
 
@@ -65,32 +61,3 @@ class LogMetricByStepHook(BaseHook):
             name.lower(): f"{metric.get_last_step_value():.5g}"
             for name, metric in trainer.metrics(mode).items()
         }
-
-
-class TensorboardHook(BaseHook):
-    """Writes what the other hooks count to TensorBoard's files; needs tensorboardX."""
-
-    def __init__(
-        self,
-        log_dir: str | os.PathLike[str],
-        ranks: Any = None,
-        parallel_mode: Any = None,
-        priority: int = 10,
-    ) -> None:
-        """Takes where to write.
-
-        Args:
-            log_dir: The folder.
-            ranks: Accepted without effect: values are the same on every rank, and one writes.
-            parallel_mode: Likewise.
-            priority: See :class:`BaseHook`.
-
-        Raises:
-            ConfigError: tensorboardX is not installed.
-        """
-        super().__init__(priority)
-        self._callback = MetricsLogger(os.fspath(log_dir), formats=["tensorboard"])
-
-    def callbacks(self) -> list[Any]:
-        """Returns what writes."""
-        return [self._callback]

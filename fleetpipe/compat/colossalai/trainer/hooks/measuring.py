@@ -7,11 +7,7 @@ from typing import Any
 
 from fleetpipe.aliases import Nest, Scheduler, Tensor
 from fleetpipe.compat.colossalai.trainer.hooks.base import BaseHook, Trainer
-from fleetpipe.compat.colossalai.trainer.hooks.metrics import (
-    LearningRateMetric,
-    Metric,
-    RatioMetric,
-)
+from fleetpipe.compat.colossalai.trainer.hooks.metrics import Metric
 
 
 class MetricHook(BaseHook):
@@ -31,7 +27,7 @@ class LossHook(MetricHook):
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         """Shows the losses."""
-        self.train_loss, self.test_loss = RatioMetric(False), RatioMetric(True)
+        self.train_loss, self.test_loss = Metric(False), Metric(True)
         self._show(trainer, "train", "Loss", self.train_loss)
         self._show(trainer, "test", "Loss", self.test_loss)
 
@@ -75,7 +71,7 @@ class AccuracyHook(MetricHook):
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         """Shows the accuracy."""
-        self.metric = RatioMetric(True)
+        self.metric = Metric(True)
         self._show(trainer, "test", "Accuracy", self.metric)
 
     def before_test(self, trainer: Trainer) -> None:
@@ -84,11 +80,11 @@ class AccuracyHook(MetricHook):
 
     def after_test_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
         """Counts a batch. Collective over the job."""
-        own = None
+        counts = None
         if output is not None:
             first = output[0] if isinstance(output, (list, tuple)) else output
-            own = [float(self.accuracy_func(first, label)), first.shape[0]]
-        rights, rows = zip(*trainer.from_last_stage(own))
+            counts = [float(self.accuracy_func(first, label)), first.shape[0]]
+        rights, rows = zip(*trainer.from_last_stage(counts))
         self.metric.update(sum(rights), sum(rows))
 
 
@@ -108,7 +104,7 @@ class ThroughputHook(MetricHook):
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         """Shows the throughput."""
         self._steps = 0
-        self.metric = RatioMetric(True)
+        self.metric = Metric(True)
         self._show(trainer, "train", "Throughput", self.metric)
         self._show(trainer, "test", "Throughput", self.metric)
 
@@ -156,7 +152,8 @@ class LRSchedulerHook(MetricHook):
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         """Shows the rate."""
-        self.metric = LearningRateMetric(self.by_epoch, self.lr_scheduler.last_lr)
+        self.metric = Metric(self.by_epoch)
+        self.metric.update(self.lr_scheduler.last_lr)
         if self.store_lr_in_state:
             self._show(trainer, "train", "LR", self.metric)
 
@@ -172,4 +169,5 @@ class LRSchedulerHook(MetricHook):
 
     def _step(self) -> None:
         self.lr_scheduler.step()
+        self.metric.reset()
         self.metric.update(self.lr_scheduler.last_lr)
