@@ -54,13 +54,13 @@ def require_prepared(
             )
 
 
-def require_numbers(**given: int | None) -> None:
+def require_numbers(**numbers: int | None) -> None:
     """Refuses a number that is none, or too small; None where there may be one or none.
 
     Raises:
         ConfigError: One is.
     """
-    for name, value in given.items():
+    for name, value in numbers.items():
         if value is not None or name != "num_iters":
             whole(name, value, _LEAST[name])
 

@@ -95,10 +95,10 @@ def in_micro_batches(rows: Rows, count: int) -> Cut:
 
 def whole(columns: Columns, rows: int) -> Nest:
     """Returns the first rows of each column: of the one, of several in a tuple; None of none."""
-    return as_given([column if column.shape[0] == rows else column[:rows] for column in columns])
+    return value_of([column if column.shape[0] == rows else column[:rows] for column in columns])
 
 
-def as_given(columns: Columns) -> Nest:
+def value_of(columns: Columns) -> Nest:
     """Returns the one column, a tuple of several; None where there are none."""
     if not columns:
         return None

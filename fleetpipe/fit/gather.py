@@ -41,12 +41,12 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, T
     whole: dict[TensorName, Tensor] = {}
     with job.guarded(lambda: _WHAT):
         for source in range(ranks.count):
-            own = (
+            parts = (
                 [(*name, cut, _copy(held[name])) for name, _, cut in plan.parts_of(ranks.rank)]
                 if source == ranks.rank
                 else None
             )
-            for group, name, cut, tensor in job.everyone().broadcast(own, source):
+            for group, name, cut, tensor in job.everyone().broadcast(parts, source):
                 if ranks.rank == 0:
                     _put(
                         whole,

@@ -16,7 +16,7 @@ from fleetpipe.dygraph.batch.losses import weighted
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.criterion import Counting, Criterion, Metric
-from fleetpipe.fit.feeding import Cut, Rows, as_given, in_micro_batches, joined, whole
+from fleetpipe.fit.feeding import Cut, Rows, in_micro_batches, joined, value_of, whole
 from fleetpipe.fit.precision import Precision
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
@@ -101,8 +101,8 @@ class Runner:
         """Returns the micro-batches of a batch; one of the usual size, alone, is cut later."""
         if not alone or rows.rows != self._steps * self.pipeline.micro_batch_size:
             return in_micro_batches(rows, self._steps)
-        labels = as_given(rows.labels) if rows.labels else [None] * self._steps
-        return Cut([as_given(rows.inputs), labels], self._usual_rows)
+        labels = value_of(rows.labels) if rows.labels else [None] * self._steps
+        return Cut([value_of(rows.inputs), labels], self._usual_rows)
 
     def _weights(self, cuts: Sequence[Cut]) -> list[Fraction] | None:
         """Returns the weight of each micro-batch; None where all count as they always do.

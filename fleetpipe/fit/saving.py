@@ -202,29 +202,29 @@ def _state_to_save(
         return {}
     base = unwrapped(optimizer)
     masters = of_group(whole, MASTER_WEIGHTS)
-    found: dict[str, Nest] = {}
+    contents: dict[str, Nest] = {}
     for name, tensor in of_group(whole, OPTIMIZER).items():
         path, _, kind = name.rpartition("/")
         of = names[path] + (_MASTER if path in masters else "")
         tensor.name = f"{of}_{name_prefix(base)}{kind}"
-        found[tensor.name] = tensor
+        contents[tensor.name] = tensor
     if masters:
         for path, tensor in masters.items():
             tensor.name = names[path] + _MASTER
-        found[_MASTERS] = {names[path]: tensor for path, tensor in masters.items()}
+        contents[_MASTERS] = {names[path]: tensor for path, tensor in masters.items()}
     scheduler = scheduler_of(base)
     if scheduler is not None:
-        found[_SCHEDULE] = scheduler.state_dict()
-    return found
+        contents[_SCHEDULE] = scheduler.state_dict()
+    return contents
 
 
 def _names_in_file(path: Path, network: PipelineLayer) -> dict[str, str]:
     """Returns the lasting name of each parameter by the name that Paddle counted for the file."""
-    own = [slot.name for slot in network.state.slots()]
+    names = [slot.name for slot in network.state.slots()]
     # A weight that the model has under two names counts once.
-    counted = {name: own_name for own_name, name in reversed(fleet_files.counted_names(path))}
-    by_order = dict(zip(reversed(counted.values()), own))
-    return {name: n if n in own else by_order[n] for name, n in counted.items()}
+    counted = {name: lasting for lasting, name in reversed(fleet_files.counted_names(path))}
+    by_order = dict(zip(reversed(counted.values()), names))
+    return {name: n if n in names else by_order[n] for name, n in counted.items()}
 
 
 def _by_lasting_name(

@@ -54,12 +54,12 @@ class Source:
             taken: Those that were taken before, in an earlier life of the job. A loader that knows
                 its position is there already; others give them once more, and they are dropped.
         """
-        known = isinstance(self.loader, DataLoader)
+        positioned = isinstance(self.loader, DataLoader)
         left = None if self.samples is None else self.samples - taken * self.together
         items = self.loader
         if type(items) is paddle.io.DataLoader:
             items = batches_of(items)
-        for item in islice(items, 0 if known else taken, None):
+        for item in islice(items, 0 if positioned else taken, None):
             inputs = self.inputs if self.loads else 0
             rows = rows_of(item, inputs, self.replica, self.replicas, left)
             if not self.loads:

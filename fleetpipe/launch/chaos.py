@@ -50,10 +50,10 @@ def _reader(number: signal.Signals) -> Callable[[str], Strike]:
     """Returns what reads the argument of the option that sends ``number``."""
 
     def read(text: str) -> Strike:
-        found = _FORM.fullmatch(text)
-        if found is None:
+        match = _FORM.fullmatch(text)
+        if match is None:
             raise argparse.ArgumentTypeError(f"invalid: {text!r}; give rank=1,at=B1.3")
-        return Strike(number, int(found[1]), found[2], 1)
+        return Strike(number, int(match[1]), match[2], 1)
 
     return read
 

@@ -30,10 +30,10 @@ def install() -> None:
     """
     if sys.modules[PADDLES] is our_fleet:
         return
-    theirs = {name: module for name, module in sys.modules.items() if _is_fleets(name)}
+    stock = {name: module for name, module in sys.modules.items() if _is_fleets(name)}
     _installed.enter_context(in_place_of_paddles())
     try:
-        _refuse_early_imports(theirs)
+        _refuse_early_imports(stock)
     except ConfigError:
         _installed.close()
         raise
@@ -45,12 +45,14 @@ def _is_fleets(name: str) -> bool:
     return name == PADDLES or name.startswith(PADDLES + ".")
 
 
-def _refuse_early_imports(theirs: dict[str, ModuleType]) -> None:
+def _refuse_early_imports(modules: dict[str, ModuleType]) -> None:
     """Refuses modules that hold what was replaced: Paddle's modules, classes, functions."""
-    replaced = {id(theirs[name]): name for name in theirs if sys.modules[name] is not theirs[name]}
+    replaced = {
+        id(modules[name]): name for name in modules if sys.modules[name] is not modules[name]
+    }
     for name in list(replaced.values()):
         for key in getattr(sys.modules[name], "__all__", ()):
-            stock = getattr(theirs[name], key, None)
+            stock = getattr(modules[name], key, None)
             if stock is not getattr(sys.modules[name], key) and callable(stock):
                 replaced[id(stock)] = f"{name}.{key}"
     for name, module in list(sys.modules.items()):

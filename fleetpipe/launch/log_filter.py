@@ -25,11 +25,11 @@ def environment(level: str) -> dict[str, str]:
     """
     if LEVELS[level] == 0:
         return dict(os.environ)
-    asked = [os.environ.get("PYTHONWARNINGS"), f"ignore:{_CCACHE}"]
+    warnings_shown = [os.environ.get("PYTHONWARNINGS"), f"ignore:{_CCACHE}"]
     return {
         "GLOG_minloglevel": str(LEVELS[level]),
         **os.environ,  # what the user set goes first
-        "PYTHONWARNINGS": ",".join(filter(None, asked)),
+        "PYTHONWARNINGS": ",".join(filter(None, warnings_shown)),
     }
 
 

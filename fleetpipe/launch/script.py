@@ -200,10 +200,10 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[tuple[ModuleTyp
 
 def _from_script(error: Exception, script: Path) -> TracebackType | None:
     """Returns the error's traceback from the script's own frame on."""
-    path, found = os.path.abspath(script), error.__traceback__
-    while found is not None and found.tb_frame.f_code.co_filename != path:
-        found = found.tb_next
-    return found
+    path, traceback = os.path.abspath(script), error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename != path:
+        traceback = traceback.tb_next
+    return traceback
 
 
 def _exit_code(status: object) -> int:

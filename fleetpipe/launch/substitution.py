@@ -48,8 +48,8 @@ def in_place_of_paddles() -> Iterator[None]:
     tails = ["", ".meta_parallel", *(f".{path}" for path in OVERLAYS)]
     counterparts = {PADDLES + tail: sys.modules[OURS + tail] for tail in tails}
     # Not all: 2.6.2 lacks one.
-    theirs = {name: sys.modules[name] for name in counterparts if name in sys.modules}
-    finder = _Finder(theirs)
+    stock = {name: sys.modules[name] for name in counterparts if name in sys.modules}
+    finder = _Finder(stock)
     distributed = paddle.distributed
     sys.modules.update(counterparts)
     setattr(distributed, "fleet", our_fleet)  # noqa: B010  # mypy: a module is not assignable
@@ -59,7 +59,7 @@ def in_place_of_paddles() -> Iterator[None]:
             yield
     finally:
         sys.meta_path.remove(finder)
-        setattr(distributed, "fleet", theirs[PADDLES])  # noqa: B010
+        setattr(distributed, "fleet", stock[PADDLES])  # noqa: B010
         for name in counterparts:
             sys.modules.pop(name, None)
-        sys.modules.update(theirs)
+        sys.modules.update(stock)

@@ -12,7 +12,7 @@ from typing import Any, Union
 from fleetpipe.errors import ConfigError, UsageError
 
 #: What a program may give as its configuration.
-Given = Union[Mapping[str, Any], str, "os.PathLike[str]"]
+ConfigSource = Union[Mapping[str, Any], str, "os.PathLike[str]"]
 
 #: What is read here.
 _ENTRIES = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE", "SCHEDULE", "parallel")
@@ -45,24 +45,24 @@ class Config(dict[str, Any]):
             raise AttributeError(name) from None
 
     @classmethod
-    def read(cls, given: Given) -> Config:
+    def read(cls, source: ConfigSource) -> Config:
         """Reads a configuration and checks what this door uses of it.
 
         Args:
-            given: A mapping, or the path of a Python file that assigns the entries.
+            source: A mapping, or the path of a Python file that assigns the entries.
 
         Raises:
             ConfigError: An entry has a value that cannot be used, or the file cannot be read.
             UsageError: It is neither.
         """
-        if isinstance(given, (str, os.PathLike)):
-            config = cls(_assigned(Path(given)))
-        elif isinstance(given, Mapping):
-            config = cls(given)
+        if isinstance(source, (str, os.PathLike)):
+            config = cls(_assigned(Path(source)))
+        elif isinstance(source, Mapping):
+            config = cls(source)
         else:
             raise UsageError(
                 "a configuration is a mapping or the path of a Python file",
-                got=repr(given),
+                got=repr(source),
                 fix="config=dict(NUM_MICRO_BATCHES=4, parallel=dict(pipeline=2))",
             )
         parallel = config.get("parallel") or {}
@@ -124,11 +124,11 @@ def _assigned(path: Path) -> dict[str, Any]:
     return {name: value for name, value in names.items() if not name.startswith("__")}
 
 
-def _refuse_misspelt(entries: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Refuses a name that is nearly one of ``known``; any other is the program's own."""
+def _refuse_misspelt(entries: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    """Refuses a name that is nearly one of ``names``; any other is the program's own."""
     for name in entries:
-        near = difflib.get_close_matches(str(name), known, n=1, cutoff=_NEAR)
-        if near and name not in known:
+        near = difflib.get_close_matches(str(name), names, n=1, cutoff=_NEAR)
+        if near and name not in names:
             raise ConfigError(
                 f"{where} has no entry {name!r}", fix=f"did you mean {near[0]!r}? else rename it"
             )

@@ -8,7 +8,7 @@ import random
 import numpy as np
 
 from fleetpipe import fleet
-from fleetpipe.compat.colossalai.configuration import Config, Given
+from fleetpipe.compat.colossalai.configuration import Config, ConfigSource
 from fleetpipe.compat.colossalai.context import gpc
 from fleetpipe.compat.colossalai.logging import get_dist_logger
 from fleetpipe.paddle_api import paddle
@@ -26,7 +26,7 @@ def get_default_parser() -> argparse.ArgumentParser:
 
 
 def launch_from_torch(
-    config: Given, backend: str = "gloo", seed: int = DEFAULT_SEED, verbose: bool = True
+    config: ConfigSource, backend: str = "gloo", seed: int = DEFAULT_SEED, verbose: bool = True
 ) -> None:
     """Begins the job. Collective over all processes that the launcher started.
 

@@ -148,11 +148,11 @@ def set_auto_parallel_context(**options: Any) -> None:
         StateError: ``pipeline_stages`` changes while a job runs.
     """
     global _options
-    known = [field.name for field in fields(Options)]
+    names = [field.name for field in fields(Options)]
     for name in options:
-        if name not in known:
+        if name not in names:
             raise ConfigError(
-                f"set_auto_parallel_context has no option {name!r}", fix=nearest(name, known)
+                f"set_auto_parallel_context has no option {name!r}", fix=nearest(name, names)
             )
     changed = replace(_options, **options)
     if current_job() is not None and changed.pipeline_stages != _options.pipeline_stages:
@@ -176,10 +176,10 @@ def set_context(**options: Any) -> None:
         ConfigError: There is no such option.
         UsageError: It has a value of another type.
     """
-    known = (*_WITHOUT_EFFECT, "save_graphs", "save_graphs_path")
+    names = (*_WITHOUT_EFFECT, "save_graphs", "save_graphs_path")
     for name in options:
-        if name not in known:
-            raise ConfigError(f"set_context has no option {name!r}", fix=nearest(name, known))
+        if name not in names:
+            raise ConfigError(f"set_context has no option {name!r}", fix=nearest(name, names))
     set_auto_parallel_context(**{n: options[n] for n in options if n not in _WITHOUT_EFFECT})
 
 
@@ -189,9 +189,9 @@ def get_auto_parallel_context(name: str) -> Any:
     Raises:
         ConfigError: There is none of that name.
     """
-    known = [field.name for field in fields(Options)]
-    if name not in known:
-        raise ConfigError(f"there is no option {name!r}", fix=nearest(name, known))
+    names = [field.name for field in fields(Options)]
+    if name not in names:
+        raise ConfigError(f"there is no option {name!r}", fix=nearest(name, names))
     return getattr(_options, name)
 
 

@@ -31,8 +31,8 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
     place = Path(folder) / f"rank_{job.hcg.get_global_rank()}"
     place.mkdir(parents=True, exist_ok=True)
     placement, form = schedule.placement, captured.forms.example(training=True)
-    own = range(placement.stages) if job.local else placement.stages_of(job.hcg.get_stage_id())
-    for stage in own:
+    stages = range(placement.stages) if job.local else placement.stages_of(job.hcg.get_stage_id())
+    for stage in stages:
         _write(place / f"stage_{stage}.txt", _lines(form, stage))
         _write(place / f"stage_{stage}.dot", _graph(form, stage))
     edges = captured.edges(training=True)

@@ -122,8 +122,8 @@ class Model:
             )
         if self._trainer is None:
             self.build(train_dataset)
-        known = self._data is not None and self._data.dataset is train_dataset
-        data = self._data if known else train_dataset
+        peeked = self._data is not None and self._data.dataset is train_dataset
+        data = self._data if peeked else train_dataset
         self._built().fit(data, epochs=epoch, callbacks=callbacks, verbose=0)
 
     def _built(self) -> Trainer:

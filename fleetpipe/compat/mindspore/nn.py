@@ -214,14 +214,14 @@ def infer_param_pipeline_stage(network: Layer) -> list[Tensor]:
     """
     stages = stages_of_parameters(network)
     count = context.options().pipeline_stages
-    missing = [name for name, _, found in stages if not found]
+    missing = [name for name, _, declared in stages if not declared]
     if count > 1 and missing:
         raise StateError(
             f"parameters without a stage: {', '.join(missing)}",
             expected="a pipeline_stage on each sublayer that has parameters",
             fix="net.fc.pipeline_stage = 1, before infer_param_pipeline_stage()",
         )
-    highest = {name: max(found, default=0) for name, _, found in stages}
+    highest = {name: max(declared, default=0) for name, _, declared in stages}
     beyond = [f"{name} in {stage}" for name, stage in highest.items() if stage >= count]
     if beyond:
         raise ConfigError(
@@ -231,8 +231,8 @@ def infer_param_pipeline_stage(network: Layer) -> list[Tensor]:
             fix="raise pipeline_stages, or give the sublayers other stages",
         )
     job = context.job()
-    own = range(count) if job.local else [job.hcg.get_stage_id()]
-    return [p for _, p, found in stages if count == 1 or not found.isdisjoint(own)]
+    played = range(count) if job.local else [job.hcg.get_stage_id()]
+    return [p for _, p, declared in stages if count == 1 or not declared.isdisjoint(played)]
 
 
 def stages_of_parameters(network: Layer) -> list[tuple[str, Tensor, frozenset[int]]]:
@@ -244,18 +244,18 @@ def stages_of_parameters(network: Layer) -> list[tuple[str, Tensor, frozenset[in
         UsageError: A stage is no int.
         ConfigError: A stage is negative.
     """
-    found: dict[int, set[int]] = {}
+    declared: dict[int, set[int]] = {}
     stages = stages_of_layers(network)
     layers = dict(network.named_sublayers())
     staged = {id(layers[path]) for path in stages}
     for path, stage in stages.items():
         inner = [layer for layer in layers[path].sublayers() if id(layer) in staged]
-        others = {id(parameter) for layer in inner for parameter in layer.parameters()}
+        inner_parameters = {id(parameter) for layer in inner for parameter in layer.parameters()}
         for parameter in layers[path].parameters():
-            if id(parameter) not in others:
-                found.setdefault(id(parameter), set()).add(stage)
+            if id(parameter) not in inner_parameters:
+                declared.setdefault(id(parameter), set()).add(stage)
     return [
-        (name, p, frozenset(found.get(id(p), ())) | getattr(p, _OF_PARAMETER, frozenset()))
+        (name, p, frozenset(declared.get(id(p), ())) | getattr(p, _OF_PARAMETER, frozenset()))
         for name, p in network.named_parameters()
         if p.trainable
     ]

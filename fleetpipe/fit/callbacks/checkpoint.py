@@ -191,11 +191,11 @@ class Nothing:
 
 def added(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[Any]:
     """Returns the user's callbacks with one that saves, unless they have it."""
-    given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
-    found = [callback for callback in given if callback]
-    if not any(isinstance(callback, PipelineCheckpoint) for callback in found):
-        found.append(PipelineCheckpoint(every_steps=every_steps, every_epochs=every_epochs))
-    return found
+    listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
+    usable = [callback for callback in listed if callback]
+    if not any(isinstance(callback, PipelineCheckpoint) for callback in usable):
+        usable.append(PipelineCheckpoint(every_steps=every_steps, every_epochs=every_epochs))
+    return usable
 
 
 @contextmanager
@@ -203,9 +203,9 @@ def saved(
     callbacks: Sequence[Any], position: Position, save_dir: str | None, go_on: bool
 ) -> Iterator[PipelineCheckpoint | Nothing]:
     """Within it what a callback among these says is saved; see :meth:`PipelineCheckpoint.going`."""
-    found = [callback for callback in callbacks if isinstance(callback, PipelineCheckpoint)]
-    if not found:
+    savers = [callback for callback in callbacks if isinstance(callback, PipelineCheckpoint)]
+    if not savers:
         yield Nothing()
         return
-    with found[0].going(position, save_dir, go_on):
-        yield found[0]
+    with savers[0].going(position, save_dir, go_on):
+        yield savers[0]

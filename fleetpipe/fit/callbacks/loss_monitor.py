@@ -77,8 +77,8 @@ class LossMonitor(rank_policy.Callback):
     def _refuse(self, step: int, loss: float) -> None:
         shares = self.model.micro_batch_losses
         number = next(i for i, share in enumerate(shares) if not math.isfinite(share))
-        found = [first for first in self.model.gather(self._first) if first]
-        first = min(found, default=None)
+        firsts = [first for first in self.model.gather(self._first) if first]
+        first = min(firsts, default=None)
         raise BoundaryError(
             f"the loss is {loss}",
             where=f"epoch {self._epoch + 1}, step {step + 1}, micro-batch {number}"

@@ -85,7 +85,7 @@ class MetricsLogger(rank_policy.Callback):
         """Opens the files."""
         require_folder("MetricsLogger(folder)", self._folder)
         run_files.write_about(self._folder, self.model, self.params, self._config)
-        run_files.begin_life(self._folder, self.model.global_step)
+        run_files.begin_attempt(self._folder, self.model.global_step)
         self._sinks = [_SINKS[name](self._folder, self.model.global_step) for name in self._formats]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -116,7 +116,7 @@ class MetricsLogger(rank_policy.Callback):
         for sink in self._sinks:
             sink.close()
         self._sinks = []
-        run_files.end_life(self._folder, self.model.global_step)
+        run_files.end_attempt(self._folder, self.model.global_step)
 
     def _write(self, phase: str, logs: dict[str, Any]) -> None:
         values = {

@@ -38,7 +38,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
         self._names: list[str] = []
         self._steps: int | None = None
         self._done = self._samples = 0
-        self._begun = self._told = 0.0
+        self._begun = self._shown_at = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins."""
@@ -67,9 +67,9 @@ class Progress(paddle.callbacks.ProgBarLogger):
         self._done += 1
         if self._bar is not None:
             now = time.perf_counter()
-            if now - self._told >= self._bar.mininterval:
+            if now - self._shown_at >= self._bar.mininterval:
                 # No sooner is the bar drawn anew, and figures take time.
-                self._told = now
+                self._shown_at = now
                 self._bar.set_postfix_str(self._figures(logs), refresh=False)
             self._bar.update()
         elif self._done % self.log_freq == 0 and self._done != self._steps:

@@ -75,8 +75,8 @@ def chosen(callbacks: Nest, is_place: Callable[[str], bool]) -> list[Any]:
     Raises:
         ConfigError: One is no callback, or its ``on_rank`` is none of the places.
     """
-    given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
-    return [_here(callback, is_place) for callback in given if callback]
+    listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
+    return [_here(callback, is_place) for callback in listed if callback]
 
 
 def _here(callback: Any, is_place: Callable[[str], bool]) -> Any:
@@ -90,8 +90,8 @@ def _here(callback: Any, is_place: Callable[[str], bool]) -> Any:
         )
     if place != "all" and not is_place(place):
         return Elsewhere()
-    theirs = paddle.callbacks.ModelCheckpoint
-    if isinstance(callback, theirs) and not isinstance(callback, ModelCheckpoint):
+    stock = paddle.callbacks.ModelCheckpoint
+    if isinstance(callback, stock) and not isinstance(callback, ModelCheckpoint):
         return ModelCheckpoint(callback.save_freq, callback.save_dir)
     if type(callback) is paddle.callbacks.LRScheduler:
         return LRScheduler(callback.by_step, callback.by_epoch)

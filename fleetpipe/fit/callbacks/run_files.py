@@ -80,7 +80,7 @@ def write_about(
     atomic_file.replace_text(folder / files.ABOUT, text + "\n")
 
 
-def begin_life(folder: Path, step: int) -> None:
+def begin_attempt(folder: Path, step: int) -> None:
     """Writes that the run begins, or goes on.
 
     Args:
@@ -97,14 +97,14 @@ def begin_life(folder: Path, step: int) -> None:
     attempt_files.tell_record(folder)
 
 
-def end_life(folder: Path, step: int) -> None:
-    """Writes that the training came to its end; raises as :func:`begin_life` does."""
+def end_attempt(folder: Path, step: int) -> None:
+    """Writes that the training came to its end; raises as :func:`begin_attempt` does."""
     _tell(folder, "end", step, code=0)
 
 
 def _tell(folder: Path, event: str, step: int, **more: int) -> None:
-    told = {"event": event, "life": attempt_files.number(), "time": time.time(), "step": step}
-    files.append_line(folder / files.LIVES, {**told, "process": _PROCESS, **more})
+    line = {"event": event, "life": attempt_files.number(), "time": time.time(), "step": step}
+    files.append_line(folder / files.LIVES, {**line, "process": _PROCESS, **more})
 
 
 def _stages(model: Any) -> list[dict[str, Any]]:

@@ -49,10 +49,10 @@ class Busy:
 
     def take(self) -> list[list[float]]:
         """Returns seconds of span and of work of each rank since this was last called."""
-        found = [[span, self._busy[rank]] for rank, span in self._spans.items()]
+        times = [[span, self._busy[rank]] for rank, span in self._spans.items()]
         self._spans.clear()
         self._busy.clear()
-        return found
+        return times
 
 
 class ThroughputMonitor(rank_policy.Callback):
@@ -121,8 +121,8 @@ class ThroughputMonitor(rank_policy.Callback):
         if self._tokens:
             self.figures["tokens_per_second"] = rate * self._tokens
         held = self.model.pipeline.peak_held
-        own = {str(rank): count for rank, count in held.items()}
-        gathered = self.model.gather([self._busy.take(), own, peak_memory()])
+        counts_by_rank = {str(rank): count for rank, count in held.items()}
+        gathered = self.model.gather([self._busy.take(), counts_by_rank, peak_memory()])
         most: defaultdict[int, int] = defaultdict(int)
         for _, counts, _ in gathered:
             for rank, count in counts.items():

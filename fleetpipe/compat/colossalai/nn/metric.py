@@ -16,5 +16,6 @@ class Accuracy(paddle.nn.Layer):
             logits: [rows, classes].
             targets: Numbers of classes, [rows] or [rows, 1].
         """
-        found = logits.argmax(axis=-1)
-        return (found == targets.reshape(found.shape).astype(found.dtype)).astype("int64").sum()
+        predicted = logits.argmax(axis=-1)
+        expected = targets.reshape(predicted.shape).astype(predicted.dtype)
+        return (predicted == expected).astype("int64").sum()

@@ -68,7 +68,7 @@ def boundaries(
     if policy == "uniform":
         return _uniform(count, ranks, chunks)
     if isinstance(policy, Mapping):
-        return _as_given(policy, count, ranks, chunks)
+        return _explicit(policy, count, ranks, chunks)
     if len(splits) + 1 != stages:
         raise PartitionError(
             f"exec_seq has {len(splits)} {SPLIT_NODE}, which makes {len(splits) + 1} parts",
@@ -97,7 +97,7 @@ def _uniform(count: int, ranks: int, chunks: int) -> list[int]:
     return [*(chunk * piece + start for chunk in range(chunks) for start in starts), count]
 
 
-def _as_given(policy: Mapping[int, Parts], count: int, ranks: int, chunks: int) -> list[int]:
+def _explicit(policy: Mapping[int, Parts], count: int, ranks: int, chunks: int) -> list[int]:
     numbers = {rank: len(parts) for rank, parts in policy.items()}
     if numbers != dict.fromkeys(range(ranks), chunks):
         raise PartitionError(

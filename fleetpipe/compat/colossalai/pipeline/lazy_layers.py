@@ -79,10 +79,10 @@ def described(steps: Sequence[Step]) -> list[Any]:
             entries.append(LazyLayer(step.layer, call))
             continue
         first = members[0]
-        own_name = next(member.name for member in members if member.layer is step.layer)
+        layer_name = next(member.name for member in members if member.layer is step.layer)
         attributes = _shared_attributes(first, step, members)
         key = first.name.replace(".", "/")
-        entries.append(LazyTiedLayer(key, own_name, step.layer, call, attributes))
+        entries.append(LazyTiedLayer(key, layer_name, step.layer, call, attributes))
     return entries
 
 
@@ -102,14 +102,14 @@ def _tied(steps: Sequence[Step]) -> dict[int, list[Step]]:
     groups: dict[int, list[Step]] = {}
     user: dict[int, int] = {}
     for step in steps:
-        own = [step]
+        group = [step]
         for tensor in step.layer.state_dict().values():
-            other = groups.get(user.setdefault(id(tensor), id(step.layer)), own)
-            if other is not own:
-                other += own
-                own = other
-        for member in own:
-            groups[id(member.layer)] = own
+            other = groups.get(user.setdefault(id(tensor), id(step.layer)), group)
+            if other is not group:
+                other += group
+                group = other
+        for member in group:
+            groups[id(member.layer)] = group
     return groups
 
 
@@ -117,8 +117,8 @@ def _shared_attributes(first: Step, step: Step, members: Sequence[Step]) -> list
     """Returns the parameters that a tied layer shares with others, by their names in it."""
     if step.layer is not first.layer:
         return _common(first, step)
-    others = (_common(first, other) for other in members if other.layer is not first.layer)
-    return sorted({name for names in others for name in names})
+    common = (_common(first, other) for other in members if other.layer is not first.layer)
+    return sorted({name for names in common for name in names})
 
 
 def _common(first: Step, other: Step) -> list[str]:

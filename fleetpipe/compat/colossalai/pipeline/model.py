@@ -40,9 +40,9 @@ class PipelinableModel(PipelineLayer):
 
         Arguments are those of ``nn.Layer.state_dict`` and have no effect.
         """
-        own = self.own_state()
+        state = self.own_state()
         names = self.state.plain_names
-        return {plain: own[lasting] for plain, lasting in names.items() if lasting in own}
+        return {plain: state[lasting] for plain, lasting in names.items() if lasting in state}
 
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
@@ -61,8 +61,8 @@ class PipelinableModel(PipelineLayer):
             return missing, unexpected
         here = {id(tensor): name for name, tensor in paddle.nn.Layer.state_dict(self).items()}
         keys = {plain: here[id(tensor)] for plain, tensor in self.state_dict().items()}
-        given = {keys[name]: value for name, value in state_dict.items() if name in keys}
-        super().set_state_dict(given)
+        renamed = {keys[name]: value for name, value in state_dict.items() if name in keys}
+        super().set_state_dict(renamed)
         unknown = [name for name in state_dict if name not in self.state.plain_names]
         return [name for name in keys if name not in state_dict], unknown
 

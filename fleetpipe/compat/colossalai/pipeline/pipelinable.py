@@ -170,14 +170,14 @@ class PipelinableContext:
         """
         _require_configured(num_chunks)
         bounds = self._bounds(num_chunks, pipeline_size)
-        _require_own_rank(rank, pipeline_size)
+        _require_rank_of_process(rank, pipeline_size)
         steps = self._listed().steps
         return PipelinableModel(self._model, steps, bounds, pipeline_size, num_chunks)
 
     def _bounds(self, num_chunks: int, pipeline_size: int) -> list[int]:
-        found = self._listed()
-        weights = [count_parameters(step.layer) for step in found.steps]
-        return cuts.boundaries(self._policy, weights, found.splits, pipeline_size, num_chunks)
+        listed = self._listed()
+        weights = [count_parameters(step.layer) for step in listed.steps]
+        return cuts.boundaries(self._policy, weights, listed.splits, pipeline_size, num_chunks)
 
     def _listed(self) -> ExecutionSequence:
         if self._sequence is None:
@@ -242,20 +242,20 @@ def _require_configured(num_chunks: int) -> None:
         )
 
 
-def _require_own_rank(rank: int, pipeline_size: int) -> None:
+def _require_rank_of_process(rank: int, pipeline_size: int) -> None:
     """Refuses a rank that is not this process's.
 
     Raises:
         ConfigError: It is not.
     """
     job = current_job()
-    own: Sequence[int] = range(pipeline_size)
+    played: Sequence[int] = range(pipeline_size)
     if job is not None and not job.local and job.degrees.pp == pipeline_size:
-        own = (job.hcg.get_stage_id(),)
-    if rank not in own:
+        played = (job.hcg.get_stage_id(),)
+    if rank not in played:
         raise ConfigError(
             "partition builds the stages of this process",
-            expected=f"rank {', '.join(map(str, own))} of a pipeline of {pipeline_size}",
+            expected=f"rank {', '.join(map(str, played))} of a pipeline of {pipeline_size}",
             got=f"rank {rank}",
             fix="pass gpc.get_local_rank(ParallelMode.PIPELINE)",
         )

@@ -61,9 +61,9 @@ def read(model: Layer, exec_seq: Iterable[object] | None) -> ExecutionSequence:
     reader = _Reader(model)
     for entry in _children(model) if exec_seq is None else exec_seq:
         reader.take(entry)
-    found = reader.finished()
-    _require_cover(model, found.steps)
-    return found
+    sequence = reader.finished()
+    _require_cover(model, sequence.steps)
+    return sequence
 
 
 class _Reader:
@@ -71,7 +71,7 @@ class _Reader:
 
     def __init__(self, model: Layer) -> None:
         self._model = model
-        self._known = dict(model.named_sublayers())
+        self._sublayers = dict(model.named_sublayers())
         self._steps: list[Step] = []
         self._front: list[Callable[..., Any]] = []
         self._splits: list[int] = []
@@ -111,14 +111,14 @@ class _Reader:
         self._steps[-1] = last._replace(behind=(*last.behind, function))
 
     def _layer(self, name: str) -> Layer:
-        layer: Layer = self._known.get(name)
+        layer: Layer = self._sublayers.get(name)
         if layer is None:
             # A layer that the model has twice is known by its first name.
             layer = _reached(self._model, name)
         if layer is None:
             raise ConfigError(
                 f"exec_seq names {name!r}, and the model has no such sublayer",
-                fix=nearest(name, self._known),
+                fix=nearest(name, self._sublayers),
             )
         if isinstance(layer, _UNCALLABLE):
             raise ConfigError(

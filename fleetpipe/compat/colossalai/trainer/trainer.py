@@ -98,8 +98,8 @@ class Trainer:
         self.steps_per_epoch = len(train_dataloader)
         steps = epochs * self.steps_per_epoch
         with self._prepared(return_output_label) as (model, calls):
-            own = self._attached(hooks)
-            saves = any(isinstance(callback, PipelineCheckpoint) for callback in own)
+            callbacks = self._attached(hooks)
+            saves = any(isinstance(callback, PipelineCheckpoint) for callback in callbacks)
             # Hooks step the learning rate; fit would do so by itself after each batch.
             still = paddle.callbacks.LRScheduler(by_step=False, by_epoch=False)
             model.fit(
@@ -109,7 +109,7 @@ class Trainer:
                 eval_freq=test_interval,
                 num_iters=None if max_steps is None else min(max_steps, steps),
                 verbose=0,
-                callbacks=[calls, *self._progress(display_progress), still, *own],
+                callbacks=[calls, *self._progress(display_progress), still, *callbacks],
                 resume="auto" if saves else None,
             )
 
@@ -132,8 +132,8 @@ class Trainer:
             UsageError: What stands among the hooks is none.
         """
         with self._prepared(return_output_label) as (model, calls):
-            own = self._attached(hooks)
-            callbacks = [calls, *self._progress(display_progress), *own]
+            attached = self._attached(hooks)
+            callbacks = [calls, *self._progress(display_progress), *attached]
             model.evaluate(test_dataloader, verbose=0, callbacks=callbacks)
 
     def predict(self, data: Nest) -> Nest:
