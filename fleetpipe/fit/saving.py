@@ -80,7 +80,7 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
             files = Paths.of(path)
             # Of a layer that was built before, the single model has a copy.
             counted = counted_names(pipeline.layers)
-            names = {own: _COPIED.sub("", name) for own, name in counted.items()}
+            names = {path: _COPIED.sub("", name) for path, name in counted.items()}
             parameters = of_group(whole, MODEL)
             for name, tensor in parameters.items():
                 tensor.name = names[name]
@@ -120,7 +120,7 @@ def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: 
     def write() -> None:
         if whole:
             names = pipeline.layers.state.names_in(single)
-            single.set_state_dict({own: whole[name] for own, name in names.items()})
+            single.set_state_dict({path: whole[name] for path, name in names.items()})
             single.eval()
             target = Path(path)
             with replacing(target.parent) as draft:
