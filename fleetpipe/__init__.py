@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fleetpipe.capture.explain import explain as explain
     from fleetpipe.capture.tracing.mark import pipe_split as pipe_split
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
-    from fleetpipe.checkpoint.single import load_single as load_single
+    from fleetpipe.checkpoint.restoring import load_single as load_single
     from fleetpipe.fit.model import Model as Model
     from fleetpipe.launch.resume import resume as resume
     from fleetpipe.profiling.planner import plan as plan
@@ -35,7 +35,7 @@ _LATE = {
     "SplitPoint": "fleetpipe.capture.cutting.cuts",
     "callbacks": "fleetpipe.callbacks",
     "explain": "fleetpipe.capture.explain",
-    "load_single": "fleetpipe.checkpoint.single",
+    "load_single": "fleetpipe.checkpoint.restoring",
     "pipe_split": "fleetpipe.capture.tracing.mark",
     "pipeline": "fleetpipe.capture.api",
     "plan": "fleetpipe.profiling.planner",

@@ -75,7 +75,7 @@ class CheckpointManager:
         self._names = names
         self._interval = save_interval
         self._retention = Retention(self._home, max_to_keep, best)
-        self._saver = Saver(self._home, self._retention, async_save)
+        self._saver = Saver(self._retention, async_save)
 
     def save(
         self,

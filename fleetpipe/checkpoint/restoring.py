@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +11,13 @@ from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Saved, SavedPart, TensorName
 from fleetpipe.checkpoint.contents.training_state import TrainingState
-from fleetpipe.checkpoint.files import host_memory, manifest
+from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.reader import StepReader
-from fleetpipe.checkpoint.files.run_folder import Retention
+from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
 from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.device import dynamic_mode
+from fleetpipe.paddle_types import Layer, Optimizer
 
 
 class Restored(NamedTuple):
@@ -57,6 +60,33 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
     return Restored(found.step, attempt.state["extra"], found.metrics)
 
 
+def load_single(
+    model: Layer,
+    folder: str | os.PathLike[str],
+    step: int | str = LATEST,
+    optimizer: Optimizer | None = None,
+) -> int:
+    """Loads what any job has saved into a model of one process. Not collective.
+
+    Args:
+        model: Any Layer, whole in this process: with the names of the model that was saved, as
+            ``nn.Sequential`` of the list of layers has them, or with the same parameters and
+            buffers in the same order.
+        folder: The folder of the run.
+        step: A number, or ``"latest"``.
+        optimizer: An optimizer of Paddle's on the model's parameters, which gets its state too.
+
+    Returns:
+        The step.
+
+    Raises:
+        CheckpointError: There is no such step, it is damaged, or it does not fit; nothing was
+            changed.
+    """
+    objects = Objects(model, optimizer, random=False)
+    return restore(Ranks(SoleGroup()), Retention(Path(folder)), step, objects).step
+
+
 class _Attempt:
     """One rank's part of restoring a step, of which the first half changes nothing."""
 
@@ -72,7 +102,7 @@ class _Attempt:
 
     def prepare(self, ranks: Ranks) -> None:
         """Reads and compares, this rank its share of all tensors."""
-        self.reader = StepReader(self._folder, manifest.read(self._folder))
+        self.reader = StepReader(self._folder)
         self.state = self.reader.text(training_state.FILE)
         self.reader.check_texts()
         model = self._objects.model_part()

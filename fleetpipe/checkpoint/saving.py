@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fleetpipe import log
@@ -55,16 +54,15 @@ class Saving:
 class Saver:
     """Saves steps of a run, of which at most one is being written."""
 
-    def __init__(self, home: Path, retention: Retention, in_background: bool) -> None:
+    def __init__(self, retention: Retention, in_background: bool) -> None:
         """Describes how.
 
         Args:
-            home: The folder of the run.
-            retention: Which steps are kept.
+            retention: The folder of the run, and which steps are kept there.
             in_background: Whether a thread writes copies.
         """
-        self._home = home
         self._retention = retention
+        self._home = retention.home
         self._in_background = in_background
         #: The plan of what the ranks hold, and the texts that follow from it.
         self._plans: dict[tuple[str, ...], tuple[FilePlan, dict[str, str]]] = {}
@@ -97,44 +95,28 @@ class Saver:
         def facts() -> dict[str, Json]:
             state = objects.training_state(model).taken()
             state["extra"] = training_state.plain(extra, "extra")
-            inventory = Inventory.of(held).to_json()
-            return {
-                "step": step,
-                "digest": hashlib.sha256(inventory.encode()).hexdigest(),
-                "state": training_state.to_text(state),
-                "place": ranks.place,
-                "draft": self._make_draft(step) if ranks.rank == 0 else "",
-            }
+            return self._facts(ranks, step, held, state)
 
         everyone = ranks.together(what, facts)
         draft = self._home / everyone[0]["draft"]
         try:
-            digests = [facts["digest"] for facts in everyone]
-            plan, planned_texts = self._planned(ranks, what, digests, held)
-            texts = {**planned_texts, training_state.FILE: _merged_state(step, everyone)}
-            task = Assignment(
-                home=self._home,
-                draft=draft,
-                plan=plan,
-                rank=ranks.rank,
-                ranks=ranks.count,
-                manifest=Manifest(
-                    step=step,
-                    files=described_files(plan, texts),
-                    tensors={},
-                    order=model.order(),
-                    optimizer=None if optimizer is None else optimizer.kind,
-                    metrics=training_state.plain(metrics, "metrics"),
-                    layout=ranks.layout,
-                    versions={"fleetpipe": __version__, "paddle": VERSION},
-                ),
-                texts=texts,
-                published=self._retention.apply,
+            plan, indexes_of_plan = self._planned(ranks, what, everyone, held)
+            texts = {**indexes_of_plan, training_state.FILE: _merged_state(step, everyone)}
+            manifest = Manifest(
+                step=step,
+                files=described_files(plan, texts),
+                tensors={},
+                order=model.order(),
+                optimizer=None if optimizer is None else optimizer.kind,
+                metrics=training_state.plain(metrics, "metrics"),
+                layout=ranks.layout,
+                versions={"fleetpipe": __version__, "paddle": VERSION},
             )
         except CheckpointError:
             if ranks.rank == 0:
                 run_folder.remove_draft(draft)
             raise
+        task = Assignment(self._retention, draft, plan, ranks.rank, ranks.count, manifest, texts)
         self._begin(ranks, task, held)
         return Saving(self, step)
 
@@ -171,6 +153,19 @@ class Saver:
                 step = self._writing[1].task.manifest.step
                 _log.warning("step %d was not saved by this rank: %s", step, error)
 
+    def _facts(
+        self, ranks: Ranks, step: int, held: Mapping[TensorName, Held], state: Mapping[str, Json]
+    ) -> dict[str, Json]:
+        """Returns what a rank says of itself, and rank 0 of the draft that it makes."""
+        inventory = Inventory.of(held).to_json()
+        return {
+            "step": step,
+            "digest": hashlib.sha256(inventory.encode()).hexdigest(),
+            "state": training_state.to_text(state),
+            "place": ranks.place,
+            "draft": self._make_draft(step) if ranks.rank == 0 else "",
+        }
+
     def _make_draft(self, step: int) -> str:
         self._home.mkdir(parents=True, exist_ok=True)
         if not self._cleaned:
@@ -181,10 +176,14 @@ class Saver:
         return draft.name
 
     def _planned(
-        self, ranks: Ranks, what: str, digests: Sequence[str], held: Mapping[TensorName, Held]
+        self,
+        ranks: Ranks,
+        what: str,
+        everyone: Sequence[Mapping[str, Json]],
+        held: Mapping[TensorName, Held],
     ) -> tuple[FilePlan, dict[str, str]]:
         """Returns the plan, which is made once for as long as no rank holds something else."""
-        key = tuple(digests)
+        key = tuple(facts["digest"] for facts in everyone)
         if key not in self._plans:
             texts = ranks.together(what, lambda: Inventory.of(held).to_json())
             plan = planned([Inventory.from_json(text) for text in texts])

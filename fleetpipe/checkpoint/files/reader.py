@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.checkpoint.contents.parts import GROUPS, TensorName
-from fleetpipe.checkpoint.files import tensors
-from fleetpipe.checkpoint.files.manifest import Manifest, Whole, WrittenPart
+from fleetpipe.checkpoint.files import manifest, tensors
+from fleetpipe.checkpoint.files.manifest import Whole, WrittenPart
 from fleetpipe.checkpoint.files.tensors import Layout, Region, Stored
 from fleetpipe.errors import CheckpointError
 
@@ -27,22 +27,23 @@ Json = Any
 class StepReader:
     """The files of one step, of which no byte is used that was not checked."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        """Reads the headers.
+    def __init__(self, folder: Path) -> None:
+        """Reads the manifest and the headers.
 
         Raises:
-            CheckpointError: A file is missing, or its header or its size is not what was written.
+            CheckpointError: There is no manifest, it is damaged, or of a newer version; a file is
+                missing, or its header or its size is not what was written.
         """
         self.folder = folder
-        self.manifest = manifest
+        self.manifest = manifest.read(folder)
         self._layouts: dict[str, Layout] = {}
-        for file, whole in manifest.files.items():
+        for file, whole in self.manifest.files.items():
             path = folder / file
             with _damage_named(path):
                 _require_size(path, whole)
                 if file.endswith(".safetensors"):
                     self._layouts[file] = _layout(path, whole)
-        for name, entry in manifest.tensors.items():
+        for name, entry in self.manifest.tensors.items():
             layout = self._layouts.get(entry.file)
             found = None if layout is None else layout.tensors.get(name.name)
             if found is None or found.tensor != entry.tensor:

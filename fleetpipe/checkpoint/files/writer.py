@@ -21,6 +21,7 @@ from fleetpipe.checkpoint.contents.parts import Held, TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
 from fleetpipe.checkpoint.files.manifest import MANIFEST, Entry, Manifest, Whole, WrittenPart
 from fleetpipe.checkpoint.files.plan import FilePlan
+from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.files.tensors import Region
 from fleetpipe.checkpoint.ranks import Ranks
 
@@ -38,24 +39,22 @@ class Assignment:
     """What one rank has to do for a checkpoint.
 
     Attributes:
-        home: The folder of the run.
+        retention: The folder of the run, and which steps are kept there.
         draft: Where this step is written.
         plan: What stands where, and who writes it.
         rank: This rank of the job.
         ranks: Ranks of the job.
         manifest: The manifest, as far as it is known before anything is written.
         texts: Further files by name; rank 0 writes them.
-        published: Called by the rank that has published the step.
     """
 
-    home: Path
+    retention: Retention
     draft: Path
     plan: FilePlan
     rank: int
     ranks: int
     manifest: Manifest
     texts: Mapping[str, str]
-    published: Callable[[], None]
 
 
 class Writing:
@@ -187,18 +186,18 @@ def _end(task: Assignment) -> None:
     for path in (*reports, task.draft / _CLAIM):
         path.unlink()
     run_folder.write_file(task.draft / MANIFEST, manifest.to_text())
-    step = task.manifest.step
+    step, home = task.manifest.step, task.retention.home
     # Before this one can be seen: "latest" is never a step that the run has left.
-    aside = run_folder.set_aside(task.home, step)
-    run_folder.publish(task.draft, task.home, step)
-    _log.debug("step %d is saved in %s", step, task.home)
+    aside = run_folder.set_aside(home, step)
+    run_folder.publish(task.draft, home, step)
+    _log.debug("step %d is saved in %s", step, home)
     if aside:
         names = ", ".join(path.name for path in aside.values())
         _log.warning(
             f"step {step} is saved; the run had gone on to step {max(aside)} before: "
-            f"what is later is set aside in {task.home} as {names}"
+            f"what is later is set aside in {home} as {names}"
         )
-    task.published()
+    task.retention.apply()
 
 
 def _entries(

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.arguments import new_file
-from fleetpipe.checkpoint.contents.parts import GROUPS
+from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL
 from fleetpipe.checkpoint.files import manifest, run_folder
-from fleetpipe.checkpoint.files.manifest import Manifest
 from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
 from fleetpipe.checkpoint.tools.differences import differences
@@ -89,7 +88,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    found = _read(arguments.path, arguments.step)
+    found = manifest.read(_folder(arguments.path, arguments.step))
     _say(f"step       {found.step}")
     _say(f"written by {_listed(found.versions)}")
     _say(f"layout     {_listed(found.layout)} (any other reads it)")
@@ -124,7 +123,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _damage(folder: Path) -> Iterator[CheckpointError]:
     try:
-        reader = StepReader(folder, manifest.read(folder))
+        reader = StepReader(folder)
         reader.check_texts()
         yield from reader.damaged()
     except CheckpointError as error:
@@ -132,13 +131,8 @@ def _damage(folder: Path) -> Iterator[CheckpointError]:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    readers = [
-        StepReader(folder, manifest.read(folder))
-        for folder in (
-            _folder(arguments.path, arguments.step),
-            _folder(arguments.other, arguments.step),
-        )
-    ]
+    paths = (arguments.path, arguments.other)
+    readers = [StepReader(_folder(path, arguments.step)) for path in paths]
     found = differences(*readers)
     _say("\n".join(found) if found else "all tensors have the same bits")
     return int(bool(found))
@@ -151,14 +145,12 @@ def _merge(arguments: argparse.Namespace) -> int:
             f"merge writes a .safetensors or a .pdparams file (={target.name})",
             fix="give the file one of these endings",
         )
-    folder = _folder(arguments.path, arguments.step)
-    reader = StepReader(folder, manifest.read(folder))
-    reader.check((GROUPS[0],))
+    reader = _model_of(arguments)
     if target.suffix == ".safetensors":
         merge(reader, target)
     else:
         _converting().write_parameters(reader, target)
-    _say(f"{folder.name}: {_size(target.stat().st_size)} in {target}")
+    _say(f"{reader.folder.name}: {_size(target.stat().st_size)} in {target}")
     return 0
 
 
@@ -168,11 +160,9 @@ def _convert(arguments: argparse.Namespace) -> int:
         count = _converting().from_layer_files(arguments.path, arguments.other, step)
         _say(f"step {step} of {arguments.other}: {count} tensors")
         return 0
-    folder = _folder(arguments.path, arguments.step)
-    reader = StepReader(folder, manifest.read(folder))
-    reader.check((GROUPS[0],))
+    reader = _model_of(arguments)
     count = _converting().to_layer_files(reader, arguments.other)
-    _say(f"{folder.name}: {count} layer files in {arguments.other}")
+    _say(f"{reader.folder.name}: {count} layer files in {arguments.other}")
     return 0
 
 
@@ -203,8 +193,11 @@ def _folder(path: Path, step: int | None) -> Path:
     return Retention(path).chosen(LATEST if step is None else step)
 
 
-def _read(path: Path, step: int | None) -> Manifest:
-    return manifest.read(_folder(path, step))
+def _model_of(arguments: argparse.Namespace) -> StepReader:
+    """Returns a step of which the model has been compared with its checksums."""
+    reader = StepReader(_folder(arguments.path, arguments.step))
+    reader.check((MODEL,))
+    return reader
 
 
 def _listed(values: Mapping[str, object]) -> str:
