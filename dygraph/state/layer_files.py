@@ -77,7 +77,7 @@ class LayerFiles:
         """Whether this process is the one that writes its layers and tensor-parallel slices."""
         if self._job is None:
             return int(paddle.distributed.get_rank()) == 0
-        return self._job.replica == 0
+        return self._job.leads("pp", "mp")
 
     def _writer(self, number: int) -> Writer:
         """Returns this process's part in a save, of which no rank need tell another."""
@@ -85,7 +85,7 @@ class LayerFiles:
             return Writer(uuid.uuid4().hex, 0, 1)
         tensor_slice, slices = self._tensor_slice()
         ranks = 1 if self._job.local else self._job.degrees.pp
-        rank = 0 if self._job.local else self._job.hcg.get_stage_id()
+        rank = self._job.coordinate.pp
         save = f"{self._job.run}/{number}"
         return Writer(save, rank * slices + tensor_slice, ranks * slices)
 
@@ -93,8 +93,7 @@ class LayerFiles:
         """Returns this process's place among the tensor-parallel ranks, and their number."""
         if self._job is None:
             return 0, 1
-        hcg = self._job.hcg
-        return hcg.get_model_parallel_rank(), hcg.get_model_parallel_world_size()
+        return self._job.coordinate.mp, self._job.degrees.mp
 
 
 def files_of_list(

@@ -221,8 +221,7 @@ class PipelineParallel(PipelineFace):
             random_keys.keyed(self.next_keys(), job.model_parallel()),
         ):
             measured = profiling.measure(self.layers, job, batches, self.weights, self.slicing)
-        ranks = (self.stage_id, self.replicas.rank, job.model_parallel().rank)
-        if path is not None and not any(ranks):
+        if path is not None and job.leads():
             measured.write(path)
         return measured
 

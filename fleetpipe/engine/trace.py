@@ -51,11 +51,8 @@ class Traced(Protocol):
     def group(self) -> Group:
         """Returns the ranks of the pipeline."""
 
-    def replicas(self) -> Group:
-        """Returns the ranks that hold the same parameters."""
-
-    def model_parallel(self) -> Group:
-        """Returns the ranks that hold the slices of one replica's stages."""
+    def leads(self, *but: str) -> bool:
+        """Whether this process is the first on every axis of the ranks but some."""
 
 
 class Trace:
@@ -101,7 +98,7 @@ class Trace:
         Raises:
             ConfigError: Nothing can be written into the folder, on rank 0.
         """
-        if folder is None or job.replicas().rank or job.model_parallel().rank:
+        if folder is None or not job.leads("pp"):
             return None
         group = job.group()
         if group.rank == 0:

@@ -157,10 +157,9 @@ class Model(paddle.Model):
                 for the owner of the last stage in the first replica.
         """
         if place == "first":
-            return bool(self._job.hcg.get_global_rank() == 0)
-        first_member = self._job.model_parallel().rank == 0
+            return self._job.leads()
         last = self.pipeline.is_pipeline_last_stage(ignore_virtual=True)
-        return self._job.replica == 0 and first_member and last
+        return self._job.leads("pp") and last
 
     def gather(self, value: Nest) -> list[Nest]:
         """Returns what the ranks of the job pass, by rank, on every rank. Collective.

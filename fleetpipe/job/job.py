@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.watching.watch import Watch
-from fleetpipe.mesh.axes import Degrees
+from fleetpipe.mesh.axes import AXES, REPLICA, Coordinate, Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
 from fleetpipe.transport import (
     MemoryHub,
@@ -30,6 +30,13 @@ from fleetpipe.transport import (
     Transport,
     View,
 )
+
+#: Methods of Paddle's topology that return the group, which adds large tensors, along an axis.
+_PADDLE_GROUPS = {
+    "dp": "get_data_parallel_group",
+    "sharding": "get_sharding_parallel_group",
+    "mp": "get_model_parallel_group",
+}
 
 
 class Job:
@@ -53,9 +60,10 @@ class Job:
         number: int = 0,
         store: Store | None = None,
         watch: Watch | None = None,
-        mesh: SocketTransport | None = None,
+        connections: SocketTransport | None = None,
         fused_replicas: Any = None,
         run: str = "",
+        order: Iterable[str] = AXES,
     ) -> None:
         """Describes a job.
 
@@ -66,10 +74,12 @@ class Job:
             number: How many jobs the processes began before, so that no key is used twice.
             store: The job's key-value store; None where one process plays all ranks.
             watch: The connections over which its ranks watch each other; None likewise.
-            mesh: The connections for everything else, to all ranks of the job; None likewise.
+            connections: Those for everything else, to all ranks of the job; None likewise.
             fused_replicas: Paddle's group of all replicas, where both dp and sharding split them.
             run: A name that no other job has, the same on all ranks; by default a new one.
+            order: The axes in the order in which ranks are numbered, the last one first.
         """
+        self._mesh = Mesh.in_order(degrees, order)
         self.degrees = degrees
         self.hcg = hcg
         self.timeout = timeout
@@ -83,7 +93,7 @@ class Job:
         self.endings: list[Callable[[], None]] = []
         self.pipelines: list[weakref.ref[Any]] = []
         self._watch = watch
-        self._mesh = mesh
+        self._connections = connections
         self._agreements = 0
 
     def connect(self) -> dict[int, Transport]:
@@ -93,12 +103,12 @@ class Job:
         is of kind F and B over it.
         """
         if not self._transports:
-            if self._mesh is None:
+            if self._connections is None:
                 ranks = range(self.degrees.pp)
                 hub = MemoryHub(len(ranks))
                 self._transports = {rank: hub.endpoint(rank) for rank in ranks}
             else:
-                view = View(self._mesh, self._pipeline())
+                view = View(self._connections, self._along(["pp"]))
                 self._transports = {view.rank: view}
         return self._transports
 
@@ -106,12 +116,12 @@ class Job:
         """Sets the seconds that any wait for another rank may last from now on."""
         self.timeout = timeout
         self._groups = {}
-        if self._mesh is not None:
-            self._mesh.timeout = timeout
+        if self._connections is not None:
+            self._connections.timeout = timeout
 
     def group(self) -> Group:
         """Returns the ranks of this process's pipeline as a group for collective operations."""
-        return self._group("pipeline", self._pipeline)
+        return self.along("pp")
 
     def holders(self, ranks: Sequence[int]) -> Group:
         """Returns some ranks of this process's pipeline, those that hold a tied weight.
@@ -120,48 +130,55 @@ class Job:
             ranks: Their numbers in the pipeline, in the same order on all of them.
         """
         return self._group(
-            f"holders {list(ranks)}", lambda: [self._pipeline()[rank] for rank in ranks]
+            f"holders {list(ranks)}", lambda: [self._along(["pp"])[rank] for rank in ranks]
         )
 
-    def _pipeline(self) -> list[int]:
-        """Returns the job's ranks of this process's pipeline."""
-        return [self.hcg.get_rank_from_stage(stage) for stage in range(self.degrees.pp)]
+    @functools.cached_property
+    def coordinate(self) -> Coordinate:
+        """This process's place on each axis; the first rank's where it plays all."""
+        if self.local:
+            return Coordinate()
+        return self._mesh.coordinate(self.hcg.get_global_rank())
+
+    def leads(self, *but: str) -> bool:
+        """Whether this process is the one of many that writes: see :meth:`Coordinate.leads`."""
+        return self.coordinate.leads(*but)
 
     @property
     def replica(self) -> int:
         """The number of this process's replica of the model: its dp and sharding coordinates."""
-        if self.degrees.replicas == 1:
-            return 0
-        shard: int = self.hcg.get_sharding_parallel_rank()
-        replica: int = self.hcg.get_data_parallel_rank() * self.degrees.sharding + shard
-        return replica
+        return self._mesh.replica(self.coordinate)
 
     def replicas(self) -> Group:
         """Returns the ranks that hold the same parameters of the same stages, by replica.
 
-        These are all dp x sharding ranks with this rank's place in the pipeline and its slice of
+        These are all dp x sharding ranks with this rank's place in the pipeline and its shard of
         tensor-parallel layers; each sees other data.
         """
-        degrees, stage = self.degrees, self.hcg.get_stage_id()
-        return self._group(
-            "replicas",
-            lambda: [
-                self.hcg.get_rank_from_stage(stage, data=data, sharding=shard)
-                for data in range(degrees.dp)
-                for shard in range(degrees.sharding)
-            ],
-            self._replicas_in_paddle,
-        )
+        return self.along(*REPLICA)
 
     def model_parallel(self) -> Group:
-        """Returns the ranks that hold the slices of this replica's stages, by slice."""
-        group = self.hcg.get_model_parallel_group
-        return self._group("slices", lambda: group().ranks, group)
+        """Returns the ranks that hold the shards of this replica's stages, by shard."""
+        return self.along("mp")
 
     def sharding(self) -> Group:
         """Returns the ranks that share the optimizer's state of their stages, by shard."""
-        group = self.hcg.get_sharding_parallel_group
-        return self._group("shards", lambda: group().ranks, group)
+        return self.along("sharding")
+
+    def along(self, *axes: str) -> Group:
+        """Returns the ranks whose places differ from this process's on these axes only."""
+        return self._group("+".join(axes), lambda: self._along(axes), self._paddle_group(axes))
+
+    def _along(self, axes: Sequence[str]) -> list[int]:
+        return self._mesh.along(self.coordinate, axes)
+
+    def _paddle_group(self, axes: Sequence[str]) -> Callable[[], Any] | None:
+        """Returns what returns Paddle's group along some axes; None where sums go without it."""
+        split = [axis for axis in axes if getattr(self.degrees, axis) > 1]
+        if split == [*REPLICA]:
+            return lambda: self._fused_replicas
+        name = _PADDLE_GROUPS.get(split[0]) if len(split) == 1 else None
+        return None if name is None else getattr(self.hcg, name)
 
     def everyone(self) -> Group:
         """Returns all ranks of the job by rank, for small values only."""
@@ -187,9 +204,9 @@ class Job:
     def _make(
         self, name: str, ranks: Callable[[], list[int]], paddle_group: Callable[[], Any] | None
     ) -> Group:
-        if self._mesh is None or len(members := ranks()) == 1:
+        if self._connections is None or len(members := ranks()) == 1:
             return SoleGroup()
-        view = View(self._mesh, members)
+        view = View(self._connections, members)
         if paddle_group is None:
             return DirectGroup(view, self.timeout, name)
         return GlooGroup(view, self.timeout, paddle_group(), self._limit_for(members), name)
@@ -200,13 +217,6 @@ class Job:
             return nullcontext
         what = f"within a collective operation of ranks {ranks}"
         return functools.partial(self._watch.limit, self.timeout, what, ranks)
-
-    def _replicas_in_paddle(self) -> Any:
-        if self._fused_replicas is not None:
-            return self._fused_replicas
-        if self.degrees.sharding > 1:
-            return self.hcg.get_sharding_parallel_group()
-        return self.hcg.get_data_parallel_group()
 
     def trains(self, parameters: Sequence[Any]) -> bool:
         """Whether a pipeline of this job reduces the gradients of any of these parameters."""
@@ -258,8 +268,8 @@ class Job:
         try:
             if error is None and self._watch is not None and not self._watch.noticed:
                 with self.guarded(lambda: "ending the job"):
-                    if self._mesh is not None:
-                        self._mesh.flush(self.timeout)
+                    if self._connections is not None:
+                        self._connections.flush(self.timeout)
         finally:
             self._close(error)
 
@@ -270,8 +280,8 @@ class Job:
         with ExitStack() as ends:  # the last one first, and all, whichever of them fails
             if watch is not None:
                 ends.callback(watch.close)
-            if self._mesh is not None:
-                ends.callback(self._mesh.close)
+            if self._connections is not None:
+                ends.callback(self._connections.close)
             for connection in self._transports.values():
                 ends.callback(connection.close)
             for ending in self.endings:
@@ -281,12 +291,12 @@ class Job:
     def _describe(self, text: str) -> str:
         """Adds to what this rank is doing which replica it is, and for which rank it waits."""
         if self.degrees.replicas * self.degrees.mp == 1:
-            text = text.removeprefix(f"rank {self.hcg.get_stage_id()}, ")
+            text = text.removeprefix(f"rank {self.coordinate.pp}, ")
         if self.degrees.mp > 1:
-            text = f"slice {self.hcg.get_model_parallel_rank()}, {text}"
+            text = f"slice {self.coordinate.mp}, {text}"
         if self.degrees.replicas > 1:
             text = f"replica {self.replica}, {text}"
-        awaited = None if self._mesh is None else self._mesh.awaited
+        awaited = None if self._connections is None else self._connections.awaited
         return text if awaited is None else f"{text}, waiting for rank {awaited}"
 
 

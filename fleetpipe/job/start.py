@@ -57,7 +57,7 @@ def begin_together(
     run = f"fleetpipe/{number}/run"
     if meeting.own_rank() == 0:
         store.set(run, uuid.uuid4().hex)
-    watch, mesh = _join(store, number, timeout)
+    watch, connections = _join(store, number, timeout)
     try:
         with watch.guarding(lambda: "beginning the job"):
             key = f"fleetpipe/{number}/strategy"
@@ -71,10 +71,14 @@ def begin_together(
             meeting.let_others_go(store, f"fleetpipe/{number}/groups/going")
     except BaseException:
         gloo.share_store_again()
-        mesh.close()
+        connections.close()
         watch.close()
         raise
-    job = Job(degrees, hcg, timeout, number, store, watch, mesh, fused, store.get(run).decode())
+    job = Job(
+        *(degrees, hcg, timeout, number, store, watch, connections, fused),
+        run=store.get(run).decode(),
+        order=strategy.hybrid_parallel_order,
+    )
     job.endings += [
         gloo.share_store_again,
         lambda: paddle_groups.trust(watch.failure is None),
@@ -113,9 +117,9 @@ def _join(store: JobStore, number: int, timeout: float) -> tuple[Watch, SocketTr
     )
     watch = Watch(rank, *watched)
     store.check = watch.check
-    mesh = SocketTransport(rank, ranks, used.sockets, timeout=timeout, seals=used.seals)
-    watch.on_failure(mesh.interrupt)
-    return watch, mesh
+    connections = SocketTransport(rank, ranks, used.sockets, timeout=timeout, seals=used.seals)
+    watch.on_failure(connections.interrupt)
+    return watch, connections
 
 
 def _make_groups(degrees: Degrees, strategy: Any, init: Callable[[Any], object]) -> tuple[Any, Any]:

@@ -4,6 +4,17 @@ Start with ``axes.py``: the names, their degrees, and every rank's place on each
 the collective operations.
 """
 
+from fleetpipe.mesh.axes import AXES, REPLICA, Coordinate, Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
 
-__all__ = ["DirectGroup", "GlooGroup", "Group", "SoleGroup"]
+__all__ = [
+    "AXES",
+    "REPLICA",
+    "Coordinate",
+    "Degrees",
+    "DirectGroup",
+    "GlooGroup",
+    "Group",
+    "Mesh",
+    "SoleGroup",
+]

@@ -1,15 +1,21 @@
-"""The degrees of a job: how many ways each axis is split, checked before any process waits."""
+"""The axes along which the ranks of a job are split, and every rank's place on each.
+
+An axis that a job may have is a field of :class:`Degrees` and of :class:`Coordinate`. Those in
+``_FOREIGN`` are Fleet's, and no pipeline has them yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError
 
-AXES = ("dp", "pp", "sharding", "sep", "mp")
+#: Those of a replica of the model: the ranks along them hold the same parameters.
+REPLICA = ("dp", "sharding")
 #: Those that a pipeline in dynamic graph may be combined with, and itself.
 PIPELINE_AXES = ("pp", "dp", "sharding", "mp")
 
@@ -37,18 +43,18 @@ class Degrees:
         Raises:
             ConfigError: The degrees do not multiply to ``world_size``, or one is below 1.
         """
-        given = {axis: configs.get(f"{axis}_degree", 1) for axis in AXES}
-        others = {axis: n for axis, n in given.items() if axis != "dp"}
-        for axis, degree in others.items():
+        wanted = {axis: configs.get(f"{axis}_degree", 1) for axis in AXES}
+        rest = {axis: n for axis, n in wanted.items() if axis != "dp"}
+        for axis, degree in rest.items():
             require_degree(f"{axis}_degree", degree)
         ranks_per_replica = 1
-        for degree in others.values():
+        for degree in rest.values():
             ranks_per_replica *= degree
-        if world_size == 1 and others["pp"] == ranks_per_replica and given["dp"] in (-1, 0, 1):
-            return cls(dp=1, **others)
-        needed = ranks_per_replica * max(given["dp"], 1)
+        if world_size == 1 and rest["pp"] == ranks_per_replica and wanted["dp"] in (-1, 0, 1):
+            return cls(dp=1, **rest)
+        needed = ranks_per_replica * max(wanted["dp"], 1)
         if world_size % ranks_per_replica:
-            text = _text(others) + (f", dp_degree={given['dp']}" if given["dp"] > 1 else "")
+            text = _text(rest) + (f", dp_degree={wanted['dp']}" if wanted["dp"] > 1 else "")
             raise ConfigError(
                 f"the degrees (={text}) do not divide the world size (={world_size})",
                 expected=f"a multiple of {ranks_per_replica} processes",
@@ -56,15 +62,15 @@ class Degrees:
                 fix=f"launch with --nproc_per_node {needed}, or lower a degree",
             )
         inferred = world_size // ranks_per_replica
-        dp = inferred if given["dp"] < 1 else given["dp"]
+        dp = inferred if wanted["dp"] < 1 else wanted["dp"]
         if dp != inferred:
             raise ConfigError(
                 f"the degrees multiply to {needed}, the job has {world_size} ranks",
                 expected=f"dp_degree={inferred}, or -1 to have it worked out",
-                got=f"dp_degree={dp} with {_text(others)}",
+                got=f"dp_degree={dp} with {_text(rest)}",
                 fix=f"launch with --nproc_per_node {needed}, or change a degree",
             )
-        return cls(dp=dp, **others)
+        return cls(dp=dp, **rest)
 
     @property
     def replicas(self) -> int:
@@ -89,6 +95,78 @@ class Degrees:
                 expected=f"every degree 1 except {names}",
                 fix=fix,
             )
+
+
+#: By name, in Paddle's order: ranks are numbered along the last one first.
+AXES = tuple(field.name for field in fields(Degrees))
+
+
+class Coordinate(NamedTuple):
+    """A rank's place on each axis, from 0; the first rank's by default."""
+
+    dp: int = 0
+    pp: int = 0
+    sharding: int = 0
+    sep: int = 0
+    mp: int = 0
+
+    def leads(self, *but: str) -> bool:
+        """Whether the rank is the first on every axis, or on every one but some.
+
+        Args:
+            but: The axes on which its place does not matter.
+        """
+        return not any(place for axis, place in self._asdict().items() if axis not in but)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All places of a job, and the ranks that have them."""
+
+    degrees: Degrees
+    order: tuple[str, ...] = AXES
+
+    @classmethod
+    def in_order(cls, degrees: Degrees, order: Iterable[str]) -> Mesh:
+        """Returns the mesh of a job whose ranks are numbered in an order of ``hybrid_configs``.
+
+        Args:
+            degrees: How many ways each axis is split.
+            order: The axes, the one along which ranks are numbered first last; others are left out.
+        """
+        return cls(degrees, tuple(axis for axis in order if axis in AXES))
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Returns a rank's place on each axis."""
+        places = {}
+        for axis in reversed(self.order):
+            rank, places[axis] = divmod(rank, getattr(self.degrees, axis))
+        return Coordinate(**places)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """Returns the rank with some place."""
+        rank = 0
+        for axis in self.order:
+            rank = rank * getattr(self.degrees, axis) + getattr(coordinate, axis)
+        return rank
+
+    def along(self, coordinate: Coordinate, axes: Sequence[str]) -> list[int]:
+        """Returns the ranks whose places differ from one on some axes only.
+
+        Args:
+            coordinate: The place of one of them.
+            axes: The axes that they span; their order is that of the places on the last axis, then
+                on the one before.
+        """
+        spans = itertools.product(*(range(getattr(self.degrees, axis)) for axis in axes))
+        return [self.rank(coordinate._replace(**dict(zip(axes, places)))) for places in spans]
+
+    def replica(self, coordinate: Coordinate) -> int:
+        """Returns the number of the replica that the rank with some place is part of."""
+        number = 0
+        for axis in REPLICA:
+            number = number * getattr(self.degrees, axis) + getattr(coordinate, axis)
+        return number
 
 
 def require_degree(name: str, degree: Any, least: int = 1) -> None:
@@ -120,14 +198,14 @@ def runs_without_pipeline(configs: Mapping[str, Any]) -> bool:
     Raises:
         ConfigError: ``pp_degree`` is above 1 as well.
     """
-    foreign = {axis: n for axis in _FOREIGN if (n := configs.get(f"{axis}_degree", 1)) > 1}
-    if foreign and configs.get("pp_degree", 1) > 1:
+    refused = {axis: n for axis in _FOREIGN if (n := configs.get(f"{axis}_degree", 1)) > 1}
+    if refused and configs.get("pp_degree", 1) > 1:
         raise ConfigError(
-            f"a pipeline does not run with {_text(foreign)}",
+            f"a pipeline does not run with {_text(refused)}",
             expected="every degree 1 except pp_degree, dp_degree, sharding_degree and mp_degree",
             fix="use mp_degree, dp_degree or sharding_degree for these ranks",
         )
-    return bool(foreign)
+    return bool(refused)
 
 
 #: Axes that 3.3 has beside those of :data:`AXES`.

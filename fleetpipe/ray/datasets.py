@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import ray.train
 
-from fleetpipe.mesh.axes import AXES, Degrees
+from fleetpipe.mesh.axes import AXES, Degrees, Mesh
 
 
 def replicas(hybrid_configs: Mapping[str, Any], ranks: int) -> list[int]:
@@ -24,10 +23,8 @@ def replicas(hybrid_configs: Mapping[str, Any], ranks: int) -> list[int]:
     degrees = Degrees.resolve(hybrid_configs, ranks)
     if ranks == 1:
         return [0]
-    order = hybrid_configs.get("order") or AXES
-    places = np.unravel_index(range(ranks), [getattr(degrees, axis) for axis in order])
-    along = dict(zip(order, places))
-    return [int(n) for n in along["dp"] * degrees.sharding + along["sharding"]]
+    mesh = Mesh.in_order(degrees, hybrid_configs.get("order") or AXES)
+    return [mesh.replica(mesh.coordinate(rank)) for rank in range(ranks)]
 
 
 class ReplicaDataConfig(ray.train.DataConfig):

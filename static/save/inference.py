@@ -36,7 +36,7 @@ def save_inference_model(
     program = static.default_main_program() if program is None else program
     pipeline = pipeline_of(program)
     state = full_state_dict(program)
-    if pipeline.rank or pipeline.job.replicas().rank:
+    if not pipeline.job.leads():
         return
     scope = static.Scope()
     for name, value in state.items():

@@ -17,7 +17,7 @@ from tests.job.watching.test_watch import sockets_of, soon, vanish
 def bereft() -> tuple[Job, Watch, list[str]]:
     """A job of two ranks of which rank 1 has died; its watch; what its end has called."""
     watch, other = (Watch(rank, ends) for rank, ends in enumerate(sockets_of(2)))
-    topology = SimpleNamespace(get_stage_id=lambda: 0)
+    topology = SimpleNamespace(get_global_rank=lambda: 0)
     job = Job(Degrees(pp=2), topology, 5.0, store=MemoryStore(), watch=watch)
     ended: list[str] = []
     job.endings.append(lambda: ended.append("closed"))

@@ -127,7 +127,7 @@ def agreed(job: Job | None, measure: Callable[[], Profile]) -> Profile:
         return measure()
     pipeline, replicas = job.group(), job.replicas()
     with job.guarded(lambda: "measuring the nodes of the model"):
-        found = measure().dumps() if pipeline.rank == replicas.rank == 0 else None
+        found = measure().dumps() if job.leads("mp") else None
         found = replicas.broadcast(pipeline.broadcast(found, 0), 0)
         # The ranks that hold slices have measured together, each by its own clock.
         return Profile.loads(job.model_parallel().broadcast(found, 0))

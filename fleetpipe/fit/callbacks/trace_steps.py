@@ -47,7 +47,7 @@ class TraceSteps(rank_policy.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins to watch the engine. Collective over the pipeline."""
         job = required_job()
-        if self._trace is None and job.replica == 0 and job.model_parallel().rank == 0:
+        if self._trace is None and job.leads("pp"):
             schedule = self.model.pipeline.schedule
             self._trace = Trace(self._folder, schedule, job.connect(), job.group())
             self.model.pipeline.observe(self._trace)

@@ -1,4 +1,4 @@
-"""Degrees of a job, worked out and refused, and the ranks that a group of it has."""
+"""Degrees of a job, worked out and refused; places of ranks beside Paddle's; a job's groups."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from paddle.distributed.fleet.base.topology import CommunicateTopology
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.mesh.axes import Degrees, refuse_sharding_options, runs_without_pipeline
+from fleetpipe.mesh import axes
+from fleetpipe.mesh.axes import (
+    Coordinate,
+    Degrees,
+    Mesh,
+    refuse_sharding_options,
+    runs_without_pipeline,
+)
 from fleetpipe.mesh.groups import SoleGroup
 
 AXES = {"dp": "data", "pp": "pipe", "sharding": "sharding", "sep": "sep", "mp": "model"}
 
 
 @pytest.mark.parametrize(
-    ("given", "world", "expected"),
+    ("wanted", "world", "expected"),
     [
         ({"dp": -1, "pp": 2, "mp": 2, "sharding": 2}, 16, Degrees(dp=2, pp=2, mp=2, sharding=2)),
         ({"dp": -1, "sharding": 4}, 8, Degrees(dp=2, sharding=4)),
@@ -28,9 +37,9 @@ AXES = {"dp": "data", "pp": "pipe", "sharding": "sharding", "sep": "sep", "mp": 
     ],
 )
 def test_the_data_parallel_degree_is_what_all_others_leave(
-    given: dict[str, int], world: int, expected: Degrees
+    wanted: dict[str, int], world: int, expected: Degrees
 ) -> None:
-    configs = {f"{axis}_degree": degree for axis, degree in given.items()}
+    configs = {f"{axis}_degree": degree for axis, degree in wanted.items()}
     assert Degrees.resolve(configs, world) == expected
     assert expected.replicas == expected.dp * expected.sharding
 
@@ -93,20 +102,8 @@ class Topology:
         self.global_rank, self.nranks = rank, self._topo.world_size()
         self.place = self._topo.get_coord(rank)
 
-    def get_stage_id(self) -> int:
-        return int(self.place.pipe)
-
-    def get_data_parallel_rank(self) -> int:
-        return int(self.place.data)
-
-    def get_sharding_parallel_rank(self) -> int:
-        return int(self.place.sharding)
-
-    def get_model_parallel_rank(self) -> int:
-        return int(self.place.model)
-
-    def get_rank_from_stage(self, stage: int, **axes: int) -> int:
-        return int(self._topo.get_rank_from_stage(self.global_rank, pipe=stage, **axes))
+    def get_global_rank(self) -> int:
+        return self.global_rank
 
     def _along(self, axis: str) -> Any:
         lists = self._topo.get_comm_list(axis)
@@ -120,6 +117,60 @@ class Topology:
 
     def get_data_parallel_group(self) -> Any:
         return self._along("data")
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[Mesh, CommunicateTopology]:
+    """A mesh and Paddle's topology of the same degrees, in some order, or of fewer axes."""
+    order = draw(st.permutations([*AXES]))[draw(st.integers(0, 2)) :]
+    degrees = Degrees(**{axis: draw(st.integers(1, 3)) for axis in order})
+    names, dims = [AXES[axis] for axis in order], [getattr(degrees, axis) for axis in order]
+    return Mesh.in_order(degrees, [*order, "cp"]), CommunicateTopology(names, dims)
+
+
+@given(meshes())
+def test_ranks_have_the_places_that_paddle_gives_them(
+    both: tuple[Mesh, CommunicateTopology],
+) -> None:
+    mesh, topology = both
+    for rank in range(topology.world_size()):
+        here, there = mesh.coordinate(rank), topology.get_coord(rank)
+        assert {AXES[a]: getattr(here, a) for a in mesh.order} == there._asdict()
+        assert mesh.rank(here) == rank
+        assert here.leads() == (rank == 0)
+
+
+@given(meshes())
+def test_ranks_along_axes_are_those_of_paddles_groups(
+    both: tuple[Mesh, CommunicateTopology],
+) -> None:
+    mesh, topology = both
+    for axis in mesh.order:
+        lists = topology.get_comm_list(AXES[axis])
+        for rank in range(topology.world_size()):
+            along = mesh.along(mesh.coordinate(rank), [axis])
+            assert along in lists
+            assert rank in along
+    if {"dp", "sharding"} <= {*mesh.order}:
+        fused = topology.get_fused_ranks(["data", "sharding"])
+        for rank in range(topology.world_size()):
+            along = mesh.along(mesh.coordinate(rank), ["dp", "sharding"])
+            assert along in fused
+            assert along[mesh.replica(mesh.coordinate(rank))] == rank
+
+
+def test_a_coordinate_has_the_axes_of_the_degrees() -> None:
+    assert Coordinate._fields == tuple(AXES) == axes.AXES
+
+
+def test_one_of_many_leads() -> None:
+    assert Coordinate().leads()
+    assert Coordinate(pp=3).leads("pp")
+    assert not Coordinate(pp=3, mp=1).leads("pp")
+    assert not Coordinate(sep=1).leads("pp", "mp")
+    mesh = Mesh(Degrees(dp=2, pp=2, sharding=2, mp=2))
+    leading = [rank for rank in range(16) if mesh.coordinate(rank).leads("pp", "mp")]
+    assert leading == [rank for rank in range(16) if mesh.replica(mesh.coordinate(rank)) == 0]
 
 
 @pytest.mark.parametrize(
@@ -140,11 +191,19 @@ def test_groups_have_the_right_ranks_in_every_order(
     replicas: dict[int, list[Any]] = {}
     for rank in range(16):
         topology = Topology(degrees, order, rank)
-        mesh: Any = SimpleNamespace(rank=rank, ranks=16)
-        job = Job(degrees, topology, 10.0, store=store, mesh=mesh, fused_replicas="fused")
+        connections: Any = SimpleNamespace(rank=rank, ranks=16)
+        job = Job(
+            *(degrees, topology, 10.0),
+            store=store,
+            connections=connections,
+            fused_replicas="fused",
+            order=order,
+        )
         for group in (job.group, job.replicas, job.model_parallel, job.sharding, job.everyone):
             made: Any = group()
             assert group() is made
+            stock = getattr(made, "paddle_group", "fused")
+            assert stock == "fused" or tuple(stock.ranks) == made.transport.members
             assert made.transport.members[made.rank] == rank
             members = named.setdefault(group.__name__, {})
             members.setdefault(made.transport.members, []).append(rank)
