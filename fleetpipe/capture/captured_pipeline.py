@@ -10,7 +10,7 @@ from typing import Any, Callable, NamedTuple
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting.auto import Choice, places
 from fleetpipe.capture.cutting.costs import state_of
-from fleetpipe.capture.picture import draw
+from fleetpipe.capture.graphviz import graph
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.files import files_of_model
 from fleetpipe.capture.running.memory import initialize, release
@@ -207,19 +207,13 @@ class CapturedPipeline(PipelineLayer):
         named, _ = places(*(self.forms.example(training).trace for training in (True, False)))
         return tuple(number + 1 for number in named)
 
-    def draw(self, path: str | Path) -> None:
-        """Draws the nodes in the order in which they run, coloured by stage. Any rank alone can.
+    def graphviz(self) -> str:
+        """Returns the nodes in Graphviz's language, coloured by stage. Any rank alone can call it.
 
-        What crosses between stages stands there in bytes, for one micro-batch like the example.
-
-        Args:
-            path: File to write; its ending, .png or .svg, says the form.
-
-        Raises:
-            ConfigError: Another ending, or matplotlib is not installed.
+        What crosses between stages is red, with its bytes for one micro-batch like the example.
         """
         form = self.forms.example(training=True)
-        draw(form.trace, form.starts, path)
+        return graph(form.trace, form.starts)
 
     def companion(self, pipeline: PipelineParallel) -> Shadow | None:
         """Returns the plain model's training beside the first batches, where it was asked for."""

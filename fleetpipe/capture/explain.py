@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fleetpipe.capture.arguments import classes_of, plain_model
 from fleetpipe.capture.cutting.auto import places
 from fleetpipe.capture.cutting.costs import measured, parameter_bytes
 from fleetpipe.capture.cutting.cuts import Border
-from fleetpipe.capture.picture import draw
+from fleetpipe.capture.graphviz import graph
 from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
@@ -72,33 +71,7 @@ class Explanation:
 
     def graphviz(self) -> str:
         """Returns the nodes and the values between them in Graphviz's language, for ``dot``."""
-        lines = ["digraph capture {", "  rankdir=TB; node [shape=box, fontname=Helvetica];"]
-        lines.append("  inputs [shape=plain]; outputs [shape=plain];")
-        for number, node in enumerate(self.trace.nodes):
-            style = "" if node.is_layer else ", style=dashed"
-            lines.append(f"  n{number} [label={_quoted(node.name)}{style}];")
-            lines += [self._arrow(value, f"n{number}") for value in sorted(node.uses)]
-        lines += [self._arrow(value, "outputs") for value in self.trace.output_values]
-        return "\n".join([*lines, "}"])
-
-    def draw(self, path: str | Path) -> None:
-        """Draws the nodes in the order in which they run, and the values between them.
-
-        A pipeline's :meth:`~fleetpipe.capture.captured_pipeline.CapturedPipeline.draw` colours
-        them by stage.
-
-        Args:
-            path: File to write; its ending, .png or .svg, says the form.
-
-        Raises:
-            ConfigError: Another ending, or matplotlib is not installed.
-        """
-        draw(self.trace, (), path)
-
-    def _arrow(self, value: int, target: str) -> str:
-        maker = self.trace.maker(value)
-        source = "inputs" if maker is None else f"n{maker}"
-        return f"  {source} -> {target} [label={_quoted(str(self.trace.likes[value]))}];"
+        return graph(self.trace)
 
 
 def explain(
@@ -132,7 +105,3 @@ def explain(
         training.unopened,
         measured(capturing, training, named).layers[1:-1] if measure else None,
     )
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace('"', "'") + '"'

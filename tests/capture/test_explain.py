@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import paddle
@@ -13,7 +11,6 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import log
-from fleetpipe.errors import ConfigError
 from tests.capture.models import GPT, Encoded, UNet, tokens
 
 
@@ -54,40 +51,16 @@ def test_the_picture_has_every_node_and_every_use(rows: int) -> None:
     assert f'n2 -> n17 [label="float32[{rows}, 4, 16, 16]"];' in text
 
 
-def test_a_picture_has_every_node_and_the_bytes_that_cross(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_graph_of_a_pipeline_has_its_stages_and_the_bytes_that_cross() -> None:
     pipe = fleetpipe.pipeline(
         UNet(), paddle.randn([2, 3, 16, 16]), split_spec=["middle", "up2"], verify=False
     )
-    pipe.draw(tmp_path / "unet.svg")
-    text = (tmp_path / "unet.svg").read_text()
-    names = [node.name for node in pipe.forms.example(training=True).trace.nodes]
-    assert all(f">{name}</text>" in text for name in ("inputs", *names, "outputs"))
+    text = pipe.graphviz()
+    assert [text.count(colour) for colour in ("#8fc7e8", "#f5c56b", "#86d1b3")] == [8, 5, 9]
     # The outer skip goes to the last stage, which takes 8 KiB of the one before too.
-    assert text.count(">8 KiB</text>") == 2
-    assert text.count(">4 KiB</text>") == text.count(">1 KiB</text>") == 1
-    assert "stage 2: 9 nodes" in text
-
-
-def test_a_picture_of_many_nodes_stands_in_columns(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    found = fleetpipe.explain(GPT(4), tokens(2))
-    found.draw(tmp_path / "gpt.png")
-    data = (tmp_path / "gpt.png").read_bytes()
-    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
-    # 80 boxes in two columns.
-    assert (width, height) == (1612, 1539)
-
-
-def test_without_matplotlib_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found = fleetpipe.explain(UNet(), paddle.randn([2, 3, 16, 16]))
-    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
-        found.draw(tmp_path / "picture.gif")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'fleetpipe\[examples\]'"):
-        found.draw(tmp_path / "picture.png")
+    assert text.count("8,192 bytes") == 2
+    assert text.count("4,096 bytes") == text.count("1,024 bytes") == 1
+    assert text.count("#b00020") == 4
 
 
 def test_a_capture_that_takes_long_says_so_meanwhile(
