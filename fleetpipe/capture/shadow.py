@@ -18,13 +18,7 @@ from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture.proof.comparison import kept
 from fleetpipe.capture.proof.first_difference import first_difference
 from fleetpipe.capture.proof.models import copied
-from fleetpipe.capture.proof.rounding import (
-    SHARE,
-    Rounding,
-    distance,
-    move_by_a_unit,
-    same_bits,
-)
+from fleetpipe.capture.proof.rounding import SHARE, Rounding, move_by_a_unit
 from fleetpipe.capture.proof.verdict import node_of
 from fleetpipe.capture.running.host_memory import bytes_for_each_process, bytes_to_train
 from fleetpipe.capture.running.plain_model import Untouched
@@ -42,6 +36,7 @@ from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
 from fleetpipe.paddle_api.optimizer import learning_rate_of
+from fleetpipe.parity.differences import largest_gap, same_bits
 from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch, of_same_layers
 from fleetpipe.schedules.action import GlobalMicroBatch
 
@@ -173,7 +168,7 @@ class Shadow:
             right = theirs[name]
             # A norm over ranks is a sum in another order than that over one model.
             most = SHARE * float(right.abs().max()) if right.size else 0.0
-            if distance(parameter, right) > most:
+            if largest_gap(parameter, right) > most:
                 found.append(f"the update of {name}")
         self._seconds += time.perf_counter() - begin
         try:
@@ -245,7 +240,7 @@ class Shadow:
             # The losses of micro-batches one by one are another question.
             if list(one.shape) == list(other.shape):
                 most = SHARE * float(other.abs().max()) if self._pipeline.replicas.ranks > 1 else 0
-                if distance(one, other) > most:
+                if largest_gap(one, other) > most:
                     return ["the loss"]
         return []
 
@@ -256,7 +251,7 @@ class Shadow:
         for name, tensor in self._pipe.state.own().items():
             # Running statistics are those of the data of one replica.
             shared = not tensor.stop_gradient or self._pipeline.replicas.ranks == 1
-            if shared and distance(tensor, theirs[name]):
+            if shared and largest_gap(tensor, theirs[name]):
                 found.append(f"what the forward wrote into {name}")
         modes = {p: layer.training for p, layer in reference.model.named_sublayers()}
         found += [
@@ -329,7 +324,7 @@ def _apart(gradient: Tensor | None, right: Tensor | None) -> float:
     only = right if gradient is None else gradient
     if only is not None and (gradient is None or right is None):
         return float(only.abs().max())
-    return distance(gradient, right)
+    return largest_gap(gradient, right)
 
 
 def _holds_on(model: Layer) -> str | None:

@@ -75,16 +75,16 @@ def compare(
     """
     if pipeline is None and reference is None:
         return None
-    ours, theirs = _array(pipeline), _array(reference)
-    if ours is None or theirs is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-        return Difference(quantity, name, step, float("inf"), float("inf"), None)
+    if pipeline is None or reference is None or not _alike(pipeline, reference):
+        return Difference(quantity, name, step, math.inf, math.inf, None)
+    ours, theirs = numbers_of(pipeline), numbers_of(reference)
     if ours.tobytes() == theirs.tobytes():
         return None
-    gaps = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
+    gaps = _gaps(ours, theirs)
     worst = np.unravel_index(int(np.argmax(gaps)), gaps.shape)
     absolute = float(gaps[worst])
     scale = float(np.max(np.abs(theirs)))
-    relative = absolute / scale if scale else float("inf")
+    relative = absolute / scale if scale else math.inf
     ulps = _units_between(ours[worst], theirs[worst]) >> _unused_bits(reference)
     return Difference(quantity, name, step, absolute, relative, ulps)
 
@@ -147,11 +147,36 @@ def compare_numbers(
     return [Difference(quantity, name, step, gap, relative, _units_between(*numbers))]
 
 
-def _array(tensor: Tensor | None) -> Any:
-    if tensor is None:
-        return None
-    # NumPy has no bfloat16: its bits are the upper half of a float32's.
+def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors have the same shape, dtype and bits, or are both None."""
+    if one is None or other is None:
+        return one is other
+    return _alike(one, other) and bool(numbers_of(one).tobytes() == numbers_of(other).tobytes())
+
+
+def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
+    """Returns the largest difference; infinite where shapes, dtypes or what is finite differ."""
+    difference = compare("", "", 0, one, other)
+    return 0.0 if difference is None else difference.absolute
+
+
+def numbers_of(tensor: Tensor) -> Any:
+    """Returns the numbers of a tensor; of bfloat16, which NumPy lacks, as float32."""
+    # The bits of bfloat16 are the upper half of a float32's.
     return (tensor.astype("float32") if _unused_bits(tensor) else tensor).numpy()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return list(one.shape) == list(other.shape) and one.dtype == other.dtype
+
+
+def _gaps(ours: Any, theirs: Any) -> Any:
+    """Returns how far each number is off; infinitely where one alone is NaN or infinite."""
+    wide = np.complex128 if np.iscomplexobj(ours) else np.float64
+    with np.errstate(invalid="ignore"):
+        gaps = np.abs(ours.astype(wide) - theirs.astype(wide))
+    equal = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+    return np.where(equal, 0.0, np.where(np.isnan(gaps), np.inf, gaps))
 
 
 def _unused_bits(tensor: Tensor) -> int:
@@ -159,6 +184,8 @@ def _unused_bits(tensor: Tensor) -> int:
 
 
 def _units_between(one: Any, other: Any) -> int:
+    if one.dtype.kind == "c":
+        return max(_units_between(one.real, other.real), _units_between(one.imag, other.imag))
     return abs(_ordered(one) - _ordered(other))
 
 

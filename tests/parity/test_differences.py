@@ -8,7 +8,13 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.parity.differences import compare, compare_numbers, compare_values
+from fleetpipe.parity.differences import (
+    compare,
+    compare_numbers,
+    compare_values,
+    largest_gap,
+    same_bits,
+)
 
 
 def test_equal_bits_are_no_difference() -> None:
@@ -51,6 +57,30 @@ def test_a_missing_or_misshapen_tensor_is_a_difference_without_a_size() -> None:
         assert found is not None
         assert (math.isinf(found.absolute), found.ulps) == (True, None)
         assert "shape or dtype differ" in str(found)
+
+
+def test_the_same_numbers_of_another_dtype_are_a_difference() -> None:
+    # NumPy has no bfloat16, and shows it as float32.
+    stored, wide = paddle.ones([2], "bfloat16"), paddle.ones([2], "float32")
+    found = compare("gradient", "w", 0, stored, wide)
+    assert found is not None
+    assert found.ulps is None
+    assert not same_bits(stored, wide)
+
+
+def test_complex_numbers_are_apart_in_both_parts() -> None:
+    one, other = (paddle.to_tensor([complex(1, y)], dtype="complex64") for y in (2, 2.5))
+    found = compare("output", "", 0, one, other)
+    assert found is not None
+    assert found.absolute == 0.5
+    assert found.ulps == 2**21
+
+
+def test_nan_on_one_side_is_infinitely_far_and_on_both_no_gap() -> None:
+    nan, two = paddle.to_tensor([math.nan, 1.0]), paddle.to_tensor([2.0, 1.0])
+    assert largest_gap(nan, two) == math.inf
+    assert largest_gap(nan, paddle.to_tensor([math.nan, 1.5])) == 0.5
+    assert largest_gap(None, None) == largest_gap(two, two) == 0
 
 
 def test_integers_are_compared_too() -> None:

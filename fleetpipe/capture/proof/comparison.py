@@ -15,14 +15,7 @@ import numpy as np
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.proof.hook_calls import uncounted
 from fleetpipe.capture.proof.models import PlainLoop
-from fleetpipe.capture.proof.rounding import (
-    Rounding,
-    distance,
-    move_by_a_unit,
-    numbers_of,
-    same_bits,
-    ulp,
-)
+from fleetpipe.capture.proof.rounding import Rounding, move_by_a_unit, ulp
 from fleetpipe.capture.proof.training import (
     RATE,
     Course,
@@ -35,6 +28,7 @@ from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.paddle_api import paddle
+from fleetpipe.parity.differences import largest_gap, numbers_of, same_bits
 
 #: The parameters and buffers of a model by name.
 State = Mapping[str, Tensor]
@@ -166,7 +160,7 @@ class Comparison:
         moment = moment.cloned()
         right = self._expected.tensors(number, self._initial)
         names = {**right, **moment.tensors}
-        gaps = {name: distance(moment.tensors.get(name), right.get(name)) for name in names}
+        gaps = {name: largest_gap(moment.tensors.get(name), right.get(name)) for name in names}
         off = {name: gap for name, gap in gaps.items() if gap}
         if moment.quantity == "state":
             give(self._model, right)

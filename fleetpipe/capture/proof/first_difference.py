@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.proof.rounding import distance
 from fleetpipe.capture.running.plain_model import Keyed
 from fleetpipe.capture.running.replay import name_of
 from fleetpipe.capture.running.variants import Form
@@ -20,6 +19,7 @@ from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.operations import intercepted
 from fleetpipe.paddle_api.tensor import has_memory
+from fleetpipe.parity.differences import largest_gap
 
 
 class _Recorded(Keyed):
@@ -81,7 +81,7 @@ def _first(
         values = function(values)
         found = [values.get(name_of(value)) for value in node.outputs]
         if any(
-            one is not None and has_memory(one) and distance(one, other)
+            one is not None and has_memory(one) and largest_gap(one, other)
             for one, other in zip(found, expected)
         ):
             return node

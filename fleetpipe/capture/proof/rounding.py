@@ -7,49 +7,18 @@ under a softmax is 0 but for rounding, and all of it may change with the order o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.paddle_api import paddle
+from fleetpipe.parity.differences import largest_gap, numbers_of
 
 #: Of the largest gradient of the parameters of one layer.
 SHARE = 1e-5
 
 #: Of what a gradient moves by when every parameter moves by a unit in its last place.
 _UNITS = 16.0
-
-
-def numbers_of(tensor: Tensor) -> Any:
-    """Returns the numbers of a tensor; of bfloat16, which NumPy lacks, as float32."""
-    return (tensor.astype("float32") if tensor.dtype == paddle.bfloat16 else tensor).numpy()
-
-
-def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors have the same shape, dtype and bits, or are both None."""
-    if one is None or other is None:
-        return one is other
-    if list(one.shape) != list(other.shape) or one.dtype != other.dtype:
-        return False
-    return bool(numbers_of(one).tobytes() == numbers_of(other).tobytes())
-
-
-def distance(one: Tensor | None, other: Tensor | None) -> float:
-    """Returns the largest difference; infinite where shapes, dtypes or what is finite differ."""
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    if list(one.shape) != list(other.shape) or one.dtype != other.dtype:
-        return float("inf")
-    ours, theirs = numbers_of(one), numbers_of(other)
-    if ours.tobytes() == theirs.tobytes():
-        return 0.0
-    wide = np.complex128 if np.iscomplexobj(ours) else np.float64
-    with np.errstate(invalid="ignore"):
-        gaps = np.abs(ours.astype(wide) - theirs.astype(wide))
-    alike = (ours == theirs) | ((ours != ours) & (theirs != theirs))
-    largest = float(np.where(alike, 0.0, gaps).max())
-    return largest if largest == largest else float("inf")
 
 
 class Rounding:
@@ -77,7 +46,7 @@ class Rounding:
             return False
         if self._others is None:
             self._others = self._moved()
-        return off <= _UNITS * distance(self._others.get(name), self._gradients.get(name))
+        return off <= _UNITS * largest_gap(self._others.get(name), self._gradients.get(name))
 
     def scale(self, name: str) -> float:
         """Returns the largest gradient of the parameters of the layer that has ``name``."""
