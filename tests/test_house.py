@@ -81,7 +81,7 @@ CLOSED = {
     ),
     "report": (
         *("fleetpipe.arguments", "fleetpipe.atomic_file", "fleetpipe.errors", "fleetpipe.report"),
-        *("fleetpipe.schedules", "fleetpipe.version"),
+        *("fleetpipe.schedules", "fleetpipe.version", "jinja2"),
     ),
     "starter": ("fleetpipe.arguments", "fleetpipe.errors"),
     "why": (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fleetpipe.arguments import new_file, using
 from fleetpipe.errors import ConfigError
-from fleetpipe.report.files import ABOUT, LIVES, METRICS, TRACE
+from fleetpipe.report.files import ABOUT, ATTEMPTS, METRICS, TRACE
 from fleetpipe.report.page import page
 from fleetpipe.report.run import read
 
@@ -41,22 +41,22 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: The folder holds no run, or a file cannot be read or written, or the page
             would replace a file of the run.
     """
-    _refuse_the_runs_own(options.folder, options.output)
+    _refuse_file_of_run(options.folder, options.output)
     with using("FOLDER", options.folder, "the folder of a run"):
-        found = read(options.folder)
-    text = page(found)
+        recorded = read(options.folder)
+    text = page(recorded)
     with using("--output", options.output, "a file that can be written"):
         # Half a character of a pair, which JSON may hold, is no text.
         options.output.write_text(text, encoding="utf-8", errors="replace")
-    for note in found.notes:
+    for note in recorded.notes:
         sys.stderr.write(f"fleetpipe: {note}\n")
     sys.stdout.write(f"{options.output}: {len(text):,} characters\n")
     return 0
 
 
-def _refuse_the_runs_own(folder: Path, output: Path) -> None:
-    own = {path.resolve() for name in (METRICS, ABOUT, LIVES, TRACE) for path in folder.rglob(name)}
-    if output.resolve() in own:
+def _refuse_file_of_run(folder: Path, output: Path) -> None:
+    names = (METRICS, ABOUT, ATTEMPTS, TRACE)
+    if output.resolve() in {path.resolve() for name in names for path in folder.rglob(name)}:
         raise ConfigError(
             f"--output: {output} is a file of the run, which the page would replace",
             fix="give another name, such as report.html",

@@ -1,10 +1,10 @@
-"""Draws what ran on each rank, and when: boxes in an SVG, numbers and names beside it as text."""
+"""Where the boxes of the ranks' timelines are; ``templates/timelines.html`` draws them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from fleetpipe.report.markup import Element, element
 from fleetpipe.report.numbers import labels, percent, ticks
 from fleetpipe.report.timelines import Pipeline
 from fleetpipe.schedules.forms.events import Event, figures_of
@@ -26,32 +26,89 @@ _KINDS = {
 }
 
 
-def drawing(pipeline: Pipeline) -> Element:
-    """Draws the timelines of a pipeline below each other, to one scale."""
-    events = {"predicted": pipeline.predicted, "measured": pipeline.measured}
-    shown = {name: Panel(name, found, pipeline.placement) for name, found in events.items()}
-    panels = {name: panel for name, panel in shown.items() if panel.bars}
-    bars = [bar for panel in panels.values() for bar in panel.bars]
+@dataclass(frozen=True)
+class Shape:
+    """A box, or all boxes of one colour: class, outline, opacity, and what the pointer shows."""
+
+    kind: str
+    outline: str
+    opacity: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A micro-batch written on a box, at shares of the picture's width and height in percent."""
+
+    kind: str
+    text: str
+    left: str
+    top: str
+
+
+@dataclass(frozen=True)
+class Track:
+    """What was predicted or what was measured: a row of boxes for each rank."""
+
+    title: str
+    ranks: int
+    shapes: list[Shape]
+    numbers: list[Number]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Timelines below each other, to one scale.
+
+    Attributes:
+        tracks: The predicted and the measured one, as far as there are any.
+        pixels: Least width.
+        kinds: The kinds of actions drawn, with what the legend says of each.
+        shaded: Whether some boxes are paler, as of a later stage.
+        numbered: Whether some boxes have numbers.
+        marks: Labels of the axis of time, each with its share of the width in percent.
+        unit: Of the times; empty where they are costs of 1.
+    """
+
+    tracks: list[Track]
+    pixels: float
+    kinds: dict[str, str]
+    shaded: bool
+    numbered: bool
+    marks: list[tuple[str, str]]
+    unit: str
+
+
+def drawing(pipeline: Pipeline) -> Drawing:
+    """Lays out the timelines of a pipeline."""
+    titles = {name: _title(name, pipeline, events) for name, events in pipeline.tracks.items()}
+    panels = [Panel(titles[n], events, pipeline.placement) for n, events in pipeline.tracks.items()]
+    bars = [bar for panel in panels for bar in panel.bars]
     end = max((bar.right for bar in bars), default=1.0) or 1.0
-    pixels = _pixels(pipeline)
-    return element(
-        "figure",
-        _legend(bars, any(_fits(bar, end, pixels) for bar in bars)),
-        element(
-            "div",
-            *(
-                part
-                for name, panel in panels.items()
-                for part in _panel(_title(name, pipeline, events[name]), panel, end, pixels)
-            ),
-            _axis(pipeline.unit, end),
-            class_="scroll",
-            style=f"--least:{pixels:.0f}px",
-            tabindex="0",
-            role="region",
-            aria_label="timelines of the ranks",
-        ),
-        class_="timelines",
+    # A width for the boxes of a rank, within reason.
+    boxes = len(pipeline.predicted) / pipeline.placement.ranks
+    pixels = min(max(_PIXELS[0], _PIXELS_OF_A_BOX * boxes), _PIXELS[1])
+    tracks = [
+        Track(
+            panel.title,
+            panel.placement.ranks,
+            _merged(panel, end) if len(panel.bars) > _MOST_BOXES else _shapes(panel, end),
+            [_number(bar, end, panel) for bar in panel.bars if _fits(bar, end, pixels)][
+                :_MOST_BOXES
+            ],
+        )
+        for panel in panels
+        if panel.bars
+    ]
+    marks, unit = _axis(pipeline.unit, end)
+    return Drawing(
+        tracks,
+        pixels,
+        {kind: text for kind, text in _KINDS.items() if any(bar.kind == kind for bar in bars)},
+        any(bar.shade for bar in bars),
+        any(track.numbers for track in tracks),
+        marks,
+        unit,
     )
 
 
@@ -64,63 +121,44 @@ def _title(name: str, pipeline: Pipeline, events: Sequence[Event]) -> str:
     return f"Predicted {costs}: {bubble}"
 
 
-def _panel(title: str, panel: Panel, end: float, pixels: float) -> Iterator[Element]:
-    ranks = panel.placement.ranks
-    drawn = element(
-        "svg",
-        *_boxes(panel, end),
-        viewBox=f"0 -0.5 {_WIDTH} {ranks}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=title,
-    )
-    numbers = [bar for bar in panel.bars if bar.number and _fits(bar, end, pixels)]
+def _shapes(panel: Panel, end: float) -> list[Shape]:
+    """Returns a shape for each box; its text is the action and how long it took."""
     texts = (
-        element(
-            "span",
-            bar.number,
-            class_=f"number {bar.kind}",
-            style=f"left:{_share((bar.left + bar.right) / 2, end)}%;"
-            f"top:{100 * ((bar.top + bar.bottom) / 2 + 0.5) / ranks:.4g}%",
-            aria_hidden="true",
-        )
-        for bar in numbers[:_MOST_BOXES]
+        f"{action} on rank {event.rank}: {_duration(event.end - event.start)}"
+        for event in panel.events
+        for action in event.actions
     )
-    yield element("h3", title)
-    yield element("div", *(element("span", f"rank {r}") for r in range(ranks)), class_="names")
-    yield element("div", drawn, *texts, class_="canvas", style=f"--ranks:{ranks}")
+    return [
+        Shape(bar.kind, _outline(bar, end), _opacity(bar), text)
+        for bar, text in zip(panel.bars, texts)
+    ]
 
 
-def _boxes(panel: Panel, end: float) -> Iterator[Element]:
-    bars = panel.bars
-    if len(bars) > _MOST_BOXES:
-        shapes: dict[tuple[str, float], list[str]] = {}
-        for bar in bars:
-            x, y, width, height = _place(bar, end)
-            path = f"M{x:g} {y:g}h{width:g}v{height:g}h{-width:g}z"
-            shapes.setdefault((bar.kind, bar.shade), []).append(path)
-        for (kind, shade), paths in shapes.items():
-            yield element("path", class_=kind, d="".join(paths), fill_opacity=_opacity(shade))
-        return
-    for bar, text in zip(bars, _texts(panel)):
-        x, y, width, height = _place(bar, end)
-        yield element(
-            "rect",
-            element("title", text),
-            class_=bar.kind,
-            x=f"{x:g}",
-            y=f"{y:g}",
-            width=f"{width:g}",
-            height=f"{height:g}",
-            fill_opacity=_opacity(bar.shade),
-        )
+def _merged(panel: Panel, end: float) -> list[Shape]:
+    outlines: dict[tuple[str, str], list[str]] = {}
+    for bar in panel.bars:
+        outlines.setdefault((bar.kind, _opacity(bar)), []).append(_outline(bar, end))
+    return [Shape(kind, "".join(each), opacity) for (kind, opacity), each in outlines.items()]
 
 
-def _texts(panel: Panel) -> Iterator[str]:
-    """Yields what the pointer finds on each box: the action, and how long it took."""
-    for event in panel.events:
-        for action in event.actions:
-            yield f"{action} on rank {event.rank}: {_duration(event.end - event.start)}"
+def _outline(bar: Bar, end: float) -> str:
+    left, right = (round(_WIDTH * x / end, 3) for x in (bar.left, bar.right))
+    width, height = max(round(right - left, 3), 0), round(bar.bottom - bar.top, 3)
+    return f"M{left:g} {round(bar.top, 3):g}h{width:g}v{height:g}h{-width:g}z"
+
+
+def _opacity(bar: Bar) -> str:
+    return f"{1 - 0.8 * bar.shade:g}"
+
+
+def _number(bar: Bar, end: float, panel: Panel) -> Number:
+    top = 100 * ((bar.top + bar.bottom) / 2 + 0.5) / panel.placement.ranks
+    return Number(bar.kind, bar.number, _share((bar.left + bar.right) / 2, end), f"{top:.4g}")
+
+
+def _fits(bar: Bar, end: float, pixels: float) -> bool:
+    needed = _PIXELS_OF_A_DIGIT * len(bar.number) + 3
+    return bool(bar.number) and (bar.right - bar.left) / end * pixels >= needed
 
 
 def _duration(value: float) -> str:
@@ -128,55 +166,14 @@ def _duration(value: float) -> str:
     return f"{value * factor:.3g} {unit}"
 
 
-def _place(bar: Bar, end: float) -> tuple[float, float, float, float]:
-    left, right = (round(_WIDTH * x / end, 3) for x in (bar.left, bar.right))
-    return left, round(bar.top, 3), max(round(right - left, 3), 0), round(bar.bottom - bar.top, 3)
-
-
-def _opacity(shade: float) -> str | None:
-    return f"{1 - 0.8 * shade:g}" if shade else None
-
-
-def _pixels(pipeline: Pipeline) -> float:
-    """Returns a width that has room for the boxes of a rank, within reason."""
-    boxes = len(pipeline.predicted) / pipeline.placement.ranks
-    return min(max(_PIXELS[0], _PIXELS_OF_A_BOX * boxes), _PIXELS[1])
-
-
-def _fits(bar: Bar, end: float, pixels: float) -> bool:
-    return (bar.right - bar.left) / end * pixels >= _PIXELS_OF_A_DIGIT * len(bar.number) + 3
-
-
 def _share(value: float, end: float) -> str:
     return f"{100 * value / end:.5g}"
 
 
-def _axis(unit: str, end: float) -> Element:
+def _axis(unit: str, end: float) -> tuple[list[tuple[str, str]], str]:
+    """Returns the labels of the axis, and the unit that they are in."""
     factor = 1.0
     if unit:
         unit, factor = next(one for one in _UNITS if end * one[1] >= 2 or one is _UNITS[-1])
     marks = ticks(0, end * factor, 8)
-    texts = (
-        element("span", text, style=f"left:{_share(mark / factor, end)}%")
-        for text, mark in zip(labels(marks), marks)
-    )
-    return element(
-        "div",
-        element("div", *texts, class_="x", aria_hidden="true"),
-        element("div", f"time ({unit})" if unit else "time", class_="axis"),
-        class_="times",
-    )
-
-
-def _legend(bars: Sequence[Bar], numbered: bool) -> Element:
-    present = {bar.kind for bar in bars}
-    entries = [
-        element("li", element("i", class_=f"key {kind}"), text)
-        for kind, text in _KINDS.items()
-        if kind in present
-    ]
-    if any(bar.shade for bar in bars):
-        entries.append(element("li", "paler: a later stage of the rank"))
-    if numbered:
-        entries.append(element("li", "numbers: micro-batches"))
-    return element("ul", *entries, class_="legend")
+    return [(text, _share(m / factor, end)) for text, m in zip(labels(marks), marks)], unit

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from fleetpipe import atomic_file
 
-#: A row of figures for each batch and evaluation that is told of.
+#: A row of figures for each batch and evaluation.
 METRICS = "metrics.jsonl"
 #: What runs: layout, stages, schedule, configuration, versions.
 ABOUT = "run.json"
-#: How often the run began, and how each time ended.
-LIVES = "lives.jsonl"
+#: When each attempt of the run began, and how it ended.
+ATTEMPTS = "lives.jsonl"
 #: What ran in a few steps, in the folder itself or in one below it.
 TRACE = "trace.json"
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.report import files
-from fleetpipe.report.lives import Life, lives_of
+from fleetpipe.report.attempts import AttemptRecord, attempts_of
 from fleetpipe.report.timelines import Pipeline, pipeline_of
 
 _MOST = 1e200
@@ -20,12 +20,12 @@ _KEYS = ("step", "epoch", "phase", "time")
 
 
 class Row(NamedTuple):
-    """What is told of one batch or one evaluation.
+    """The figures of one batch or one evaluation.
 
     Attributes:
         step: Batches trained by then, in all epochs.
         epoch: From 0.
-        time: Seconds since 1970; 0 where it is not told.
+        time: Seconds since 1970; 0 if the line has none.
         figures: By name; NaN and infinities included.
         lists: Figures of each rank.
     """
@@ -46,7 +46,7 @@ class Run:
         about: ``run.json``; empty where there is none.
         train: Rows of batches, by step; of a step that was run twice the later one.
         evaluations: Likewise, of evaluations.
-        lives: When it began, and how that ended.
+        attempts: When it began, and how that ended.
         pipeline: What was to run and what ran; None where nothing is known of it.
         notes: What is missing or damaged, why, and what to do.
     """
@@ -55,7 +55,7 @@ class Run:
     about: Mapping[str, Any]
     train: list[Row]
     evaluations: list[Row]
-    lives: list[Life]
+    attempts: list[AttemptRecord]
     pipeline: Pipeline | None
     notes: list[str] = field(default_factory=list)
 
@@ -67,8 +67,8 @@ class Run:
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Returns a part of ``run.json``; nothing where there is none of that name."""
-        found = self.about.get(name)
-        return found if isinstance(found, dict) else {}
+        value = self.about.get(name)
+        return value if isinstance(value, dict) else {}
 
 
 def read(folder: Path) -> Run:
@@ -81,8 +81,8 @@ def read(folder: Path) -> Run:
         ConfigError: There is no such folder, or it has none of the files of a run.
     """
     traces = [path for path in (folder, *_below(folder)) if (path / files.TRACE).is_file()]
-    known = [name for name in (files.METRICS, files.ABOUT, files.LIVES) if (folder / name).exists()]
-    if not known and not traces:
+    names = (files.METRICS, files.ABOUT, files.ATTEMPTS)
+    if not traces and not any((folder / name).exists() for name in names):
         raise ConfigError(
             "there is no run in this folder" if folder.is_dir() else "there is no such folder",
             expected=f"{files.METRICS}, {files.ABOUT} or {files.TRACE}",
@@ -92,7 +92,7 @@ def read(folder: Path) -> Run:
     notes: list[str] = []
     about = _about(folder / files.ABOUT, notes)
     train, evaluations = _rows(folder / files.METRICS, notes)
-    lives = lives_of(_lines(folder / files.LIVES, notes))
+    attempts = attempts_of(_lines(folder / files.ATTEMPTS, notes))
     pipeline = None
     try:
         trace = traces[0] / files.TRACE if traces else None
@@ -114,7 +114,7 @@ def read(folder: Path) -> Run:
             "before MetricsLogger; it measures every 10 batches."
         )
     name = folder.resolve().name
-    return Run(name, about, train, evaluations, lives, pipeline, notes)
+    return Run(name, about, train, evaluations, attempts, pipeline, notes)
 
 
 def _below(folder: Path) -> list[Path]:
@@ -140,23 +140,23 @@ def _about(path: Path, notes: list[str]) -> Mapping[str, Any]:
 
 def _rows(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
     """Returns the rows of batches and those of evaluations."""
-    found: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
+    by_phase: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
     strange = 0
     for line in _lines(path, notes):
         row, phase = _row(line), str(line.get("phase"))
-        if row is None or phase not in found:
+        if row is None or phase not in by_phase:
             strange += 1
         else:
-            found[phase][row.step] = row
+            by_phase[phase][row.step] = row
     if strange:
         notes.append(f"{strange} lines of {path.name} are no rows of a run, and were left out.")
     if not path.exists():
         notes.append(f"{path.name} is missing, so all curves are: MetricsLogger writes it.")
-    elif not found["train"]:
+    elif not by_phase["train"]:
         notes.append(f"{path.name} has no row of a batch: none has been trained so far.")
-    if found["train"] and not found["eval"]:
+    if by_phase["train"] and not by_phase["eval"]:
         notes.append("There was no evaluation: give fit some eval_data to have its curves.")
-    train, evaluations = ([rows[step] for step in sorted(rows)] for rows in found.values())
+    train, evaluations = ([rows[step] for step in sorted(rows)] for rows in by_phase.values())
     return train, evaluations
 
 

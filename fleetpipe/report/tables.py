@@ -1,145 +1,114 @@
-"""The tables of the page: evaluations, ranks, lives, and what was configured."""
+"""The cells of the page's tables: evaluations, ranks, attempts, and what was configured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from fleetpipe.report.lives import Life
-from fleetpipe.report.markup import Child, Element, element
-from fleetpipe.report.numbers import aligned, moment, seconds, short, size
+from fleetpipe.report.attempts import AttemptRecord
+from fleetpipe.report.numbers import aligned, moment, seconds, short
 from fleetpipe.report.run import Row, Run
 
-#: A column: its heading, and whether it holds numbers.
-Column = tuple[str, bool]
 #: Letters of the names of a stage's layers.
 _MOST_LETTERS = 60
 #: Of settings in settings; what is deeper is written as it is.
 _MOST_LEVELS = 8
 
 
-def table(columns: Sequence[Column], rows: Iterable[Sequence[Child]]) -> Element:
-    """Returns a table whose numbers stand below each other; columns without a cell are left out."""
-    filled = [list(row) for row in rows]
-    kept = [i for i in range(len(columns)) if any(row[i] not in ("", None) for row in filled)]
+class Column(NamedTuple):
+    """A column.
 
-    def cells(tag: str, values: Sequence[Child]) -> Iterator[Element]:
-        for i in kept:
-            yield element(tag, values[i], class_="number" if columns[i][1] else None)
+    Attributes:
+        name: Its heading.
+        cells: Their text, or a value that the template has its own markup for; empty: none.
+        number: Whether they are numbers, which are aligned on the right.
+    """
 
-    head = element("tr", *cells("th", [name for name, _ in columns]))
-    body = (element("tr", *cells("td", row)) for row in filled)
-    made = element("table", element("thead", head), element("tbody", *body))
-    return element("div", made, class_="wide", tabindex="0")
+    name: str
+    cells: Sequence[Any]
+    number: bool = True
 
 
-def evaluations(rows: Sequence[Row]) -> Element:
+def table(columns: Sequence[Column]) -> list[Column]:
+    """Returns the columns that have a cell."""
+    return [column for column in columns if any(column.cells)]
+
+
+def evaluations(rows: Sequence[Row]) -> list[Column]:
     """Returns the figures of each evaluation, the newest last."""
     names = list(dict.fromkeys(name for row in rows for name in row.figures))
-    columns = [("epoch", True), ("step", True), *((name, True) for name in names)]
     texts = {
         name: iter(aligned([row.figures[name] for row in rows if name in row.figures]))
         for name in names
     }
-    return table(
-        columns,
-        (
-            [
-                str(row.epoch + 1),
-                f"{row.step:,}",
-                *(next(texts[name]) if name in row.figures else "" for name in names),
-            ]
-            for row in rows
-        ),
-    )
+    columns = [
+        Column("epoch", [str(row.epoch + 1) for row in rows]),
+        Column("step", [f"{row.step:,}" for row in rows]),
+    ]
+    for name in names:
+        cells = [next(texts[name]) if name in row.figures else "" for row in rows]
+        columns.append(Column(name, cells))
+    return table(columns)
 
 
-def ranks(run: Run) -> Element | None:
-    """Returns what each rank of the pipeline has, holds and uses; None where nothing is known."""
+def ranks(run: Run) -> list[Column]:
+    """Returns what each rank of the pipeline has and holds; nothing if none of it is known."""
     stages = _stages(run.about.get("stages"))
-    last = run.train[-1].lists if run.train else {}
-    held = last.get("held_by_rank", [])
+    held = run.train[-1].lists.get("held_by_rank", []) if run.train else []
     peaks = run.pipeline.peaks if run.pipeline else ()
     count = max(len(held), len(peaks), *(_whole(stage.get("rank")) + 1 for stage in stages), 0)
-    if not count:
-        return None
-    total = sum(_whole(stage.get("parameters")) for stage in stages)
-
-    def row(rank: int) -> list[Child]:
-        own = [stage for stage in stages if stage.get("rank") == rank]
-        parameters = sum(_whole(stage.get("parameters")) for stage in own)
-        return [
-            str(rank),
-            ", ".join(str(stage.get("stage")) for stage in own),
-            "; ".join(_names(stage.get("layers")) for stage in own),
-            f"{parameters:,}" if own else "",
-            f"{parameters / total:.1%}" if total else "",
-            short(peaks[rank]) if rank < len(peaks) else "",
-            short(held[rank]) if rank < len(held) else "",
-        ]
-
-    columns = [
-        *(("rank", True), ("stages", False), ("layers", False), ("parameters", True)),
-        *(("share", True), ("forwards held, planned", True), ("measured", True)),
-    ]
-    return table(columns, map(row, range(count)))
-
-
-def memory(run: Run) -> Element | None:
-    """Returns the peak memory of each process, with bars; None where it was not measured."""
-    found = run.train[-1].lists.get("peak_memory_by_process") if run.train else None
-    if not found:
-        return None
-    most = max(found) or 1.0
+    by_rank = [[stage for stage in stages if stage.get("rank") == rank] for rank in range(count)]
+    sums = [sum(_whole(stage.get("parameters")) for stage in each) for each in by_rank]
+    total = sum(sums)
     return table(
-        [("process", True), ("peak memory", True), ("", False)],
-        (
-            [
-                str(process),
-                size(value),
-                element("i", class_="bar", style=f"width:{max(0, value) / most:.1%}"),
-            ]
-            for process, value in enumerate(found)
-        ),
+        [
+            Column("rank", [str(rank) for rank in range(count)]),
+            Column(
+                "stages", [", ".join(str(s.get("stage")) for s in each) for each in by_rank], False
+            ),
+            Column(
+                "layers",
+                ["; ".join(_names(s.get("layers")) for s in each) for each in by_rank],
+                False,
+            ),
+            Column("parameters", [f"{n:,}" if each else "" for n, each in zip(sums, by_rank)]),
+            Column("share", [f"{n / total:.1%}" for n in sums] if total else []),
+            Column("forwards held, planned", _filled(peaks, count)),
+            Column("measured", _filled(held, count)),
+        ]
     )
 
 
-def lives(found: Sequence[Life]) -> Element:
+def attempts(records: Sequence[AttemptRecord]) -> list[Column]:
     """Returns when the run began each time, where, and how it ended."""
-
-    def row(number: int, life: Life) -> list[Child]:
-        how = element("span", life.outcome or "not told", class_="bad" if life.failed else None)
-        if life.details:
-            words = element("pre", life.details)
-            how = element("details", element("summary", how), words)
-        lasted = "" if life.ended is None else seconds(max(0.0, life.ended - life.began))
-        last = "" if life.last_step is None else f"{life.last_step:,}"
-        return [str(number), moment(life.began), f"{life.step:,}", lasted, last, how]
-
-    columns = [
-        *(("attempt", True), ("began (UTC)", False), ("after step", True), ("lasted", True)),
-        *(("last step", True), ("end", False)),
-    ]
-    return table(columns, (row(number, life) for number, life in enumerate(found, 1)))
+    lasted = [None if each.ended is None else each.ended - each.began for each in records]
+    steps = [each.last_step for each in records]
+    return table(
+        [
+            Column("attempt", [str(number) for number, _ in enumerate(records, 1)]),
+            Column("began (UTC)", [moment(each.began) for each in records], False),
+            Column("after step", [f"{each.step:,}" for each in records]),
+            Column("lasted", ["" if n is None else seconds(max(0.0, n)) for n in lasted]),
+            Column("last step", ["" if step is None else f"{step:,}" for step in steps]),
+            Column("end", records, False),
+        ]
+    )
 
 
-def settings(values: Mapping[str, Any]) -> Element:
-    """Returns names and values; those of nested ones with dots between the names."""
-    rows = [
-        (element("dt", name), element("dd", text)) for name, text in _flat(values) if text != ""
-    ]
-    return element("dl", *(part for row in rows for part in row))
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Yields names and values; those of nested ones with dots between the names."""
     for name, value in values.items():
         path = f"{above}{name}"
         if isinstance(value, dict) and value and above.count(".") < _MOST_LEVELS:
-            yield from _flat(value, f"{path}.")
-        elif isinstance(value, list):
-            yield path, ", ".join(map(_text, value))
+            yield from settings(value, f"{path}.")
         else:
-            yield path, _text(value)
+            text = ", ".join(map(_text, value)) if isinstance(value, list) else _text(value)
+            if text:
+                yield path, text
+
+
+def _filled(figures: Sequence[float], count: int) -> list[str]:
+    return [short(figures[rank]) if rank < len(figures) else "" for rank in range(count)]
 
 
 def _text(value: object) -> str:
@@ -160,10 +129,11 @@ def _names(layers: object) -> str:
     return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 2].rstrip(", ") + " .."
 
 
-def _stages(found: object) -> list[dict[str, Any]]:
+def _stages(value: object) -> list[dict[str, Any]]:
     """Returns the stages of ``run.json``: each rank has one at least."""
-    listed = found if isinstance(found, list) else []
-    stages = [stage for stage in listed if isinstance(stage, dict)]
+    stages = (
+        [stage for stage in value if isinstance(stage, dict)] if isinstance(value, list) else []
+    )
     return [stage for stage in stages if 0 <= _whole(stage.get("rank")) < len(stages)]
 
 

@@ -37,6 +37,11 @@ class Pipeline:
     peaks: tuple[float, ...] = ()
     steps: int = 0
 
+    @property
+    def tracks(self) -> dict[str, list[Event]]:
+        """The events of each timeline, by its name."""
+        return {"predicted": self.predicted, "measured": self.measured}
+
 
 def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
     """Returns the timelines of a run; None where neither a schedule nor a trace is known.
@@ -101,10 +106,10 @@ def _placement(stages: dict[int, int]) -> Placement:
 
 def _steps(events: Sequence[Event]) -> list[list[Event]]:
     """Returns the steps of a trace, in each of which every action runs once."""
-    found: defaultdict[tuple[int, str], list[Event]] = defaultdict(list)
+    runs: defaultdict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
-        found[event.rank, event.name].append(event)
-    return [list(step) for step in zip(*found.values())]
+        runs[event.rank, event.name].append(event)
+    return [list(step) for step in zip(*runs.values())]
 
 
 def _from_zero(events: Sequence[Event]) -> list[Event]:

@@ -45,7 +45,7 @@ seen.width = [innerWidth, document.documentElement.scrollWidth];
 seen.sections = [...document.querySelectorAll("section")].map((node) => [node.id, ...size(node)]);
 const sizes = (nodes) => [...document.querySelectorAll(nodes)].map(size);
 seen.lines = sizes(".area path.line, .area path.points");
-seen.boxes = sizes(".canvas rect, .canvas .number, .y span, .x span, th, td, dd");
+seen.boxes = sizes(".canvas path, .canvas .number, .y span, .x span, th, td, dd");
 seen.loaded = performance.getEntriesByType("resource").map((entry) => entry.name);
 seen.dark = getComputedStyle(document.body).backgroundColor;
 const told = document.createElement("pre");
@@ -116,7 +116,7 @@ def test_the_page_of_a_run_in_a_browser(
     assert seen["loaded"] == []
     assert seen["width"] == [width, width]
     assert [name for name, *_ in seen["sections"]] == [
-        *("curves", "throughput", "pipeline", "ranks", "memory", "lives"),
+        *("curves", "throughput", "pipeline", "ranks", "memory", "attempts"),
         *("evaluations", "configuration", "versions"),
     ]
     assert all(wide > 300 and high > 40 for _, wide, high in seen["sections"])

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from fleetpipe.cli import main
 from fleetpipe.report.chart import chart
 from fleetpipe.report.curves import Curve, with_mean
-from fleetpipe.report.markup import written as written_page
 from fleetpipe.report.numbers import aligned, labels, seconds, short, size, ticks
-from fleetpipe.report.page import page
+from fleetpipe.report.page import page, templates
 from fleetpipe.report.run import read
 from tests.report.runs import EVIL, row, schedule, written
 from tests.test_without_paddle import without_paddle
@@ -157,7 +156,15 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
     assert parsed.scripts == 1
     assert "<b>run" in parsed.sections["head"]
     # As a tile, the titles of a chart, a column, settings, and the end of a life.
-    for section in ("head", "curves", "evaluations", "pipeline", "ranks", "lives", "configuration"):
+    for section in (
+        "head",
+        "curves",
+        "evaluations",
+        "pipeline",
+        "ranks",
+        "attempts",
+        "configuration",
+    ):
         assert EVIL in parsed.sections[section], section
 
 
@@ -191,7 +198,11 @@ def test_a_curve_of_many_steps_keeps_its_peaks() -> None:
 
 @given(st.lists(st.floats(-1e200, 1e200) | st.just(math.nan), min_size=1, max_size=80))
 def test_any_figures_can_be_drawn(values: list[float]) -> None:
-    drawn = written_page(chart("x", with_mean(Curve("training", range(len(values)), values))))
+    drawn = (
+        templates()
+        .get_template("chart.html")
+        .render(chart=chart("x", with_mean(Curve("training", range(len(values)), values))))
+    )
     assert not re.search(r'(?:d|style)="[^"]*(?:nan|inf)', drawn)
     for place in map(float, re.findall(r"(?:top|left):(-?[\d.e+-]+)%", drawn)):
         assert -0.01 <= place <= 100.01

@@ -11,8 +11,8 @@ import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.errors import ConfigError
+from fleetpipe.report.attempts import attempts_of
 from fleetpipe.report.files import append_line, read_lines
-from fleetpipe.report.lives import lives_of
 from fleetpipe.report.page import page
 from fleetpipe.report.run import read
 from tests.report.runs import row, schedule, written
@@ -72,26 +72,26 @@ def test_what_is_missing_is_said_with_what_to_do(tmp_path: Path) -> None:
     assert "add ThroughputMonitor() to the callbacks" in notes
 
 
-def life(event: str, number: int, process: str, **more: object) -> dict[str, object]:
+def line(event: str, number: int, process: str, **more: object) -> dict[str, object]:
     return {"event": event, "life": number, "time": 1e9, "step": 0, "process": process, **more}
 
 
-def test_lives_are_told_apart_by_their_processes() -> None:
-    found = lives_of(
+def test_attempts_are_told_apart_by_their_processes() -> None:
+    found = attempts_of(
         [
-            life("begin", 1, "a"),
-            life("end", 1, "", code=137, step=52, culprit="rank 1 died"),
-            life("begin", 2, "b", step=50),
-            life("end", 2, "b", code=0, step=70),
-            life("begin", 2, "b", step=70),
-            life("end", 2, "b", code=0, step=90),
-            life("begin", 3, "c", step=90),
-            life("end", 3, "", code=0, saved=95),
-            life("begin", 4, "d", step=95),
-            life("end", 4, "", code=130, step=96, culprit="interrupted"),
-            life("begin", 5, "e", step=95),
-            life("end", 5, "", code=130, saved=97, culprit="interrupted"),
-            life("begin", 6, "f", step=97),
+            line("begin", 1, "a"),
+            line("end", 1, "", code=137, step=52, culprit="rank 1 died"),
+            line("begin", 2, "b", step=50),
+            line("end", 2, "b", code=0, step=70),
+            line("begin", 2, "b", step=70),
+            line("end", 2, "b", code=0, step=90),
+            line("begin", 3, "c", step=90),
+            line("end", 3, "", code=0, saved=95),
+            line("begin", 4, "d", step=95),
+            line("end", 4, "", code=130, step=96, culprit="interrupted"),
+            line("begin", 5, "e", step=95),
+            line("end", 5, "", code=130, saved=97, culprit="interrupted"),
+            line("begin", 6, "f", step=97),
         ]
     )
     assert [(each.step, each.last_step, each.failed) for each in found] == [
@@ -142,7 +142,7 @@ def test_no_damage_keeps_the_page_from_being_written(
     stages = [{"stage": 0, "rank": 0, "layers": ["Linear"], "parameters": 12}]
     versions = {"fleetpipe": "1"}
     folder = written(tmp_path, rows, schedule=schedule(), stages=stages, versions=versions)
-    lives = [life("begin", 1, "a"), life("end", 1, "a", code=1, culprit="x")]
+    lives = [line("begin", 1, "a"), line("end", 1, "a", code=1, culprit="x")]
     (folder / "lives.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lives))
     traced(folder / "trace.json")
     for name in ("metrics.jsonl", "run.json", "lives.jsonl", "trace.json"):

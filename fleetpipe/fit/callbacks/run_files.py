@@ -1,4 +1,4 @@
-"""What a run tells of itself: ``run.json``, what runs, and ``lives.jsonl``, when it did."""
+"""The records of a run: ``run.json``, what runs, and ``lives.jsonl``, its attempts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fleetpipe.report import files
 
 #: Each of these changes the bits of a product; nothing else of the environment is written.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE")
-#: Tells the lives of a run apart: several trainings of one process are one.
+#: Several trainings of one process are one attempt: their lines have this in common.
 _PROCESS = uuid.uuid4().hex
 
 
@@ -85,14 +85,14 @@ def begin_attempt(folder: Path, step: int) -> None:
 
     Args:
         folder: Of the run.
-        step: How many steps it has behind it. Where that is none, and no earlier life of the job
-            began it, what the folder has of another run's lives is dropped.
+        step: How many steps it has behind it. Where that is none, and no earlier attempt of the
+            job began it, what the folder has of another run's attempts is dropped.
 
     Raises:
         OSError: It cannot be written.
     """
     if step == 0 and attempt_files.number() <= 1:
-        files.replace_lines(folder / files.LIVES, ())
+        files.replace_lines(folder / files.ATTEMPTS, ())
     _tell(folder, "begin", step)
     attempt_files.tell_record(folder)
 
@@ -104,7 +104,7 @@ def end_attempt(folder: Path, step: int) -> None:
 
 def _tell(folder: Path, event: str, step: int, **more: int) -> None:
     line = {"event": event, "life": attempt_files.number(), "time": time.time(), "step": step}
-    files.append_line(folder / files.LIVES, {**line, "process": _PROCESS, **more})
+    files.append_line(folder / files.ATTEMPTS, {**line, "process": _PROCESS, **more})
 
 
 def _stages(model: Any) -> list[dict[str, Any]]:

@@ -107,4 +107,4 @@ def record(home: Path, number: int, verdict: Verdict) -> None:
     for folder in attempt_files.records(home):
         # A disk that is full must not keep the job from being started again.
         with contextlib.suppress(OSError):
-            files.append_line(folder / files.LIVES, end)
+            files.append_line(folder / files.ATTEMPTS, end)

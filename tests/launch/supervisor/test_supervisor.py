@@ -10,7 +10,7 @@ import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.launch.supervisor.attempts import POISONED
-from fleetpipe.report.lives import lives_of
+from fleetpipe.report.attempts import attempts_of
 from tests.launch.supervisor.commands import launched
 from tests.launching import Finished
 
@@ -78,7 +78,7 @@ def test_a_job_is_started_again_but_no_step_a_third_time(launcher: Launch, tmp_p
     assert ends[0]["culprit"].startswith("rank 1 died (was ended by SIGKILL)")
     assert "MemoryError: cannot allocate 9 GiB" in ends[1]["details"]
     begins = [{"event": "begin", "life": n, "time": 0, "step": 0, "process": n} for n in (1, 2, 3)]
-    told_of = lives_of([line for pair in zip(begins, ends) for line in pair])
+    told_of = attempts_of([line for pair in zip(begins, ends) for line in pair])
     assert [(each.failed, each.last_step) for each in told_of] == [(True, 4), (True, 9), (True, 9)]
 
 

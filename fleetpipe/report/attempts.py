@@ -1,0 +1,81 @@
+"""The attempts of a run: each time it began, at which step, and how that ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: The exit code of what Ctrl-C has ended.
+INTERRUPTED = 130
+
+
+@dataclass
+class AttemptRecord:
+    """One start of a run.
+
+    Attributes:
+        began: Seconds since 1970.
+        step: Steps that the run had done before.
+        ended: When; None if nothing is recorded of it.
+        last_step: The step in which it failed, or how many were done or saved at its end.
+        outcome: How it ended, in words; empty if nothing is recorded of it.
+        details: The last output of the rank that failed.
+        failed: Whether some rank failed.
+        finished: Whether the training came to its end.
+    """
+
+    began: float
+    step: int
+    ended: float | None = None
+    last_step: int | None = None
+    outcome: str = ""
+    details: str = ""
+    failed: bool = False
+    finished: bool = False
+
+
+def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
+    """Returns the attempts that the lines of ``lives.jsonl`` record, in their order.
+
+    Several trainings of one process are one attempt.
+    """
+    attempts: list[AttemptRecord] = []
+    current: object = None
+    for line in lines:
+        if line.get("event") == "begin":
+            process = (line.get("process"), line.get("life"))
+            if process != current or not attempts:
+                attempts.append(
+                    AttemptRecord(_number(line.get("time")), int(_number(line.get("step"))))
+                )
+            current = process
+            attempts[-1].ended = None
+        elif line.get("event") == "end" and attempts:
+            _end(attempts[-1], line)
+    return attempts
+
+
+def _end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
+    attempt.ended = _number(line.get("time"))
+    code, saved, step = (line.get(name) for name in ("code", "saved", "step"))
+    attempt.finished = code == 0 and saved is None
+    interrupted = code == INTERRUPTED
+    attempt.failed = not attempt.finished and not interrupted and saved is None
+    last = step if saved is None else saved
+    attempt.last_step = int(last) if isinstance(last, (int, float)) else None
+    if attempt.finished:
+        attempt.outcome = "finished"
+    elif saved is not None:
+        why = "interrupted" if interrupted else "asked to stop"
+        attempt.outcome = f"{why}, and saved {attempt.last_step} steps"
+    elif interrupted:
+        attempt.outcome = "interrupted"
+    else:
+        attempt.outcome = str(line.get("culprit") or f"ended with {code}")
+        attempt.details = str(line.get("details") or "")
+
+
+def _number(value: Any) -> float:
+    usable = isinstance(value, (int, float)) and abs(value) < 1e15
+    return float(value) if usable else 0.0
