@@ -100,7 +100,7 @@ test-262: .venv-262/.installed
 # The package for CPUs, which shares all but its kernels with that for GPUs, by the examples.
 test-262-cpu: .venv-262-cpu/.installed
 	.venv-262-cpu/$(BIN)/python $(PYTEST) $(PYTEST_ARGS) \
-	    $(addprefix tests/processes/test_,alexnet.py gpt.py mlp.py static.py)
+	    $(addprefix tests/processes/examples/test_,alexnet.py gpt.py mlp.py static.py)
 
 # NO_MKDOCS_2_WARNING: the theme's advice not to move to mkdocs 2, which setup.cfg excludes.
 docs: .venv-docs/.installed
@@ -132,7 +132,7 @@ test-libraries-short: $(SHORT:%=.venv-%/.installed)
 	export FLEETPIPE_TEST_FAMILIES=llama; \
 	.venv-libraries/$(BIN)/python -m pytest -m libraries tests/libraries/test_models.py; \
 	.venv-libraries-formers-1.2.0/$(BIN)/python -m pytest -m libraries \
-	    tests/libraries/test_formers_models.py
+	    tests/libraries/paddleformers/test_formers_models.py
 
 # Every model of paddle.vision, for as long as that takes.
 test-models: .venv/.installed

@@ -25,11 +25,12 @@ ONCE: dict[str, tuple[str, ...]] = {
         *("test_forking.py", "test_launching.py", "test_systems.py"),
     ),
     "lets ranks, connections and hosts fail below Paddle": (
-        *("processes/test_failures.py", "processes/test_hosts.py"),
-        "processes/test_two_hosts.py",
+        *("processes/failures/test_failures.py", "processes/hosts/test_hosts.py"),
+        "processes/hosts/test_two_hosts.py",
     ),
     "is what make test-262-cpu runs, on the wheel of 2.6.2 for CPUs": (
-        *("processes/test_alexnet.py", "processes/test_gpt.py", "processes/test_mlp.py"),
+        *("processes/examples/test_alexnet.py", "processes/examples/test_gpt.py"),
+        "processes/examples/test_mlp.py",
     ),
 }
 PATHS = tuple(f"tests/{path}" for paths in ONCE.values() for path in paths)

@@ -19,9 +19,10 @@ TESTS = {
     "win32": ["tests/checkpoint/test_files.py", "tests/engine/test_engine.py"],
     "darwin": [
         "tests/transport/joining/test_hosts.py",
-        "tests/processes/test_data_parallel.py::test_replicas_train_as_one_device_on_the_whole_batch",
+        "tests/processes/axes/test_data_parallel.py"
+        "::test_replicas_train_as_one_device_on_the_whole_batch",
     ],
-    "no-boot-id": ["tests/processes/test_ranks.py::test_the_parity_command_on_two_ranks"],
+    "no-boot-id": ["tests/processes/pipeline/test_ranks.py::test_the_parity_command_on_two_ranks"],
 }
 
 

@@ -47,7 +47,7 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "tests/job/watching/test_watch.py": "one process has no connections",
         "tests/job/test_job.py::test_the_end_of_a_job_tells": "one process has no connections",
         "tests/job/test_job.py::test_a_job_whose_failure": "one process has no connections",
-        "tests/checkpoint/test_dead_ranks.py": "there are no ranks to kill",
+        "tests/checkpoint/ranks/test_dead_ranks.py": "there are no ranks to kill",
         "tests/test_forking.py::test_a_fork_waits": "there is no /proc",
         "tests/ray": "the supervisor and its ranks",
         "tests/launch/keeping": "the supervisor and its ranks",

@@ -20,8 +20,8 @@ from paddleformers.trainer import (  # noqa: E402
     TrainingArguments,
 )
 
-from tests.libraries.formers import causal_mask, class_of  # noqa: E402
 from tests.libraries.models import batches  # noqa: E402
+from tests.libraries.paddleformers.formers import causal_mask, class_of  # noqa: E402
 
 
 @dataclass

@@ -18,8 +18,8 @@ from paddleformers.trainer import (  # noqa: E402
     TrainingArguments,
 )
 
-from tests.libraries.formers import causal_mask, class_of, version  # noqa: E402
 from tests.libraries.models import LENGTH, batches  # noqa: E402
+from tests.libraries.paddleformers.formers import causal_mask, class_of, version  # noqa: E402
 
 NEWER = version() == "1.2.0"
 if NEWER:

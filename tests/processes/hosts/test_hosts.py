@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from tests import byhand, pipelines, test_kubernetes
-from tests.launching import ROOT
 from tests.namespaces import Host, cut, joined, launch, launched, mend, started, why_not
-from tests.processes import hosts_worker
+from tests.processes.hosts import hosts_worker
 
 pytestmark = pytest.mark.processes
 
-WORKER = ROOT / "tests" / "processes" / "hosts_worker.py"
+WORKER = Path(__file__).with_name("hosts_worker.py")
 TWO_HOSTS_WORKER = WORKER.with_name("two_hosts_worker.py")
 
 

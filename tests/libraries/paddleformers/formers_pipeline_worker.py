@@ -12,8 +12,8 @@ from typing import Any  # noqa: E402
 import paddle  # noqa: E402
 from paddle.distributed import fleet  # noqa: E402
 
-from tests.libraries.formers import causal_mask, class_of, version  # noqa: E402
 from tests.libraries.models import MICRO_BATCHES, ROWS, adamw, batches  # noqa: E402
+from tests.libraries.paddleformers.formers import causal_mask, class_of, version  # noqa: E402
 
 OLD = version() == "0.4.1"
 #: By form, the degrees beside pp_degree 2, and options of the configuration.

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from tests.byhand import Ended, Ranks, started
-from tests.launching import ROOT, Finished
+from tests.launching import Finished
 
 pytestmark = pytest.mark.processes
 
-TROUBLE = ROOT / "tests" / "processes" / "trouble.py"
+TROUBLE = Path(__file__).with_name("trouble.py")
 
 
 def run(

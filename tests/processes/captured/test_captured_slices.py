@@ -12,7 +12,7 @@ import pytest
 
 from tests.jobs import job
 from tests.launching import Finished
-from tests.processes import captured_slices_worker
+from tests.processes.captured import captured_slices_worker
 
 PROOF = (
     "equal in bits: 10 outputs, 27 gradients, 0 buffers; trained 2 steps of 4 micro-batches under "

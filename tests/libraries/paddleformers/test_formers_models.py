@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.launching import run
-from tests.libraries.formers import MODELS
+from tests.libraries.paddleformers.formers import MODELS
 
 HERE = Path(__file__).parent
 

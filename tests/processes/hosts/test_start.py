@@ -12,11 +12,11 @@ import paddle
 import pytest
 
 from tests.byhand import Ended, started
-from tests.launching import ROOT, Finished
+from tests.launching import Finished
 
 pytestmark = pytest.mark.processes
 
-WORKER = ROOT / "tests" / "processes" / "start_worker.py"
+WORKER = Path(__file__).with_name("start_worker.py")
 LIMIT = 4.0
 
 

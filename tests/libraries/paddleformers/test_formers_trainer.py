@@ -10,8 +10,8 @@ import paddle
 import pytest
 
 from tests.launching import run
-from tests.libraries.formers import MODELS, version
 from tests.libraries.models import MICRO_BATCHES, ROWS
+from tests.libraries.paddleformers.formers import MODELS, version
 
 HERE = Path(__file__).parent
 STEPS, SAVED = 6, 4

@@ -15,8 +15,8 @@ from tests.launching import ROOT
 pytestmark = pytest.mark.processes
 
 BATCH = ROOT / "examples" / "slurm" / "train.sbatch"
-SRUN = ROOT / "tests" / "processes" / "srun.py"
-WORKER = ROOT / "tests" / "processes" / "two_hosts_worker.py"
+SRUN = Path(__file__).with_name("srun.py")
+WORKER = Path(__file__).with_name("two_hosts_worker.py")
 
 
 def test_the_batch_script_trains_a_pipeline(tmp_path: Path) -> None:

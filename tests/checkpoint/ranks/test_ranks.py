@@ -10,7 +10,7 @@ import pytest
 
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import StateError
-from tests.checkpoint.ranks_worker import LAYOUTS
+from tests.checkpoint.ranks.ranks_worker import LAYOUTS
 from tests.launching import Finished
 
 WORKER = Path(__file__).with_name("ranks_worker.py")

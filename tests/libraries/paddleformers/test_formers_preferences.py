@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import run
-from tests.libraries.formers import MODELS, version
+from tests.libraries.paddleformers.formers import MODELS, version
 
 HERE = Path(__file__).parent
 OPTIONS = (

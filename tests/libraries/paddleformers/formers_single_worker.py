@@ -9,8 +9,8 @@ from typing import Any
 
 import paddle
 
-from tests.libraries.formers import MODELS, causal_mask, class_of
 from tests.libraries.models import MICRO_BATCHES, ROWS, adamw, batches
+from tests.libraries.paddleformers.formers import MODELS, causal_mask, class_of
 
 
 def train(model: Any) -> list[float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fleetpipe
 from fleetpipe.static import state_dict
-from tests.checkpoint.replicas_worker import of_model, statistics
+from tests.checkpoint.ranks.replicas_worker import of_model, statistics
 from tests.checkpoint.test_static import AFTER, Dynamic, Static
 from tests.jobs import job
 from tests.launching import Finished

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
 from tests.namespaces import Host, cut, joined, launch, started, why_not
 
 pytestmark = pytest.mark.processes
 
-WORKER = ROOT / "tests" / "processes" / "two_hosts_worker.py"
+WORKER = Path(__file__).with_name("two_hosts_worker.py")
 STARTER = WORKER.with_name("start_worker.py")
 
 
