@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -216,3 +217,25 @@ def test_the_drawing_of_the_floors_is_the_table() -> None:
             assert first in shown, part
         elif (ROOT / part).is_dir():
             assert f"{first}/{second}" in shown, part
+
+
+#: Modules in a folder, its ``__init__`` aside.
+MODULES_IN_A_FOLDER = 14
+#: Folders that have more; each figure may only fall.
+LARGER = {"benchmarks": 20, "fleetpipe": 16, "tests": 37}
+
+
+def test_a_folder_is_one_subject() -> None:
+    files = Counter(
+        path.parent.relative_to(ROOT).as_posix()
+        for top in (PACKAGE, "dygraph", "static", "tests", "benchmarks")
+        for path in (ROOT / top).rglob("*.py")
+        if path.name != "__init__.py" and path.resolve() == path
+    )
+    assert len(files) > 60
+    too_large = {
+        folder: count
+        for folder, count in files.items()
+        if count > LARGER.get(folder, MODULES_IN_A_FOLDER)
+    }
+    assert too_large == {}, "expected: at most 14 modules; move those of one subject to a folder"
