@@ -14,8 +14,9 @@ ONCE: dict[str, tuple[str, ...]] = {
     NO_PADDLE: (
         *("launch/supervisor", "partition", "profiling", "report/test_page.py"),
         *("report/test_run.py", "schedules/check", "schedules/families", "schedules/forms"),
-        *("schedules/search", "schedules/simulation", "test_arguments.py"),
-        *("test_cli_schedules.py", "test_cli_streams.py", "test_cli_usage.py", "test_log.py"),
+        *("schedules/search", "schedules/simulation", "test_log.py"),
+        *("cli/test_arguments.py", "cli/test_cli_schedules.py", "cli/test_cli_streams.py"),
+        "cli/test_cli_usage.py",
     ),
     "reads the repository's files or builds its packages": (
         *("test_environment.py", "test_errors.py", "test_house.py", "test_kubernetes.py"),

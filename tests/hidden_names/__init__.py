@@ -14,6 +14,7 @@ import os
 SYSTEM = os.environ.get("FLEETPIPE_TEST_SYSTEM", "")
 _UNIX = "unix-domain sockets join no ranks"
 _MESH = "tests/transport/joining/test_mesh.py::test_"
+_USAGE = "tests/cli/test_cli_usage.py::test_"
 _HOSTS = "tests/transport/joining/test_hosts.py::test_"
 _NO_IDENTITY = {
     f"{_MESH}ranks_of_a_host_use_unix_sockets": _UNIX,
@@ -36,14 +37,14 @@ DIFFERENT: dict[str, dict[str, str]] = {
         **_NO_IDENTITY,
         **_ANOTHER_KERNEL,
         "tests/engine/test_chaos.py::test_what_the_command": "there are no ranks to kill",
-        "tests/test_cli_usage.py::test_every_argument_has_a_help_text[launch": "refused at once",
-        "tests/test_cli_usage.py::test_every_argument_has_a_help_text[chaos": "refused at once",
-        "tests/test_cli_usage.py::test_a_file_that_cannot_be_used": "fleetpipe launch is refused",
-        "tests/test_cli_usage.py::test_what_starts_another": "fleetpipe launch is refused",
-        "tests/test_cli_usage.py::test_processes_are_counted": "fleetpipe run is refused",
-        "tests/test_arguments.py::test_a_place_that_cannot": "fleetpipe run is refused",
-        "tests/test_arguments.py::test_a_file_to_write_is_tried": "there is no /dev/null",
-        "tests/test_extras.py::test_an_example_without": "fleetpipe run is refused",
+        f"{_USAGE}every_argument_has_a_help_text[launch": "refused at once",
+        f"{_USAGE}every_argument_has_a_help_text[chaos": "refused at once",
+        f"{_USAGE}a_file_that_cannot_be_used": "fleetpipe launch is refused",
+        f"{_USAGE}what_starts_another": "fleetpipe launch is refused",
+        f"{_USAGE}processes_are_counted": "fleetpipe run is refused",
+        "tests/cli/test_arguments.py::test_a_place_that_cannot": "fleetpipe run is refused",
+        "tests/cli/test_arguments.py::test_a_file_to_write_is_tried": "there is no /dev/null",
+        "tests/cli/test_extras.py::test_an_example_without": "fleetpipe run is refused",
         "tests/job/watching/test_watch.py": "one process has no connections",
         "tests/job/test_job.py::test_the_end_of_a_job_tells": "one process has no connections",
         "tests/job/test_job.py::test_a_job_whose_failure": "one process has no connections",
