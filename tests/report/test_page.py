@@ -36,6 +36,7 @@ class Parsed(HTMLParser):
         self.charts: list[dict[str, Any]] = []
         self.scripts = 0
         self.names: list[str] = []
+        self.attributes: list[dict[str, str | None]] = []
         self._data = False
         self._section = "head"
         self.feed(text)
@@ -43,6 +44,7 @@ class Parsed(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
+        self.attributes.append(values)
         if tag not in VOID:
             self.open.append(tag)
         if tag == "section":
@@ -166,6 +168,14 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
         "configuration",
     ):
         assert EVIL in parsed.sections[section], section
+
+
+def test_a_name_with_quotes_stays_within_its_attribute(tmp_path: Path) -> None:
+    name = 'x" onload="alert(1)'
+    text = page(read(written(tmp_path, [row(1, 1.0, **{name: 0.5})])))
+    assert name not in text
+    labels = [values["aria-label"] for values in Parsed(text).attributes if "aria-label" in values]
+    assert f"{name} by step" in labels
 
 
 def test_what_is_no_number_is_a_gap_and_is_said(tmp_path: Path) -> None:
