@@ -1,7 +1,8 @@
-"""The plan of the house: which file may import which, late imports and those for types included.
+"""The layers of fleetpipe: which file may import which, late imports and those for types included.
 
-``FLOORS`` is read from the ground up. Each string is a room: files and folders of the package,
-without ``.py``. A file imports its own room and lower floors, never another room of its floor.
+``LAYERS`` is read from the lowest up. Each string is a package: files and folders of fleetpipe,
+without ``.py``. A file imports its own package and lower layers, never another package of its
+layer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fleetpipe"
 
-FLOORS: tuple[tuple[str, ...], ...] = (
+LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors aliases json_value paddle_types version log representation extras systems",),
     ("numerics heap paddle_api arguments atomic_file",),
     (
@@ -68,7 +69,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
 )
 
-#: Folders of which every file has a floor, and which import nothing but what stands here.
+#: Folders of which every file has a layer, and which import nothing but what stands here.
 CLOSED = {
     "schedules": (
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras"),
@@ -115,17 +116,18 @@ def imports(name: str) -> Iterator[str]:
     """Yields what a module imports, wherever in the file: modules of the package, or any other."""
     for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (found(alias.name) for alias in node.names)
+            yield from (module_of(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{name} has a relative import"
             base = node.module or ""
             inside = [f"{base}.{alias.name}" for alias in node.names]
             yield from {
-                found(target) if found(target) in modules() else found(base) for target in inside
+                module_of(target) if module_of(target) in modules() else module_of(base)
+                for target in inside
             }
 
 
-def found(target: str) -> str:
+def module_of(target: str) -> str:
     """Returns the module of the package that ``target`` is, or ``target`` itself."""
     package = f"{target}.__init__"
     return package if package in modules() else target
@@ -133,12 +135,12 @@ def found(target: str) -> str:
 
 @cache
 def place(name: str) -> tuple[int, str] | None:
-    """Returns the floor of a module and its room; None where it has none yet."""
+    """Returns the layer of a module and its package; None where it has none yet."""
     path = name.replace(".", "/") + "/"
-    for floor, rooms in enumerate(FLOORS):
-        for room in rooms:
-            if any(path.startswith(f"{PACKAGE}/{part}/") for part in room.split()):
-                return floor, room
+    for layer, packages in enumerate(LAYERS):
+        for package in packages:
+            if any(path.startswith(f"{PACKAGE}/{part}/") for part in package.split()):
+                return layer, package
     return None
 
 
@@ -146,12 +148,14 @@ PLACED = sorted(name for name in modules() if place(name))
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_a_file_imports_its_own_room_and_lower_floors(name: str) -> None:
-    own = place(name)
-    assert own is not None
+def test_a_file_imports_its_own_package_and_lower_layers(name: str) -> None:
+    here = place(name)
+    assert here is not None
     for target in imports(name):
-        other = place(target)
-        assert other is None or other == own or other[0] < own[0], f"{name} imports {target}"
+        there = place(target)
+        assert there is None or there == here or there[0] < here[0], (
+            f"{name} of layer {here[0]} imports {target} of layer {there[0]}"
+        )
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -164,54 +168,54 @@ def test_a_closed_folder_imports_nothing_else(folder: str) -> None:
     inside = [name for name in modules() if name.startswith(f"{PACKAGE}.{folder}.")]
     assert inside
     for name in inside:
-        assert place(name), f"{name} has no floor"
+        assert place(name), f"{name} has no layer"
         for target in imports(name):
-            known = target.split(".")[0] in sys.stdlib_module_names
-            assert known or f"{target}.".startswith(tuple(f"{own}." for own in CLOSED[folder])), (
-                f"{name} imports {target}"
-            )
+            standard = target.split(".")[0] in sys.stdlib_module_names
+            assert standard or f"{target}.".startswith(
+                tuple(f"{path}." for path in CLOSED[folder])
+            ), f"{name} imports {target}"
 
 
 def test_every_file_has_a_place() -> None:
     assert set(modules()) == set(PLACED)
 
 
-def test_every_room_is_there() -> None:
-    for rooms in FLOORS:
-        for part in " ".join(rooms).split():
+def test_every_package_is_there() -> None:
+    for packages in LAYERS:
+        for part in " ".join(packages).split():
             assert any(f"{PACKAGE}/{part}/" in name.replace(".", "/") + "/" for name in PLACED), (
                 part
             )
 
 
 def drawn() -> list[set[str]]:
-    """The drawing of the floors, from the ground up: the rooms of each line, by their paths."""
+    """The drawing of the layers, from the ground up: the packages of each line, by their paths."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     drawing = page.partition("    DYNAMIC GRAPH")[2].partition("```")[0].splitlines()[2:]
     columns = ((4, 32, "dygraph/"), (32, 57, "static/"), (57, 200, ""))
     return [
         {
-            path + room
+            path + package
             for start, end, path in columns
-            for room in line[start:end].replace(": its face", "").replace("..", "").split()
+            for package in line[start:end].replace(": its face", "").replace("..", "").split()
         }
         for line in reversed(drawing)
     ]
 
 
-def test_the_drawing_of_the_floors_is_the_table() -> None:
-    def floor(path: str) -> int:
+def test_the_drawing_of_the_layers_is_the_table() -> None:
+    def layer(path: str) -> int:
         return min(
-            found[0]
+            placed[0]
             for name in PLACED
             if f"{name.replace('.', '/')}/".startswith(f"{PACKAGE}/{path}/")
-            if (found := place(name))
+            if (placed := place(name))
         )
 
-    floors = [sorted(map(floor, rooms)) for rooms in drawn()]
-    assert all(below[-1] < above[0] for below, above in zip(floors, floors[1:])), floors
+    layers = [sorted(map(layer, packages)) for packages in drawn()]
+    assert all(below[-1] < above[0] for below, above in zip(layers, layers[1:])), layers
     shown = set().union(*drawn())
-    for part in " ".join(room for rooms in FLOORS for room in rooms).split():
+    for part in " ".join(package for packages in LAYERS for package in packages).split():
         first, _, second = part.partition("/")
         if first not in ("dygraph", "static"):
             assert first in shown, part
