@@ -142,7 +142,7 @@ class JsonValue:
         self,
         kind: type[Record],
         each: Callable[[JsonValue], Any],
-        **others: Callable[[JsonValue], Any],
+        **readers: Callable[[JsonValue], Any],
     ) -> Record:
         """Returns a dataclass or named tuple whose fields are those of an object.
 
@@ -151,7 +151,7 @@ class JsonValue:
         Args:
             kind: The class.
             each: Reads a field.
-            others: By the name of a field, what else reads it.
+            readers: By the name of a field, what else reads it.
         """
         defaults = _defaults(kind)
         self.require_names(defaults)
@@ -159,7 +159,7 @@ class JsonValue:
         for name, default in defaults.items():
             value = self.fields().get(name)
             if value is not None and (value.content is not None or default is not None):
-                values[name] = others.get(name, each)(value)
+                values[name] = readers.get(name, each)(value)
             elif default is MISSING:
                 raise self.refused(f"an object with {name!r}")
         return kind(**values)

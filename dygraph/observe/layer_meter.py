@@ -291,9 +291,9 @@ def _gradients_for(output: Nest, value: Nest) -> tuple[list[Tensor], list[Tensor
     return made, [paddle.ones_like(tensor) for tensor in made]
 
 
-def bytes_of(value: Nest, given: Nest = None) -> int:
+def bytes_of(value: Nest, without: Nest = None) -> int:
     """Returns the bytes of the tensors in a value, each once, without those that were given."""
-    known = set(map(id, tensors_of(given)))
+    known = set(map(id, tensors_of(without)))
     tensors = {id(tensor): tensor for tensor in tensors_of(value) if id(tensor) not in known}
     return sum(map(tensor_bytes, tensors.values()))
 

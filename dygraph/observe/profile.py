@@ -77,9 +77,9 @@ def measure(
     return Profile.loads(job.group().broadcast(profile, 0))
 
 
-def _of_all_ranks(job: Job, own: Samples) -> _Typical:
+def _of_all_ranks(job: Job, samples: Samples) -> _Typical:
     """Returns the fastest times of each layer and slice; collective."""
-    plain = [[*key, [list(sample) for sample in found]] for key, found in own.items()]
+    plain = [[*key, [list(sample) for sample in found]] for key, found in samples.items()]
     everyone = job.group().all_gather(plain)
     return {(i, n): fastest(found) for part in everyone for i, n, found in part}
 

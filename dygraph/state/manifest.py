@@ -69,9 +69,9 @@ def digests_of_one_save(folder: Path) -> dict[str, str]:
     return digests
 
 
-def _contents(found: JsonValue) -> tuple[str, dict[str, str]]:
-    files = {name: digest.text() for name, digest in found["files"].fields().items()}
-    return found["save"].text(), files
+def _contents(content: JsonValue) -> tuple[str, dict[str, str]]:
+    files = {name: digest.text() for name, digest in content["files"].fields().items()}
+    return content["save"].text(), files
 
 
 def require(path: Path, digests: Mapping[str, str]) -> None:

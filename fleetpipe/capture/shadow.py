@@ -261,10 +261,10 @@ class Shadow:
         ]
         return found
 
-    def _refuse(self, found: list[str], gradients: Sequence[str], batch: _Batch) -> None:
+    def _refuse(self, differing: list[str], gradients: Sequence[str], batch: _Batch) -> None:
         """Ends the batch on all ranks where one has found a difference. Collective."""
-        where = self._culprit(gradients, batch) if found else None
-        parts = all_ranks().all_gather((found, where))
+        where = self._culprit(gradients, batch) if differing else None
+        parts = all_ranks().all_gather((differing, where))
         everything = [one for part, _ in parts for one in part]
         if not everything:
             return

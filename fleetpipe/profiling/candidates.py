@@ -207,7 +207,7 @@ class Task:
         held = under_way * self.stages.held(start, end)
         return parameters + gradients + buffers + moments + held
 
-    def costs(self, shape: Placement, stages: Sequence[StageCost], **others: Any) -> Costs:
+    def costs(self, shape: Placement, stages: Sequence[StageCost], **options: Any) -> Costs:
         """Returns what the actions of some stages cost, their transfers included."""
         stages = self.with_transfers(shape, stages)
         return Costs(
@@ -216,7 +216,7 @@ class Task:
             input_grad=tuple(stage.input_grad for stage in stages),
             weight_grad=tuple(stage.weight_grad for stage in stages),
             comm=self.comm(shape, stages),
-            **others,
+            **options,
         )
 
     def with_transfers(
@@ -291,12 +291,12 @@ class Task:
         seconds = max(ends[-1] for ends in times.ends)
         return Candidate(seconds, most, schedule, boundaries, ((),) * (len(boundaries) - 1))
 
-    def searched(self, found: Candidate) -> Schedule | None:
+    def searched(self, candidate: Candidate) -> Schedule | None:
         """Returns what the search ``auto`` makes for the cut of a candidate; None for nothing."""
-        shape = found.schedule.placement
+        shape = candidate.schedule.placement
         if shape.name == "wave" and shape.chunks == 2:
             return None  # it is searched as a vee
-        stages = self.stages.cut(found.boundaries, found.recompute)
+        stages = self.stages.cut(candidate.boundaries, candidate.recompute)
         if not self.profile.splits or "schedule" not in self.search:
             return None
         costs, cap = self.costs(shape, stages), None

@@ -214,14 +214,14 @@ class PipelinePlan:
         return read(path, _SOURCE, _plan)
 
 
-def _plan(found: JsonValue) -> PipelinePlan:
-    version = found["fleetpipe-plan"]
+def _plan(content: JsonValue) -> PipelinePlan:
+    version = content["fleetpipe-plan"]
     if version.content != VERSION:
         raise version.refused(str(VERSION))
-    schedule = Schedule.parse(found["schedule"].text())
+    schedule = Schedule.parse(content["schedule"].text())
     schedule.verify()
-    names = tuple(LayerInfo(name) for name in found["layers"].texts())
-    partition = Partition(found["boundaries"].counts(), "plan", names)
+    names = tuple(LayerInfo(name) for name in content["layers"].texts())
+    partition = Partition(content["boundaries"].counts(), "plan", names)
     if len(partition.stages) != schedule.placement.stages:
         raise ScheduleError(
             "the schedule of this plan is for another number of stages than its cut",
@@ -229,16 +229,16 @@ def _plan(found: JsonValue) -> PipelinePlan:
             got=f"{schedule.placement.stages} stages",
             fix="make the plan anew with fleetpipe plan",
         )
-    cap, slices, slice_comm = map(found.get, ("memory_cap", "slices", "slice_comm"))
+    cap, slices, slice_comm = map(content.get, ("memory_cap", "slices", "slice_comm"))
     return PipelinePlan(
         schedule,
         partition,
-        _for_each_stage(partition, found["recompute"], JsonValue.counts),
-        _for_each_stage(partition, found["stages"], _stage),
-        _for_each_stage(partition, found["comm"], JsonValue.figure),
+        _for_each_stage(partition, content["recompute"], JsonValue.counts),
+        _for_each_stage(partition, content["stages"], _stage),
+        _for_each_stage(partition, content["comm"], JsonValue.figure),
         None if cap is None else cap.figure(),
-        found["optimizer_copies"].figure(),
-        found["bound"].figure(),
+        content["optimizer_copies"].figure(),
+        content["bound"].figure(),
         tuple(_for_each_stage(partition, part, _stage) for part in slices.items())
         if slices
         else (),
@@ -248,17 +248,17 @@ def _plan(found: JsonValue) -> PipelinePlan:
     )
 
 
-def _stage(found: JsonValue) -> StageCost:
-    return found.record(StageCost, JsonValue.figure)
+def _stage(value: JsonValue) -> StageCost:
+    return value.record(StageCost, JsonValue.figure)
 
 
 def _for_each_stage(
-    partition: Partition, found: JsonValue, each: Callable[[JsonValue], Value]
+    partition: Partition, value: JsonValue, each: Callable[[JsonValue], Value]
 ) -> tuple[Value, ...]:
     """Reads a list that has a value for each stage."""
-    values = tuple(map(each, found.items()))
+    values = tuple(map(each, value.items()))
     if len(values) != len(partition.stages):
-        raise found.refused(f"a list of {len(partition.stages)} values, one for each stage")
+        raise value.refused(f"a list of {len(partition.stages)} values, one for each stage")
     return values
 
 

@@ -30,7 +30,7 @@ def recomputed(
     layers: Sequence[LayerCost],
     stages: Stages,
     boundaries: Sequence[int],
-    room: float,
+    free: float,
     optimizer_copies: float,
 ) -> Recompute | None:
     """Returns for each stage the layers to recompute; None where even all would not do.
@@ -40,7 +40,7 @@ def recomputed(
         layers: The layers of the model.
         stages: What stages of them cost.
         boundaries: The cut.
-        room: Bytes that a rank may have in use.
+        free: Bytes that a rank may have in use.
         optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
     """
     chosen: list[tuple[int, ...]] = [()] * (len(boundaries) - 1)
@@ -48,7 +48,7 @@ def recomputed(
     plain = stages.cut(boundaries)
     for rank in range(schedule.placement.ranks):
         owned = schedule.placement.stages_of(rank)
-        left = room - static_bytes([plain[stage] for stage in owned], optimizer_copies)
+        left = free - static_bytes([plain[stage] for stage in owned], optimizer_copies)
         found = _of_rank(schedule, rank, layers, stages, ranges, left)
         if found is None:
             return None
@@ -71,9 +71,9 @@ def _of_rank(
     layers: Sequence[LayerCost],
     stages: Stages,
     ranges: Sequence[tuple[int, int]],
-    room: float,
+    free: float,
 ) -> dict[int, tuple[int, ...]] | None:
-    """Returns the choice for the stages of a rank, within ``room`` bytes of activations."""
+    """Returns the choice for the stages of a rank, within ``free`` bytes of activations."""
     owned = schedule.placement.stages_of(rank)
 
     def peak(chosen: dict[int, tuple[int, ...]]) -> Peak:
@@ -84,9 +84,9 @@ def _of_rank(
     before = now = peak(chosen)
     missing: float = 0
     for _ in range(_ROUNDS):
-        if now.bytes <= room:
+        if now.bytes <= free:
             return chosen
-        missing += now.bytes - room
+        missing += now.bytes - free
         items = [
             (stage, number, gain)
             for stage in owned
@@ -106,7 +106,7 @@ def _of_rank(
         }
         now = peak(chosen)
     chosen = {stage: tuple(n for n in range(*ranges[stage]) if layers[n].saved) for stage in owned}
-    return chosen if peak(chosen).bytes <= room else None
+    return chosen if peak(chosen).bytes <= free else None
 
 
 def _gain(layer: LayerCost, stage: int, peak: Peak) -> int:

@@ -67,10 +67,10 @@ class _Search:
         self.left -= sum(map(len, schedule.actions))
         return self.task.evaluate(schedule, boundaries)
 
-    def _score(self, found: Found) -> _Score:
-        if isinstance(found, Lack):
-            return _Score(found.peak, math.inf)
-        return _Score(0, round(found.seconds / self.unit, 9), found.peak)
+    def _score(self, candidate: Found) -> _Score:
+        if isinstance(candidate, Lack):
+            return _Score(candidate.peak, math.inf)
+        return _Score(0, round(candidate.seconds / self.unit, 9), candidate.peak)
 
     def _improved(self, first: Found) -> Found:
         """Moves the cut and searches a schedule for it in turn, for as long as that helps."""
@@ -82,20 +82,20 @@ class _Search:
             best = self._moved(found)
         return best
 
-    def _with_schedule(self, found: Found) -> Found:
+    def _with_schedule(self, candidate: Found) -> Found:
         """Returns the better of a plan, and its cut under a schedule that is searched for it."""
-        if isinstance(found, Lack) or self.left <= 0:
-            return found
-        schedule = self.task.searched(found)
+        if isinstance(candidate, Lack) or self.left <= 0:
+            return candidate
+        schedule = self.task.searched(candidate)
         if schedule is None:
-            return found
-        return min(found, self._try(schedule, found.boundaries), key=self._score)
+            return candidate
+        return min(candidate, self._try(schedule, candidate.boundaries), key=self._score)
 
-    def _moved(self, found: Found) -> Found:
+    def _moved(self, candidate: Found) -> Found:
         """Moves the cut under the schedule it has: a border, or neighbouring ones together."""
         if "partition" not in self.task.search:
-            return found
-        best, before = found, None
+            return candidate
+        best, before = candidate, None
         while best is not before:
             before = best
             for boundaries in self._moves(best.boundaries):

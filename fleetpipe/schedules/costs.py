@@ -112,9 +112,9 @@ class Costs:
         return read(path, _SOURCE, cls._of)
 
     @classmethod
-    def _of(cls, found: JsonValue) -> Costs:
+    def _of(cls, content: JsonValue) -> Costs:
         # What a profile has besides, for each layer.
-        values = {name: one for name, one in found.fields().items() if name != "profile"}
+        values = {name: one for name, one in content.fields().items() if name != "profile"}
         names = [field.name for field in fields(cls)]
         for name in values:
             if name not in names:

@@ -25,8 +25,8 @@ from fleetpipe.parity.differences import largest_gap
 class _Recorded(Keyed):
     """Keeps what each node of the untouched model returns."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.outputs: list[list[Tensor]] = []
 
     def node(self, call: NodeCall) -> Any:
@@ -70,11 +70,14 @@ def _of_model(
 
 
 def _first(
-    form: Form, inputs: Nest, keys: random_keys.Keys | None, theirs: Sequence[list[Tensor]]
+    form: Form,
+    inputs: Nest,
+    keys: random_keys.Keys | None,
+    right: Sequence[list[Tensor]],
 ) -> Node | None:
     """Runs the captured calls and returns the first that does not return the same."""
     values: Nest = form.functions[0](inputs)
-    calls = zip(form.functions[1:-1], form.trace.nodes, theirs)
+    calls = zip(form.functions[1:-1], form.trace.nodes, right)
     for number, (function, node, expected) in enumerate(calls):
         if keys is not None:
             keys.enter(number + 1)

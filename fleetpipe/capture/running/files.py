@@ -34,7 +34,7 @@ class _Own:
 
 def files_of_model(
     users: Mapping[str, Sequence[int]],
-    own: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     stages: Collection[int],
     placement: Placement,
     job: Job | None,
@@ -43,7 +43,7 @@ def files_of_model(
 
     Args:
         users: By name, in the model's order, the stages that use a parameter or buffer.
-        own: Those of this process, by name.
+        tensors: Those of this process, by name.
         stages: The stages of this process.
         placement: Which rank has which stage.
         job: The job of the model; None where it was built outside of one.
@@ -66,5 +66,5 @@ def files_of_model(
                 fix="write pipe.full_state_dict() by paddle.save, or cut elsewhere",
             )
         if users[names[0]][0] in stages:
-            places[Place(number, None)] = _Own({name: own[name] for name in names})
+            places[Place(number, None)] = _Own({name: tensors[name] for name in names})
     return LayerFiles(places, places, sources, job)

@@ -42,7 +42,7 @@ def release(tensors: Iterable[Tensor]) -> None:
             tensor.get_tensor()._clear()
 
 
-def initialize(model: Layer, own: Mapping[str, Tensor]) -> None:
+def initialize(model: Layer, parameters: Mapping[str, Tensor]) -> None:
     """Gives parameters that were made under ``paddle.LazyGuard`` their first values.
 
     Each is drawn under a seed of its own, by its place in the whole model: they do not depend on
@@ -50,10 +50,10 @@ def initialize(model: Layer, own: Mapping[str, Tensor]) -> None:
 
     Args:
         model: The whole model.
-        own: The parameters to initialize, by name.
+        parameters: The parameters to initialize, by name.
     """
     with random_states_kept():
         for number, (name, tensor) in enumerate(model.state_dict().items()):
-            if name in own and not has_memory(tensor):
+            if name in parameters and not has_memory(tensor):
                 paddle.seed(FIRST_SEED + number)
                 tensor.initialize()

@@ -144,53 +144,53 @@ def _with_checksum(body: str) -> str:
     return f'{body}, "{_CHECKSUM}": {zlib.crc32(body.encode())}}}\n'
 
 
-def _parsed(found: JsonValue) -> Manifest:
+def _parsed(content: JsonValue) -> Manifest:
     files = {
         name: whole.record(Whole, JsonValue.count)
-        for name, whole in found["files"].fields().items()
+        for name, whole in content["files"].fields().items()
     }
     if any("/" in name or name.startswith(".") for name in files):
-        raise found["files"].refused("names of files of the folder")
+        raise content["files"].refused("names of files of the folder")
     tensors = {
         TensorName(group, name): _entry(entry, files)
-        for group, entries in found["tensors"].fields().items()
+        for group, entries in content["tensors"].fields().items()
         for name, entry in entries.fields().items()
     }
-    found["tensors"].require_names(GROUPS)
-    order = found["order"].texts()
+    content["tensors"].require_names(GROUPS)
+    order = content["order"].texts()
     if {name.name for name in tensors if name.group == MODEL} != set(order):
-        raise found["order"].refused("the names of the model's tensors")
-    optimizer = found["optimizer"]
+        raise content["order"].refused("the names of the model's tensors")
+    optimizer = content["optimizer"]
     return Manifest(
-        step=found["step"].count(),
+        step=content["step"].count(),
         files=files,
         tensors=tensors,
         order=order,
         optimizer=None if optimizer.content is None else optimizer.text(),
         # A figure that nobody has computed yet is infinite.
-        metrics={name: value.number() for name, value in found["metrics"].fields().items()},
-        layout={name: value.count() for name, value in found["layout"].fields().items()},
-        versions={name: value.text() for name, value in found["versions"].fields().items()},
+        metrics={name: value.number() for name, value in content["metrics"].fields().items()},
+        layout={name: value.count() for name, value in content["layout"].fields().items()},
+        versions={name: value.text() for name, value in content["versions"].fields().items()},
     )
 
 
-def _entry(found: JsonValue, files: Collection[str]) -> Entry:
+def _entry(content: JsonValue, files: Collection[str]) -> Entry:
     """Reads what is said of a tensor, of which every part must have been written."""
-    file, dtype, shape = found["file"].text(), found["dtype"].text(), found["shape"].counts()
+    file, dtype, shape = content["file"].text(), content["dtype"].text(), content["shape"].counts()
     if file not in files:
-        raise found["file"].refused("one of the files")
+        raise content["file"].refused("one of the files")
     if dtype not in CODES:
-        raise found["dtype"].refused(", ".join(CODES))
-    pieces = tuple(map(_piece, found["pieces"].items()))
+        raise content["dtype"].refused(", ".join(CODES))
+    pieces = tuple(map(_piece, content["pieces"].items()))
     if not is_whole([piece.cut for piece in pieces], shape):
-        raise found["pieces"].refused(f"the parts of a tensor of shape {list(shape)}")
+        raise content["pieces"].refused(f"the parts of a tensor of shape {list(shape)}")
     return Entry(file, Described(dtype, shape), pieces)
 
 
-def _piece(found: JsonValue) -> WrittenPart:
-    values = found.items()
+def _piece(content: JsonValue) -> WrittenPart:
+    values = content.items()
     if len(values) != 2:
-        raise found.refused("a cut and a checksum")
+        raise content.refused("a cut and a checksum")
     cut = None
     if values[0].content is not None:
         numbers = values[0].counts()
