@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from fleetpipe import log
-from fleetpipe.capture.arguments import classes_of, plain_model, stages_asked
+from fleetpipe.capture.arguments import classes_of, plain_model, requested_stages
 from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
 from fleetpipe.capture.cutting.cut import cut_of
 from fleetpipe.capture.cutting.in_place import require_one_stage
@@ -115,7 +115,7 @@ def pipeline(
     chunks = None if num_chunks == 1 else num_chunks
     if chunks is None and job is not None:
         num_chunks = Arrangement(job.degrees.pp, None, use_dualpipev=False).placement.chunks
-    asked = stages_asked(num_stages, num_chunks, job)
+    asked = requested_stages(num_stages, num_chunks, job)
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     no_classes = classes_of(plain_model(model), no_split)
     capturing = Capturing(model, example_of(example_inputs, rows), no_classes)

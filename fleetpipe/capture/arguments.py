@@ -50,7 +50,7 @@ class Stages(NamedTuple):
         return stages // self.chunks
 
 
-def stages_asked(num_stages: int | None, num_chunks: int, job: Job | None) -> Stages:
+def requested_stages(num_stages: int | None, num_chunks: int, job: Job | None) -> Stages:
     """Returns how many stages are asked for.
 
     Args:

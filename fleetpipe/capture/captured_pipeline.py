@@ -9,7 +9,7 @@ from typing import Any, Callable, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting.auto import Choice, places
-from fleetpipe.capture.cutting.costs import state_of
+from fleetpipe.capture.cutting.node_meter import state_of
 from fleetpipe.capture.graphviz import graph
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.files import files_of_model

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from fleetpipe.capture.arguments import classes_of, plain_model
 from fleetpipe.capture.cutting.auto import places
-from fleetpipe.capture.cutting.costs import measured, parameter_bytes
 from fleetpipe.capture.cutting.cuts import Border
+from fleetpipe.capture.cutting.node_meter import measured, parameter_bytes
 from fleetpipe.capture.graphviz import graph
 from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing

@@ -57,7 +57,7 @@ def require_same_calls(capturing: Capturing) -> None:
     layers = dict(model.named_sublayers(include_self=True))
     while True:
         # What Python keeps from one run shows in the next.
-        with attributes_running_on(model), capturing.told_if_slow():
+        with attributes_running_on(model), capturing.notice_if_slow():
             found = _difference(capturing)
         if found is None:
             return

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fleetpipe.capture.cutting.auto import Choice, agreed, chosen, places
-from fleetpipe.capture.cutting.costs import measured
 from fleetpipe.capture.cutting.cuts import Border
+from fleetpipe.capture.cutting.node_meter import measured
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec, borders_of
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of

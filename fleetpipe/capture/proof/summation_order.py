@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetpipe.capture.cutting.costs import state_of
+from fleetpipe.capture.cutting.node_meter import state_of
 from fleetpipe.capture.running.variants import Forms
 
 

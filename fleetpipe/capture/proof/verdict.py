@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.capture.cutting.costs import state_of
+from fleetpipe.capture.cutting.node_meter import state_of
 from fleetpipe.capture.proof.first_difference import first_difference
 from fleetpipe.capture.proof.hook_calls import Calls
 from fleetpipe.capture.proof.models import copied

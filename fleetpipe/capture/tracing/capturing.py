@@ -89,7 +89,7 @@ class Capturing:
         model = self.model
         try:
             # As each will run: nothing in evaluation needs a gradient.
-            with self.told_if_slow(), in_mode(model, training), paddle.set_grad_enabled(training):
+            with self.notice_if_slow(), in_mode(model, training), paddle.set_grad_enabled(training):
                 return traced(model, inputs, self.unopened)
         except FleetPipeError:
             raise
@@ -103,7 +103,7 @@ class Capturing:
                 "a tuple of arguments, or a dict by name",
             ) from error
 
-    def told_if_slow(self) -> AbstractContextManager[None]:
+    def notice_if_slow(self) -> AbstractContextManager[None]:
         """Within it a line says, once it takes long, that the model is captured."""
         name = type(self.model).__name__
         return log.once_if_slow(

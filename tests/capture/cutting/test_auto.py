@@ -13,8 +13,8 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.capture.cutting.auto import Choice, chosen, places
-from fleetpipe.capture.cutting.costs import measured
 from fleetpipe.capture.cutting.cuts import AtCall
+from fleetpipe.capture.cutting.node_meter import measured
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.dygraph.observe.profile import TYPICAL

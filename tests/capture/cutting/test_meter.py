@@ -9,7 +9,7 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.capture.cutting.costs import measured
+from fleetpipe.capture.cutting.node_meter import measured
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.errors import CaptureError, PartitionError
