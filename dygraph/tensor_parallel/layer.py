@@ -17,6 +17,7 @@ from fleetpipe.dygraph.tensor_parallel import groups
 from fleetpipe.dygraph.tensor_parallel.operations import slice_of
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.meta_parallel import Initializer, assigned_shape, attribute, sharded
 from fleetpipe.paddle_api.tensor import give_memory
 
@@ -94,9 +95,9 @@ class ParallelLayer(paddle.nn.Layer):
         memo[id(self)] = other
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
         # Paddle's copy of a parameter forgets what is not Paddle's own.
-        for name, parameter in self._parameters.items():
+        for name, parameter in parameters_in(self).items():
             if parameter is not None:
-                _mark(other._parameters[name], split_axis(parameter))
+                _mark(parameters_in(other)[name], split_axis(parameter))
         return other
 
     if hasattr(paddle.nn.Layer, "sharded_state_dict"):  # not on 2.6.2

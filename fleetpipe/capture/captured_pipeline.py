@@ -32,6 +32,7 @@ from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
 from fleetpipe.dygraph.tensor_parallel import whole_shape
 from fleetpipe.mesh.groups import SoleGroup
+from fleetpipe.paddle_api.layer import copy_tables
 from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.partition import LayerInfo
 from fleetpipe.profiling import PipelinePlan
@@ -150,9 +151,7 @@ class CapturedPipeline(PipelineLayer):
         self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())
         self._set_fleet_attributes({}, {})
         # Last, and around add_sublayer: a model may use any name, and this class has many.
-        for kind in ("_sub_layers", "_parameters", "_buffers"):
-            getattr(self, kind).update(getattr(part, kind))
-        self._non_persistable_buffer_names_set = part._non_persistable_buffer_names_set
+        copy_tables(part, self)
 
     def train(self, mode: bool = True) -> CapturedPipeline:
         """Puts the plain model into training, by its own ``train()``."""

@@ -19,6 +19,7 @@ from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.axes import PIPELINE_AXES
 from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.layer import wrapped_layer
 from fleetpipe.paddle_api.topology import install_topology, user_strategy
 from fleetpipe.paddle_types import DistributedStrategy, GradScaler, Layer, Optimizer
 from fleetpipe.static import StaticOptimizer, refuse_stages
@@ -50,9 +51,9 @@ def distributed_model(model: Any) -> Any:
         PipelineTimeout: Some rank did not arrive within the limit.
     """
     job = current_job()
-    if isinstance(model, MixPrecisionLayer) and isinstance(model._layers, PipelineLayer):
+    if isinstance(model, MixPrecisionLayer) and isinstance(wrapped_layer(model), PipelineLayer):
         # It has put its hooks on the parameters; calling the layers needs nothing more of it.
-        model = model._layers
+        model = wrapped_layer(model)
     if isinstance(model, PipelineLayer):
         if job is not None:
             job.degrees.refuse_beyond(PIPELINE_AXES, "write the model as an nn.Layer")

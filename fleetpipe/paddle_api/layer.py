@@ -18,12 +18,7 @@ def forward_hooks(layer: Layer) -> list[dict[int, Any]]:
 
 def is_patched(layer: Layer) -> bool:
     """Whether a layer has hooks around its forward, or another forward than its class."""
-    attributes = vars(layer)
-    return bool(
-        attributes["_forward_pre_hooks"]
-        or attributes["_forward_post_hooks"]
-        or "forward" in attributes
-    )
+    return has_hooks(layer) or "forward" in vars(layer)
 
 
 def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
@@ -45,3 +40,59 @@ def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
 def is_static(layer: Layer) -> bool:
     """Whether ``paddle.jit.to_static`` makes a static graph of a layer's forward."""
     return isinstance(layer.forward, StaticFunction)
+
+
+#: Where a layer has its parameters, its buffers and its sublayers, each a dict by name.
+TABLES = ("_parameters", "_buffers", "_sub_layers")
+#: Where a layer has the name that Paddle counts for it.
+FULL_NAME = "_full_name"
+
+
+def parameters_in(layer: Layer) -> dict[str, Tensor | None]:
+    """Returns the parameters that a layer has itself: the very dict, by name."""
+    table: dict[str, Tensor | None] = layer._parameters
+    return table
+
+
+def buffers_in(layer: Layer) -> dict[str, Tensor | None]:
+    """Returns the buffers that a layer has itself: the very dict, by name."""
+    table: dict[str, Tensor | None] = vars(layer).get("_buffers", {})
+    return table
+
+
+def sublayers_in(layer: Layer) -> dict[str, Layer | None]:
+    """Returns the sublayers of a layer, not those within them: the very dict, by name."""
+    table: dict[str, Layer | None] = layer._sub_layers
+    return table
+
+
+def copy_tables(source: Layer, target: Layer) -> None:
+    """Adds what ``source`` has to the tables of ``target``, whatever names that has itself.
+
+    ``add_parameter`` and its like refuse a name that is an attribute of the class.
+    """
+    for table in TABLES:
+        getattr(target, table).update(getattr(source, table))
+    copy_unsaved_names(source, target)
+
+
+def share_tables(source: Layer, target: Layer) -> None:
+    """Gives ``target`` the very tables of ``source``: what is put into one is in both."""
+    for table in TABLES:
+        target.__dict__[table] = getattr(source, table)
+    copy_unsaved_names(source, target)
+
+
+def copy_unsaved_names(source: Layer, target: Layer) -> None:
+    """Has ``target`` leave the buffers out of its state that ``source`` leaves out."""
+    target._non_persistable_buffer_names_set = source._non_persistable_buffer_names_set
+
+
+def has_hooks(layer: Layer) -> bool:
+    """Whether a layer has hooks around its forward."""
+    return any(forward_hooks(layer))
+
+
+def wrapped_layer(layer: Layer) -> Layer | None:
+    """Returns the layer in one of Paddle's wrappers, as ``DataParallel``; None in another layer."""
+    return layer._layers if list(sublayers_in(layer)) == ["_layers"] else None

@@ -27,14 +27,18 @@ Function = Callable[..., Any]
 
 _Tensor: Any = core.eager.Tensor
 
+#: Those that put a hook on a gradient, and remove it.
+GRAD_HOOKS = ("_register_grad_hook", "_remove_grad_hook")
+#: The one by which Paddle's ``recompute`` takes what it is given.
+SHARED_BY_RECOMPUTE = "_new_shared_tensor"
 #: Methods in C that compute a Tensor, write into one, or change its gradient.
 _METHODS = (
     *(f"__{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
     *(f"__r{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
     *(f"__{name}__" for name in ("matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge")),
     *("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous", "detach", "detach_"),
-    *("copy_", "_copy_to", "_local_value", "_register_grad_hook", "_remove_grad_hook"),
-    *("_new_shared_tensor", "set_value", "_tensor_use_gpudnn"),
+    *("copy_", "_copy_to", "_local_value", *GRAD_HOOKS),
+    *(SHARED_BY_RECOMPUTE, "set_value", "_tensor_use_gpudnn"),
 )
 #: The one whose result stands for its tensor in the graph: backward takes no two such roots.
 _ALIAS = "_tensor_use_gpudnn"

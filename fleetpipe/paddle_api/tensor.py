@@ -45,6 +45,21 @@ def has_memory(tensor: Tensor) -> bool:
     return bool(tensor._is_initialized())
 
 
+def release_memory(tensor: Tensor) -> None:
+    """Gives back the memory of a tensor, which keeps its shape."""
+    tensor.get_tensor()._clear()
+
+
+def shares_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    return bool(tensor._is_shared_buffer_with(other))
+
+
+def note_write(tensor: Tensor) -> None:
+    """Has a tensor's version say that it was written into."""
+    tensor._bump_inplace_version()
+
+
 def same_memory(tensor: Tensor) -> Tensor:
     """Returns a leaf of the graph that shares memory and may be emptied on its own."""
     if hasattr(tensor, "_unsafe_share_buffer_to"):

@@ -25,6 +25,7 @@ from fleetpipe.dygraph.observe.layer_meter import (
 )
 from fleetpipe.dygraph.observe.profile import TYPICAL
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import FULL_NAME
 from fleetpipe.paddle_api.tensor import has_memory, tensor_bytes
 from fleetpipe.profiling import Profile
 
@@ -118,7 +119,7 @@ def _kind(trace: Trace, node: Node) -> str:
         (type(part), name, value)
         for part in (layer.sublayers(include_self=True) if node.is_layer else ())
         for name, value in vars(part).items()
-        if isinstance(value, (*PLAIN, list, tuple)) and name != "_full_name"
+        if isinstance(value, (*PLAIN, list, tuple)) and name != FULL_NAME
     ]
     called = "" if node.is_layer else getattr(node.function, "__name__", node.function)
     takes = [look(leaf) for leaf in arguments(node)]

@@ -14,7 +14,7 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.layers.entries import FIRST_SEED
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.tensor import has_memory
+from fleetpipe.paddle_api.tensor import has_memory, release_memory
 
 
 def without_memory(model: Layer) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ def release(tensors: Iterable[Tensor]) -> None:
     """Gives back the memory of tensors, which keep their shapes."""
     for tensor in tensors:
         if has_memory(tensor):
-            tensor.get_tensor()._clear()
+            release_memory(tensor)
 
 
 def initialize(model: Layer, parameters: Mapping[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_o
 from fleetpipe.dygraph import random_keys
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import share_tables
 from fleetpipe.paddle_api.operations import intercepted
 from fleetpipe.schedules.action import GlobalMicroBatch
 
@@ -53,10 +54,8 @@ class Untouched(paddle.nn.Layer):
             copied = copy.deepcopy(model)
         # Around Layer.__setattr__, which would put the model's name before all others.
         self.__dict__.update(_model=copied, _example=example, _unopened=unopened)
-        for kind in ("_sub_layers", "_parameters", "_buffers"):
-            # The very dicts: a forward may put another tensor in the place of a buffer.
-            self.__dict__[kind] = getattr(copied, kind)
-        self._non_persistable_buffer_names_set = copied._non_persistable_buffer_names_set
+        # A forward may put another tensor in the place of a buffer.
+        share_tables(copied, self)
 
     @property
     def plain(self) -> Layer:

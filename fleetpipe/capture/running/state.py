@@ -10,6 +10,13 @@ from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import (
+    TABLES,
+    buffers_in,
+    copy_unsaved_names,
+    parameters_in,
+    sublayers_in,
+)
 
 
 class CapturedState(ModelState):
@@ -109,15 +116,15 @@ def part_of(model: Layer, nodes: Sequence[Node], more: Collection[int] = ()) -> 
 
 def _part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
     part = paddle.nn.Layer()
-    for name, sublayer in layer._sub_layers.items():
+    for name, sublayer in sublayers_in(layer).items():
         if sublayer is not None:
             kept = sublayer if id(sublayer) in layers else _part(sublayer, layers, tensors)
-            if kept._sub_layers or kept._parameters or kept._buffers or kept is sublayer:
-                part._sub_layers[name] = kept
+            if kept is sublayer or any(getattr(kept, table) for table in TABLES):
+                sublayers_in(part)[name] = kept
     # Around add_parameter, which refuses a name that Layer has itself.
-    for kind in ("_parameters", "_buffers"):
-        for name, tensor in getattr(layer, kind).items():
+    for held in (parameters_in, buffers_in):
+        for name, tensor in held(layer).items():
             if tensor is not None and id(tensor) in tensors:
-                getattr(part, kind)[name] = tensor
-    part._non_persistable_buffer_names_set = layer._non_persistable_buffer_names_set
+                held(part)[name] = tensor
+    copy_unsaved_names(layer, part)
     return part

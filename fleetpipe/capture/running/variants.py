@@ -18,7 +18,7 @@ from fleetpipe.capture.tracing.signature import Signature, signature_of
 from fleetpipe.capture.tracing.value import Node, Owned, Trace
 from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.errors import CaptureError
-from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.layer import has_hooks, state_slots
 from fleetpipe.paddle_api.operations import renew
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.schedules import Edge
@@ -174,7 +174,7 @@ def _written(trace: Trace, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ..
 def _normalizes(node: Node) -> bool:
     """Whether a node is a layer of Paddle's that trains: backward needs no running statistics."""
     layer: Layer = node.function
-    plain = node.is_layer and not layer._forward_pre_hooks and not layer._forward_post_hooks
+    plain = node.is_layer and not has_hooks(layer)
     return (
         plain
         and type(layer).__module__.startswith("paddle.nn.")

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fleetpipe.capture.tracing.value import Node, Ref
-
-_HOOKS = ("_register_grad_hook", "_remove_grad_hook")
+from fleetpipe.paddle_api.operations import GRAD_HOOKS
 
 
 def at_makers(nodes: Sequence[Node], marks: Sequence[int]) -> tuple[list[Node], list[int]]:
@@ -47,6 +46,8 @@ def at_makers(nodes: Sequence[Node], marks: Sequence[int]) -> tuple[list[Node], 
 
 def _maker(node: Node, makers: dict[int, int]) -> int | None:
     """Returns the number of the node that made the value of a hook; None for other nodes."""
-    if getattr(node.function, "__name__", "") not in _HOOKS or not isinstance(node.args[0], Ref):
+    if getattr(node.function, "__name__", "") not in GRAD_HOOKS or not isinstance(
+        node.args[0], Ref
+    ):
         return None
     return makers.get(node.args[0].value)

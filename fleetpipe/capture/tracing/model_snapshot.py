@@ -15,11 +15,11 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.running.memory import release
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import TABLES, buffers_in, parameters_in
 from fleetpipe.paddle_api.operations import renew, set_data
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 
 #: Where a layer has what it has; a tensor that is set leaves the attributes and comes here.
-_HOLDERS = ("_parameters", "_buffers", "_sub_layers")
 
 #: The models whose attributes are put back later.
 _waiting: set[int] = set()
@@ -55,10 +55,12 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
     layers = model.sublayers(include_self=True)
     attributes = [(vars(layer), dict(vars(layer))) for layer in layers]
     places = [
-        (holder, dict(holder)) for layer in layers for holder in (layer._parameters, layer._buffers)
+        (holder, dict(holder))
+        for layer in layers
+        for holder in (parameters_in(layer), buffers_in(layer))
     ]
     tensors = {id(t): _kept(t) for _, held in places for t in held.values() if t is not None}
-    holders = _restores((vars(layer)[kind] for layer in layers for kind in _HOLDERS), tensors)
+    holders = _restores((vars(layer)[kind] for layer in layers for kind in TABLES), tensors)
     attributes_of_run = nullcontext() if id(model) in _waiting else python_state_kept(model)
     with random_states_kept(), attributes_of_run:
         try:
@@ -121,7 +123,9 @@ def python_state_kept(model: Layer) -> Iterator[None]:
     looked into.
     """
     layers = model.sublayers(include_self=True)
-    state = (t for layer in layers for t in (*layer._parameters.values(), *layer._buffers.values()))
+    state = (
+        t for layer in layers for t in (*parameters_in(layer).values(), *buffers_in(layer).values())
+    )
     restores = _restores(map(vars, layers), map(id, state))
     try:
         yield

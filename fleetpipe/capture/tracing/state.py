@@ -9,8 +9,9 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.tracing.obstacles import Obstacle
 from fleetpipe.capture.tracing.value import Node, Owned
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import buffers_in, parameters_in
 from fleetpipe.paddle_api.operations import DATA_ENDS_TRAINING, Function, is_silent, set_data
-from fleetpipe.paddle_api.tensor import has_memory
+from fleetpipe.paddle_api.tensor import has_memory, shares_memory
 
 _NONE: frozenset[str] = frozenset()
 
@@ -99,7 +100,7 @@ class RunState:
             if id(output) in self._owned or not has_memory(output):
                 continue
             for tensor, names in sources:
-                if tensor is not output and output._is_shared_buffer_with(tensor):
+                if tensor is not output and shares_memory(output, tensor):
                     self._views[id(output)] = names.union(self._views.get(id(output), _NONE))
 
     def _wrote(self, tensor: Tensor) -> None:
@@ -186,6 +187,6 @@ class RunState:
 
 def _held(layer: Layer) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters and buffers that a layer has itself, by name."""
-    for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]:
+    for name, tensor in [*parameters_in(layer).items(), *buffers_in(layer).items()]:
         if tensor is not None:
             yield name, tensor

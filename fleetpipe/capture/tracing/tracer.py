@@ -55,6 +55,7 @@ from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_o
 from fleetpipe.dygraph.nest import leaves, mapped, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import TABLES, buffers_in, sublayers_in
 from fleetpipe.paddle_api.operations import (
     Function,
     intercepted,
@@ -63,7 +64,7 @@ from fleetpipe.paddle_api.operations import (
     set_data,
     target_of,
 )
-from fleetpipe.paddle_api.tensor import has_memory
+from fleetpipe.paddle_api.tensor import has_memory, note_write
 
 #: Numbers of Python's and NumPy's.
 _NUMBERS = (bool, int, float, np.ndarray, np.generic)
@@ -299,7 +300,7 @@ class _Tracer(Walk):
         if not self._inside:
             if name == "training" and id(layer) in self._paths and value != layer.training:
                 self._switched.setdefault(id(layer), (layer, user_place()))
-            buffer = vars(layer).get("_buffers", {}).get(name)
+            buffer = buffers_in(layer).get(name)
             # 0 is this function, 1 what stands for Layer.__setattr__, 2 what sets the attribute.
             if buffer is not None and value is not buffer:
                 if not isinstance(value, paddle.Tensor):
@@ -324,7 +325,7 @@ class _Tracer(Walk):
             call = call._replace(args=whole(call.args), named=whole(call.named))
         args, named = self._noted(call.args), self._noted(call.named)
         layer: Layer = call.function
-        if isinstance(layer, paddle.nn.Layer) and layer._sub_layers:
+        if isinstance(layer, paddle.nn.Layer) and sublayers_in(layer):
             self._whole[call.scopes[-1].path] = self._unopened.reason(layer) or "it has hooks"
         given = tensors_in((call.args, call.named))
         self._require_writable(call, given)
@@ -337,7 +338,7 @@ class _Tracer(Walk):
         known, function = self._values, call.function
         if is_silent(function) and id(given[0]) in known:
             function = noticed(function)
-            given[0]._bump_inplace_version()
+            note_write(given[0])
         changed = {
             id(tensor): tensor
             for tensor, version in zip(given, versions)
@@ -465,7 +466,7 @@ def _lengths(layer: Layer) -> dict[str, int]:
     return {
         name: len(value)
         for name, value in vars(layer).items()
-        if isinstance(value, (list, dict, set)) and name not in ("_parameters", "_buffers")
+        if isinstance(value, (list, dict, set)) and name not in TABLES
     }
 
 

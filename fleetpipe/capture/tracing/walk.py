@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.tracing.value import Scope
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.operations import Function, set_data
+from fleetpipe.paddle_api.layer import buffers_in, has_hooks, sublayers_in
+from fleetpipe.paddle_api.operations import SHARED_BY_RECOMPUTE, Function, set_data
 
 #: Layers of Paddle's that call others, and are opened nevertheless.
 _OPENED = (
@@ -60,11 +61,11 @@ class Unopened:
     def reason(self, layer: Layer) -> str | None:
         """Returns why a layer is not opened; None for one that is."""
         kind = type(layer)
-        if not layer._sub_layers:
+        if not sublayers_in(layer):
             return "it has no sublayers"
         if kind in self._kinds:
             return self._kinds[kind]
-        if layer._forward_pre_hooks or layer._forward_post_hooks:
+        if has_hooks(layer):
             return "it has hooks of the user's"
         # By its class: the attribute itself compiles.
         if hasattr(type(layer.forward), "concrete_program"):
@@ -143,7 +144,7 @@ class Walk:
         """See :class:`fleetpipe.paddle_api.operations.Listener`."""
         if self._inside:
             return function(*args, **named)
-        if function.__name__ == "_new_shared_tensor":
+        if function.__name__ == SHARED_BY_RECOMPUTE:
             # Made by recompute, which is left out; a gradient would not find its way through it.
             return args[0]
         return self._alone(NodeCall(function, function, args, named, tuple(self._scopes)))
@@ -192,7 +193,7 @@ class Walk:
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
         """See :class:`fleetpipe.paddle_api.operations.Listener`."""
-        before = vars(layer).get("_buffers", {}).get(name)
+        before = buffers_in(layer).get(name)
         another = isinstance(value, paddle.Tensor) and value is not before
         if self._inside or id(layer) not in self._paths or before is None or not another:
             put(layer, name, value)

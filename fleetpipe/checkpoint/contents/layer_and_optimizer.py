@@ -23,6 +23,7 @@ from fleetpipe.checkpoint.contents.parts import (
 from fleetpipe.checkpoint.files.tensors import Described, Region
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api.layer import wrapped_layer
 from fleetpipe.paddle_api.optimizer import (
     base_optimizer,
     create_state,
@@ -164,8 +165,8 @@ def mp_shard() -> tuple[int, int]:
 
 def _inside(layer: Layer) -> Layer:
     """Returns the model in the wrappers of data and tensor parallelism, whose names it lends."""
-    while list(layer._sub_layers) == ["_layers"]:
-        layer = layer._layers
+    while (wrapped := wrapped_layer(layer)) is not None:
+        layer = wrapped
     return layer
 
 

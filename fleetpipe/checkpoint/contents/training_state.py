@@ -21,6 +21,7 @@ from fleetpipe.aliases import Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents.parts import ProgramPart, StageStreams
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.optimizer import learning_rate_of, scheduler_of
 from fleetpipe.paddle_api.random import generator_from, generator_state
 
 FILE = "state.json"
@@ -91,9 +92,9 @@ class TrainingState:
             program: The model, where it is a static program with random streams of its own.
         """
         self._scheduler = lr_scheduler
-        rate = getattr(optimizer, "_learning_rate", None)
-        if lr_scheduler is None and hasattr(rate, "set_state_dict"):
-            self._scheduler = rate
+        rate = None if optimizer is None else learning_rate_of(optimizer)
+        if lr_scheduler is None and optimizer is not None:
+            self._scheduler = scheduler_of(optimizer)
         self._optimizer = optimizer if isinstance(rate, float) else None
         self._scaler = scaler
         self._data = data

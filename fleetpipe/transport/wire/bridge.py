@@ -12,11 +12,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from paddle import Tensor as Tensor
-from paddle.base.dygraph.base import guard
 from paddle.utils import dlpack
 
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.device import device_kind, dynamic_mode
 from fleetpipe.transport.wire.structure import SIZES, TensorLeaf
 
 # 2.6.2 has "uint16" as another name of bfloat16, and neither float8 nor the larger uints.
@@ -47,7 +46,7 @@ def _in_dynamic_mode(function: Callable[..., _Result]) -> Callable[..., _Result]
     def run(*args: Any) -> _Result:
         if paddle.in_dynamic_mode():
             return function(*args)
-        with guard():
+        with dynamic_mode():
             return function(*args)
 
     return run

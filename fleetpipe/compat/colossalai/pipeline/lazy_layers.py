@@ -15,6 +15,7 @@ from fleetpipe.compat.colossalai.pipeline.calls import Call, Called
 from fleetpipe.compat.colossalai.pipeline.sequence import Step
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle_fleet
+from fleetpipe.paddle_api.tensor import has_memory
 
 _descriptions: Any = paddle_fleet.meta_parallel
 
@@ -154,6 +155,6 @@ def _with_memory(recorded: Layer) -> Layer:
     layer = copy.deepcopy(recorded)
     for parameter, before in zip(layer.parameters(), recorded.parameters()):
         parameter.name = before.name
-        if not parameter._is_initialized():
+        if not has_memory(parameter):
             parameter.initialize()
     return layer
