@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Tensor
+from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Scheduler, Tensor
 from fleetpipe.dygraph.optimizer.clip_global import COPY, replace_clips, total_norm
 from fleetpipe.dygraph.optimizer.clip_sharded import Pairs
 from fleetpipe.dygraph.optimizer.fleets_type import FleetsType
@@ -25,6 +25,7 @@ from fleetpipe.paddle_api.optimizer import (
     base_optimizer,
     clips_of_a_step,
     gradient_clip,
+    learning_rate_of,
     optimized_parameters,
 )
 from fleetpipe.paddle_api.topology import in_data_parallel_mode
@@ -34,7 +35,7 @@ from fleetpipe.representation import shows
 Stepped = tuple[Sequence[object], Pairs]
 
 
-@shows("wrapped", learning_rate="wrapped._learning_rate")
+@shows("wrapped", learning_rate="_rate")
 class PipelineOptimizer(FleetsType):
     """Steps the user's optimizer once for each batch; every other attribute is the optimizer's.
 
@@ -249,6 +250,10 @@ class PipelineOptimizer(FleetsType):
             return
         if self._layers is None and not job.trains(parameters):
             reduce_gradients(parameters, job.replicas(), "avg")
+
+    @property
+    def _rate(self) -> float | Scheduler:
+        return learning_rate_of(self._inner_opt)
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the user's optimizer."""

@@ -8,6 +8,7 @@ from typing import Any
 from paddle.jit.dy2static.program_translator import StaticFunction
 
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.paddle_api.tensor import has_memory
 
 
 def forward_hooks(layer: Layer) -> list[dict[int, Any]]:
@@ -30,7 +31,7 @@ def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
     attributes = vars(layer)
     for name, tensor in attributes["_buffers"].items():
         # The one that LSTM and its kin have for GPUs is nowhere on a CPU.
-        if tensor is not None and tensor._is_initialized():
+        if tensor is not None and has_memory(tensor):
             yield attributes["_buffers"], name
     for name, tensor in attributes["_parameters"].items():
         if tensor is not None and tensor.stop_gradient and tensor.ndim <= 1:

@@ -28,7 +28,8 @@ OWN = {
 }
 #: Files that say which of Paddle's names scripts of older versions, or libraries, use.
 TABLES = ("fleetpipe.launch.legacy.", "fleetpipe.launch.libraries")
-ACCESS = {"getattr", "setattr", "hasattr", "delattr"}
+#: Functions that take names of attributes as text; ``shows`` takes paths of them.
+ACCESS = {"getattr", "setattr", "hasattr", "delattr", "shows"}
 
 
 def is_private(name: object) -> bool:
@@ -87,8 +88,11 @@ def foreign(of: ast.Module) -> Iterator[str]:
             known = everywhere() if on_self(node) else here
             name = "" if node.attr in known | OTHERS | OWN else node.attr
         elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in ACCESS:
-            texts = [one.value for one in node.args if isinstance(one, ast.Constant)]
-            name = next((t for t in texts if is_private(t) and t not in here | OTHERS | OWN), "")
+            values = [*node.args, *(one.value for one in node.keywords)]
+            texts = [str(one.value) for one in values if isinstance(one, ast.Constant)]
+            parts = [part for text in texts for part in text.split(".") if is_private(part)]
+            known = everywhere() if dotted(node.func) == "shows" else here
+            name = next((part for part in parts if part not in known | OTHERS | OWN), "")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value if node.value.startswith(INTERNAL) else ""
         if name:
@@ -113,6 +117,7 @@ def test_no_other_file_names_what_is_private_to_paddle(module: str) -> None:
         'getattr(layer, "_sub_layers")',
         'monkeypatch.setattr(layer, "_forward_pre_hooks", {})',
         'module = "paddle.base.core"',
+        'shows("wrapped", learning_rate="wrapped._learning_rate")',
     ],
 )
 def test_each_way_to_name_one_is_seen(line: str) -> None:
