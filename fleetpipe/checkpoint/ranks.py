@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,33 @@ from fleetpipe.transport import MessageKey
 
 Result = TypeVar("Result")
 _PART = MessageKey("C", 0, 0, "part of a checkpoint", 0)
+
+
+class Part(NamedTuple):
+    """One of several parts."""
+
+    number: int = 0
+    total: int = 1
+
+
+class Place(NamedTuple):
+    """A rank's part of the model and of the data, as a checkpoint's ``state.json`` has it.
+
+    What is named first weighs most where the ranks were split otherwise.
+    """
+
+    shard: Part = Part()
+    replica: Part = Part()
+    stages: Part = Part()
+
+    @classmethod
+    def from_json(cls, parts: Iterable[Sequence[int]]) -> Place:
+        """Returns the place that was written as a list of lists."""
+        return cls(*(Part(*part) for part in parts))
+
+    def to_json(self) -> list[list[int]]:
+        """Returns what :meth:`from_json` reads."""
+        return [[*part] for part in self]
 
 
 class Ranks:
@@ -63,15 +90,17 @@ class Ranks:
         return self.layout["dp"] * self.layout["sharding"]
 
     @property
-    def place(self) -> list[tuple[int, int]]:
-        """This rank's slice, replica and place in the pipeline, each with how many there are."""
+    def place(self) -> Place:
+        """This rank's part of the model and of the data."""
         job = self.job
         if job is None or job.local:
-            return [(0, 1)] * 3
-        degrees = job.degrees
-        member = job.model_parallel().rank
-        stage = job.hcg.get_stage_id()
-        return [(member, degrees.mp), (job.replica, degrees.replicas), (stage, degrees.pp)]
+            return Place()
+        at, degrees = job.coordinate, job.degrees
+        return Place(
+            shard=Part(at.mp, degrees.mp),
+            replica=Part(job.replica, degrees.replicas),
+            stages=Part(at.pp, degrees.pp),
+        )
 
     def together(self, what: str, act: Callable[[], Result]) -> list[Result]:
         """Has every rank do something, and returns what all got, by rank. Collective.

@@ -14,7 +14,7 @@ from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
-from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.checkpoint.ranks import Place, Ranks
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_types import Layer, Optimizer
@@ -131,7 +131,7 @@ class _Attempt:
                 read(name, held.cut, memory)
                 host_memory.assign(held, value)
 
-    def finish(self, place: training_state.Place) -> None:
+    def finish(self, place: Place) -> None:
         """Sets what is no tensor."""
         for part in self._parts:
             part.settle()
@@ -154,7 +154,7 @@ def _with_statistics(
     """
     if ranks.replicas != saved.replicas:
         return wanted
-    replica, _ = ranks.place[1]
+    replica = ranks.place.replica.number
     own = {name: name.of_replica(replica) for name, held in wanted.items() if held.differs}
     found = {name: other for name, other in own.items() if other in saved.tensors}
     return {found.get(name, name): held for name, held in wanted.items()}

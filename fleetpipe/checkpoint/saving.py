@@ -17,7 +17,7 @@ from fleetpipe.checkpoint.files.manifest import Manifest
 from fleetpipe.checkpoint.files.plan import FilePlan, Inventory, indexes, planned
 from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.files.writer import Assignment, Writing, bytes_in, described_files
-from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.checkpoint.ranks import Place, Ranks
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import VERSION
@@ -162,7 +162,7 @@ class Saver:
             "step": step,
             "digest": hashlib.sha256(inventory.encode()).hexdigest(),
             "state": training_state.to_text(state),
-            "place": ranks.place,
+            "place": ranks.place.to_json(),
             "draft": self._make_draft(step) if ranks.rank == 0 else "",
         }
 
@@ -219,7 +219,7 @@ def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
         CheckpointError: Two ranks have something else, or save another step.
     """
     states = [training_state.from_text(facts["state"]) for facts in everyone]
-    places = [facts["place"] for facts in everyone]
+    places = [Place.from_json(facts["place"]) for facts in everyone]
     steps = [facts["step"] for facts in everyone]
     if len(set(steps)) > 1:
         other = next(rank for rank, one in enumerate(steps) if one != step)
@@ -251,7 +251,7 @@ def _with_statistics(
     """
     if ranks.replicas == 1:
         return held
-    (member, _), (replica, _), _ = ranks.place
+    member, replica = ranks.place.shard.number, ranks.place.replica.number
     mine = {name: one for name, one in held.items() if one.differs}
 
     def sums() -> list[Any]:

@@ -157,10 +157,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 def mp_shard() -> tuple[int, int]:
     """Returns which mp shard of tensor-parallel layers this process holds, and of how many."""
     job = current_job()
-    if job is None or job.degrees.mp == 1:
-        return 0, 1
-    members = job.model_parallel()
-    return members.rank, members.ranks
+    return (0, 1) if job is None else (job.coordinate.mp, job.degrees.mp)
 
 
 def _inside(layer: Layer) -> Layer:

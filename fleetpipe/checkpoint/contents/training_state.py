@@ -19,6 +19,7 @@ import numpy as np
 
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents.parts import ProgramPart, StageStreams
+from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.optimizer import learning_rate_of, scheduler_of
@@ -27,9 +28,6 @@ from fleetpipe.paddle_api.random import generator_from, generator_state
 FILE = "state.json"
 #: A value of JSON.
 Json = Any
-#: A rank's number and the number of ranks along each axis that splits them.
-Place = Sequence[tuple[int, int]]
-_REPLICA = 1
 
 
 @runtime_checkable
@@ -266,7 +264,7 @@ def _merged_random(states: Sequence[Json], places: Sequence[Place]) -> Json:
     texts = [json.dumps(state, sort_keys=True) for state in states]
     distinct = list(dict.fromkeys(texts))
     return {
-        "places": [list(place) for place in places],
+        "places": [place.to_json() for place in places],
         "of_rank": [distinct.index(text) for text in texts],
         "states": [json.loads(text) for text in distinct],
     }
@@ -281,15 +279,15 @@ def _random_of_place(saved: Json, place: Place, leads: bool = True) -> Json:
         leads: Whether Paddle's generator is to go on as the stream of the first stage that draws,
             where a static program was saved: on the rank that has it, and in dynamic graph.
     """
-    places = [[tuple(axis) for axis in one] for one in saved["places"]]
-    # What is named first weighs most; of equals the first rank's.
+    places = [Place.from_json(parts) for parts in saved["places"]]
+    # Of equals the first rank's.
     likeness = [[own == other for own, other in zip(place, one)] for one in places]
     rank = likeness.index(max(likeness))
-    replica = places[rank][_REPLICA]
+    replica = places[rank].replica
     theirs = [
         saved["states"][index]
         for index, other in zip(saved["of_rank"], places)
-        if other[_REPLICA] == replica and "program" in saved["states"][index]
+        if other.replica == replica and "program" in saved["states"][index]
     ]
     states = dict(saved["states"][saved["of_rank"][rank]])
     for other in theirs:
