@@ -23,7 +23,7 @@ from fleetpipe.job.watching.watch import Watch
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.transport import SocketTransport
-from fleetpipe.transport.joining.mesh import join
+from fleetpipe.transport.joining.connections import join
 
 
 def begin_together(

@@ -13,7 +13,7 @@ import os
 
 SYSTEM = os.environ.get("FLEETPIPE_TEST_SYSTEM", "")
 _UNIX = "unix-domain sockets join no ranks"
-_MESH = "tests/transport/joining/test_mesh.py::test_"
+_MESH = "tests/transport/joining/test_connections.py::test_"
 _USAGE = "tests/cli/test_cli_usage.py::test_"
 _HOSTS = "tests/transport/joining/test_hosts.py::test_"
 _NO_IDENTITY = {

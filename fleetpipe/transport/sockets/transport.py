@@ -17,7 +17,7 @@ from typing import NoReturn
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.representation import shows
 from fleetpipe.transport.base import Store, Value
-from fleetpipe.transport.joining.mesh import DEFAULT_TIMEOUT, join
+from fleetpipe.transport.joining.connections import DEFAULT_TIMEOUT, join
 from fleetpipe.transport.limit import Limit
 from fleetpipe.transport.sockets import forks
 from fleetpipe.transport.sockets.connection import Connection

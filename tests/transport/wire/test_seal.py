@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from fleetpipe.errors import ConfigError, PeerFailed, TransportError
 from fleetpipe.transport import SocketTransport, connect
+from fleetpipe.transport.joining.connections import join
 from fleetpipe.transport.joining.handshake import accepts, connects, user_secret
-from fleetpipe.transport.joining.mesh import join
 from fleetpipe.transport.wire.seal import Seal, Seals
 from tests.transport.helpers import LIMIT, ThreadStore, backward, forward, join_all, same, sample
 from tests.transport.joining.test_handshake import talk

@@ -17,7 +17,7 @@ import pytest
 
 from fleetpipe.errors import PipelineTimeout, TransportError
 from fleetpipe.transport import SocketTransport, connect
-from fleetpipe.transport.joining import hosts, mesh
+from fleetpipe.transport.joining import connections, hosts
 from fleetpipe.transport.joining.handshake import connects
 from fleetpipe.transport.wire.message import VERSION
 from tests.transport.helpers import LIMIT, ThreadStore, forward, join_all
@@ -101,8 +101,8 @@ def test_ranks_of_a_host_use_unix_sockets_and_are_all_connected() -> None:
 def test_streams_are_told_apart(threads: ThreadPoolExecutor) -> None:
     store, ranks = ThreadStore(), range(3)
 
-    def join(rank: int) -> list[mesh.Joined]:
-        return mesh.join(
+    def join(rank: int) -> list[connections.Joined]:
+        return connections.join(
             rank=rank, ranks=3, store=store, namespace="test", timeout=LIMIT, streams=2
         )
 
@@ -188,7 +188,7 @@ def test_ranks_whose_host_has_no_identity_use_tcp(monkeypatch: pytest.MonkeyPatc
 
 def test_an_address_that_is_missing_is_named() -> None:
     with pytest.raises(TransportError, match="rank 3 does not listen") as caught:
-        mesh._best(3, ["unix fleetpipe-1"], beside=False)
+        connections._best(3, ["unix fleetpipe-1"], beside=False)
     assert "an address of kind tcp" in str(caught.value)
 
 
@@ -302,7 +302,7 @@ def test_a_rank_left_over_from_an_earlier_life_is_named_once_and_does_no_harm(
 def test_silent_strangers_are_dropped_in_time(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mesh, "STRANGER_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "STRANGER_SECONDS", 0.2)
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
     with knock(address_of(store)) as stranger:
@@ -315,7 +315,7 @@ def test_silent_strangers_are_dropped_in_time(
 def test_a_crowd_of_strangers_keeps_nobody_out(threads: ThreadPoolExecutor) -> None:
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
-    strangers = [knock(address_of(store)) for _ in range(mesh.MOST_STRANGERS + 20)]
+    strangers = [knock(address_of(store)) for _ in range(connections.MOST_STRANGERS + 20)]
     finish(rank_0, join_rank_1(threads, store))
     for stranger in strangers:
         stranger.close()
@@ -325,9 +325,9 @@ def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy, free = threading.Event(), threading.Event()
-    accepted: list[mesh.PendingConnection] = []
+    accepted: list[connections.PendingConnection] = []
 
-    class Noted(mesh.PendingConnection):
+    class Noted(connections.PendingConnection):
         def __init__(self, *options: Any) -> None:
             super().__init__(*options)
             accepted.append(self)
@@ -338,11 +338,11 @@ def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
                 free.wait(LIMIT)
             return super().advance()
 
-    monkeypatch.setattr(mesh, "PendingConnection", Noted)
+    monkeypatch.setattr(connections, "PendingConnection", Noted)
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
-    strangers = [knock(address_of(store)) for _ in range(mesh.MOST_STRANGERS)]
-    wait_until(lambda: len(accepted) == mesh.MOST_STRANGERS)
+    strangers = [knock(address_of(store)) for _ in range(connections.MOST_STRANGERS)]
+    wait_until(lambda: len(accepted) == connections.MOST_STRANGERS)
     strangers[1].sendall(b"GET")
     assert busy.wait(LIMIT)
     strangers.append(knock(address_of(store)))
@@ -370,7 +370,7 @@ def test_ten_thousand_strangers_keep_nobody_out(threads: ThreadPoolExecutor) -> 
                 count += 1
                 with contextlib.suppress(OSError):
                     crowd[-1].send(b"FLEETPIP" * (count % 20))
-                if len(crowd) > 2 * mesh.MOST_STRANGERS:
+                if len(crowd) > 2 * connections.MOST_STRANGERS:
                     crowd.popleft().close()
                 if count == 10_000:
                     many.set()

@@ -101,18 +101,18 @@ def join(
     _refuse_other_ways(cards)
     secret = handshake.secret_of_run(given, namespace, cards[0]["token"])
     listeners = _listen([cards[r]["host"] for r in range(ranks)], rank, use_tcp, address)
-    mesh = _Mesh(meeting, secret, [x.sock for x in listeners], streams, life)
+    joining = _Joining(meeting, secret, [x.sock for x in listeners], streams, life)
     try:
         meeting.publish("addresses", {"addresses": ",".join(x.address for x in listeners)})
         for peer, found in meeting.gather("addresses", range(rank), ["addresses"]).items():
             same = cards[peer]["host"] == card["host"] != ""
             chosen = _best(peer, found["addresses"].split(","), same and not use_tcp)
             _log.debug("rank %d of %s connects to rank %d at %s", rank, namespace, peer, chosen)
-            mesh.dial(peer, chosen)
-        joined = mesh.run()
+            joining.dial(peer, chosen)
+        joined = joining.run()
         return joined if given else [stream._replace(seals={}) for stream in joined]
     finally:
-        mesh.close()
+        joining.close()
 
 
 def _refuse_other_secrets(cards: Mapping[int, Mapping[str, str]], rank: int) -> None:
@@ -232,7 +232,7 @@ class PendingConnection:
             return known
 
 
-class _Mesh:
+class _Joining:
     """The loop that accepts, connects and shakes hands until every peer is known."""
 
     def __init__(
