@@ -37,6 +37,7 @@ from fleetpipe.ray import nodes
 from fleetpipe.ray.cluster import connected
 from fleetpipe.ray.group import Group, mailbox
 from fleetpipe.ray.nodes import Size
+from fleetpipe.ray.state_stores import StateStores
 
 #: Seconds that ranks may take to end by themselves after one has failed.
 END_SECONDS = 8.0
@@ -80,6 +81,7 @@ class Driver:
         gpus = [node.places for node in nodes.staying("GPU") if node.places]
         self._size = Size(options.nnodes, options.nproc_per_node or min(gpus, default=1))
         self._mailbox = mailbox()
+        self._stores = StateStores(self._mailbox)
         self._asked = self._mailbox.reports.remote()
         self._group: Group | None = None
         self._checked: set[str] = set()
@@ -169,7 +171,7 @@ class Driver:
                 return Verdict(1, culprit=f"no workers in {START_SECONDS:g} s", gone=True)
         if group.over:
             return self._lost(group)
-        group.begin(self._described(number))
+        group.begin(self._described(number, self._kept(number, place)))
         while not group.over and len(group.ended) < len(place):
             self._turn()
             self._kill_if_late(group)
@@ -192,7 +194,7 @@ class Driver:
         self._group = group
         return group
 
-    def _described(self, number: int) -> dict[str, Any]:
+    def _described(self, number: int, kept: list[str]) -> dict[str, Any]:
         options = self._options
         level = options.log_level
         here = log_filter.environment(level)
@@ -207,8 +209,14 @@ class Driver:
             # Ray sets the number of threads in its workers, which changes the bits of a product.
             "environment": {"OMP_NUM_THREADS": None, **carried},
             "beside": {name: here[name] for name in here if not name.startswith(_KEPT_BACK)},
-            "keeps_state": options.keep_state,
+            "kept": kept,
         }
+
+    def _kept(self, number: int, place: list[str]) -> list[str]:
+        if not self._options.keep_state:
+            return []
+        alive = [node.name for node in nodes.staying(self._resource)]
+        return self._stores.begin(number, self._groups, place, alive)
 
     def _home(self, number: int) -> Path:
         return self._folder / f"attempt-{number}"

@@ -47,7 +47,7 @@ class Attempt:
         environment: What the driver has set for the ranks; None: it is not set.
         beside: What it has set otherwise, for a node that has set nothing else.
         ranks: What each rank's environment says of the job, by rank.
-        keeps_state: Whether the state is kept in memory after every step.
+        kept: The folder in which each rank keeps the state of every step; none: they keep none.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Attempt:
     environment: Mapping[str, str | None]
     beside: Mapping[str, str]
     ranks: list[dict[str, str]]
-    keeps_state: bool
+    kept: list[str]
 
 
 def serve(config: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ def serve(config: Mapping[str, Any]) -> None:
         config: ``mailbox``, and the number of the ``group``.
     """
     worker = _Worker(config["mailbox"], config["group"])
-    with room() as folder, _keeper(folder) as keeper:
+    with room() as folder, keeper_process(folder) as keeper:
         worker.serve(folder, keeper)
 
 
@@ -84,7 +84,6 @@ class _Worker:
         self._step: int | None = None
 
     def serve(self, folder: Path, keeper: _Keeper) -> None:
-        (folder / "kept").mkdir()
         self._report("ready", (own_place(), free_ports(_PORTS)))
         while (order := self._next(None)) is None or order.kind != "leave":
             if order is not None and order.kind == "begin":
@@ -97,7 +96,7 @@ class _Worker:
         log = Path(attempt.logs) / f"workerlog.{self._rank}"
         log.parent.mkdir(parents=True, exist_ok=True)
         output = log.open("a+b")
-        kept = {"FLEETPIPE_KEPT_STATE": str(folder / "kept")} if attempt.keeps_state else {}
+        kept = {"FLEETPIPE_KEPT_STATE": attempt.kept[self._rank]} if attempt.kept else {}
         told = {attempt_files.FOLDER: str(home), attempt_files.NUMBER: str(attempt.number), **kept}
         here = {**attempt.beside, **os.environ, **attempt.environment}
         own = {**here, **attempt.ranks[self._rank], **told}
@@ -180,7 +179,8 @@ class _Keeper:
 
 
 @contextlib.contextmanager
-def _keeper(folder: Path) -> Iterator[_Keeper]:
+def keeper_process(folder: Path) -> Iterator[_Keeper]:
+    """Within it there is a process that removes a folder when this one is gone."""
     # Nothing of this process's environment or packages: it is up in some milliseconds.
     command = [sys.executable, "-I", "-S", str(_KEEPER), str(folder)]
     pipe = subprocess.PIPE

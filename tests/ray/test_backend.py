@@ -61,7 +61,7 @@ def test_workers_leave_while_their_ranks_run(
     monkeypatch.setattr(worker, "own_place", Mock())
     leaving = worker._Worker(Mock(), 1)
     leaving._rank = 1
-    attempt = worker.Attempt(1, [], "", str(tmp_path), {}, {}, [{}, {}], keeps_state=False)
+    attempt = worker.Attempt(1, [], "", str(tmp_path), {}, {}, [{}, {}], kept=[])
     leaving._orders.extend([Order("begin", attempt), Order("signal", 15), Order("leave")])
     keeper = Mock(**{"code.return_value": None})
     leaving.serve(tmp_path, keeper)

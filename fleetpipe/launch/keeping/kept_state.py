@@ -21,6 +21,7 @@ from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
+from fleetpipe.launch.keeping import copies
 from fleetpipe.launch.keeping.segment import Segment
 from fleetpipe.launch.keeping.slots import Slots
 from fleetpipe.paddle_api.device import dynamic_mode
@@ -73,6 +74,8 @@ class KeptState:
         segment.write(step, [host_memory.bytes_of(one) for one in held], text)
         if len(segment.steps()) > 1:
             self._forget_others(segment)
+        if step % copies.COPY_EVERY == 0:
+            copies.request(self._folder, self._ranks.rank, step)
 
     @dynamic_mode()
     def newest(self) -> int | None:
