@@ -73,7 +73,8 @@ class StateStore:
 
     async def open(self) -> str:
         """Begins to take requests of ranks; returns the folder in which they keep their states."""
-        await asyncio.start_unix_server(self._serve, self._kept / copies.SOCKET)
+        at = self._kept / copies.SOCKET
+        await asyncio.start_unix_server(self._serve, at)  # type: ignore[attr-defined,unused-ignore]
         return str(self._kept)
 
     async def begin(self, begun: Begun, stay: Sequence[int], index: int | None) -> None:

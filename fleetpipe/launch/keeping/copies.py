@@ -42,7 +42,8 @@ class Copy(NamedTuple):
 def request(folder: Path, rank: int, step: int) -> None:
     """Has the state after a step copied, where anybody makes copies; returns when it is read."""
     # Without an answer training goes on: the other side sees that the bytes have changed.
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
+    family = socket.AF_UNIX  # type: ignore[attr-defined,unused-ignore]
+    with contextlib.suppress(OSError), socket.socket(family) as asking:
         asking.settimeout(LIMIT_SECONDS)
         asking.connect(str(folder / SOCKET))
         asking.sendall(b"%d %d\n" % (rank, step))
