@@ -47,10 +47,10 @@ def refusal(error: Exception, where: str, value: Nest) -> BoundaryError:
 def _line_of(error: Exception) -> str | None:
     """Returns file and line of the innermost frame that is neither Paddle's nor of this package."""
     # The last wraps functions of Paddle 2.6.2.
-    others = ("paddle", "fleetpipe", "decorator")
+    foreign = ("paddle", "fleetpipe", "decorator")
     lines = [
         f"{frame.f_code.co_filename}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in others
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in foreign
     ]
     return lines[-1] if lines else None

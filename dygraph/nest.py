@@ -71,9 +71,9 @@ def mapped(change: Callable[[Tensor], Nest], value: Nest) -> Nest:
     return joined(changed, [value])
 
 
-def replace(value: Nest, others: Mapping[int, Tensor]) -> Nest:
-    """Returns ``value`` with the tensors in ``others`` put in place of the ones with those ids."""
-    return mapped(lambda tensor: others.get(id(tensor), tensor), value)
+def replace(value: Nest, replacements: Mapping[int, Tensor]) -> Nest:
+    """Returns ``value`` with the tensors of those ids replaced."""
+    return mapped(lambda tensor: replacements.get(id(tensor), tensor), value)
 
 
 def leaf_like(tensor: Tensor, copied: bool = False) -> Tensor:

@@ -49,12 +49,12 @@ def slice_shares(
         ConfigError: Sequences that cannot be cut, or labels below 0, of which a function does not
             say whether it counts them.
     """
-    known = next((part for part in (batches.labels, batches.inputs) if part), None)
-    if known is None:
+    parts = next((part for part in (batches.labels, batches.inputs) if part), None)
+    if parts is None:
         # A rank that has neither the first stage nor the last: nobody asks it.
         slices = slices_in(slicing)
         return [[Fraction(1, slices)] * (micro_batches * slices) for _ in functions]
-    cuts = [bounds_of(value, slicing, "a micro-batch") for value in known]
+    cuts = [bounds_of(value, slicing, "a micro-batch") for value in parts]
     labels = batches.labels or [None] * len(cuts)
     return [
         [share for label, cut in zip(labels, cuts) for share in _shares(function, label, cut)]
@@ -69,11 +69,11 @@ def _shares(function: Any, label: Nest, cut: Bounds) -> list[Fraction]:
     if not hasattr(function, "counted") and getattr(function, "reduction", None) == "sum":
         return [Fraction(1)] * len(cut)
     counts = [_counted(function, part_of(label, *slice_)) for slice_ in cut]
-    found = [count for count in counts if count is not None]
-    total = sum(found)
-    if len(found) < len(counts) or not total:
+    numbers = [count for count in counts if count is not None]
+    total = sum(numbers)
+    if len(numbers) < len(counts) or not total:
         return by_length
-    return [count / total for count in found]
+    return [count / total for count in numbers]
 
 
 def _counted(function: Any, label: Nest) -> Fraction | None:

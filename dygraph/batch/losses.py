@@ -118,8 +118,8 @@ class Losses:
         """
         totals = []
         for shares in self._shares:
-            first, *others = (shares[index] for index in sorted(shares))
-            for share in others:
+            first, *rest = (shares[index] for index in sorted(shares))
+            for share in rest:
                 first = first + share
             totals.append(weighted(first, self._weights[0]) if self._delayed else first)
         return totals

@@ -341,8 +341,8 @@ def _roots(
     for tensor, grad in zip(tensors, grads):
         # None: the next stage did not use the tensor. Paddle would take None for a gradient of one.
         if grad is not None:
-            known = roots.get(id(tensor))
-            roots[id(tensor)] = (tensor, grad if known is None else known[1] + grad)
+            root = roots.get(id(tensor))
+            roots[id(tensor)] = (tensor, grad if root is None else root[1] + grad)
     return [tensor for tensor, _ in roots.values()], [grad for _, grad in roots.values()]
 
 

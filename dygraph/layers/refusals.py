@@ -79,7 +79,7 @@ def refusal(
         f"{_named(partition, index)} cannot take {before}",
         where=f"first layer of stage {stage}" if first else None,
         expected=_described(layer),
-        got=_given(partition, index, value),
+        got=_arguments_named(partition, index, value),
         cause=reason(error),
         fix=_advice(error, index, value),
     )
@@ -102,18 +102,18 @@ def _part(error: Exception, layer: Callable[[Nest], Nest], value: Nest) -> _Part
         return None
     paths = {id(part): path for path, part in layer.named_sublayers()}
     whole = value if isinstance(value, (tuple, list)) else (value,)
-    found = None
+    inner = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code, names = frame.f_code, frame.f_locals
         part = names.get("self")
         if code.co_name != "forward" or id(part) not in paths:
             continue
-        given = [names.get(name) for name in code.co_varnames[1 : code.co_argcount]]
-        tensors = tuple(one for one in given if isinstance(one, paddle.Tensor))
+        arguments = [names.get(name) for name in code.co_varnames[1 : code.co_argcount]]
+        tensors = tuple(one for one in arguments if isinstance(one, paddle.Tensor))
         if tensors and not any(tensors[0] is one for one in whole):
             only = tensors[0] if len(tensors) == 1 else tensors
-            found = _Part(paths[id(part)], part, only)
-    return found
+            inner = _Part(paths[id(part)], part, only)
+    return inner
 
 
 def _refusal_inside(
@@ -123,14 +123,15 @@ def _refusal_inside(
     return BoundaryError(
         f"{_named(partition, index)}: its {part.path} cannot take what the layer gives it",
         expected=_described(part.layer),
-        got=f"{outline(part.value)}; the layer itself was given {_given(partition, index, value)}",
+        got=f"{outline(part.value)}; the layer itself was given "
+        f"{_arguments_named(partition, index, value)}",
         cause=reason(error),
         fix=f"change {part.path} of layer {index}, or what stands before it there, so that they "
         "fit",
     )
 
 
-def _given(partition: Partition, index: int, value: Nest) -> str:
+def _arguments_named(partition: Partition, index: int, value: Nest) -> str:
     """Returns what a layer was called with, and who made it."""
     giver = f", from {_named(partition, index - 1)}" if index else ""
     return f"{outline(value)}{giver}"

@@ -56,7 +56,7 @@ class StageRunner:
         self._chosen = frozenset(recompute)
         self._runs: dict[int, Run] = {}
         #: What runs a stage, with gradients or without, once it is known what it writes into.
-        self._known: dict[tuple[int, bool], Run] = {}
+        self._stage_runs: dict[tuple[int, bool], Run] = {}
 
     def function(self, stage: int) -> Run:
         """Returns what runs the layers of ``stage`` now, with gradients or without.
@@ -67,7 +67,7 @@ class StageRunner:
             stage: A global stage of this process.
         """
         kind = stage, paddle.is_grad_enabled()
-        return self._known.get(kind) or functools.partial(self._first_run, kind)
+        return self._stage_runs.get(kind) or functools.partial(self._first_run, kind)
 
     def _first_run(
         self, kind: tuple[int, bool], value: Nest, micro_batch: GlobalMicroBatch | None
@@ -81,7 +81,7 @@ class StageRunner:
         pairs = zip(versions, copies.values())
         written = [version != copy.inplace_version for version, copy in pairs]
         on_copies = functools.partial(_run_on_copies, run, written)
-        self._known[kind] = on_copies if any(written) else run
+        self._stage_runs[kind] = on_copies if any(written) else run
         return output
 
     def _run_of(self, stage: int) -> Run:

@@ -33,13 +33,17 @@ def require_sliceable(entries: Sequence[Any]) -> None:
             says ``takes_slices = True``.
     """
     for number, entry in enumerate(entries):
-        found = getattr(entry, "layer_func", entry)
-        kind = found if isinstance(found, type) or not hasattr(found, "forward") else type(found)
+        function = getattr(entry, "layer_func", entry)
+        kind = (
+            function
+            if isinstance(function, type) or not hasattr(function, "forward")
+            else type(function)
+        )
         name = getattr(kind, "__name__", repr(kind))
-        known = kind in _FUNCTIONS or (
+        is_sliceable = kind in _FUNCTIONS or (
             name in _PLACE_BY_PLACE and kind.__module__.startswith(_PADDLES)
         )
-        if not known and getattr(kind, "takes_slices", False) is not True:
+        if not is_sliceable and getattr(kind, "takes_slices", False) is not True:
             raise ConfigError(
                 f"layer {number}, {name}, does not say that it takes slices of a sequence",
                 cause="a schedule with slices gives a layer a part of the sequence at a time; one "

@@ -84,21 +84,23 @@ def find(entries: Sequence[Entry], blueprints: Blueprints) -> tuple[SharedLayer,
         elif descriptions.is_shared(entry):
             _sort_in(variants.setdefault((HOLDER, entry.layer_name), []), entries, index)
     layers = []
-    for (holder, key), (first, *others) in variants.items():
+    for (holder, key), (first, *rest) in variants.items():
         names = {path: f"{holder}.{key}.{path}" for path in _paths_of(first, blueprints)}
         pivot = _attribute_paths(first, entries, blueprints)
         layers.append(SharedLayer(holder, key, tuple(first.indices), names, {}))
-        for variant in others:
+        for variant in rest:
             if holder == LOCAL_HOLDER:
                 paths = _lent_paths(variant, entries, blueprints)
             else:
                 paths = _attribute_paths(variant, entries, blueprints)
-            own = {path: f"{variant.indices[0]}.{path}" for path in _paths_of(variant, blueprints)}
+            sublayer_names = {
+                path: f"{variant.indices[0]}.{path}" for path in _paths_of(variant, blueprints)
+            }
             for attribute, path in paths.items():
                 _require_alike(key, attribute, (first, pivot), (variant, paths), blueprints)
-                own[path] = names[pivot[attribute]]
+                sublayer_names[path] = names[pivot[attribute]]
             lent = {name: names[pivot[name]] for name in blueprints.lent(variant.indices[0])}
-            layers.append(SharedLayer(holder, key, tuple(variant.indices), own, lent))
+            layers.append(SharedLayer(holder, key, tuple(variant.indices), sublayer_names, lent))
     return tuple(sorted(layers, key=lambda layer: layer.indices))
 
 
@@ -220,7 +222,9 @@ def places(entries: Sequence[Entry]) -> tuple[int, ...] | None:
             uses.setdefault(entry.layer_name, []).append(index)
     if not uses:
         return None
-    closed = {number for found in uses.values() for number in range(found[0] + 1, found[-1] + 1)}
+    closed = {
+        number for indices in uses.values() for number in range(indices[0] + 1, indices[-1] + 1)
+    }
     return tuple(number for number in range(1, len(entries)) if number not in closed)
 
 
@@ -269,13 +273,13 @@ class Built(NamedTuple):
     Attributes:
         functions: What to call, by number in the whole list.
         shared: The shared layers that are the first of their keys, by their path in the model.
-        own: All other layers, by name.
+        layers: All other layers, by name.
         names: The lasting names of parameters and buffers that are called otherwise here.
     """
 
     functions: dict[int, Callable[[Nest], Nest]]
     shared: dict[str, Layer]
-    own: dict[str, Layer]
+    layers: dict[str, Layer]
     names: dict[str, str]
 
     def register(self, model: Layer) -> None:
@@ -286,7 +290,7 @@ class Built(NamedTuple):
             holders[holder][key] = layer
         for name, sublayer in holders.items():
             model.add_sublayer(name, sublayer)
-        for name, layer in self.own.items():
+        for name, layer in self.layers.items():
             model.add_sublayer(name, layer)
 
 
@@ -311,7 +315,7 @@ def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[Sha
             if index not in layer_of:
                 function = descriptions.build(entries[index], index)
                 if isinstance(function, paddle.nn.Layer):
-                    built.own[str(index)] = function
+                    built.layers[str(index)] = function
                 built.functions[index] = function
                 continue
             first = layer_of[index].indices[0]
@@ -330,7 +334,7 @@ def _place(layer: Layer, shared: SharedLayer, built: Built) -> None:
     """Gives a shared layer its name here: the first of a key is ``shared_layers.<key>``."""
     if shared.path in built.shared:
         prefix = str(shared.indices[0])
-        built.own[prefix] = layer
+        built.layers[prefix] = layer
     else:
         prefix = shared.path
         built.shared[prefix] = layer

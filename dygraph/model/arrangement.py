@@ -92,7 +92,7 @@ class Arrangement:
 
 
 def _planned(
-    plan: PipelinePlan, config: PipelineConfig, asked: tuple[int, int | None, bool]
+    plan: PipelinePlan, config: PipelineConfig, request: tuple[int, int | None, bool]
 ) -> Schedule:
     """Returns the schedule of a plan, for as many micro-batches as there are.
 
@@ -100,7 +100,7 @@ def _planned(
         ConfigError: Something else than the plan's was asked for as well.
         ScheduleError: The plan's schedule passes the memory cap of the strategy.
     """
-    ranks, chunks, use_dualpipev = asked
+    ranks, chunks, use_dualpipev = request
     usual = config.schedule in (PipelineConfig.schedule, plan.schedule.name) and not use_dualpipev
     if ranks != plan.ranks or chunks not in (None, plan.chunks) or not usual:
         raise ConfigError(

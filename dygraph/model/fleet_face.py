@@ -51,19 +51,19 @@ def shared_comm(
         weights: The weights that this rank shares with others.
         job: The job of the model.
     """
-    found = {}
+    groups = {}
     for path, layer in layers.items():
         holders = [weight.holders for weight in weights if weight.name.startswith(f"{path}.")]
         if job is not None and holders:
             members = sorted({rank for ranks in holders for rank in ranks})
             first = min(index for index, one in shared.items() if one.path == path)
-            found[shared[first].key] = {
+            groups[shared[first].key] = {
                 "ranks": [job.hcg.get_rank_from_stage(rank) for rank in members],
                 "group": sharing_group(job, members),
                 "weight_attr": list(shared_attributes(entries[first])),
                 "layer": layer,
             }
-    return found
+    return groups
 
 
 def in_sequence(functions: Sequence[Callable[[Nest], Nest]]) -> Callable[..., Nest]:

@@ -182,7 +182,9 @@ class PipelineLayer(paddle.nn.Layer):
             self._layers_desc, built.functions, shared, self.partition, self.placement, self._job
         )
         weights = holders(self._tied, self.get_stage_from_index)
-        self._shared_weights = connected(weights, self.state.own(), self._stage_id, self._job)
+        self._shared_weights = connected(
+            weights, self.state.local_tensors(), self._stage_id, self._job
+        )
         self._set_fleet_attributes(shared, built.shared)
 
     def _set_fleet_attributes(
@@ -410,7 +412,7 @@ class PipelineLayer(paddle.nn.Layer):
         These are the keys of :meth:`full_state_dict`. In ``state_dict`` the weight of a second
         class of a shared key has Fleet's name instead, which depends on the rank.
         """
-        return self.state.own()
+        return self.state.local_tensors()
 
     def load_from(self, source: Layer | Mapping[str, Any]) -> None:
         """Takes this process's parameters and buffers from a single-device model.

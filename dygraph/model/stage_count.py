@@ -23,18 +23,18 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
             "PipelineLayer needs num_stages or topology",
             fix="pass topology=fleet.get_hybrid_communicate_group().topology()",
         )
-    known = {
+    sources = {
         "num_stages": num_stages,
         "topology": None if topology is None else topology.get_dim("pipe"),
     }
-    given = {name: int(value) for name, value in known.items() if value is not None}
-    if job is not None and set(given.values()) != {1}:
-        given["pp_degree of fleet.init"] = job.degrees.pp
-    if len(set(given.values())) > 1:
+    numbers = {name: int(value) for name, value in sources.items() if value is not None}
+    if job is not None and set(numbers.values()) != {1}:
+        numbers["pp_degree of fleet.init"] = job.degrees.pp
+    if len(set(numbers.values())) > 1:
         without_degrees = job is not None and job.degrees.pp == 1
         raise ConfigError(
             "the number of pipeline stages is given twice, and differs",
-            got=", ".join(f"{name}={value}" for name, value in given.items()),
+            got=", ".join(f"{name}={value}" for name, value in numbers.items()),
             cause="fleet.init was given no strategy, or one whose hybrid_configs were set later"
             if without_degrees
             else None,
@@ -43,7 +43,7 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
             if without_degrees
             else "pass only topology=fleet.get_hybrid_communicate_group().topology()",
         )
-    stages = next(iter(given.values()))
+    stages = next(iter(numbers.values()))
     processes = meeting.world_size()
     if job is None and stages > 1 and processes > 1:
         raise StateError(

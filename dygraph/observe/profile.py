@@ -183,12 +183,12 @@ def _scaled(samples: list[Sample], **measured: float) -> list[Sample]:
 @contextmanager
 def _state_kept(layers: PipelineLayer) -> Iterator[None]:
     """Puts buffers and random states back afterwards; drops gradients."""
-    values = {name: tensor.clone() for name, tensor in layers.state.own().items()}
+    values = {name: tensor.clone() for name, tensor in layers.state.local_tensors().items()}
     layers.begin(training=True)
     try:
         with random_states_kept():
             yield
     finally:
-        for name, tensor in layers.state.own().items():
+        for name, tensor in layers.state.local_tensors().items():
             tensor.set_value(values[name])
         drop_gradients(layers.trained_parameters())

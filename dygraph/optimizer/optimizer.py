@@ -290,7 +290,7 @@ def _orders(layers: Layer) -> dict[int, int]:
     places = layers.state.places()
     return {
         id(tensor): places[name] if getattr(tensor, "is_firstly_shared", True) else COPY
-        for name, tensor in layers.state.own().items()
+        for name, tensor in layers.state.local_tensors().items()
     }
 
 

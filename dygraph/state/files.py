@@ -172,13 +172,13 @@ def _files_of(place: Place, names: list[str], folder: Path) -> list[str]:
 
 def _require_fit(place: Place, layer: Layer, state: Mapping[str, Any], file: str) -> None:
     for name, tensor in layer.state_dict().items():
-        found = state.get(name)
-        if _described(found) != _described(tensor):
+        value = state.get(name)
+        if _described(value) != _described(tensor):
             raise CheckpointError(
                 f"the saved layer {place.number} does not fit the model's",
                 where=f"{name!r} in {file}",
                 expected=_described(tensor),
-                got="nothing of that name" if name not in state else _described(found),
+                got="nothing of that name" if name not in state else _described(value),
                 cause="it was saved with other layers, in another dtype, or another mp_degree",
                 fix="build the model, and set mp_degree, as they were when it was saved",
             )

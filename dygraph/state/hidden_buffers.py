@@ -34,9 +34,9 @@ def hidden_buffers(functions: Mapping[int, Callable[[Nest], Nest]]) -> dict[str,
 
 
 def _of_layer(layer: Layer) -> Iterator[tuple[str, Place]]:
-    known = layer.state_dict().keys()
+    keys = layer.state_dict().keys()
     for prefix, part in layer.named_sublayers(include_self=True):
         for holder, name in state_slots(part):
             path = f"{prefix}.{name}" if prefix else name
-            if path not in known and has_memory(holder[name]):
+            if path not in keys and has_memory(holder[name]):
                 yield path, (holder, name)

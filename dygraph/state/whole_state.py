@@ -68,7 +68,7 @@ class ModelState:
         self._partition = partition
         self._group = group
 
-    def own(self) -> dict[str, Tensor]:
+    def local_tensors(self) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by lasting name."""
         # Layer's own method: a subclass of the model may override state_dict, with other keys.
         state = paddle.nn.Layer.state_dict(self._model)
@@ -90,7 +90,7 @@ class ModelState:
     def checkpoint_part(self) -> NamedTensors:
         """Returns what this process holds as checkpoints take it."""
         place = mp_shard()
-        tensors = {name: held_of(tensor, place) for name, tensor in self.own().items()}
+        tensors = {name: held_of(tensor, place) for name, tensor in self.local_tensors().items()}
         buffers = {name: Held(t, differs=True) for name, t in self.hidden_buffers().items()}
         outline = {slot.name: tuple(slot.shape) for slot in self.slots()}
         return NamedTensors(tensors, outline, buffers)
@@ -116,8 +116,8 @@ class ModelState:
     def slots(self) -> list[Slot]:
         """Returns the names and shapes of the whole model in the order of its layers, each once."""
         layers = range(len(self._entries))
-        found = {slot.name: slot for index in layers for slot in self._slots_of(index)}
-        return list(found.values())
+        by_name = {slot.name: slot for index in layers for slot in self._slots_of(index)}
+        return list(by_name.values())
 
     def places(self) -> dict[str, int]:
         """Returns numbers by which this process's tensors sort as the single model has them.
@@ -127,7 +127,7 @@ class ModelState:
         """
         shared = [name for layer in self._shared.values() for name in layer.names.values()]
         places = {name: place for place, name in enumerate(dict.fromkeys(shared))}
-        for position, name in enumerate(self.own()):
+        for position, name in enumerate(self.local_tensors()):
             if is_shared(name):
                 places.setdefault(name, _PLACES_OF_A_LAYER - 1)
             else:
@@ -153,18 +153,26 @@ class ModelState:
         Raises:
             CheckpointError: The source does not fit; nothing was changed.
         """
-        state, own = to_pipeline_names(self.slots(), source, self.plain_names), self.own()
-        values = {name: own_value(state[name], split_axis(own[name])) for name in own}
-        _assign(own, values)
+        state, local_tensors = (
+            to_pipeline_names(self.slots(), source, self.plain_names),
+            self.local_tensors(),
+        )
+        values = {
+            name: own_value(state[name], split_axis(local_tensors[name])) for name in local_tensors
+        }
+        _assign(local_tensors, values)
 
     def gather(self) -> dict[str, Tensor]:
         """Returns copies of all parameters and buffers, whole, the shared first.
 
         Collective over the pipeline, and over the slices of tensor-parallel layers.
         """
-        own = {name: whole_value(tensor, split_axis(tensor)) for name, tensor in self.own().items()}
+        local_tensors = {
+            name: whole_value(tensor, split_axis(tensor))
+            for name, tensor in self.local_tensors().items()
+        }
         merged: dict[str, Tensor] = {}
-        for part in self._group().all_gather(own):
+        for part in self._group().all_gather(local_tensors):
             for name, tensor in part.items():
                 merged.setdefault(name, tensor)
         names = [slot.name for slot in self.slots()]
@@ -178,8 +186,8 @@ class ModelState:
             CheckpointError: The model does not fit; nothing was changed.
         """
         names = self.names_in(model)
-        state, theirs = self.gather(), model.state_dict()
-        _assign(theirs, {name: state[names[name]] for name in theirs})
+        state, target = self.gather(), model.state_dict()
+        _assign(target, {name: state[names[name]] for name in target})
 
     def names_in(self, model: Layer) -> dict[str, str]:
         """Returns the lasting name of each parameter and buffer of a single-device model.
@@ -206,12 +214,12 @@ def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Gives each tensor the value of its name, which has its shape, once all dtypes are right."""
     for name, tensor in tensors.items():
         value = values[name]
-        given = (value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)).dtype
-        if given != tensor.dtype:
+        dtype = (value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)).dtype
+        if dtype != tensor.dtype:
             raise CheckpointError(
                 f"{name!r} does not fit",
                 expected=str(tensor.dtype),
-                got=str(given),
+                got=str(dtype),
                 fix="convert the values first: value.astype(dtype)",
             )
     for name, tensor in tensors.items():

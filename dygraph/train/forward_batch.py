@@ -45,8 +45,8 @@ def forwarded(
     runtime.layers.begin(training=False)
     with runtime.job.guarded(lambda: "evaluating"):
         # A rank without data cannot know how many micro-batches will come.
-        given = batches.inputs and len(batches.inputs)
-        count: int = runtime.job.group().broadcast(given, runtime.first_owner)
+        number = batches.inputs and len(batches.inputs)
+        count: int = runtime.job.group().broadcast(number, runtime.first_owner)
         require_count(batches, count)
     losses = None
     if functions is not None:

@@ -308,8 +308,8 @@ class PipelineParallel(PipelineFace):
         labels = group.broadcast(batches.labels, runtime.last_owner)
         replicas = self.replicas.all_gather((inputs, labels))
         everyone = MicroBatches(
-            [one for theirs, _ in replicas for one in theirs],
-            [one for _, theirs in replicas for one in theirs],
+            [one for parts, _ in replicas for one in parts],
+            [one for _, parts in replicas for one in parts],
         )
         return MicroBatches(inputs, labels), everyone
 

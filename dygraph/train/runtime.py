@@ -108,7 +108,7 @@ class Runtime:
             self._connect()
             job.require_agreement(self._facts())
             losses = [layer.state_dict() for layer in layers.loss_layers()]
-            for state in (layers.state.own(), *losses):
+            for state in (layers.state.local_tensors(), *losses):
                 tensor_parallel.share_whole_state(state, job.model_parallel())
                 broadcast_state(state, job.replicas())
 
@@ -121,9 +121,9 @@ class Runtime:
     @property
     def slicing(self) -> Slicing:
         """How the sequences of a training batch are cut."""
-        asked = self.config.slices
-        if isinstance(asked, tuple) and self.schedule.slices > 1:
-            return asked
+        slices = self.config.slices
+        if isinstance(slices, tuple) and self.schedule.slices > 1:
+            return slices
         return self.schedule.slices
 
     @property
@@ -266,11 +266,11 @@ class Runtime:
             One loss, or a list where there are several loss functions.
         """
         with self.timing("broadcast_final_loss"):
-            found = None
+            total = None
             if self.plays(self.last_owner):
-                own = losses.by_micro_batch() if by_micro_batch else losses.totals()
-                found = [replicas.mean_loss(loss, self.job.replicas()) for loss in own]
-            shared: list[Tensor] = self.job.group().broadcast(found, self.last_owner)
+                losses_here = losses.by_micro_batch() if by_micro_batch else losses.totals()
+                total = [replicas.mean_loss(loss, self.job.replicas()) for loss in losses_here]
+            shared: list[Tensor] = self.job.group().broadcast(total, self.last_owner)
         return shared[0] if len(shared) == 1 else shared
 
     def reduce_gradients(self) -> None:

@@ -39,14 +39,14 @@ class Switches:
         Raises:
             ConfigError: ``forward_backward_overlap_scheduler`` is on for a model that would use it.
         """
-        given = strategy.hybrid_configs["pp_configs"]
-        asked = getattr(given, "forward_backward_overlap_scheduler", False)
+        configs = strategy.hybrid_configs["pp_configs"]
+        overlaps = getattr(configs, "forward_backward_overlap_scheduler", False)
         # Fleet too takes notice only where the model's class has this method.
-        if asked and hasattr(type(model), "overlapped_forward_backward"):
+        if overlaps and hasattr(type(model), "overlapped_forward_backward"):
             raise ConfigError(
                 "forward_backward_overlap_scheduler is not run here",
                 got=f"{type(model).__name__}.overlapped_forward_backward",
                 cause="it hands the order within a forward and a backward over to the model",
                 fix="leave it out; schedule_mode DualPipeV or ZBV splits backward for any model",
             )
-        return cls(**{name: bool(getattr(given, name, False)) for name in cls.__annotations__})
+        return cls(**{name: bool(getattr(configs, name, False)) for name in cls.__annotations__})

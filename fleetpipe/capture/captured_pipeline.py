@@ -127,7 +127,7 @@ class CapturedPipeline(PipelineLayer):
         users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
         self.__dict__["users"] = users
         self._hold(users)
-        own = self.state.own()
+        own = self.state.local_tensors()
         ranks = {
             name: tuple(dict.fromkeys(map(self.placement.rank_of, stages)))
             for name, stages in users.items()
@@ -305,5 +305,5 @@ class CapturedPipeline(PipelineLayer):
         self._layer_files().load(path, self._shared_weights)
 
     def _layer_files(self) -> LayerFiles:
-        own = self.state.own()
+        own = self.state.local_tensors()
         return files_of_model(self.users, own, self._owned, self.placement, self._job)

@@ -248,7 +248,7 @@ class Shadow:
         """Compares parameters and buffers before the step, and the modes of layers."""
         theirs = reference.tensors()
         found = []
-        for name, tensor in self._pipe.state.own().items():
+        for name, tensor in self._pipe.state.local_tensors().items():
             # Running statistics are those of the data of one replica.
             shared = not tensor.stop_gradient or self._pipeline.replicas.ranks == 1
             if shared and largest_gap(tensor, theirs[name]):

@@ -120,9 +120,9 @@ class Ranks:
         guard = nullcontext() if self.job is None else self.job.guarded(lambda: what)
         with guard:
             value, failure, cause = _tried(act)
-            found = self._group.all_gather((failure, value))
-        self._raise_first([failure for failure, _ in found], what, cause)
-        return [value for _, value in found]
+            answers = self._group.all_gather((failure, value))
+        self._raise_first([failure for failure, _ in answers], what, cause)
+        return [value for _, value in answers]
 
     def give(self, parts: Iterable[memoryview]) -> None:
         """Sends bytes to rank 0, one part after the other.
@@ -145,16 +145,16 @@ class Ranks:
         return self._group.transport.receive(rank, _PART, self.job.timeout)
 
     def _raise_first(self, failures: list[str | None], what: str, cause: Exception | None) -> None:
-        told = {rank: text for rank, text in enumerate(failures) if text is not None}
-        if not told:
+        texts = {rank: text for rank, text in enumerate(failures) if text is not None}
+        if not texts:
             return
-        rank, text = next(iter(told.items()))
+        rank, text = next(iter(texts.items()))
         if isinstance(cause, CheckpointError) and len(failures) == 1:
             raise cause
-        if isinstance(cause, ConfigError) and len(told) == len(failures):
+        if isinstance(cause, ConfigError) and len(texts) == len(failures):
             raise cause  # of what the script says, on every rank alike
-        others = [other for other in told if other != rank]
-        also = f" (and ranks {others})" if others else ""
+        failed = [other for other in texts if other != rank]
+        also = f" (and ranks {failed})" if failed else ""
         raise CheckpointError(
             f"{what} failed on rank {rank} of the job{also}: {text.splitlines()[0]}",
             cause="\n    ".join(text.splitlines()[1:]) or None,

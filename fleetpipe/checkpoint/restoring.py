@@ -56,8 +56,8 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
         raise
     ranks.together(what, attempt.fill)
     attempt.finish(ranks.place)
-    found = attempt.reader.manifest
-    return Restored(found.step, attempt.state["extra"], found.metrics)
+    manifest = attempt.reader.manifest
+    return Restored(manifest.step, attempt.state["extra"], manifest.metrics)
 
 
 def load_single(
@@ -155,6 +155,6 @@ def _with_statistics(
     if ranks.replicas != saved.replicas:
         return wanted
     replica = ranks.place.replica.number
-    own = {name: name.of_replica(replica) for name, held in wanted.items() if held.differs}
-    found = {name: other for name, other in own.items() if other in saved.tensors}
-    return {found.get(name, name): held for name, held in wanted.items()}
+    of_replica = {name: name.of_replica(replica) for name, held in wanted.items() if held.differs}
+    saved_names = {name: other for name, other in of_replica.items() if other in saved.tensors}
+    return {saved_names.get(name, name): held for name, held in wanted.items()}

@@ -258,23 +258,25 @@ def _with_statistics(
         return [member, replica, [[*name, _checksum(one)] for name, one in mine.items()]]
 
     everyone = ranks.together(what, sums)
-    found = {
-        (theirs, of, TensorName(group, name)): checksum
-        for of, theirs, rows in everyone
+    gathered = {
+        (names, of, TensorName(group, name)): checksum
+        for of, names, rows in everyone
         for group, name, checksum in rows
     }
-    others = {
-        (theirs, name)
-        for (theirs, of, name), checksum in found.items()
-        if checksum != found.get((0, of, name), checksum)
+    elsewhere = {
+        (names, name)
+        for (names, of, name), checksum in gathered.items()
+        if checksum != gathered.get((0, of, name), checksum)
     }
     several: dict[TensorName, set[int]] = {}
-    for (*_, name), checksum in found.items():
+    for (*_, name), checksum in gathered.items():
         several.setdefault(name, set()).add(checksum)
     # Of what is the same everywhere, as frozen parameters are, the ranks share the writing.
     shared = {name: one._replace(differs=len(several[name]) > 1) for name, one in mine.items()}
-    own = {name.of_replica(replica): mine[name] for name in mine if (replica, name) in others}
-    return {**held, **shared, **own}
+    of_replica = {
+        name.of_replica(replica): mine[name] for name in mine if (replica, name) in elsewhere
+    }
+    return {**held, **shared, **of_replica}
 
 
 def _checksum(held: Held) -> int:

@@ -49,14 +49,14 @@ def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
     Raises:
         CheckpointError: A field is missing, foreign or of another type.
     """
-    given = dict(state) if isinstance(state, Mapping) else {}
-    wrong = [name for name, kind in kinds.items() if type(given.get(name)) is not kind]
+    values = dict(state) if isinstance(state, Mapping) else {}
+    wrong = [name for name, kind in kinds.items() if type(values.get(name)) is not kind]
     numbers = [name for name, kind in kinds.items() if kind is int and name not in wrong]
-    for name in [*wrong, *[name for name in numbers if given[name] < 0]]:
-        raise foreign(of, f"{name}: {kinds[name].__name__}", f"{name}={given.get(name)!r}")
-    if others := sorted(map(str, given.keys() - kinds.keys())):
-        raise foreign(of, f"nothing but {', '.join(kinds)}", f"{', '.join(others)} as well")
-    return given
+    for name in [*wrong, *[name for name in numbers if values[name] < 0]]:
+        raise foreign(of, f"{name}: {kinds[name].__name__}", f"{name}={values.get(name)!r}")
+    if unknown := sorted(map(str, values.keys() - kinds.keys())):
+        raise foreign(of, f"nothing but {', '.join(kinds)}", f"{', '.join(unknown)} as well")
+    return values
 
 
 def require_same(name: str, here: object, saved: object, of: str, fix: str) -> None:
@@ -143,8 +143,8 @@ class BatchesInTurn:
         kinds = dict.fromkeys(("epoch", "batches", *self._facts), int)
         saved = fields(state, kinds, _OF)
         fix = "go on with as many as the run had that saved, or give the data a length and numbers"
-        for name, own in self._facts.items():
-            require_same(name, own, saved[name], _OF, fix)
+        for name, value in self._facts.items():
+            require_same(name, value, saved[name], _OF, fix)
         self.epoch, self._taken, self._begun = saved["epoch"], saved["batches"], False
 
     def read(self, begin: Callable[[], Iterable[Any]]) -> Iterator[Any]:

@@ -78,9 +78,9 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
             StateError: ``fleet.init`` was not called before, in a process that is one of several.
         """
         if num_replicas is None or rank is None:
-            replicas, own = place_of_replica()
+            replicas, replica = place_of_replica()
             num_replicas = replicas if num_replicas is None else num_replicas
-            rank = own if rank is None else rank
+            rank = replica if rank is None else rank
         replicas = whole("num_replicas", num_replicas, 1)
         self.seed = whole("seed", seed)
         # Paddle's constructor sets the epoch.

@@ -78,8 +78,8 @@ def cut(value: Nest, size: int, count: int) -> list[Nest] | None:
     """
     if value is None:
         return None
-    found = _count(value, size)
-    return [_pick(value, number, size) for number in range(count if found is None else found)]
+    rows = _count(value, size)
+    return [_pick(value, number, size) for number in range(count if rows is None else rows)]
 
 
 def shares_of_rows(value: Nest, size: int) -> list[Fraction] | None:
@@ -90,8 +90,8 @@ def shares_of_rows(value: Nest, size: int) -> list[Fraction] | None:
         size: Rows of a micro-batch.
     """
     if isinstance(value, (tuple, dict)):
-        found = (shares_of_rows(part, size) for part in _parts(value))
-        return next((shares for shares in found if shares), None)
+        of_parts = (shares_of_rows(part, size) for part in _parts(value))
+        return next((shares for shares in of_parts if shares), None)
     if not isinstance(value, paddle.Tensor):
         return None
     rows = value.shape[0]

@@ -77,15 +77,15 @@ def compare(
         return None
     if pipeline is None or reference is None or not _alike(pipeline, reference):
         return Difference(quantity, name, step, math.inf, math.inf, None)
-    ours, theirs = numbers_of(pipeline), numbers_of(reference)
-    if ours.tobytes() == theirs.tobytes():
+    ours, reference_array = numbers_of(pipeline), numbers_of(reference)
+    if ours.tobytes() == reference_array.tobytes():
         return None
-    gaps = _gaps(ours, theirs)
+    gaps = _gaps(ours, reference_array)
     worst = np.unravel_index(int(np.argmax(gaps)), gaps.shape)
     absolute = float(gaps[worst])
-    scale = float(np.max(np.abs(theirs)))
+    scale = float(np.max(np.abs(reference_array)))
     relative = absolute / scale if scale else math.inf
-    ulps = _units_between(ours[worst], theirs[worst]) >> _unused_bits(reference)
+    ulps = _units_between(ours[worst], reference_array[worst]) >> _unused_bits(reference)
     return Difference(quantity, name, step, absolute, relative, ulps)
 
 
@@ -107,18 +107,18 @@ def compare_values(
         reference: The single-device model's.
         same: ``same(whole, ours)`` returns the part of the reference's tensor that a rank has.
     """
-    ours, theirs = leaves(pipeline), leaves(reference)
-    found = []
-    for path in {**theirs, **ours}:
-        one, other = ours.get(path), theirs.get(path)
+    ours, reference_leaves = leaves(pipeline), leaves(reference)
+    differences = []
+    for path in {**reference_leaves, **ours}:
+        one, other = ours.get(path), reference_leaves.get(path)
         if isinstance(one, paddle.Tensor) or isinstance(other, paddle.Tensor):
             both = all(isinstance(value, paddle.Tensor) for value in (one, other))
             part = same(other, one) if both else None
             difference = compare(quantity, name + path, step, one, part)
-            found += [difference] if difference else []
+            differences += [difference] if difference else []
         elif type(one) is not type(other) or one != other:
-            found.append(Difference(quantity, name + path, step, math.inf, math.inf, None))
-    return found
+            differences.append(Difference(quantity, name + path, step, math.inf, math.inf, None))
+    return differences
 
 
 def leaves(value: Nest, path: str = "") -> dict[str, Any]:
@@ -170,12 +170,12 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return list(one.shape) == list(other.shape) and one.dtype == other.dtype
 
 
-def _gaps(ours: Any, theirs: Any) -> Any:
+def _gaps(ours: Any, expected: Any) -> Any:
     """Returns how far each number is off; infinitely where one alone is NaN or infinite."""
     wide = np.complex128 if np.iscomplexobj(ours) else np.float64
     with np.errstate(invalid="ignore"):
-        gaps = np.abs(ours.astype(wide) - theirs.astype(wide))
-    equal = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+        gaps = np.abs(ours.astype(wide) - expected.astype(wide))
+    equal = (ours == expected) | (np.isnan(ours) & np.isnan(expected))
     return np.where(equal, 0.0, np.where(np.isnan(gaps), np.inf, gaps))
 
 

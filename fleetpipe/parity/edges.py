@@ -184,22 +184,22 @@ def differences(
     Returns:
         One difference for each edge and value: in the first micro-batch in which it differs.
     """
-    found: dict[tuple[int, str], Difference] = {}
+    worst: dict[tuple[int, str], Difference] = {}
     for which in ("arrived", "used"):
         ours_at, theirs_at = getattr(pipeline, which), getattr(reference, which)
-        known = {stage for stage, _ in found}
+        stages_seen = {stage for stage, _ in worst}
         stages = {at.stage for at in ours_at}
-        for at, theirs in theirs_at.items():
+        for at, expected in theirs_at.items():
             place = (at.stage, at.path)
-            if at.stage not in stages or at.stage in known or place in found:
+            if at.stage not in stages or at.stage in stages_seen or place in worst:
                 continue
             ours = ours_at.get(at._replace(micro_batch=first + at.micro_batch))
             lost = " (lost)" if ours is None else ""
             name = f"{name_of(at.stage)}, value{at.path}{lost}, {_unit_name(at, slices)}"
-            difference = _compare(name, step, ours, theirs)
+            difference = _compare(name, step, ours, expected)
             if difference:
-                found[place] = difference
-    return list(found.values())
+                worst[place] = difference
+    return list(worst.values())
 
 
 def _unit_name(at: At, slices: int) -> str:

@@ -46,25 +46,29 @@ class Evaluations:
         Returns:
             What the pipeline's call returns, and what this rank found.
         """
-        given = RepeatedBatch(data, self._pipeline.accumulate_steps)
+        batch = RepeatedBatch(data, self._pipeline.accumulate_steps)
         with recorded_here(self._pipeline.layers) as outputs:
-            result = call(given.again(), compute_loss, *more)
-        inputs, labels, weights = self._shared(*given.parts())
+            result = call(batch.again(), compute_loss, *more)
+        inputs, labels, weights = self._shared(*batch.parts())
         with self._evaluating(inputs) as expected:
             if compute_loss:
-                theirs = self._losses(inputs, labels, weights)
+                reference_losses = self._losses(inputs, labels, weights)
             else:
-                theirs = [self._reference.model(value) for value in inputs]
-        found = compare_outputs(outputs, expected, step, call_of=" of eval_batch")
+                reference_losses = [self._reference.model(value) for value in inputs]
+        differences = compare_outputs(outputs, expected, step, call_of=" of eval_batch")
         if compute_loss:
-            theirs = self._mean_over_replicas(theirs)
-            theirs = theirs if len(theirs) > 1 else theirs[0]
-            found += compare_values("loss", "eval_batch", step, result, theirs, part_of)
+            reference_losses = self._mean_over_replicas(reference_losses)
+            reference_losses = (
+                reference_losses if len(reference_losses) > 1 else reference_losses[0]
+            )
+            differences += compare_values(
+                "loss", "eval_batch", step, result, reference_losses, part_of
+            )
         else:
-            theirs = theirs if self._owns_last_stage else []
+            reference_losses = reference_losses if self._owns_last_stage else []
             name = "eval_batch, micro-batch "
-            found += compare_values("output", name, step, result, theirs, part_of)
-        return result, found
+            differences += compare_values("output", name, step, result, reference_losses, part_of)
+        return result, differences
 
     def predict_batch(
         self, call: Callable[..., Any], step: int, inputs: Nest, broadcast: bool
@@ -84,11 +88,13 @@ class Evaluations:
             result = call(inputs, broadcast)
         values, _, _ = self._shared(inputs, None)
         with self._evaluating(values) as expected:
-            theirs = joined([self._reference.model(value) for value in values])
-        found = compare_outputs(outputs, expected, step, call_of=" of predict_batch")
-        theirs = theirs if broadcast or self._owns_last_stage else None
-        found += compare_values("output", "predict_batch", step, result, theirs, part_of)
-        return result, found
+            reference_output = joined([self._reference.model(value) for value in values])
+        differences = compare_outputs(outputs, expected, step, call_of=" of predict_batch")
+        reference_output = reference_output if broadcast or self._owns_last_stage else None
+        differences += compare_values(
+            "output", "predict_batch", step, result, reference_output, part_of
+        )
+        return result, differences
 
     @property
     def _owns_last_stage(self) -> bool:
@@ -102,8 +108,8 @@ class Evaluations:
         """Gives every rank the micro-batches and their weights in the loss. Collective."""
         pipeline, group = self._pipeline, pipeline_group()
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
-        own = cut(inputs, size, count), cut(labels, size, count)
-        values = group.broadcast(own[0], self._owner(0))
+        parts = cut(inputs, size, count), cut(labels, size, count)
+        values = group.broadcast(parts[0], self._owner(0))
         shares = [Fraction(1, len(values))] * len(values)
         if sum(pipeline.weights) != 1:
             weights = [Fraction(1)] * len(values)
@@ -111,7 +117,7 @@ class Evaluations:
             weights = shares_of_rows(labels, size) or shares
         # A message carries whole numbers, and no fractions.
         pairs = [[weight.numerator, weight.denominator] for weight in weights]
-        labels, pairs = group.broadcast((own[1], pairs), self._owner(-1))
+        labels, pairs = group.broadcast((parts[1], pairs), self._owner(-1))
         return values, labels, [Fraction(*pair) for pair in pairs]
 
     def _losses(

@@ -41,7 +41,7 @@ def recorded(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
     """
     outputs: Outputs = {}
     handles = []
-    owners = {own.rpartition(".")[0]: name.rpartition(".")[0] for own, name in names.items()}
+    owners = {inner.rpartition(".")[0]: name.rpartition(".")[0] for inner, name in names.items()}
     for path, layer in model.named_sublayers(include_self=True):
         if path in owners:
             kept = outputs.setdefault(owners[path], [])
@@ -59,7 +59,7 @@ def recorded_here(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
     Not those of shared layers: each rank makes some of their calls, in an order of its own.
     """
     state = layers.state
-    return recorded(layers, {n: n for n in state.own() if not state.has_several_calls(n)})
+    return recorded(layers, {n: n for n in state.local_tensors() if not state.has_several_calls(n)})
 
 
 def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
@@ -84,22 +84,22 @@ def compare_outputs(
         replica: The place of this replica's data in the reference's.
         call_of: Says of what they are the outputs, unless it is of a training step.
     """
-    found = []
+    differences = []
     for layer, kept in outputs.items():
         theirs_of_all = expected[layer][replica * len(kept) :]
-        for call, (ours, theirs) in enumerate(zip(kept, theirs_of_all)):
+        for call, (ours, reference) in enumerate(zip(kept, theirs_of_all)):
             name = f"{layer}, call {call}{call_of}"
-            difference = compare("output", name, step, ours, part_of(theirs, ours))
+            difference = compare("output", name, step, ours, part_of(reference, ours))
             if difference:
-                found.append(difference)
+                differences.append(difference)
                 break
-    return found
+    return differences
 
 
 def part_of(whole: Tensor, ours: Tensor) -> Tensor:
     """Returns of an output of the reference what this rank has of it, where it has a slice."""
     group = tensor_parallel.model_parallel_group()
-    for axis, (all_of_it, own) in enumerate(zip(whole.shape, ours.shape)):
-        if all_of_it != own and all_of_it == own * group.nranks:
+    for axis, (all_of_it, size) in enumerate(zip(whole.shape, ours.shape)):
+        if all_of_it != size and all_of_it == size * group.nranks:
             return tensor_parallel.slice_of(whole, axis, group.rank, group.nranks)
     return whole

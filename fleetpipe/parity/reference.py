@@ -83,15 +83,17 @@ class Reference:
             self.takes_rate = rate is learning_rate_of(self.optimizer)
             return
         ours = pipe.state.own_parameters()
-        theirs = {self.names[name]: p for name, p in self.model.named_parameters()}
+        parameters = {self.names[name]: p for name, p in self.model.named_parameters()}
         # A global norm of the twin's is summed in the order of the model, as the pipeline's is.
         optimizer.bind(pipe)
-        known = self._twins.get(id(optimizer.wrapped))
+        twin = self._twins.get(id(optimizer.wrapped))
         with paddle.utils.unique_name.guard():
-            self.optimizer = known or twin_optimizer(optimizer.wrapped, ours, theirs)
+            self.optimizer = twin or twin_optimizer(optimizer.wrapped, ours, parameters)
         self._twins[id(optimizer.wrapped)] = self.optimizer
         # The others come from the other ranks after each step.
-        self._stepped_here = None if ours.keys() == theirs.keys() else frozenset(pipe.state.own())
+        self._stepped_here = (
+            None if ours.keys() == parameters.keys() else frozenset(pipe.state.local_tensors())
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers of the model."""
@@ -105,7 +107,7 @@ class Reference:
         """
         if isinstance(self.model, SingleModel):
             return self.model.hidden_buffers()
-        owners = {own.rpartition(".")[0]: n.rpartition(".")[0] for own, n in self.names.items()}
+        owners = {inner.rpartition(".")[0]: n.rpartition(".")[0] for inner, n in self.names.items()}
         return {
             f"{owners[path]}.{name}": (holder, name)
             for path, layer in self.model.named_sublayers(include_self=True)
@@ -146,23 +148,23 @@ class Reference:
         if slices > 1:
             of_slices = slice_shares(functions, batches, slicing, len(weights))
             by_function = [
-                [weights[unit // slices] * share for unit, share in enumerate(found)]
-                for found in of_slices
+                [weights[unit // slices] * share for unit, share in enumerate(share)]
+                for share in of_slices
             ]
             batches = sliced(batches, slicing)
         states = SliceStates(slices)
         keys = random_keys.current()
         shares: list[list[Tensor]] = []
-        for number, (value, label, *own) in enumerate(zip(*batches, *by_function)):
+        for number, (value, label, *functions_of) in enumerate(zip(*batches, *by_function)):
             if keys is not None:
                 keys.micro_batch = GlobalMicroBatch(first * slices + number)
             with states.forward(0, number) if slices > 1 else nullcontext():
                 # Of copies, for the same micro-batches may run again.
                 losses = self.losses_of(copy_of(value), copy_of(label))
-            shares.append([weighted(loss, weight) for loss, weight in zip(losses, own)])
+            shares.append([weighted(loss, weight) for loss, weight in zip(losses, functions_of)])
             for last in range(number, number - slices, -1) if (number + 1) % slices == 0 else ():
                 _backward(states if slices > 1 else None, last, shares[last])
-        return [sum_in_order(found) for found in zip(*shares)]
+        return [sum_in_order(share) for share in zip(*shares)]
 
     def take_gradients(self) -> list[Tensor | None]:
         """Returns the gradients, and leaves the parameters without."""
@@ -184,10 +186,10 @@ class Reference:
 
         A script may freeze parameters after the layers are built. Not of a user's own model.
         """
-        own = {
+        switches = {
             name: (p.stop_gradient, p.need_clip) for name, p in pipe.state.own_parameters().items()
         }
-        parts = pipeline_group().all_gather(own)
+        parts = pipeline_group().all_gather(switches)
         if self.takes_switches:
             tensors = self.tensors()
             for part in parts:
@@ -211,8 +213,8 @@ class Reference:
         if self._stepped_here is None:
             return
         tensors = self.tensors()
-        own = {name: tensors[name].detach() for name in sorted(self._stepped_here)}
-        for part in pipeline_group().all_gather(own):
+        stepped = {name: tensors[name].detach() for name in sorted(self._stepped_here)}
+        for part in pipeline_group().all_gather(stepped):
             for name in part.keys() - self._stepped_here:
                 tensors[name].set_value(part[name])
 

@@ -46,7 +46,11 @@ class Report:
     @property
     def failures(self) -> list[Difference]:
         """The differences beyond the tolerance."""
-        return [found for found in self.differences if not found.relative <= self.tolerance]
+        return [
+            difference
+            for difference in self.differences
+            if not difference.relative <= self.tolerance
+        ]
 
     @property
     def first_of_a_layer(self) -> Difference | None:
@@ -95,7 +99,7 @@ class Report:
             return "\n".join([*lines, "parity: bit-exact (losses, gradients and parameters)"])
         lines += [f"parity: sums have another order: {order}" for order in self.orders]
         if self.passed:
-            worst = max(found.relative for found in self.differences)
+            worst = max(difference.relative for difference in self.differences)
             within = f"parity: equal within {self.tolerance:g} (relative; largest {worst:.2g})"
             return "\n".join([*lines, within])
         lines.append(f"parity: first difference: {self.failures[0]}")
@@ -110,7 +114,7 @@ class Report:
         )
 
     def _of(self, *quantities: str) -> list[Difference]:
-        return [found for found in self.differences if found.quantity in quantities]
+        return [difference for difference in self.differences if difference.quantity in quantities]
 
 
 def in_order(differences: Sequence[Difference], layers: Sequence[str]) -> list[Difference]:

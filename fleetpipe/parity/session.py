@@ -68,8 +68,8 @@ class Session:
         self._beside = Beside(pipeline, reference)
         # One reference is enough.
         pipeline.accompany(None)
-        own = (pipeline.train_batch, pipeline.eval_batch, pipeline.predict_batch)
-        self._calls = calls or Calls(*own)
+        methods = (pipeline.train_batch, pipeline.eval_batch, pipeline.predict_batch)
+        self._calls = calls or Calls(*methods)
         self._replicas = pipeline.replicas
         self._tolerance_given = tolerance is not None
         if tolerance is None:
@@ -100,9 +100,9 @@ class Session:
             The losses of the reference and of the pipeline; lists where there are several.
         """
         step, layers = self.report.steps, self._pipeline.layers
-        given = RepeatedBatch(data, self._pipeline.accumulate_steps)
-        batches, found = self._cut(given)
-        own, everyone = self._pipeline.share(batches)
+        batch = RepeatedBatch(data, self._pipeline.accumulate_steps)
+        batches, differences = self._cut(batch)
+        batches_here, everyone = self._pipeline.share(batches)
         reference = self._reference
         reference.take_switches(layers)
         rates = Rates(self._optimizer, reference.optimizer, lr_scheduler, reference.takes_rate)
@@ -116,17 +116,19 @@ class Session:
             recorded_here(layers) as outputs,
             self._orders.crossings() as crossings,
         ):
-            diagnose = functools.partial(self._before_the_update, rates, arrived, own, keys)
+            diagnose = functools.partial(
+                self._before_the_update, rates, arrived, batches_here, keys
+            )
             rounding = max(self.report.tolerance, orders.ROUNDING)
             watched = ComparingOptimizer(
                 self._optimizer, reference, layers, step, rounding, diagnose
             )
-            loss = self._calls.train_batch(given.again(), watched, lr_scheduler, scaler)
-        found += given.differences(step) + watched.found
-        found += compare_outputs(outputs, expected, step, self._replicas.rank)
-        found += compare_state(layers, reference, step, self._replicas.ranks == 1)
-        found += compare_values("loss", "", step, loss, single) + rates.stepped(step)
-        self._gather(found, watched.squares)
+            loss = self._calls.train_batch(batch.again(), watched, lr_scheduler, scaler)
+        differences += batch.differences(step) + watched.found
+        differences += compare_outputs(outputs, expected, step, self._replicas.rank)
+        differences += compare_state(layers, reference, step, self._replicas.ranks == 1)
+        differences += compare_values("loss", "", step, loss, single) + rates.stepped(step)
+        self._gather(differences, watched.squares)
         if not self._tolerance_given:
             self._orders.note(crossings)
         self.report.single_loss.append(float(_first(single)))
@@ -158,12 +160,14 @@ class Session:
     def _cut(self, batch: RepeatedBatch) -> tuple[MicroBatches, list[Difference]]:
         """Cuts a batch without the pipeline's help, and compares with what the pipeline makes."""
         # First, because it refuses what does not fit.
-        theirs = self._pipeline.micro_batches(batch.again())
-        own = batch.cut(self._pipeline.micro_batch_size)
-        found = []
-        for name, ours, expected in zip(own._fields, theirs, own):
-            found += compare_values("micro-batch", name, self.report.steps, ours, expected)
-        return own, found
+        pipeline_batches = self._pipeline.micro_batches(batch.again())
+        reference_batches = batch.cut(self._pipeline.micro_batch_size)
+        differences = []
+        for name, ours, expected in zip(
+            reference_batches._fields, pipeline_batches, reference_batches
+        ):
+            differences += compare_values("micro-batch", name, self.report.steps, ours, expected)
+        return reference_batches, differences
 
     @property
     def _first_micro_batch(self) -> int:
@@ -180,17 +184,17 @@ class Session:
     ) -> list[Difference]:
         """Compares learning rates and, where gradients differ, what the edges brought."""
         step, model = self.report.steps, self._reference.model
-        found = rates.used(step)
+        differences = rates.used(step)
         wrong = any(not d.relative <= self.report.tolerance for d in gradients)
         # Only under keys do layers draw the same once more.
         if not (wrong and keys is not None and isinstance(model, SingleModel)):
-            return found
+            return differences
         first, slices = self._first_micro_batch, self._pipeline.schedule.slices
         weights = self._pipeline.weights_in_backward
         copies = edges.copies_at_borders(model, self._pipeline.layers)
         with as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
             self._beside.accumulate(batches, weights, first)
-        return found + edges.differences(arrived, expected, first * slices, step, slices)
+        return differences + edges.differences(arrived, expected, first * slices, step, slices)
 
     def _gather(self, differences: list[Difference], squares: Squares) -> None:
         """Puts the findings of all ranks together, and compares the norm of all gradients."""
@@ -223,13 +227,13 @@ def _first(loss: Nest) -> Tensor:
 
 def _places(layers: PipelineLayer) -> list[str]:
     """Returns the lasting names of layers, parameters and edges, in the order of the model."""
-    found: list[str] = []
+    places: list[str] = []
     stages = layers.placement.stages
     passed = 0
     for slot in layers.state.slots():
         stage = layers.state.stage_of(slot.name)
         if stage is not None:
-            found += map(edges.name_of, range(passed, stage))
+            places += map(edges.name_of, range(passed, stage))
             passed = max(passed, stage)
-        found += [slot.name.rpartition(".")[0], slot.name]
-    return [*found, *map(edges.name_of, range(passed, stages - 1))]
+        places += [slot.name.rpartition(".")[0], slot.name]
+    return [*places, *map(edges.name_of, range(passed, stages - 1))]

@@ -41,8 +41,8 @@ class Rates:
         """
         self._optimizer = optimizer.wrapped
         self._twin = twin
-        self._theirs = lr_scheduler
-        self._own: Scheduler | None = None
+        self._scheduler = lr_scheduler
+        self._twin_scheduler: Scheduler | None = None
         rate = learning_rate_of(self._optimizer)
         self._follow = follow or learning_rate_of(twin) is rate
         if not self._follow:
@@ -53,23 +53,25 @@ class Rates:
             twin.set_lr_scheduler(copy.deepcopy(rate, memo))
         else:
             twin.set_lr(rate)
-        self._own = copy.deepcopy(lr_scheduler, memo)
+        self._twin_scheduler = copy.deepcopy(lr_scheduler, memo)
 
     def used(self, step: int) -> list[Difference]:
         """Compares the learning rates that the optimizers have now."""
-        ours, theirs = self._optimizer.get_lr(), self._twin.get_lr()
-        return compare_numbers("learning rate", "", step, ours, theirs)
+        ours, expected = self._optimizer.get_lr(), self._twin.get_lr()
+        return compare_numbers("learning rate", "", step, ours, expected)
 
     def stepped(self, step: int) -> list[Difference]:
         """Steps the reference's scheduler where the pipeline has stepped its own; compares them."""
         if not self._follow:
             return []
-        if self._own is not None:
-            self._own.step()
-        found = self.used(step)
-        theirs, own = (getattr(one, "last_epoch", 0) for one in (self._theirs, self._own))
-        name = type(self._theirs).__name__
-        return found + compare_numbers("last_epoch", name, step, theirs, own)
+        if self._twin_scheduler is not None:
+            self._twin_scheduler.step()
+        differences = self.used(step)
+        epoch, twin_epoch = (
+            getattr(one, "last_epoch", 0) for one in (self._scheduler, self._twin_scheduler)
+        )
+        name = type(self._scheduler).__name__
+        return differences + compare_numbers("last_epoch", name, step, epoch, twin_epoch)
 
 
 #: By parameter, the squared norms of its gradient in the pipeline and in the reference.
@@ -101,7 +103,7 @@ class ComparingOptimizer(PipelineOptimizer):
         """
         super().__init__(optimizer.wrapped)
         self._pipelines = optimizer
-        self.found: list[Difference] = []
+        self.differences: list[Difference] = []
         self.squares: Squares = {}
         self._reference = reference
         self._parameters = layers.state.own_parameters()
@@ -115,18 +117,18 @@ class ComparingOptimizer(PipelineOptimizer):
 
     def step(self) -> None:
         """Compares the gradients and steps both optimizers. Collective as both are."""
-        theirs = self._reference.tensors()
+        reference = self._reference.tensors()
         for name, parameter in self._parameters.items():
-            grad, expected = _whole(parameter.grad, parameter), theirs[name].grad
+            grad, expected = _whole(parameter.grad, parameter), reference[name].grad
             difference = compare("gradient", name, self._number, grad, expected)
             if difference:
-                self.found.append(difference)
+                self.differences.append(difference)
                 if grad is not None and difference.relative <= self._rounding:
                     # Where it is next to nothing, Adam makes as much of the last bits as of a sign:
                     # the reference takes the step that these gradients ask for.
-                    theirs[name].grad = grad.detach().clone()
+                    reference[name].grad = grad.detach().clone()
             self.squares[name] = (_square(grad), _square(expected))
-        self.found += self._before(self.found)
+        self.differences += self._before(self.differences)
         self._pipelines.step()
         self._reference.step()
 
@@ -135,15 +137,17 @@ def compare_state(
     layers: PipelineLayer, reference: Reference, step: int, buffers_too: bool
 ) -> list[Difference]:
     """Compares parameters, and all buffers where one replica saw all the data that made them."""
-    theirs = reference.tensors()
+    reference_tensors = reference.tensors()
     parameters = layers.state.own_parameters()
     if not buffers_too:
         # Running statistics are parameters in Paddle, which nobody trains.
         parameters = {name: p for name, p in parameters.items() if not p.stop_gradient}
-    pairs = [("parameter", name, p, theirs[name]) for name, p in parameters.items()]
+    pairs = [("parameter", name, p, reference_tensors[name]) for name, p in parameters.items()]
     if buffers_too:
-        buffers = {n: t for n, t in layers.state.own().items() if n not in parameters}
-        pairs += [("buffer", name, tensor, theirs[name]) for name, tensor in buffers.items()]
+        buffers = {n: t for n, t in layers.state.local_tensors().items() if n not in parameters}
+        pairs += [
+            ("buffer", name, tensor, reference_tensors[name]) for name, tensor in buffers.items()
+        ]
         places = reference.hidden_places()
         pairs += [
             ("buffer", name, tensor, holder[key])

@@ -30,7 +30,7 @@ from fleetpipe.launch.script import in_a_shell
 from fleetpipe.launch.supervisor.attempts import Attempt, End, after, interrupted
 from fleetpipe.launch.supervisor.local_ranks import record
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, caught
-from fleetpipe.launch.supervisor.state_folder import room
+from fleetpipe.launch.supervisor.state_folder import state_folder
 from fleetpipe.launch.supervisor.supervisor import say
 from fleetpipe.launch.supervisor.verdict import Verdict, judge
 from fleetpipe.ray import nodes
@@ -335,7 +335,7 @@ def run(options: argparse.Namespace) -> int:
     # What the first rank says is shown as it is; what Ray says is in its own logs.
     ray_worker.print_worker_logs = lambda *_: None
     with ExitStack() as ends:
-        folder = ends.enter_context(room())
+        folder = ends.enter_context(state_folder())
         address = None if options.ray == "local" else options.ray
         ends.enter_context(connected(address, {"CPU": options.nproc_per_node or 1}))
         logging.getLogger("ray").setLevel(logging.ERROR)

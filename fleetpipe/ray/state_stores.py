@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayError
 
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.launch.keeping import copies
-from fleetpipe.launch.supervisor.state_folder import room
+from fleetpipe.launch.supervisor.state_folder import state_folder
 from fleetpipe.launch.supervisor.supervisor import say
 from fleetpipe.ray.mailbox import Report
 from fleetpipe.ray.worker import keeper_process
@@ -62,7 +62,7 @@ class StateStore:
         """Makes the folder, which goes with this process however that ends."""
         self._mailbox = mailbox
         self._ends = contextlib.ExitStack()
-        folder = self._ends.enter_context(room())
+        folder = self._ends.enter_context(state_folder())
         self._ends.enter_context(keeper_process(folder))
         self._kept, self._held = folder / "kept", folder / "copies"
         self._kept.mkdir()

@@ -25,7 +25,7 @@ import ray.train
 from fleetpipe import systems
 from fleetpipe.job import attempt_files
 from fleetpipe.launch.script import LAUNCHED
-from fleetpipe.launch.supervisor.state_folder import room
+from fleetpipe.launch.supervisor.state_folder import state_folder
 from fleetpipe.ray.backend import free_ports, own_place
 from fleetpipe.ray.mailbox import Order, Report
 
@@ -67,7 +67,7 @@ def serve(config: Mapping[str, Any]) -> None:
         config: ``mailbox``, and the number of the ``group``.
     """
     worker = _Worker(config["mailbox"], config["group"])
-    with room() as folder, keeper_process(folder) as keeper:
+    with state_folder() as folder, keeper_process(folder) as keeper:
         worker.serve(folder, keeper)
 
 

@@ -63,14 +63,14 @@ def suspects(steps: Sequence[Step]) -> list[tuple[Cause, Member]]:
         if several
     }
     of_link = _medians(moved, _link)
-    found = [
+    named = [
         *_worst("stage", of_stage, lambda one: one.stage, "stage {}"),
         *_worst("replica", of_replica, lambda one: one.replica, "replica {}"),
         *_worst("rank", residuals, lambda one: one.rank, "stage {1} of replica {0}"),
         *_worst("micro-batch", of_micro_batch, lambda one: one.micro_batch, "micro-batch {}"),
         *_worst("link", of_link, _link, "stages {1} and {2} of replica {0}"),
     ]
-    return sorted(found, key=lambda pair: -pair[0].factor)
+    return sorted(named, key=lambda pair: -pair[0].factor)
 
 
 def _ratios(seconds: Iterable[tuple[Operation, float]]) -> list[tuple[Operation, float]]:

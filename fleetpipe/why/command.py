@@ -44,16 +44,16 @@ def run(options: argparse.Namespace) -> int:
     with using("TRACE", path, "a trace"):
         operations = (read_columns if options.columns else read_trace)(path)
     steps = steps_of(operations, one_thread=not options.columns)
-    slowdown, others = slowdown_of(steps), alternatives(steps)
+    slowdown, schedules = slowdown_of(steps), alternatives(steps)
     if options.json:
-        schedules = {"schedules": [one._asdict() for one in others]}
-        sys.stdout.write(json.dumps({**slowdown.as_json(), **schedules}) + "\n")
+        listed = {"schedules": [one._asdict() for one in schedules]}
+        sys.stdout.write(json.dumps({**slowdown.as_json(), **listed}) + "\n")
     else:
-        sys.stdout.writelines(f"{line}\n" for line in _lines(slowdown, others))
+        sys.stdout.writelines(f"{line}\n" for line in _lines(slowdown, schedules))
     return 0
 
 
-def _lines(slowdown: Slowdown, others: list[Alternative]) -> Iterator[str]:
+def _lines(slowdown: Slowdown, schedules: list[Alternative]) -> Iterator[str]:
     measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
     steps = len(slowdown.step_times)
     yield _sentence(slowdown)
@@ -68,7 +68,7 @@ def _lines(slowdown: Slowdown, others: list[Alternative]) -> Iterator[str]:
     yield f"  of all communication    {slowdown.links:.2%}"
     for cause in slowdown.causes:
         yield f"  of {cause.name}: {cause.share:.2%}, {cause.factor:.2f} times its peers"
-    for one in others:
+    for one in schedules:
         even = f"{one.even:.6g} s with even stages"
         yield f"under {one.name:<8}            {one.seconds:.6g} s, {even}"
 

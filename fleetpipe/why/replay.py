@@ -157,7 +157,7 @@ def _inputs(one: Operation, places: Mapping[tuple[object, ...], int], parts: int
         return places.get((kind, one.replica, part, one.micro_batch))
 
     def first(*candidates: int | None) -> list[int]:
-        return next(([found] for found in candidates if found is not None), [])
+        return next(([index] for index in candidates if index is not None), [])
 
     if one.kind == "forward-send":
         return first(place("F", one.part))

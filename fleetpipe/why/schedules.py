@@ -63,5 +63,5 @@ def alternatives(steps: Sequence[Step]) -> list[Alternative]:
 
     costs = (forward, input_grad, weight_grad)
     even = [[float(np.mean(part))] * ranks for part in costs]
-    found = [Alternative(name, step_time(name, costs), step_time(name, even)) for name in NAMES]
-    return sorted(found, key=lambda one: one.seconds)
+    simulated = [Alternative(name, step_time(name, costs), step_time(name, even)) for name in NAMES]
+    return sorted(simulated, key=lambda one: one.seconds)

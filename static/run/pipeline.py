@@ -146,10 +146,10 @@ class StaticPipeline:
         run(startup if local else self._reader.startup(startup, self.persistable))
         if self._recipe.update is not None:
             run(self._recipe.update.startup)
-        found = [found_tensor(scope, name) for name in self.persistable]
+        tensors = [found_tensor(scope, name) for name in self.persistable]
         with dynamic_mode(), self._job.guarded(lambda: "initialising the static pipeline"):
             self._job.replicas().broadcast_each(
-                [(dynamic(tensor), 0) for tensor in found if tensor is not None]
+                [(dynamic(tensor), 0) for tensor in tensors if tensor is not None]
             )
         self._compiled = self._streams = None
         self._streams_to_begin = {}

@@ -233,13 +233,13 @@ def _lasting(declared: Mapping[str, Sequence[int]], names: Names) -> dict[str, s
 
 
 def _require_expected(pipeline: StaticPipeline) -> None:
-    known = {pipeline.rate_name}
+    expected = {pipeline.rate_name}
     for kept in pipeline.kept.values():
-        known.update(kept.kinds.values(), (kept.master,))
-    others = sorted(set(pipeline.optimizer_variables) - known)
-    if others:
+        expected.update(kept.kinds.values(), (kept.master,))
+    unexpected = sorted(set(pipeline.optimizer_variables) - expected)
+    if unexpected:
         raise ConfigError(
-            f"the optimizer keeps {others[0]!r}, which belongs to no parameter",
+            f"the optimizer keeps {unexpected[0]!r}, which belongs to no parameter",
             cause="a checkpoint holds an optimizer's state by the names of the parameters",
             fix="save the model alone, and the rest by paddle.static.save",
         )

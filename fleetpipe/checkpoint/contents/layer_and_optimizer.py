@@ -101,13 +101,13 @@ class NamedTensors:
             CheckpointError: The checkpoint is of another model.
         """
         names = self.saved_names(saved)
-        found = {TensorName(MODEL, names[name]): held for name, held in self._tensors.items()}
+        targets = {TensorName(MODEL, names[name]): held for name, held in self._tensors.items()}
         for path, held in self._buffers.items():
             if TensorName(BUFFERS, path) in saved.tensors:
-                found[TensorName(BUFFERS, path)] = held
-        for name, held in found.items():
+                targets[TensorName(BUFFERS, path)] = held
+        for name, held in targets.items():
             require_fit(name, held, saved.tensors[name])
-        return found
+        return targets
 
     def settle(self) -> None:
         """Does nothing: memory was there before."""
@@ -190,11 +190,11 @@ def _require_same_shapes(
             got=f"{len(saved)}, {_listed(other or [*saved])}",
             fix="build the model that was saved",
         )
-    for (name, own), (other_name, shape) in zip(outline.items(), saved.items()):
-        if own != shape:
+    for (name, shape_here), (other_name, shape) in zip(outline.items(), saved.items()):
+        if shape_here != shape:
             raise CheckpointError(
                 f"{other_name!r} of the checkpoint does not fit {name!r}",
-                expected=f"shape {list(own)}",
+                expected=f"shape {list(shape_here)}",
                 got=f"shape {list(shape)}",
                 cause="models with other names are matched in their order, and the layers of one "
                 "are declared in another order",
@@ -254,7 +254,7 @@ class OptimizerState:
         require_kind(self.kind, saved)
         names = self._model.saved_names(saved)
         there = by_parameter(saved)
-        found: dict[TensorName, Held] = {}
+        targets: dict[TensorName, Held] = {}
         for group, parameter, path, of in self._parameters():
             if names[path] not in there:
                 self._unsaved.append(parameter)
@@ -264,10 +264,10 @@ class OptimizerState:
                 create_state(self._optimizer, group, [parameter])
             state = dict(self._state(parameter, names[path], of))
             require_kinds(names[path], set(state), there[names[path]])
-            found.update(state)
-        for name, held in found.items():
+            targets.update(state)
+        for name, held in targets.items():
             require_fit(name, held, saved.tensors[name])
-        return found
+        return targets
 
     def settle(self) -> None:
         """Forgets the state of parameters that had none when the checkpoint was saved."""
@@ -315,13 +315,13 @@ def state_name(path: str, kind: str) -> TensorName:
 
 def by_parameter(saved: Saved) -> dict[str, set[TensorName]]:
     """Returns the names of the saved state by the name of the parameter that it belongs to."""
-    found: dict[str, set[TensorName]] = {}
+    kinds: dict[str, set[TensorName]] = {}
     for name in saved.tensors:
         if name.group == OPTIMIZER:
-            found.setdefault(name.name.rpartition("/")[0], set()).add(name)
+            kinds.setdefault(name.name.rpartition("/")[0], set()).add(name)
         elif name.group == MASTER_WEIGHTS:
-            found.setdefault(name.name, set()).add(name)
-    return found
+            kinds.setdefault(name.name, set()).add(name)
+    return kinds
 
 
 def require_kinds(path: str, kinds: set[TensorName], saved: set[TensorName]) -> None:

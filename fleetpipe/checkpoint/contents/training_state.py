@@ -105,16 +105,16 @@ class TrainingState:
             CheckpointError: One is not of plain values.
         """
         streams = None if self._program is None else self._program.streams()
-        found: dict[str, Json] = {"random": random_states(streams)}
+        state: dict[str, Json] = {"random": random_states(streams)}
         if self._scheduler is not None:
-            found["lr_scheduler"] = plain(self._scheduler.state_dict(), "the LR scheduler's state")
+            state["lr_scheduler"] = plain(self._scheduler.state_dict(), "the LR scheduler's state")
         if self._optimizer is not None:
-            found["learning_rate"] = self._optimizer.get_lr()
+            state["learning_rate"] = self._optimizer.get_lr()
         if self._scaler is not None:
-            found["scaler"] = plain(self._scaler.state_dict(), "the scaler's state")
+            state["scaler"] = plain(self._scaler.state_dict(), "the scaler's state")
         if self._data is not None:
-            found["data"] = plain(self._data.state_dict(), "the position in the data")
-        return found
+            state["data"] = plain(self._data.state_dict(), "the position in the data")
+        return state
 
     def require(self, state: Mapping[str, Json]) -> None:
         """Makes sure that a saved state has what is to be restored.
@@ -190,22 +190,22 @@ def merged(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dic
     Raises:
         CheckpointError: Two ranks have something else.
     """
-    found: dict[str, Json] = {"extra": states[0]["extra"]}
+    whole: dict[str, Json] = {"extra": states[0]["extra"]}
     owners: dict[str, int] = {}
     for rank, state in enumerate(states):
         for name, value in state.items():
             if name in ("extra", "random"):
                 continue
             owner = owners.setdefault(name, rank)
-            if to_text({name: found.setdefault(name, value)}) != to_text({name: value}):
+            if to_text({name: whole.setdefault(name, value)}) != to_text({name: value}):
                 raise CheckpointError(
                     f"the ranks do not have the same {name}",
-                    expected=f"{found[name]} as on rank {owner}"[:200],
+                    expected=f"{whole[name]} as on rank {owner}"[:200],
                     got=f"{value} on rank {rank} of the job"[:200],
                     fix="step it alike on every rank; positions in data count global samples",
                 )
-    found["random"] = _merged_random([state["random"] for state in states], places)
-    return found
+    whole["random"] = _merged_random([state["random"] for state in states], places)
+    return whole
 
 
 def random_states(streams: StageStreams | None = None) -> Json:
@@ -213,7 +213,7 @@ def random_states(streams: StageStreams | None = None) -> Json:
     numpy_state: Any = np.random.get_state()
     name, keys, *rest = numpy_state
     version, numbers, next_gauss = random.getstate()
-    found = {
+    states = {
         "paddle": [generator_state(state) for state in paddle.get_rng_state()],
         "streams": {
             name: [generator_state(state) for state in states]
@@ -223,9 +223,9 @@ def random_states(streams: StageStreams | None = None) -> Json:
         "python": [version, list(numbers), next_gauss],
     }
     if streams is not None:
-        others = {str(s): generator_state(state) for s, state in streams.others.items()}
-        found["program"] = {**streams._asdict(), "others": others}
-    return found
+        by_stage = {str(s): generator_state(state) for s, state in streams.others.items()}
+        states["program"] = {**streams._asdict(), "others": by_stage}
+    return states
 
 
 def set_random_states(states: Json) -> None:
@@ -281,19 +281,19 @@ def _random_of_place(saved: Json, place: Place, leads: bool = True) -> Json:
     """
     places = [Place.from_json(parts) for parts in saved["places"]]
     # Of equals the first rank's.
-    likeness = [[own == other for own, other in zip(place, one)] for one in places]
+    likeness = [[axis == other for axis, other in zip(place, one)] for one in places]
     rank = likeness.index(max(likeness))
     replica = places[rank].replica
-    theirs = [
+    matching = [
         saved["states"][index]
         for index, other in zip(saved["of_rank"], places)
         if other.replica == replica and "program" in saved["states"][index]
     ]
     states = dict(saved["states"][saved["of_rank"][rank]])
-    for other in theirs:
+    for other in matching:
         if leads and other["program"]["leads"]:
             states["paddle"] = other["paddle"]
-    if theirs:
-        others = {s: state for one in theirs for s, state in one["program"]["others"].items()}
-        states["program"] = {**theirs[0]["program"], "others": others}
+    if matching:
+        by_stage = {s: state for one in matching for s, state in one["program"]["others"].items()}
+        states["program"] = {**matching[0]["program"], "others": by_stage}
     return states

@@ -126,13 +126,13 @@ def read(folder: Path) -> Manifest:
 
 
 def _checked(text: str) -> Manifest:
-    found = parse(text, _SOURCE)
+    parsed = parse(text, _SOURCE)
     for name, expected in (("format", FORMAT), ("version", VERSION)):
-        if found[name].content != expected:
-            raise found[name].refused(f"{expected!r}, which this fleetpipe reads")
+        if parsed[name].content != expected:
+            raise parsed[name].refused(f"{expected!r}, which this fleetpipe reads")
     if text != _with_checksum(text.rpartition(f', "{_CHECKSUM}"')[0]):
-        raise found[_CHECKSUM].refused("the checksum of what stands before it")
-    return _parsed(found)
+        raise parsed[_CHECKSUM].refused("the checksum of what stands before it")
+    return _parsed(parsed)
 
 
 def sealed(contents: Mapping[str, Json]) -> str:

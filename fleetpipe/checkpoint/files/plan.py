@@ -176,7 +176,7 @@ def _shares(
 ) -> dict[TensorName, tuple[Share, ...]]:
     """Gives each part of each tensor a writer, the largest parts first."""
     load = [0] * ranks
-    found: dict[TensorName, list[Share]] = {name: [] for name in whole}
+    shares: dict[TensorName, list[Share]] = {name: [] for name in whole}
     parts = [
         (math.prod(tensor.shape if cut is None else cut.part(tensor.shape)), name, cut)
         for name, tensor in whole.items()
@@ -186,10 +186,10 @@ def _shares(
     for size, name, cut in parts:
         writer = min(holders[name][cut], key=lambda rank: (load[rank], rank))
         load[writer] += size * whole[name].itemsize
-        found[name].append(Share(cut, writer))
+        shares[name].append(Share(cut, writer))
     return {
         name: tuple(sorted(ones, key=lambda share: 0 if share.cut is None else share.cut.start))
-        for name, ones in found.items()
+        for name, ones in shares.items()
     }
 
 
@@ -213,12 +213,14 @@ def indexes(plan: FilePlan) -> dict[str, str]:
 
     They are those of Hugging Face, which PaddleNLP's unified checkpoint has for each group.
     """
-    found = {}
+    indexes_by_file = {}
     for group, files in plan.groups.items():
         places = {name: file for file in files for name in plan.files[file].tensors}
         total = sum(t.tensor.nbytes for file in files for t in plan.files[file].tensors.values())
         index: dict[str, object] = {"metadata": {"total_size": total}, "weight_map": places}
         if group == OPTIMIZER:
             index["master_weights"] = MASTER_WEIGHTS in plan.groups
-        found[f"{group}.safetensors.index.json"] = json.dumps(index, sort_keys=True, indent=1)
-    return found
+        indexes_by_file[f"{group}.safetensors.index.json"] = json.dumps(
+            index, sort_keys=True, indent=1
+        )
+    return indexes_by_file

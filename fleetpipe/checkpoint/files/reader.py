@@ -45,8 +45,8 @@ class StepReader:
                     self._layouts[file] = _layout(path, whole)
         for name, entry in self.manifest.tensors.items():
             layout = self._layouts.get(entry.file)
-            found = None if layout is None else layout.tensors.get(name.name)
-            if found is None or found.tensor != entry.tensor:
+            stored = None if layout is None else layout.tensors.get(name.name)
+            if stored is None or stored.tensor != entry.tensor:
                 raise _damaged(folder / entry.file, f"{name} is not what the manifest says")
 
     def text(self, name: str) -> Json:
@@ -125,8 +125,8 @@ class StepReader:
             for name, piece in pieces:
                 file, stored = opened(name)
                 with _damage_named(self._path(name)):
-                    found = tensors.stored_checksum(file, stored, piece.cut)
-                if found != piece.crc32:
+                    checksum = tensors.stored_checksum(file, stored, piece.cut)
+                if checksum != piece.crc32:
                     cut = piece.cut
                     place = f", in {cut.start} to {cut.stop} of axis {cut.axis}" if cut else ""
                     yield _damaged(

@@ -43,13 +43,13 @@ def complete_steps(home: Path) -> dict[int, Path]:
     Raises:
         OSError: The folder cannot be read.
     """
-    found: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
     # The one in place comes before the one it replaces.
     for path in sorted(home.iterdir() if home.is_dir() else ()):
         match = _STEP.fullmatch(path.name)
         if match and (path / manifest.MANIFEST).is_file():
-            found.setdefault(int(match[1]), path)
-    return dict(sorted(found.items()))
+            folders.setdefault(int(match[1]), path)
+    return dict(sorted(folders.items()))
 
 
 def publish(draft: Path, home: Path, step: int) -> None:
@@ -78,25 +78,25 @@ def set_aside(home: Path, step: int) -> dict[int, Path]:
     Raises:
         OSError: One cannot be renamed.
     """
-    found = {}
+    moved = {}
     later = [pair for pair in complete_steps(home).items() if pair[0] > step]
     for number, path in reversed(later):
         final = folder_of(home, number)
-        found[number] = final.with_name(f"{final.name}{_ASIDE}")
-        remove(found[number])
-        path.rename(found[number])
+        moved[number] = final.with_name(f"{final.name}{_ASIDE}")
+        remove(moved[number])
+        path.rename(moved[number])
         remove(final.with_name(f"{final.name}.old"))
-    return dict(reversed(found.items()))
+    return dict(reversed(moved.items()))
 
 
 def aside_steps(home: Path) -> dict[int, Path]:
     """Returns the folders that :func:`set_aside` has made, in ascending order."""
-    found = {}
+    folders = {}
     for path in sorted(home.glob(f"step-*{_ASIDE}")):
         match = _STEP.fullmatch(path.name.removesuffix(_ASIDE))
         if match:
-            found[int(match[1])] = path
-    return found
+            folders[int(match[1])] = path
+    return folders
 
 
 def remove_step(home: Path, step: int) -> None:
@@ -198,10 +198,10 @@ class Retention:
         name, mode = self.best
         sign = -1 if mode == "min" else 1
         steps = complete_steps(self.home)
-        found = {step: self._metrics_of(step, path).get(name) for step, path in steps.items()}
+        values = {step: self._metrics_of(step, path).get(name) for step, path in steps.items()}
         rated = [
             (sign * value, step)
-            for step, value in found.items()
+            for step, value in values.items()
             if value is not None and not math.isnan(value)
         ]
         return max(rated)[1] if rated else None

@@ -212,10 +212,10 @@ def _parsed(text: bytes, start: int) -> dict[str, Stored]:
 
 
 def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("a name that stands there twice")
-    return found
+    return entries
 
 
 def _damaged(path: Path, got: str) -> CheckpointError:
@@ -271,10 +271,10 @@ def _read_at(file: FileIO, offset: int, memory: memoryview) -> None:
 
 def checksum(values: Iterable[memoryview | bytes]) -> int:
     """Returns the CRC-32 of some bytes, one behind another."""
-    found = 0
+    value = 0
     for block in values:
-        found = zlib.crc32(block, found)
-    return found
+        value = zlib.crc32(block, value)
+    return value
 
 
 def stored_checksum(file: FileIO, stored: Stored, cut: Region | None) -> int:
@@ -284,10 +284,10 @@ def stored_checksum(file: FileIO, stored: Stored, cut: Region | None) -> int:
         EOFError: The file ends before.
     """
     tensor, begin = stored
-    buffer, found = memoryview(bytearray(_BLOCK)), 0
+    buffer, value = memoryview(bytearray(_BLOCK)), 0
     for run in runs(tensor.shape, tensor.itemsize, cut):
         for start in range(0, run.nbytes, _BLOCK):
             block = buffer[: min(_BLOCK, run.nbytes - start)]
             _read_at(file, begin + run.whole + start, block)
-            found = zlib.crc32(block, found)
-    return found
+            value = zlib.crc32(block, value)
+    return value

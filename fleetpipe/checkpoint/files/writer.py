@@ -156,8 +156,8 @@ def write(task: Assignment, bytes_of: BytesOf) -> None:
         for name, file, cut in task.plan.parts_of(task.rank):
             values = bytes_of(name)
             tensors.write(file_of(file), task.plan.files[file].tensors[name.name], cut, values)
-            found = checksums.setdefault(file, {}).setdefault(name.name, [])
-            found.append([cut, tensors.checksum([values])])
+            pieces = checksums.setdefault(file, {}).setdefault(name.name, [])
+            pieces.append([cut, tensors.checksum([values])])
         for opened_file in opened.values():
             os.fsync(opened_file.fileno())
     if task.rank == 0:
@@ -181,8 +181,8 @@ def _end(task: Assignment) -> None:
     except (FileExistsError, FileNotFoundError):
         return  # two came last: the other one does it, or has done it
     os.close(claim)
-    found = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
-    manifest = replace(task.manifest, tensors=_entries(task.plan, found))
+    records = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
+    manifest = replace(task.manifest, tensors=_entries(task.plan, records))
     for path in (*reports, task.draft / _CLAIM):
         path.unlink()
     run_folder.write_file(task.draft / MANIFEST, manifest.to_text())

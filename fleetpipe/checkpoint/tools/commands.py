@@ -75,28 +75,30 @@ def _ls(arguments: argparse.Namespace) -> int:
         )
     for step, folder in steps.items():
         try:
-            found = manifest.read(folder)
+            contents = manifest.read(folder)
         except CheckpointError as error:
             _say(f"{step:>10}  damaged: {str(error).splitlines()[0]}")
             continue
-        size = sum(whole.size for whole in found.files.values())
-        metrics = "  ".join(f"{name}={value:g}" for name, value in found.metrics.items())
-        _say(f"{step:>10}  {_size(size):>9}  {len(found.tensors):>6} tensors  {metrics}".rstrip())
+        size = sum(whole.size for whole in contents.files.values())
+        metrics = "  ".join(f"{name}={value:g}" for name, value in contents.metrics.items())
+        _say(
+            f"{step:>10}  {_size(size):>9}  {len(contents.tensors):>6} tensors  {metrics}".rstrip()
+        )
     for step, folder in run_folder.aside_steps(arguments.path).items():
         _say(f"{step:>10}  set aside: the run went back before it; {folder.name}")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    found = manifest.read(_folder(arguments.path, arguments.step))
-    _say(f"step       {found.step}")
-    _say(f"written by {_listed(found.versions)}")
-    _say(f"layout     {_listed(found.layout)} (any other reads it)")
-    _say(f"optimizer  {found.optimizer or 'none'}")
-    if found.metrics:
-        _say(f"metrics    {_listed(found.metrics)}")
+    reader = manifest.read(_folder(arguments.path, arguments.step))
+    _say(f"step       {reader.step}")
+    _say(f"written by {_listed(reader.versions)}")
+    _say(f"layout     {_listed(reader.layout)} (any other reads it)")
+    _say(f"optimizer  {reader.optimizer or 'none'}")
+    if reader.metrics:
+        _say(f"metrics    {_listed(reader.metrics)}")
     for group in GROUPS:
-        entries = {n.name: e for n, e in found.tensors.items() if n.group == group}
+        entries = {n.name: e for n, e in reader.tensors.items() if n.group == group}
         if entries:
             size = sum(entry.tensor.nbytes for entry in entries.values())
             _say(f"{group}: {len(entries)} tensors, {_size(size)}")
@@ -133,9 +135,9 @@ def _damage(folder: Path) -> Iterator[CheckpointError]:
 def _diff(arguments: argparse.Namespace) -> int:
     paths = (arguments.path, arguments.other)
     readers = [StepReader(_folder(path, arguments.step)) for path in paths]
-    found = differences(*readers)
-    _say("\n".join(found) if found else "all tensors have the same bits")
-    return int(bool(found))
+    lines = differences(*readers)
+    _say("\n".join(lines) if lines else "all tensors have the same bits")
+    return int(bool(lines))
 
 
 def _merge(arguments: argparse.Namespace) -> int:

@@ -92,8 +92,8 @@ def from_layer_files(folder: Path, home: Path, step: int) -> int:
             fix=f"--step {max(later) + 1}, or another folder",
         )
     tensors: dict[str, Tensor] = {}
-    found = sorted((int(m["layer"]), p, m) for p in folder.iterdir() if (m := _match(p)))
-    for layer, path, match in found:
+    layer_files = sorted((int(m["layer"]), p, m) for p in folder.iterdir() if (m := _match(p)))
+    for layer, path, match in layer_files:
         if int(match["slice"]):
             raise CheckpointError(
                 "files of slices do not say how their layers were cut",

@@ -24,8 +24,8 @@ def differences(one: StepReader, other: StepReader) -> list[str]:
     """
     left, right = one.manifest.tensors, other.manifest.tensors
     lines = []
-    for mine, theirs, which in ((left, right, "first"), (right, left, "second")):
-        only = [str(name) for name in mine if name not in theirs]
+    for mine, beside, which in ((left, right, "first"), (right, left, "second")):
+        only = [str(name) for name in mine if name not in beside]
         if only:
             more = f" and {len(only) - _MOST_SHOWN} more" * (len(only) > _MOST_SHOWN)
             lines.append(f"only the {which} has {', '.join(only[:_MOST_SHOWN])}{more}")

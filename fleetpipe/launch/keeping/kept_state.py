@@ -84,9 +84,11 @@ class KeptState:
         Raises:
             PeerFailed: A rank died.
         """
-        own = [step for _, segment in self._segments.values() for step in segment.steps()]
-        first, *others = self._ranks.together("looking for kept states", lambda: own)
-        return max(set(first).intersection(*others), default=None)
+        steps_here = [step for _, segment in self._segments.values() for step in segment.steps()]
+        first, *steps_elsewhere = self._ranks.together(
+            "looking for kept states", lambda: steps_here
+        )
+        return max(set(first).intersection(*steps_elsewhere), default=None)
 
     def forget_after(self, step: int) -> None:
         """Forgets what is behind the step that the run goes on after. Each rank by itself."""
@@ -120,10 +122,10 @@ class KeptState:
         optimizer = self._objects.optimizer_part(model)
         parts = [part for part in (model, optimizer) if part is not None]
         wanted = {name: held for part in parts for name, held in part.wanted(saved).items()}
-        found = dict(zip(described, blocks))
+        tensors = dict(zip(described, blocks))
         for name, held in wanted.items():
             value, memory = host_memory.empty_like(held)
-            memory[:] = found[name]
+            memory[:] = tensors[name]
             host_memory.assign(held, value)
         for part in parts:
             part.settle()

@@ -74,12 +74,12 @@ class Local:
         return [*words, str(options.script), *options.arguments]
 
     def _environment(self, number: int) -> dict[str, str]:
-        found = {attempt_files.FOLDER: str(self._home), attempt_files.NUMBER: str(number)}
+        variables = {attempt_files.FOLDER: str(self._home), attempt_files.NUMBER: str(number)}
         if self._options.checkpoint_dir is not None:
-            found["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(self._options.checkpoint_dir)
+            variables["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(self._options.checkpoint_dir)
         if self._options.keep_state:
-            found["FLEETPIPE_KEPT_STATE"] = str(self._kept)
-        return found
+            variables["FLEETPIPE_KEPT_STATE"] = str(self._kept)
+        return variables
 
 
 def record(home: Path, number: int, verdict: Verdict) -> None:

@@ -85,10 +85,10 @@ def _nodes(text: str) -> tuple[int, int]:
     least, colon, most = text.partition(":")
     if not least.isdecimal() or not (most.isdecimal() if colon else True):
         raise argparse.ArgumentTypeError(f"invalid: {text!r}; give 2, or 1:4")
-    found = int(least), int(most if colon else least)
-    if not 1 <= found[0] <= found[1]:
+    numbers = int(least), int(most if colon else least)
+    if not 1 <= numbers[0] <= numbers[1]:
         raise argparse.ArgumentTypeError(f"invalid: {text!r}; give at least 1, no fewer at most")
-    return found
+    return numbers
 
 
 def _of_several_hosts(_: str) -> None:

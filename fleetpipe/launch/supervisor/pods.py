@@ -88,8 +88,8 @@ class Pods:
         Raises:
             UsageError: The process could not load Paddle's launcher.
         """
-        told = b""
-        while not told.endswith(b"\n"):
+        answer = b""
+        while not answer.endswith(b"\n"):
             more = b""
             with contextlib.suppress(ConnectionResetError):  # it has not read the order
                 more = self._socket.recv(1 << 12)
@@ -99,8 +99,8 @@ class Pods:
                 if self._loading.exists():
                     raise self._not_loaded(code)
                 return code or 1
-            told += more
-        return int(json.loads(told)["code"])
+            answer += more
+        return int(json.loads(answer)["code"])
 
     def _not_loaded(self, code: int) -> UsageError:
         """Returns the error of a process that ended before it could serve."""

@@ -22,7 +22,7 @@ _LOCK = "lock"
 
 
 @contextmanager
-def room() -> Iterator[Path]:
+def state_folder() -> Iterator[Path]:
     """Makes the folder, for this user alone, and removes it in the end."""
     place = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for left in place.glob(f"{_PREFIX}*"):

@@ -16,7 +16,7 @@ from fleetpipe.launch.supervisor.attempts import Attempt, End, after, interrupte
 from fleetpipe.launch.supervisor.local_ranks import Local
 from fleetpipe.launch.supervisor.pods import Pods
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, caught
-from fleetpipe.launch.supervisor.state_folder import room
+from fleetpipe.launch.supervisor.state_folder import state_folder
 from fleetpipe.launch.supervisor.verdict import Verdict
 
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     if checkpoints:
         require_folder("--checkpoint-dir", checkpoints)
     with ExitStack() as ends:
-        folder = ends.enter_context(room())
+        folder = ends.enter_context(state_folder())
         signals = ends.enter_context(caught())
         pods = Pods(log_filter.environment(options.log_level), folder)
         ends.callback(pods.close)

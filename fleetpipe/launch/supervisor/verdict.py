@@ -82,39 +82,39 @@ def judge(home: Path, code: int) -> Verdict:
     if code == 0 or saved is not None:
         return Verdict(code, saved)
     steps = attempt_files.steps_begun(home)
-    rank, failed, told = _first(home)
+    rank, failed, failure = _first(home)
     step = None if rank is None else steps.get(rank, max(steps.values(), default=None))
     if rank is None:
         return Verdict(code, culprit=f"Paddle's launcher ended with {code}")
     who, code = f"rank {rank}", in_a_shell(failed) or code
-    if told is None:
+    if failure is None:
         return Verdict(code, None, step, f"{who} {_in_words(failed)} without a word")
     signalled = f" ({_in_words(failed)})" if failed < 0 else ""
-    words = f"{who} {told.what}{signalled}: {told.text}"
-    details = "\n".join(told.details.rstrip().splitlines()[-_MOST_LINES:])
-    return Verdict(code, None, step, words, details, told.what == "raised", told.permanent)
+    words = f"{who} {failure.what}{signalled}: {failure.text}"
+    details = "\n".join(failure.details.rstrip().splitlines()[-_MOST_LINES:])
+    return Verdict(code, None, step, words, details, failure.what == "raised", failure.permanent)
 
 
 def _first(home: Path) -> tuple[int | None, int, Failure | None]:
     """Returns the rank that failed first, its exit code, and what is told of it."""
-    failures = [told.failure for told in attempt_files.failures(home)]
+    failures = [report.failure for report in attempt_files.failures(home)]
     ended = [
         (rank, attempt_files.code_of(home, rank) or code)
         for rank, code in attempt_files.ended(home)
     ]
     failed = [(rank, code) for rank, code in ended if code]
-    own = [(rank, code) for rank, code in failed if code != EXIT_CODE] or failed
+    culprits = [(rank, code) for rank, code in failed if code != EXIT_CODE] or failed
     # A process that is ended by a signal tells nobody; before it others do not fail.
-    if own and own[0][1] < 0 and own[0] == failed[0]:
-        rank = own[0][0]
+    if culprits and culprits[0][1] < 0 and culprits[0] == failed[0]:
+        rank = culprits[0][0]
     elif failures:
         rank = failures[0].rank
-    elif own:
-        rank = own[0][0]
+    elif culprits:
+        rank = culprits[0][0]
     else:
         return None, 0, None
-    told = [failure for failure in failures if failure.rank == rank]
-    return rank, dict(ended).get(rank, 0), told[0] if told else None
+    report = [failure for failure in failures if failure.rank == rank]
+    return rank, dict(ended).get(rank, 0), report[0] if report else None
 
 
 def _in_words(code: int) -> str:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.launch.supervisor import state_folder as rooms
-from fleetpipe.launch.supervisor.state_folder import room
+from fleetpipe.launch.supervisor.state_folder import state_folder
 
 
 def hold(place: Path, told: Connection) -> None:
     rooms._MEMORY = place
-    with room() as folder:
+    with state_folder() as folder:
         told.send(folder)
         signal.pause()
 
@@ -30,12 +30,12 @@ def test_what_a_killed_supervisor_left_is_removed_and_what_a_living_one_has_is_n
     other = fork.Process(target=hold, args=(tmp_path, tells), daemon=True)
     other.start()
     theirs = told.recv()
-    with room() as own:
+    with state_folder() as own:
         assert own.stat().st_mode & 0o777 == 0o700
         assert {own, theirs} == set(tmp_path.iterdir())
     assert [*tmp_path.iterdir()] == [theirs]
     os.kill(other.pid or 0, signal.SIGKILL)
     other.join()
-    with room() as own:
+    with state_folder() as own:
         assert [*tmp_path.iterdir()] == [own]
     assert [*tmp_path.iterdir()] == []
