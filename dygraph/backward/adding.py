@@ -86,20 +86,20 @@ class _Handed:
 
 def _add_by_autograd(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
     if grads:
-        parameters, found = map(list, zip(*grads))
+        parameters, gradients = map(list, zip(*grads))
         add: Callable[..., Tensor] = _Sum.apply
-        add(_Handed(found), *parameters).backward()
+        add(_Handed(gradients), *parameters).backward()
 
 
 #: Hooks on the gradient that came and went by this module's own doing, by the parameter's id.
-_own: dict[int, int] = {}
+_own_hooks: dict[int, int] = {}
 
 
 def count_own_hook(parameter: Tensor) -> None:
     """Says that a hook on the gradient of ``parameter`` is gone, which fleetpipe had put there."""
-    if id(parameter) not in _own:
-        weakref.finalize(parameter, _own.pop, id(parameter), None)
-    _own[id(parameter)] = _own.get(id(parameter), 0) + 1
+    if id(parameter) not in _own_hooks:
+        weakref.finalize(parameter, _own_hooks.pop, id(parameter), None)
+    _own_hooks[id(parameter)] = _own_hooks.get(id(parameter), 0) + 1
 
 
 def is_watched(parameter: Tensor) -> bool:
@@ -108,4 +108,4 @@ def is_watched(parameter: Tensor) -> bool:
     Paddle numbers the hooks of a parameter and tells nothing else of them.
     """
     count_own_hook(parameter)
-    return number_of_hook(parameter) != _own[id(parameter)] - 1
+    return number_of_hook(parameter) != _own_hooks[id(parameter)] - 1

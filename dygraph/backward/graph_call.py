@@ -75,22 +75,22 @@ class GraphCall(Call):
         if self._graph is None:
             raise RuntimeError("backward ran twice through a call of a leaf layer")
         self.arrived, inputs = grads, self._graph.inputs
-        found = self._gradients(inputs, retain_graph=True)
+        gradients = self._gradients(inputs, retain_graph=True)
         # Paddle adds up gradients in place: one that lives in the memory of another is safe only
         # until the other is handed on.
-        self.arrived = [_apart(grad, found) for grad in grads]
+        self.arrived = [_apart(grad, gradients) for grad in grads]
         self.storages.update((g.data_ptr(), tensor_bytes(g)) for g in self.arrived if g is not None)
         # None would crash Paddle where the input was made by an operation.
         return [
             paddle.zeros_like(tensor) if grad is None else grad
-            for tensor, grad in zip(inputs, found)
+            for tensor, grad in zip(inputs, gradients)
         ]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that have a gradient, with it; frees the graph."""
-        found = self._gradients(self.parameters, retain_graph=False)
+        gradients = self._gradients(self.parameters, retain_graph=False)
         self._graph, self.arrived = None, ()
-        return [(p, grad) for p, grad in zip(self.parameters, found) if grad is not None]
+        return [(p, grad) for p, grad in zip(self.parameters, gradients) if grad is not None]
 
     def _gradients(self, wanted: Sequence[Tensor], retain_graph: bool) -> list[Tensor]:
         """Returns the gradient of each of ``wanted``, or None, from those of the outputs."""
@@ -123,9 +123,9 @@ class _Root(paddle.autograd.PyLayer):
         return ctx.call().arrived[0]
 
 
-def _apart(tensor: Tensor, others: Iterable[Tensor]) -> Tensor:
-    """Returns ``tensor``, or a copy if one of ``others`` begins within its memory, or it in one."""
-    if tensor is None or not any(_overlap(tensor, other) for other in others if other is not None):
+def _apart(tensor: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+    """Returns ``tensor``, or a copy if one of ``tensors`` shares its memory."""
+    if tensor is None or not any(_overlap(tensor, other) for other in tensors if other is not None):
         return tensor
     return tensor.clone()
 

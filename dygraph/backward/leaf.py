@@ -179,13 +179,15 @@ def _follow(leaf: Leaf, inputs: list[Tensor], output: Nest) -> Nature:
         raise CannotWait(
             "its layer uses a tensor or parameter that is neither its argument nor its own"
         )
-    uses = Counter(operand for others in below.values() for operand in others)
+    uses = Counter(operand for nodes_below in below.values() for operand in nodes_below)
     if max((uses[node] for node in entries), default=0) > 1 and _are_vectors(leaf.parameters):
         # Autograd would add each of these uses to those of other layers as it comes.
         raise CannotWait("its layer uses an input several times, and has vectors alone to wait for")
     reached = tuple(node in nodes for node in entries)
     # Whatever the call takes: two calls of a layer are to add up their gradients together.
-    divisible = all(len(others) == 1 or node.name() in DIVISIBLE for node, others in below.items())
+    divisible = all(
+        len(nodes_below) == 1 or node.name() in DIVISIBLE for node, nodes_below in below.items()
+    )
     ways = [_ways_to(set(entries), below)[root] for root in roots]
     depth = max((length for length, _ in ways), default=0)
     # What stays as it is keeps its order.
@@ -210,14 +212,14 @@ def _ways_to(
     waiting = list(below)
     while waiting:
         node = waiting[-1]
-        others = below.get(node, ())
-        ahead = [other for other in others if other not in ways]
+        nodes_below = below.get(node, ())
+        ahead = [other for other in nodes_below if other not in ways]
         if ahead:
             waiting += ahead
             continue
         waiting.pop()
         if node not in ways:
-            leading = [ways[other] for other in others if ways[other][1]]
+            leading = [ways[other] for other in nodes_below if ways[other][1]]
             longest = max((length for length, _ in leading), default=-1)
             ways[node] = longest + 1, sum(number for _, number in leading)
     return ways

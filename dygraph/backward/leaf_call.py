@@ -139,9 +139,9 @@ def _entered(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
             fix="choose a schedule without W, such as 1F1B or FThenB",
         )
         raise tape.refusal
-    found = call.input_grads(grads) or [_TOKEN]
+    gradients = call.input_grads(grads) or [_TOKEN]
     tape.calls.append(call)
-    return tuple(found) if len(found) > 1 else found[0]
+    return tuple(gradients) if len(gradients) > 1 else gradients[0]
 
 
 def bordered(call: Call, tape: Tape, depth: int, entries: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -36,7 +36,7 @@ _DTYPES: dict[DType, Any] = {paddle.float32: np.float32, paddle.float64: np.floa
 _MOST_SHAPES = 8
 
 #: What was tried, by what does not change with the batch, and then by the shape of the input.
-_found: dict[Hashable, dict[tuple[int, ...], Ways | None]] = {}
+_ways_tried: dict[Hashable, dict[tuple[int, ...], Ways | None]] = {}
 
 
 class Ways(NamedTuple):
@@ -171,12 +171,12 @@ def product_of(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]
 
 def _ways(shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any) -> Ways | None:
     """Returns what :func:`_try` finds for a call, from the one time that it is tried."""
-    found = _found.setdefault((shape[-1], outputs, has_bias, dtype), {})
-    if shape not in found:
-        if len(found) >= _MOST_SHAPES:
+    tried = _ways_tried.setdefault((shape[-1], outputs, has_bias, dtype), {})
+    if shape not in tried:
+        if len(tried) >= _MOST_SHAPES:
             return None
-        found[shape] = _try(shape, outputs, has_bias, dtype)
-    return found[shape]
+        tried[shape] = _try(shape, outputs, has_bias, dtype)
+    return tried[shape]
 
 
 def _try(shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any) -> Ways | None:
@@ -204,7 +204,7 @@ def _try(shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any) -> Wa
             ones = paddle.ones_like(left[:, 0])
             same = bool((_back(grad, parameters[0]) == of_input).all())
             same &= bool((_product(left, right) == wanted).all())
-            same &= all(bool((_multiply(ones, right) == found).all()) for found in of_bias)
+            same &= all(bool((_multiply(ones, right) == expected).all()) for expected in of_bias)
             wanted.add_(total)
             paddle.addmm_(total, left.t(), right)
             return Ways(ones, bool((total == wanted).all())) if same else None

@@ -224,8 +224,8 @@ class _Rerun:
         for holder, name, tensor in self._state:
             then[id(holder), name] = tensor
         for holder, name, tensor in now:
-            found: Tensor = then.get((id(holder), name), tensor)
-            holder[name] = found.clone()
+            state: Tensor = then.get((id(holder), name), tensor)
+            holder[name] = state.clone()
         try:
             yield
         finally:

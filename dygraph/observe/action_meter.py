@@ -70,4 +70,4 @@ class ActionMeter:
 
     def seconds(self) -> dict[Doing, float]:
         """Returns the median seconds in a batch, all its micro-batches together."""
-        return {doing: statistics.median(found) for doing, found in self._batches.items()}
+        return {doing: statistics.median(samples) for doing, samples in self._batches.items()}

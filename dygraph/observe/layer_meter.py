@@ -123,10 +123,10 @@ class LayerMeter:
 
     def _runner(self, stage: int, functions: Functions) -> StageRunner:
         """Returns what runs layers one by one; kept, for it learns which write into their input."""
-        known = self._runners.get(stage)
-        if known is None or known[0] != functions:
-            known = self._runners[stage] = (functions, StageRunner(functions, self._each))
-        return known[1]
+        runner = self._runners.get(stage)
+        if runner is None or runner[0] != functions:
+            runner = self._runners[stage] = (functions, StageRunner(functions, self._each))
+        return runner[1]
 
     def take_loss(self, index: int, loss: Criterion, output: Nest, label: Nest) -> None:
         """Measures a loss as if it were one more layer, whose output nobody takes."""
@@ -218,8 +218,8 @@ class _Meter:
         made, ones = _gradients_for(output, value)
         if self._awaited:
             # The later slices' gradients of what is kept wait here for the backward of this one.
-            waiting, theirs = _gradients_for(list(kept.values()), None)
-            made, ones, held = made + waiting, ones + theirs, held + bytes_of(waiting)
+            waiting, gradients = _gradients_for(list(kept.values()), None)
+            made, ones, held = made + waiting, ones + gradients, held + bytes_of(waiting)
         at = allocated_bytes()
         restart_peak()
         begin = self._now()
@@ -286,15 +286,15 @@ def _not_kept(run: Callable[[Nest], Nest], value: Nest) -> int:
 
 def _gradients_for(output: Nest, value: Nest) -> tuple[list[Tensor], list[Tensor]]:
     """Returns what a layer made that needs a gradient, and one for each."""
-    given = {id(tensor) for tensor in differentiable(value)}
-    made = [tensor for tensor in differentiable(output) if id(tensor) not in given]
+    inputs = {id(tensor) for tensor in differentiable(value)}
+    made = [tensor for tensor in differentiable(output) if id(tensor) not in inputs]
     return made, [paddle.ones_like(tensor) for tensor in made]
 
 
 def bytes_of(value: Nest, without: Nest = None) -> int:
     """Returns the bytes of the tensors in a value, each once, without those that were given."""
-    known = set(map(id, tensors_of(without)))
-    tensors = {id(tensor): tensor for tensor in tensors_of(value) if id(tensor) not in known}
+    counted = set(map(id, tensors_of(without)))
+    tensors = {id(tensor): tensor for tensor in tensors_of(value) if id(tensor) not in counted}
     return sum(map(tensor_bytes, tensors.values()))
 
 
@@ -315,13 +315,13 @@ def layer_costs(
     """
     costs: list[LayerCost] = []
     free = math.inf
-    for name, one, (trained, others) in zip(names, samples, sizes):
+    for name, one, (trained, untrained) in zip(names, samples, sizes):
         # What the layer before keeps, or one before that, stays.
         releases, free = min(one.releases, free), one.free
         costs.append(
             LayerCost(
                 *(name, one.forward, one.backward, one.input_grad, one.weight_grad),
-                *(trained, trained, others, int(one.output), int(one.held), int(releases)),
+                *(trained, trained, untrained, int(one.output), int(one.held), int(releases)),
                 *(int(one.held_split), int(one.waiting), int(one.working), int(one.saved)),
             )
         )
@@ -342,9 +342,9 @@ def state_bytes(uses: Iterable[Iterable[Tensor]]) -> list[tuple[int, int]]:
 def first_uses(uses: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
     """Returns, of the tensors that each of several has, those that none before it has."""
     seen: set[int] = set()
-    found = []
+    names = []
     for tensors in uses:
         new = {id(tensor): tensor for tensor in tensors if id(tensor) not in seen}
         seen.update(new)
-        found.append(list(new.values()))
-    return found
+        names.append(list(new.values()))
+    return names

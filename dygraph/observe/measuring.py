@@ -105,10 +105,10 @@ class Runs:
 
     def lengths(self, slicing: Slicing) -> list[int]:
         """Returns the places of each slice; none in a process that has no data."""
-        known = next((part for part in self._data if part), None)
-        if known is None:
+        parts = next((part for part in self._data if part), None)
+        if parts is None:
             return []
-        return [end - begin for begin, end in bounds_of(known[0], slicing, "a micro-batch")]
+        return [end - begin for begin, end in bounds_of(parts[0], slicing, "a micro-batch")]
 
     def stages(self, kinds: str, slicing: Slicing = 1) -> StageTimes:
         """Returns the median times of all stages, the same on every rank; collective."""
@@ -144,10 +144,14 @@ class Runs:
             _run(engine, stage, self._batch(self._one(index), [weight]))
             trace.end_step()
             meter.end_batch(counts=True)
-        own = sum(seconds for (kind, *_), seconds in meter.seconds().items() if kind in "SR")
-        busy = sum(job.group().all_gather(own)) / (2 * crossings)
-        found = [seconds for step in trace.steps() for seconds in latencies(step)]
-        whole: float = job.group().broadcast(statistics.median(found) if found else 0.0, 0)
+        seconds_inside = sum(
+            seconds for (kind, *_), seconds in meter.seconds().items() if kind in "SR"
+        )
+        busy = sum(job.group().all_gather(seconds_inside)) / (2 * crossings)
+        latencies_seen = [seconds for step in trace.steps() for seconds in latencies(step)]
+        whole: float = job.group().broadcast(
+            statistics.median(latencies_seen) if latencies_seen else 0.0, 0
+        )
         return max(whole - busy, 0.0)
 
     def layers(self) -> Samples:
@@ -172,12 +176,12 @@ class Runs:
         count = len(layers.partition.layers)
         meter = LayerMeter(count, layers.calls_of, layers.stage_layers, slices)
         engine, stage = self._engine(in_turn(layers.placement, 1, "B", slices), meter.run_of)
-        own, calls = layers.loss_fn(), itertools.count()
+        loss_fn, calls = layers.loss_fn(), itertools.count()
 
         def loss(output: Nest, label: Nest) -> Tensor:
             # The last stage runs one slice after another.
-            meter.take_loss(next(calls) % slices, own, output, label)
-            return own(output, label)
+            meter.take_loss(next(calls) % slices, loss_fn, output, label)
+            return loss_fn(output, label)
 
         for turn in self._turns():
             batch = self._batch(self._one(turn), [self._weights[turn]], slicing, loss)
@@ -200,11 +204,11 @@ class Runs:
         loss: Criterion | None = None,
     ) -> Batch:
         """Returns a batch, cut into slices; ``loss`` stands for the model's loss."""
-        own = self._layers.loss_fn()
-        functions = [own if loss is None else loss]
+        loss_fn = self._layers.loss_fn()
+        functions = [loss_fn if loss is None else loss]
         if slices_in(slicing) == 1:
             return Batch(data, Losses(functions, weights))
-        shares = slice_shares([own], data, slicing, len(weights))
+        shares = slice_shares([loss_fn], data, slicing, len(weights))
         return Batch(sliced(data, slicing), Losses(functions, weights, shares=shares))
 
     def _engine(

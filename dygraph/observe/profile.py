@@ -67,21 +67,23 @@ def measure(
     everyone = job.group().all_gather((sizes, run.lengths(slicing) if cut else []))
     profile = None
     if job.group().rank == 0:
-        held = {n: (trained, others) for part, _ in everyone for n, trained, others in part}
-        found = _profile(layers, _whole_costs(layers, samples, held, whole, split), whole, latency)
+        held = {n: (trained, untrained) for part, _ in everyone for n, trained, untrained in part}
+        whole_profile = _profile(
+            layers, _whole_costs(layers, samples, held, whole, split), whole, latency
+        )
         if cut:
-            lengths = next(theirs for _, theirs in everyone if theirs)
+            lengths = next(lengths_there for _, lengths_there in everyone if lengths_there)
             costs = tuple(_slice_costs(layers, parts, times, i) for i in range(len(lengths)))
-            found = replace(found, slices=costs, slice_lengths=tuple(lengths))
-        profile = found.dumps()
+            whole_profile = replace(whole_profile, slices=costs, slice_lengths=tuple(lengths))
+        profile = whole_profile.dumps()
     return Profile.loads(job.group().broadcast(profile, 0))
 
 
 def _of_all_ranks(job: Job, samples: Samples) -> _Typical:
     """Returns the fastest times of each layer and slice; collective."""
-    plain = [[*key, [list(sample) for sample in found]] for key, found in samples.items()]
+    plain = [[*key, [list(sample) for sample in measured]] for key, measured in samples.items()]
     everyone = job.group().all_gather(plain)
-    return {(i, n): fastest(found) for part in everyone for i, n, found in part}
+    return {(i, n): fastest(measured) for part in everyone for i, n, measured in part}
 
 
 def _parts(layers: PipelineLayer) -> list[tuple[int, int]]:

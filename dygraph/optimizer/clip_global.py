@@ -55,9 +55,9 @@ class _Round:
         assumed: Whether the call did not wait, and changed no gradient.
     """
 
-    def __init__(self, own: list[_Square], gathering: Gathering | None) -> None:
+    def __init__(self, squares: list[_Square], gathering: Gathering | None) -> None:
         """Keeps the squares of this rank; ``gathering`` is None where they are all there are."""
-        self.own = own
+        self.squares = squares
         self.assumed = False
         self._gathering = gathering
         self._norm: Tensor | None = None
@@ -69,7 +69,7 @@ class _Round:
     def norm(self) -> Tensor | None:
         """Returns the norm; None where no rank has gradients to clip. Waits for all ranks."""
         if self._norm is None:
-            squares = self.own
+            squares = self.squares
             if self._gathering is not None:
                 parts = self._gathering.values()
                 squares = [square for part in parts for square in _unpacked(*part)]
@@ -138,12 +138,12 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
-        known = self._calls < len(self._rounds)
-        if not known:
+        is_known = self._calls < len(self._rounds)
+        if not is_known:
             self._rounds.append(self._begun([*self._own_squares(params_grads)]))
         round_ = self._rounds[self._calls]
         self._calls += 1
-        if not known and self.assume is not None:
+        if not is_known and self.assume is not None:
             round_.assumed = self.assume(lambda: self._waits(round_))
             if round_.assumed:
                 return [pair for pair in params_grads if pair[1] is not None]
@@ -151,7 +151,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         if norm is None:
             return params_grads
         self.norms.append(norm)
-        if not known or round_.assumed:  # another that comes again has told it
+        if not is_known or round_.assumed:  # another that comes again has told it
             self._tell(norm)
         if self.auto_skip_clip and not norm > self._most(norm):
             return [pair for pair in params_grads if pair[1] is not None]
@@ -160,9 +160,9 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
 
     def _waits(self, round_: _Round) -> bool:
         """Whether a call has to wait for other ranks, and nothing speaks for clipping so far."""
-        if round_.own:
-            own = _norm(sorted(round_.own, key=lambda square: square.order))
-            if not bool(self._factor(own) == 1):
+        if round_.squares:
+            norm = _norm(sorted(round_.squares, key=lambda square: square.order))
+            if not bool(self._factor(norm) == 1):
                 return False
         return not round_.arrived()
 
@@ -322,6 +322,6 @@ def _with_slices(squares: Sequence[_Square], members: Group) -> list[_Square]:
         )
     parts = [_unpacked(*part) for part in packed]
     return [
-        one._replace(value=paddle.add_n([o.value for o in others])) if one.sliced else one
-        for one, *others in ((first, first, *rest) for first, *rest in zip(*parts))
+        one._replace(value=paddle.add_n([o.value for o in more])) if one.sliced else one
+        for one, *more in ((first, first, *rest) for first, *rest in zip(*parts))
     ]

@@ -156,11 +156,11 @@ class PipelineOptimizer(FleetsType):
             ConfigError: They are others.
             PipelineTimeout: Some rank did not come within the limit.
         """
-        own = optimized_parameters(self._inner_opt)
-        if {id(parameter) for parameter in parameters_list} != {id(p) for p in own}:
+        parameters = optimized_parameters(self._inner_opt)
+        if {id(parameter) for parameter in parameters_list} != {id(p) for p in parameters}:
             raise ConfigError(
                 "_step updates all parameters of the optimizer",
-                expected=_listed([parameter.name for parameter in own]),
+                expected=_listed([parameter.name for parameter in parameters]),
                 got=_listed([parameter.name for parameter in parameters_list]),
                 fix="build the optimizer on what is to be trained",
             )

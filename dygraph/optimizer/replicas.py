@@ -50,8 +50,8 @@ def mean_loss(loss: Tensor, group: Group) -> Tensor:
     """Returns the mean of the replicas' losses, the same bits on each. Collective over these."""
     if group.ranks == 1:
         return loss
-    first, *others = group.all_gather(loss)
-    for other in others:
+    first, *rest = group.all_gather(loss)
+    for other in rest:
         first = first + other
     return first / group.ranks
 

@@ -74,13 +74,13 @@ def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
     note_unscaled(scaler, optimizer, _any_rank(overflow, scaler))
 
 
-def _any_rank(found: bool, scaler: Scaler) -> bool:
+def _any_rank(found_inf: bool, scaler: Scaler) -> bool:
     """Returns whether any rank has found a gradient that is not finite. Collective over the job."""
     job = current_job()
     if job is None:
-        return found
+        return found_inf
     everyone = job.everyone()
-    verdicts = everyone.all_gather((found, str(scaler_counts(scaler))))
+    verdicts = everyone.all_gather((found_inf, str(scaler_counts(scaler))))
     different = [rank for rank, (_, counts) in enumerate(verdicts) if counts != verdicts[0][1]]
     if different:
         raise ConfigError(

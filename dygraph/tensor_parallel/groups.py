@@ -61,9 +61,9 @@ class StockGroup:
         """Returns the tensors of all members, by member. Collective."""
         from paddle.distributed import all_gather
 
-        found: list[Tensor] = []
-        all_gather(found, value, group=self._group)
-        return found
+        parts: list[Tensor] = []
+        all_gather(parts, value, group=self._group)
+        return parts
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor by the sum of all members'. Collective."""
@@ -83,8 +83,8 @@ def total(tensor: Tensor, members: Members) -> Tensor:
         summed = tensor.detach().clone()
         members.all_reduce([summed])
         return summed
-    first, *others = gathered(tensor, members)
-    for other in others:
+    first, *rest = gathered(tensor, members)
+    for other in rest:
         first = first + other
     return first
 
@@ -209,8 +209,8 @@ def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
 def members_of(group: PaddleGroup) -> Members:
     """Returns how to reach the members of a group of Paddle's or of fleetpipe's."""
     if not isinstance(group, Group):
-        own: Members = group
-        return own
+        members: Members = group
+        return members
     if group.nranks == 1:
         return SoleGroup()
     return _connected.get(group.id) or StockGroup(group)

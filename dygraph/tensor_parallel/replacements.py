@@ -24,13 +24,13 @@ from fleetpipe.paddle_api.meta_parallel import OPERATION_MODULES
 Operation = Callable[..., Tensor]
 
 
-def _as_paddles(own: Operation) -> Operation:
+def _as_paddles(function: Operation) -> Operation:
     """Makes an operation Paddle's own in static graph, and None on ranks outside of its group."""
-    stock: Operation = getattr(OPERATION_MODULES[0], own.__name__)
+    stock: Operation = getattr(OPERATION_MODULES[0], function.__name__)
 
     @functools.wraps(stock)
     def operation(*args: object, **named: object) -> Tensor:
-        return (own if paddle.in_dynamic_mode() else stock)(*args, **named)
+        return (function if paddle.in_dynamic_mode() else stock)(*args, **named)
 
     return operation
 

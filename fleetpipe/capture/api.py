@@ -9,7 +9,7 @@ from typing import Any
 
 from fleetpipe import log
 from fleetpipe.capture.arguments import classes_of, plain_model, requested_stages
-from fleetpipe.capture.captured_pipeline import CapturedPipeline, Found
+from fleetpipe.capture.captured_pipeline import CapturedPipeline, Findings
 from fleetpipe.capture.cutting.cut import cut_of
 from fleetpipe.capture.cutting.in_place import require_one_stage
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
@@ -115,14 +115,14 @@ def pipeline(
     chunks = None if num_chunks == 1 else num_chunks
     if chunks is None and job is not None:
         num_chunks = Arrangement(job.degrees.pp, None, use_dualpipev=False).placement.chunks
-    asked = requested_stages(num_stages, num_chunks, job)
+    stages = requested_stages(num_stages, num_chunks, job)
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     no_classes = classes_of(plain_model(model), no_split)
     capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
     if verify:
         require_same_calls(capturing)
-    cut = cut_of(capturing, split_spec, asked.total, memory_cap)
-    ranks = asked.ranks_of(cut.stages, str(cut))
+    cut = cut_of(capturing, split_spec, stages.total, memory_cap)
+    ranks = stages.ranks_of(cut.stages, str(cut))
     again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
     forms = Forms(capturing, cut.borders, recompute_interval, again)
     examples = (forms.example(training) for training in (True, False))
@@ -133,8 +133,8 @@ def pipeline(
         schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
         proof = prove(capturing, forms, schedule)
     shadowed = SHADOWED if verify == FIRST else 0
-    found = Found(cut.choice, proof, plan, shadowed)
-    return CapturedPipeline(model, forms, ranks, chunks, loss_fn, found)
+    findings = Findings(cut.choice, proof, plan, shadowed)
+    return CapturedPipeline(model, forms, ranks, chunks, loss_fn, findings)
 
 
 def _tell_what_is_left_out(forms: Forms) -> None:

@@ -113,18 +113,18 @@ def classes_of(model: Layer, no_split: Sequence[type | str]) -> list[type]:
     Raises:
         ConfigError: It is no sequence of such, or the model has no sublayer of that class.
     """
-    known: dict[str, type] = {type(layer).__name__: type(layer) for layer in model.sublayers()}
+    classes: dict[str, type] = {type(layer).__name__: type(layer) for layer in model.sublayers()}
     if isinstance(no_split, str) or not isinstance(no_split, Iterable):
         raise ConfigError(
             "no_split takes several classes", got=repr(no_split), fix="pass a tuple: (Block,)"
         )
-    found = []
+    chosen = []
     for kind in no_split:
-        if isinstance(kind, str) and kind not in known:
+        if isinstance(kind, str) and kind not in classes:
             raise ConfigError(
                 f"no_split names a class of which {type(model).__name__} has no sublayer",
-                got=f"{kind!r}, {nearest(kind, known)}",
+                got=f"{kind!r}, {nearest(kind, classes)}",
                 fix="pass the class itself, or its name",
             )
-        found.append(known[kind] if isinstance(kind, str) else kind)
-    return found
+        chosen.append(classes[kind] if isinstance(kind, str) else kind)
+    return chosen

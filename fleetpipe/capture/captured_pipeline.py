@@ -42,7 +42,7 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 _FIRST = GlobalMicroBatch(0)
 
 
-class Found(NamedTuple):
+class Findings(NamedTuple):
     """What was found out about a model before it was cut.
 
     Attributes:
@@ -87,7 +87,7 @@ class CapturedPipeline(PipelineLayer):
         num_stages: int,
         num_chunks: int | None = None,
         loss_fn: Any = None,
-        found: Found | None = None,
+        findings: Findings | None = None,
     ) -> None:
         """Takes the nodes of this process's stages. Collective where ranks share weights.
 
@@ -97,13 +97,15 @@ class CapturedPipeline(PipelineLayer):
             num_stages: Ranks of the pipeline.
             num_chunks: Chunks on each; None for the schedule's own number.
             loss_fn: As for ``PipelineLayer``.
-            found: What was found out about it.
+            findings: What was found out about it.
         """
         # Around Layer.__setattr__, which would make a sublayer of the model.
         stages = CapturedStages(forms, lambda: self.training)
         self.__dict__.update(plain=plain, forms=forms, _stages=stages)
-        found = found or Found()
-        self.__dict__.update(choice=found.choice, proof=found.proof, _shadowed=found.shadowed)
+        findings = findings or Findings()
+        self.__dict__.update(
+            choice=findings.choice, proof=findings.proof, _shadowed=findings.shadowed
+        )
         example = forms.example(training=True)
         super().__init__(
             list(example.functions),
@@ -112,8 +114,8 @@ class CapturedPipeline(PipelineLayer):
             loss_fn=loss_fn,
             **(
                 {"seg_method": [0, *(start + 1 for start in example.starts)]}
-                if found.plan is None
-                else {"plan": found.plan}
+                if findings.plan is None
+                else {"plan": findings.plan}
             ),
         )
         self._follow()
@@ -127,23 +129,23 @@ class CapturedPipeline(PipelineLayer):
         users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
         self.__dict__["users"] = users
         self._hold(users)
-        own = self.state.local_tensors()
+        tensors = self.state.local_tensors()
         ranks = {
             name: tuple(dict.fromkeys(map(self.placement.rank_of, stages)))
             for name, stages in users.items()
         }
-        initialize(self.plain, own)
+        initialize(self.plain, tensors)
         weights = [SharedWeight(name, holders) for name, holders in ranks.items()]
-        self.__dict__["_shared_weights"] = connected(weights, own, self._stage_id, self._job)
+        self.__dict__["_shared_weights"] = connected(weights, tensors, self._stage_id, self._job)
         if self._job is not None and not self._job.local:
-            kept = {id(tensor) for tensor in (*own.values(), *self.forms.numbers)}
+            kept = {id(tensor) for tensor in (*tensors.values(), *self.forms.numbers)}
             release(t for t in self.plain.state_dict().values() if id(t) not in kept)
 
     def _hold(self, users: dict[str, tuple[int, ...]]) -> None:
         """Makes sublayers of what this process's stages use, under the names of the model."""
-        state, own = self.plain.state_dict(), set(self._owned)
+        state, owned = self.plain.state_dict(), set(self._owned)
         # What no node uses is in stage 0.
-        tensors = [id(state[name]) for name, stages in users.items() if own & {*stages}]
+        tensors = [id(state[name]) for name, stages in users.items() if owned & {*stages}]
         part = part_of(self.plain, self._nodes(self._owned), tensors)
         slots = [Slot(name, whole_shape(tensor)) for name, tensor in state.items()]
         nodes = [node.name for node in self.forms.example(training=True).trace.nodes]
@@ -305,5 +307,5 @@ class CapturedPipeline(PipelineLayer):
         self._layer_files().load(path, self._shared_weights)
 
     def _layer_files(self) -> LayerFiles:
-        own = self.state.local_tensors()
-        return files_of_model(self.users, own, self._owned, self.placement, self._job)
+        tensors = self.state.local_tensors()
+        return files_of_model(self.users, tensors, self._owned, self.placement, self._job)

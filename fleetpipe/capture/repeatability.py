@@ -58,21 +58,23 @@ def require_same_calls(capturing: Capturing) -> None:
     while True:
         # What Python keeps from one run shows in the next.
         with attributes_running_on(model), capturing.notice_if_slow():
-            found = _difference(capturing)
-        if found is None:
+            difference = _difference(capturing)
+        if difference is None:
             return
-        if not found.path:
+        if not difference.path:
             raise CaptureError(
                 f"the forward of {type(model).__name__} {_WHAT}",
-                where=found.place,
-                expected=found.expected,
-                got=found.got,
+                where=difference.place,
+                expected=difference.expected,
+                got=difference.got,
                 cause="Python computes with what depends on the numbers in a batch, on earlier "
                 "calls, or on chance",
                 fix="compute it by operations of Paddle's; or put that code into a sublayer: what "
                 "is within one may do anything",
             )
-        capturing.unopened.add(type(layers[found.path]), f"its forward {_WHAT}, {found.place}")
+        capturing.unopened.add(
+            type(layers[difference.path]), f"its forward {_WHAT}, {difference.place}"
+        )
 
 
 def require_same_modes(first: Trace, again: Trace) -> None:
@@ -161,11 +163,11 @@ def _selecting(first: Trace, second: Trace) -> Iterator[str]:
 
 def _parting(first: Trace, second: Trace) -> _Difference | None:
     for node, other in zip_longest(first.nodes, second.nodes):
-        told = _differing(node, other)
-        if told is not None:
+        line = _differing(node, other)
+        if line is not None:
             one: Node = other or node
             opened = one.scopes[: -1 if one.is_layer else None]
-            return _Difference(opened[-1].path, one.place, *told)
+            return _Difference(opened[-1].path, one.place, *line)
     if first.outputs != second.outputs:
         return _Difference("", None, "an output", "another output")
     return None
@@ -174,8 +176,8 @@ def _parting(first: Trace, second: Trace) -> _Difference | None:
 def _differing(node: Node | None, other: Node | None) -> tuple[str, str] | None:
     """Says what differs between two nodes."""
     if node is None or other is None or node.name != other.name:
-        return _told(node), _told(other)
-    for one, another in zip_longest(_given(node), _given(other), fillvalue="nothing"):
+        return _described(node), _described(other)
+    for one, another in zip_longest(_arguments(node), _arguments(other), fillvalue="nothing"):
         if not _same(one, another):
             return f"{node.name} with {_shown(one)}", f"{node.name} with {_shown(another, True)}"
     if node.modes != other.modes:
@@ -183,11 +185,11 @@ def _differing(node: Node | None, other: Node | None) -> tuple[str, str] | None:
     return None
 
 
-def _told(node: Node | None) -> str:
+def _described(node: Node | None) -> str:
     return "nothing more" if node is None else node.name
 
 
-def _given(node: Node) -> Iterator[object]:
+def _arguments(node: Node) -> Iterator[object]:
     """Yields what a node is given, and the keys and places of it."""
     for path, leaf in parts((node.args, node.named)):
         yield path
@@ -202,8 +204,8 @@ def _same(one: object, other: object) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.tobytes() == other.tobytes()
     # Of other objects nothing is known: what they do, shows in the outputs.
-    known = isinstance(one, (*PLAIN, tuple, Ref, Owned))
-    return not known or one == other or (one != one and other != other)
+    is_plain = isinstance(one, (*PLAIN, tuple, Ref, Owned))
+    return not is_plain or one == other or (one != one and other != other)
 
 
 def _shown(value: object, other: bool = False) -> str:

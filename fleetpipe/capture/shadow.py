@@ -91,7 +91,7 @@ class Shadow:
             return
         begin = time.perf_counter()
         reference = self._prepared(batch.optimizer)
-        own, everyone = self._pipeline.share(batch.data)
+        batches_here, everyone = self._pipeline.share(batch.data)
         keys = copy.copy(batch.keys)
         loss, failure = None, None
         try:
@@ -102,7 +102,9 @@ class Shadow:
             failure = f"it fails alone: {reason(error)}"
         if self._given_up(failure):
             return
-        self._batch = _Batch(own.inputs, keys, loss, batch.optimizer, everyone, batch.weights)
+        self._batch = _Batch(
+            batches_here.inputs, keys, loss, batch.optimizer, everyone, batch.weights
+        )
         self._seconds += time.perf_counter() - begin
 
     def _given_up(self, obstacle: str | None) -> bool:
@@ -133,10 +135,10 @@ class Shadow:
             gap = _apart(gradient_of(parameter), gradients.get(name))
             if gap and not rounding.carries(name, gap):
                 off.append(name)
-        found = [f"the gradient of {name}" for name in off]
-        found += self._different_loss(loss, batch.loss) + self._different_state(reference)
+        differences = [f"the gradient of {name}" for name in off]
+        differences += self._different_loss(loss, batch.loss) + self._different_state(reference)
         self._seconds += time.perf_counter() - begin
-        self._refuse(found, off, batch)
+        self._refuse(differences, off, batch)
         if batch.optimizer is None:
             self._ended()
 
@@ -151,30 +153,30 @@ class Shadow:
             step()
             self._ended()
             return
-        own = self._pipe.state.own_parameters()
-        before = {name: parameter.detach().clone() for name, parameter in own.items()}
-        theirs = reference.tensors()
-        for name, parameter in own.items():
+        parameters = self._pipe.state.own_parameters()
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        expected = reference.tensors()
+        for name, parameter in parameters.items():
             # Rounding in a gradient is no fault of the optimizer's, and Adam makes it large.
             gradient = gradient_of(parameter)
-            if gradient is not None and not same_bits(gradient, theirs[name].grad):
-                theirs[name].grad = gradient.clone()
+            if gradient is not None and not same_bits(gradient, expected[name].grad):
+                expected[name].grad = gradient.clone()
         _take_rate(learning_rate_of(batch.optimizer.wrapped), reference.optimizer)
         step()
         begin = time.perf_counter()
         reference.step()
-        found = []
-        for name, parameter in own.items():
-            right = theirs[name]
+        differences = []
+        for name, parameter in parameters.items():
+            right = expected[name]
             # A norm over ranks is a sum in another order than that over one model.
             most = SHARE * float(right.abs().max()) if right.size else 0.0
             if largest_gap(parameter, right) > most:
-                found.append(f"the update of {name}")
+                differences.append(f"the update of {name}")
         self._seconds += time.perf_counter() - begin
         try:
-            self._refuse(found, [], batch)
+            self._refuse(differences, [], batch)
         except CaptureError:
-            for name, parameter in own.items():
+            for name, parameter in parameters.items():
                 parameter.set_value(before[name])
             raise
         self._ended()
@@ -246,20 +248,20 @@ class Shadow:
 
     def _different_state(self, reference: Reference) -> list[str]:
         """Compares parameters and buffers before the step, and the modes of layers."""
-        theirs = reference.tensors()
-        found = []
+        expected = reference.tensors()
+        differences = []
         for name, tensor in self._pipe.state.local_tensors().items():
             # Running statistics are those of the data of one replica.
             shared = not tensor.stop_gradient or self._pipeline.replicas.ranks == 1
-            if shared and largest_gap(tensor, theirs[name]):
-                found.append(f"what the forward wrote into {name}")
+            if shared and largest_gap(tensor, expected[name]):
+                differences.append(f"what the forward wrote into {name}")
         modes = {p: layer.training for p, layer in reference.model.named_sublayers()}
-        found += [
+        differences += [
             f"the mode of {path}"
             for path, layer in self._pipe.named_sublayers()
             if modes.get(path, layer.training) != layer.training
         ]
-        return found
+        return differences
 
     def _refuse(self, differing: list[str], gradients: Sequence[str], batch: _Batch) -> None:
         """Ends the batch on all ranks where one has found a difference. Collective."""
@@ -355,8 +357,8 @@ def _can_have_a_twin(optimizer: Optimizer) -> bool:
 
 def _take_rate(rate: object, twin: Optimizer) -> None:
     """Gives a twin the learning rate that the pipeline's optimizer has now."""
-    own = learning_rate_of(twin)
-    if isinstance(own, float):
+    twin_rate = learning_rate_of(twin)
+    if isinstance(twin_rate, float):
         twin.set_lr(rate)
     else:
-        own.set_state_dict(rate.state_dict())  # type: ignore[attr-defined]
+        twin_rate.set_state_dict(rate.state_dict())  # type: ignore[attr-defined]

@@ -64,12 +64,12 @@ class Chaos:
         strike = None if text is None else Strike.parse(text)
         if strike is None or strike.rank != rank_of_job:
             return None
-        known = [text for op in plan.ops[rank] for text in _texts(op)]
-        if strike.at not in known:
+        texts = [text for op in plan.ops[rank] for text in _texts(op)]
+        if strike.at not in texts:
             raise ConfigError(
                 f"rank {rank_of_job} never comes to {strike.at!r}",
                 where=VARIABLE,
-                fix=nearest(strike.at, known),
+                fix=nearest(strike.at, texts),
             )
         return cls(strike, rank)
 

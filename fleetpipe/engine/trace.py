@@ -217,12 +217,12 @@ def _clock(group: Group) -> tuple[float, float]:
         return 0.0, 0.0
     best = (0.0, float("inf"))
     for _ in range(_ROUNDS):
-        asked = time.perf_counter()
+        requested = time.perf_counter()
         answers = group.all_gather(time.perf_counter())
         answered = time.perf_counter()
-        error = (answered - asked) / 2
+        error = (answered - requested) / 2
         if error < best[1]:
-            best = ((asked + answered) / 2 - answers[0], error)
+            best = ((requested + answered) / 2 - answers[0], error)
     worst = max(group.all_gather(best[1]))
     return (0.0 if group.rank == 0 else best[0]), worst
 

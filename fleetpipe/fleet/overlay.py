@@ -81,20 +81,20 @@ OVERLAYS: Mapping[str, Mapping[str, object]] = {
 
 
 def over(
-    names: Mapping[str, object], theirs: ModuleType
+    names: Mapping[str, object], paddles: ModuleType
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns ``__getattr__`` and ``__dir__`` of a module that adds ``names`` to one of Paddle's.
 
     Args:
         names: The module's ``globals()``.
-        theirs: Paddle's module, which answers for every other name.
+        paddles: Paddle's module, which answers for every other name.
     """
 
     def get(name: str) -> Any:
-        return getattr(theirs, name)
+        return getattr(paddles, name)
 
     def listed() -> list[str]:
-        return sorted({*names, *dir(theirs)})
+        return sorted({*names, *dir(paddles)})
 
     return get, listed
 
@@ -113,7 +113,7 @@ class _Overlay(Loader):
         names.update(OVERLAYS[self._path])
         names["__doc__"] = f"``{PADDLES}.{self._path}`` with names of fleetpipe's."
         names["__all__"] = [*OVERLAYS[self._path], *_inside(self._path)]
-        names["__getattr__"], names["__dir__"] = over(names, _theirs(self._path))
+        names["__getattr__"], names["__dir__"] = over(names, _paddles_module(self._path))
 
 
 def _inside(path: str) -> list[str]:
@@ -121,7 +121,7 @@ def _inside(path: str) -> list[str]:
     return [name for parent, _, name in (one.rpartition(".") for one in OVERLAYS) if parent == path]
 
 
-def _theirs(path: str) -> ModuleType:
+def _paddles_module(path: str) -> ModuleType:
     """Returns Paddle's module, or an empty one of its name: 2.6.2 has no ``dualpipev``."""
     name = f"{PADDLES}.{path}"
     try:
@@ -167,11 +167,11 @@ class _Finder(MetaPathFinder):
             return spec
         if _is_file(name):
             return None
-        theirs = f"{PADDLES}.{name}"
+        paddles_name = f"{PADDLES}.{name}"
         try:
-            loader = _PaddleModule(theirs)
+            loader = _PaddleModule(paddles_name)
         except ModuleNotFoundError as error:
-            if error.name != theirs:
+            if error.name != paddles_name:
                 raise
             return None
         return ModuleSpec(fullname, loader)

@@ -71,13 +71,13 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
 
     def _set(self, group: str, configs: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
         """Has Paddle set some options of a group, and says what it refuses in fleetpipe's words."""
-        known = {*self._get(group), *also}
+        keys = {*self._get(group), *also}
         for key in configs:
-            if key not in known:
+            if key not in keys:
                 raise ConfigError(
                     f"{group} has no option {key!r}",
                     where=f"strategy.{group}",
-                    fix=nearest(key, known),
+                    fix=nearest(key, keys),
                 )
         try:
             _stock[group].fset(self, configs)

@@ -66,17 +66,17 @@ def distributed_model(model: Any) -> Any:
             fix="call fleet.distributed_model once, on the PipelineLayer (here model.layers)",
         )
     if job is not None and job.degrees.pp > 1:
-        theirs = isinstance(model, paddle_fleet.meta_parallel.PipelineLayer)
+        is_paddles = isinstance(model, paddle_fleet.meta_parallel.PipelineLayer)
         raise ConfigError(
             f"pp_degree={job.degrees.pp} needs a PipelineLayer",
             got=f"{type(model).__module__}.{type(model).__name__}",
             cause="this class was made on Paddle's PipelineLayer, which was imported before "
             "fleetpipe stood in its place"
-            if theirs
+            if is_paddles
             else None,
             fix="from fleetpipe.fleet.meta_parallel import PipelineLayer; where a library imports "
             "it, start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"
-            if theirs
+            if is_paddles
             else "wrap fleetpipe.pipeline(model, example_inputs), which makes a pipeline of any "
             "layer, or write the model as PipelineLayer(layers=[LayerDesc(..), ..])",
         )
@@ -97,8 +97,8 @@ def _decorated(model: PipelineLayer) -> Any:
     strategy = user_strategy()
     if strategy is None or not strategy.amp:
         return model
-    asked: dict[DType, str] = {"float16": "use_pure_fp16", "bfloat16": "use_pure_bf16"}
-    for dtype, option in asked.items():
+    switch_of: dict[DType, str] = {"float16": "use_pure_fp16", "bfloat16": "use_pure_bf16"}
+    for dtype, option in switch_of.items():
         if strategy.amp_configs.get(option):
             return paddle.amp.decorate(models=model, level="O2", dtype=dtype)
     return model

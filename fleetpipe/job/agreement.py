@@ -26,11 +26,11 @@ def facts(*options: Any) -> dict[str, str]:
         *options: Options, as dataclasses. Of ``trace``, a folder, ranks need only agree on whether
             there is one: which it is matters to rank 0 alone.
     """
-    found = {**numerics.settings(), "fleetpipe": __version__}
-    for given in options:
-        for name, value in asdict(given).items():
-            found[name] = str(value is not None) if name == "trace" else repr(value)
-    return found
+    settings = {**numerics.settings(), "fleetpipe": __version__}
+    for options_of in options:
+        for name, value in asdict(options_of).items():
+            settings[name] = str(value is not None) if name == "trace" else repr(value)
+    return settings
 
 
 def require_agreement(
@@ -60,10 +60,10 @@ def require_agreement(
     meeting.meet(store, f"{key}/published", timeout, _PLACE, gone)
     ranks = range(meeting.world_size())
     digests = [store.get(f"{key}/digest/{rank}") for rank in ranks]
-    others = [rank for rank in ranks if digests[rank] != digests[0]]
-    if others:
-        first, other = (json.loads(store.get(f"{key}/facts/{rank}")) for rank in (0, others[0]))
-        error = _disagreement(first, other, others)
+    differing = [rank for rank in ranks if digests[rank] != digests[0]]
+    if differing:
+        first, other = (json.loads(store.get(f"{key}/facts/{rank}")) for rank in (0, differing[0]))
+        error = _disagreement(first, other, differing)
         # Nobody raises, and so ends the store or others' waits, before all have seen both sides.
         meeting.meet(store, f"{key}/compared", timeout, _PLACE, gone)
         meeting.let_others_go(store, f"{key}/seen")
@@ -71,18 +71,18 @@ def require_agreement(
 
 
 def _disagreement(
-    first: Mapping[str, str], other: Mapping[str, str], others: list[int]
+    first: Mapping[str, str], other: Mapping[str, str], differing: list[int]
 ) -> ConfigError:
     subjects = [s for s in {**first, **other} if first.get(s) != other.get(s)]
 
-    def told(facts: Mapping[str, str]) -> str:
+    def listed(facts: Mapping[str, str]) -> str:
         shown = [f"{s} = {facts.get(s, 'nothing')}" for s in subjects[:_MOST_SHOWN]]
         return "; ".join(shown) + ("; .." if len(subjects) > _MOST_SHOWN else "")
 
-    also = f" (nor do ranks {others[1:]})" if len(others) > 1 else ""
+    also = f" (nor do ranks {differing[1:]})" if len(differing) > 1 else ""
     return ConfigError(
-        f"ranks 0 and {others[0]} of the job do not run the same{also}",
-        expected=f"as on rank 0: {told(first)}",
-        got=f"on rank {others[0]}: {told(other)}",
+        f"ranks 0 and {differing[0]} of the job do not run the same{also}",
+        expected=f"as on rank 0: {listed(first)}",
+        got=f"on rank {differing[0]}: {listed(other)}",
         fix="start all ranks with the same script, arguments, environment and versions",
     )

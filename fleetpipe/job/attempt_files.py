@@ -36,7 +36,7 @@ _RANK = "PADDLE_TRAINER_ID"
 _COUNT = struct.Struct("<q")
 
 
-class Told(NamedTuple):
+class ReportedFailure(NamedTuple):
     """Why a rank is out, as it told the folder of its attempt.
 
     Attributes:
@@ -67,8 +67,8 @@ def number() -> int:
 
 def folder() -> Path | None:
     """Returns the folder of this attempt on this host; None where nobody asks for news."""
-    given = os.environ.get(FOLDER)
-    return Path(given) if given else None
+    path = os.environ.get(FOLDER)
+    return Path(path) if path else None
 
 
 def tell_failure(failure: Failure) -> None:
@@ -124,7 +124,7 @@ def records(home: Path) -> list[Path]:
     """Returns the folders in which the ranks of an attempt on this host record the run."""
     file = home / "records"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return [Path(found) for found in dict.fromkeys(map(json.loads, lines))]
+    return [Path(path) for path in dict.fromkeys(map(json.loads, lines))]
 
 
 def note_start(home: Path, rank: int, process: int) -> None:
@@ -147,13 +147,13 @@ def ended(home: Path) -> list[tuple[int, int]]:
     return _rows(home / "ended")
 
 
-def failures(home: Path) -> list[Told]:
+def failures(home: Path) -> list[ReportedFailure]:
     """Returns what the ranks of an attempt told of failures, the first one first."""
-    found = []
+    reports = []
     for file in home.glob("failure.*"):
         fields = json.loads(file.read_text(encoding="utf-8"))
-        found.append(Told(fields.pop("at"), Failure(**fields)))
-    return sorted(found, key=lambda told: told.at)
+        reports.append(ReportedFailure(fields.pop("at"), Failure(**fields)))
+    return sorted(reports, key=lambda report: report.at)
 
 
 def code_of(home: Path, rank: int) -> int | None:

@@ -144,8 +144,8 @@ def meet(
                 fix=f"read the log of rank {min(ended)}",
             )
         store.add(f"{key}/late", 1)
-        others = [rank for rank in everyone if rank not in keys]
-        let_others_go(store, f"{key}/going", [*missing, *others])
+        absent = [rank for rank in everyone if rank not in keys]
+        let_others_go(store, f"{key}/going", [*missing, *absent])
         who = f"ranks {missing}" if missing[1:] else f"rank {missing[0]}"
         return _not_here(who, timeout, place=place)
 
@@ -190,8 +190,10 @@ def give_paddle_an_address(store: Store, timeout: float) -> None:
 
 
 def _paddle_has_an_address() -> bool:
-    given = os.environ
-    return "PADDLE_MASTER" in given or bool(given.get("MASTER_ADDR") and given.get("MASTER_PORT"))
+    environment = os.environ
+    return "PADDLE_MASTER" in environment or bool(
+        environment.get("MASTER_ADDR") and environment.get("MASTER_PORT")
+    )
 
 
 def _refuse_paddles_store() -> None:
@@ -240,27 +242,27 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
         sign: A key that rank 0 puts into the store, and that is in no other.
     """
     limit = Limit(timeout)
-    own = attempt_files.number()
+    number = attempt_files.number()
     while True:
         try:
             store = JobStore(host, port, min(timeout, _ANSWER_SECONDS))
         except OSError as error:
-            found = f"nothing listens at {host}:{port} ({error.strerror or error})"
+            finding = f"nothing listens at {host}:{port} ({error.strerror or error})"
         else:
             try:
-                known = _sign_in(store, sign)
-                if known == own:
+                current = _sign_in(store, sign)
+                if current == number:
                     store.timeout = timeout
                     return store
-                if known is not None and known > own:
+                if current is not None and current > number:
                     store.close()
-                    raise _left_over(own, known)
+                    raise _left_over(number, current)
             except (PeerFailed, PipelineTimeout):
                 pass
-            found = f"what listens at {host}:{port} does not answer as the job's store"
+            finding = f"what listens at {host}:{port} does not answer as the job's store"
             store.close()
         if limit.reached():
-            raise _not_here("rank 0", timeout, found)
+            raise _not_here("rank 0", timeout, finding)
         time.sleep(_POLL_SECONDS)
 
 
@@ -272,9 +274,10 @@ def _sign_in(store: JobStore, sign: str) -> int | None:
     return int(store.get(f"{sign}/life")) if store.add(sign, 0) else None
 
 
-def _left_over(own: int, known: int) -> TransportError:
+def _left_over(number: int, current: int) -> TransportError:
     return TransportError(
-        f"rank {own_rank()} of attempt {own} of the job was refused: the job is in attempt {known}",
+        f"rank {own_rank()} of attempt {number} of the job was refused: "
+        f"the job is in attempt {current}",
         cause="this process was left over when the job was started again",
         fix="end this process; the attempt that runs has another in its place",
     )

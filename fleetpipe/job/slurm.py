@@ -111,13 +111,13 @@ def expanded(listed: str) -> list[str]:
     """
     if not re.fullmatch(f"{_NODE}(?:,{_NODE})*", listed):
         raise _unreadable("list of nodes", "node[01-03,07],login", listed)
-    found = []
+    names = []
     for node in re.finditer(_NODE, listed):
         # By turns what stands outside of brackets and what is within.
         parts = re.split(_RANGES, node[0])
         choices = [list(_numbers(part)) if i % 2 else [part] for i, part in enumerate(parts)]
-        found += ["".join(chosen) for chosen in itertools.product(*choices)]
-    return found
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return names
 
 
 def repeated(counts: str) -> list[int]:
@@ -129,13 +129,13 @@ def repeated(counts: str) -> list[int]:
     Raises:
         ConfigError: It is no such list.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for part in counts.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
             raise _unreadable("list of tasks for each node", "2(x3),1", counts)
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        numbers += [int(match[1])] * int(match[2] or 1)
+    return numbers
 
 
 def _numbers(ranges: str) -> Iterator[str]:
@@ -146,10 +146,10 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 
 def _step(tasks: int) -> _Step:
-    nodes = expanded(_told("SLURM_STEP_NODELIST", "SLURM_NODELIST"))
+    nodes = expanded(_variable("SLURM_STEP_NODELIST", "SLURM_NODELIST"))
     # Slurm tells it always; where there is one node it is plain.
     counts = repeated(
-        _told("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=str(tasks))
+        _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=str(tasks))
     )
     rank = _number("SLURM_PROCID")
     if len(counts) != len(nodes) or sum(counts) != tasks or rank >= tasks:
@@ -159,12 +159,12 @@ def _step(tasks: int) -> _Step:
             fix=_START_BY_SRUN,
         )
     places = _places(counts, os.environ.get("SLURM_DISTRIBUTION", "block"))
-    own = _number("SLURM_NODEID", default=str(places[rank]))
-    if places[rank] != own:
+    node = _number("SLURM_NODEID", default=str(places[rank]))
+    if places[rank] != node:
         raise ConfigError(
             f"Slurm's task {rank} is not on the node where it was looked for",
             expected=f"SLURM_NODEID={places[rank]}, as {counts} tasks of the nodes have it",
-            got=f"SLURM_NODEID={own}",
+            got=f"SLURM_NODEID={node}",
             cause="a distribution of tasks other than block and cyclic",
             fix="srun --distribution=block",
         )
@@ -215,20 +215,20 @@ def _choose_device(local: int) -> None:
         os.environ.setdefault("FLAGS_selected_gpus", str(local % seen))
 
 
-def _told(*names: str, default: str = "") -> str:
+def _variable(*names: str, default: str = "") -> str:
     """Returns the first of these variables that is set."""
-    found = next(filter(None, map(os.environ.get, names)), default)
-    if not found:
+    value = next(filter(None, map(os.environ.get, names)), default)
+    if not value:
         raise ConfigError(f"Slurm did not set {' or '.join(names)}", fix=_START_BY_SRUN)
-    return found
+    return value
 
 
 def _number(*names: str, default: str = "") -> int:
     """Returns the first of these variables that is set, as a number."""
-    found = _told(*names, default=default)
-    if not found.isdigit():
-        raise _unreadable(f"{' or '.join(names)}", "3", found)
-    return int(found)
+    text = _variable(*names, default=default)
+    if not text.isdigit():
+        raise _unreadable(f"{' or '.join(names)}", "3", text)
+    return int(text)
 
 
 def _unreadable(what: str, example: str, got: str) -> ConfigError:

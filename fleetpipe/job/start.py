@@ -113,7 +113,7 @@ def _join(store: JobStore, number: int, timeout: float) -> tuple[Watch, SocketTr
         namespace=f"fleetpipe/{number}/mesh",
         timeout=timeout,
         streams=2,
-        life=attempt_files.number(),
+        attempt=attempt_files.number(),
     )
     watch = Watch(rank, *watched)
     store.check = watch.check

@@ -32,11 +32,11 @@ class Stopping:
         self._timeout = timeout
         self._name = f"stop {next(_numbers)}"
         self._calls = 0
-        self._asked = self._told = False
+        self._requested = self._announced = False
 
     def ask(self) -> None:
         """Asks for the end, on this rank; may be called within a handler of a signal."""
-        self._asked = True
+        self._requested = True
 
     def agreed(self) -> bool:
         """Returns whether to stop after this step. Collective.
@@ -45,22 +45,22 @@ class Stopping:
             PeerFailed: A rank died.
             PipelineTimeout: A rank did not finish the step before.
         """
-        asked, self._told = self._told, self._asked
+        requested, self._announced = self._announced, self._requested
         if not isinstance(self._group, DirectGroup):
-            return self._told
-        others = [rank for rank in range(self._group.ranks) if rank != self._group.rank]
+            return self._announced
+        peers = [rank for rank in range(self._group.ranks) if rank != self._group.rank]
         number, self._calls = self._calls % _MOST_CALLS, self._calls + 1
-        for rank in others:
+        for rank in peers:
             # One that has done its last step and left need not be told.
             with contextlib.suppress(PeerFailed):
-                self._group.transport.send(rank, self._key(number), self._told)
+                self._group.transport.send(rank, self._key(number), self._announced)
         if number == 0:
             return False
         said = [
             self._group.transport.receive(rank, self._key(number - 1), self._timeout)
-            for rank in others
+            for rank in peers
         ]
-        return asked or any(said)
+        return requested or any(said)
 
     def _key(self, number: int) -> MessageKey:
         return MessageKey("C", 0, 0, self._name, number)

@@ -170,7 +170,7 @@ class DirectGroup:
         """
         if self.rank != source:
             return self.transport.receive(source, self._broadcast, self._timeout)
-        for peer in self._others():
+        for peer in self._peers():
             self.transport.send(peer, self._broadcast, value)
         return value
 
@@ -184,7 +184,7 @@ class DirectGroup:
 
     def begin_all_gather(self, value: Value) -> Gathering:
         """Gives ``value`` to all members without waiting for theirs. Collective."""
-        for peer in self._others():
+        for peer in self._peers():
             self.transport.send(peer, self._gather, value)
         return self._begin(self._gather, value)
 
@@ -205,7 +205,7 @@ class DirectGroup:
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
         """Gives each member its part without waiting for the others'; see :meth:`all_to_all`."""
         copies = _copies(parts, self)
-        for peer in self._others():
+        for peer in self._peers():
             self.transport.send(peer, self._exchange, copies[peer])
         return self._begin(self._exchange, copies[self.rank])
 
@@ -239,8 +239,8 @@ class DirectGroup:
         """
         for tensor, source in tensors:
             # Sent as a copy: the tensor may change before it has left this process.
-            own = tensor.detach().clone() if source == self.rank else None
-            value = self.broadcast(own, source)
+            copy = tensor.detach().clone() if source == self.rank else None
+            value = self.broadcast(copy, source)
             if source != self.rank:
                 tensor.set_value(value)
 
@@ -258,12 +258,12 @@ class DirectGroup:
         """
         while self._begun and not wanted.complete:
             first = self._begun[0]
-            for peer in self._others():
-                if peer in first.found:
+            for peer in self._peers():
+                if peer in first.by_member:
                     continue
                 arrived, value = self.transport.try_receive(peer, first.key)
                 if arrived or wait:
-                    first.found[peer] = value if arrived else self._received(peer, first.key)
+                    first.by_member[peer] = value if arrived else self._received(peer, first.key)
             if not first.complete:
                 return
             self._begun.pop(0)
@@ -271,7 +271,7 @@ class DirectGroup:
     def _received(self, peer: int, key: MessageKey) -> Value:
         return self.transport.receive(peer, key, self._timeout)
 
-    def _others(self) -> list[int]:
+    def _peers(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank != self.rank]
 
 
@@ -280,18 +280,18 @@ class _DirectGathering:
 
     Attributes:
         key: Of its messages.
-        found: The values that are here, by member.
+        by_member: The values that are here, by member.
     """
 
     def __init__(self, group: DirectGroup, key: MessageKey, value: Value) -> None:
         self._group = group
         self.key = key
-        self.found: dict[int, Value] = {group.rank: value}
+        self.by_member: dict[int, Value] = {group.rank: value}
 
     @property
     def complete(self) -> bool:
         """Whether the values of all members were taken."""
-        return len(self.found) == self._group.ranks
+        return len(self.by_member) == self._group.ranks
 
     def arrived(self) -> bool:
         """Whether the values of all members are here; never blocks."""
@@ -305,7 +305,7 @@ class _DirectGathering:
             PipelineTimeout: Some value did not come within the limit.
         """
         self._group.advance(self, wait=True)
-        return [self.found[member] for member in range(self._group.ranks)]
+        return [self.by_member[member] for member in range(self._group.ranks)]
 
 
 class GlooGroup(DirectGroup):

@@ -93,7 +93,7 @@ def _update_scale(scaler: Scaler) -> None:
         scaler._scale = scaler._scale.reshape([1])
 
 
-def note_unscaled(scaler: Scaler, optimizer: Optimizer, found: bool) -> None:
+def note_unscaled(scaler: Scaler, optimizer: Optimizer, found_inf: bool) -> None:
     """Tells a scaler that the gradients are unscaled, and whether some were not finite.
 
     Raises:
@@ -107,4 +107,4 @@ def note_unscaled(scaler: Scaler, optimizer: Optimizer, found: bool) -> None:
             fix="call scaler.unscale_(optimizer) once, before scaler.step, then scaler.update()",
         )
     state["state"] = states.UNSCALED
-    scaler._found_inf = paddle.to_tensor([found])
+    scaler._found_inf = paddle.to_tensor([found_inf])

@@ -33,9 +33,9 @@ OPERATION_MODULES: tuple[ModuleType, ...] = (_operations, _collective)
 Hook = Callable[..., object]
 
 
-def attribute(given: Attribute) -> Attribute:
+def attribute(attr: Attribute) -> Attribute:
     """Returns ``weight_attr`` as a ``ParamAttr`` with the initializer that Paddle would use."""
-    copied: Attribute = copy.copy(ParamAttr._to_attr(given))
+    copied: Attribute = copy.copy(ParamAttr._to_attr(attr))
     if copied and copied.initializer is None:
         usual = _any_defaults._global_weight_initializer()
         copied.initializer = usual or paddle.nn.initializer.XavierUniform()

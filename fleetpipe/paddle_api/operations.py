@@ -288,8 +288,8 @@ def _apply(chosen: _Choice, apply: Any) -> Any:
                 for name, parameter in inspect.signature(kind.forward).parameters.items()
                 if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
             ]
-            given = args[len(options) - 1 :]
-            return chosen().recompute(lambda: call(*args, **named), args[0], given)
+            operands = args[len(options) - 1 :]
+            return chosen().recompute(lambda: call(*args, **named), args[0], operands)
         return chosen().operation(call, args, named)
 
     return classmethod(applied)
@@ -305,7 +305,7 @@ def _bound_operations() -> Iterator[tuple[Any, str, Function]]:
 @functools.lru_cache(maxsize=1)
 def _found_in(modules: frozenset[str]) -> list[tuple[Any, str, Function]]:
     """Returns each name by which modules hold an operation: they are many, and seldom change."""
-    known = {
+    types = {
         function
         for module in (_C_ops, _legacy_C_ops)
         for function in vars(module).values()
@@ -317,5 +317,5 @@ def _found_in(modules: frozenset[str]) -> list[tuple[Any, str, Function]]:
         # Those of the library itself are where Paddle's modules take the functions from.
         if not path.startswith("paddle.base.libpaddle") and isinstance(module, ModuleType)
         for name, value in list(vars(module).items())
-        if isinstance(value, BuiltinFunctionType) and value in known
+        if isinstance(value, BuiltinFunctionType) and value in types
     ]

@@ -243,7 +243,7 @@ def squared_norm(gradient: Tensor) -> Tensor:
 
 
 def twin_optimizer(
-    optimizer: Optimizer, parameters: Mapping[str, Tensor], others: Mapping[str, Tensor]
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], twins: Mapping[str, Tensor]
 ) -> Optimizer:
     """Returns an optimizer like ``optimizer`` over other parameters, with a scheduler of its own.
 
@@ -253,11 +253,11 @@ def twin_optimizer(
     Args:
         optimizer: A Paddle optimizer over ``parameters``.
         parameters: Parameters by name.
-        others: The parameters to put in their place, by the same names.
+        twins: The parameters to put in their place, by the same names.
     """
-    memo = {id(parameter): others[name] for name, parameter in parameters.items()}
+    memo = {id(parameter): twins[name] for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         # Where a parameter group has its learning rate and its decay.
-        others[name].optimize_attr = dict(parameter.optimize_attr)
-        others[name].regularizer = parameter.regularizer
+        twins[name].optimize_attr = dict(parameter.optimize_attr)
+        twins[name].regularizer = parameter.regularizer
     return copy.deepcopy(optimizer, memo)

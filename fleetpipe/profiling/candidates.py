@@ -138,9 +138,9 @@ class Task:
         parts, places, count = shape.stages, self.profile.cuts, self.stages.count
         units = [0, *places]
         even = tuple(units[index] for index in uniform(len(units), parts)[:-1])
-        found = [(*even, count)]
+        tried = [(*even, count)]
         if "partition" not in self.search:
-            return found
+            return tried
         stages = self.stages
 
         def time(stage: int, start: int, end: int) -> float:
@@ -152,12 +152,12 @@ class Task:
         def static(start: int, end: int) -> float:
             return sum(stages.static(start, end))
 
-        found += [
+        tried += [
             fastest(places, count, parts, time, stages.seconds).boundaries,
             self.fastest(shape).boundaries,
             fastest(places, count, parts, memory, static).boundaries,
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(tried))
 
     def fastest(self, shape: Placement, cap: float = math.inf, steady: bool = False) -> Bottleneck:
         """Returns the cut whose slowest stage is fastest, with what crosses between ranks.
@@ -223,7 +223,7 @@ class Task:
         self, shape: Placement, stages: Sequence[StageCost]
     ) -> tuple[StageCost, ...]:
         """Returns the costs of stages whose actions send and receive, if between ranks."""
-        transfer, found = self.profile.transfer, []
+        transfer, costs = self.profile.transfer, []
         for number, stage in enumerate(stages):
             forward = backward = 0.0
             if number and shape.rank_of(number - 1) != shape.rank_of(number):
@@ -232,14 +232,14 @@ class Task:
             if number + 1 < len(stages) and shape.rank_of(number) != shape.rank_of(number + 1):
                 forward += transfer.sends(stage.output)
                 backward += transfer.receives(stage.output)
-            found.append(
+            costs.append(
                 stage._replace(
                     forward=stage.forward + forward,
                     backward=stage.backward + backward,
                     input_grad=stage.input_grad + backward,
                 )
             )
-        return tuple(found)
+        return tuple(costs)
 
     def comm(self, shape: Placement, stages: Sequence[StageCost]) -> tuple[float, ...]:
         """Returns how long a value takes from each stage to the next; 0 from the last."""
@@ -264,10 +264,10 @@ class Task:
         costs = stages.cut(boundaries)
         peaks = peak_bytes(schedule, costs, self.optimizer_copies)
         if max(peaks) > self.cap and "recompute" in self.search:
-            found = recomputed(
+            recomputation = recomputed(
                 schedule, layers, stages, boundaries, self.cap, self.optimizer_copies
             )
-            chosen = everything(layers, boundaries) if found is None else found
+            chosen = everything(layers, boundaries) if recomputation is None else recomputation
             costs = stages.cut(boundaries, chosen)
             peaks = peak_bytes(schedule, costs, self.optimizer_copies)
         most = max(peaks)

@@ -128,11 +128,11 @@ def run_estimate(arguments: argparse.Namespace) -> int:
         profile.require_cuts_for(ranks)
         _require_moderate(profile, ranks, arguments.micro_batches)
     copies = arguments.optimizer_copies
-    found = estimates(profile, arguments.ranks or (1, 2, 4, 8), arguments.micro_batches, copies)
+    rows = estimates(profile, arguments.ranks or (1, 2, 4, 8), arguments.micro_batches, copies)
     if arguments.format == "json":
-        sys.stdout.write(json.dumps([one._asdict() for one in found]) + "\n")
+        sys.stdout.write(json.dumps([one._asdict() for one in rows]) + "\n")
         return 0
     layers = [*profile.layers, *filter(None, [profile.loss])]
     alone = arguments.micro_batches * sum(layer.forward + layer.whole for layer in layers)
-    sys.stdout.write(shown(found, alone) + "\n")
+    sys.stdout.write(shown(rows, alone) + "\n")
     return 0

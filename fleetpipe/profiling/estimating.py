@@ -44,7 +44,7 @@ def estimates(
     Returns:
         The estimates, by ranks and then by time.
     """
-    found = []
+    rows = []
     for count in ranks:
         search = frozenset(("partition", "placement", "schedule"))
         task = Task(profile, count, micro_batches, math.inf, search, optimizer_copies)
@@ -62,19 +62,19 @@ def estimates(
                 # Of a schedule's options the faster.
                 key = shape.chunks, schedule.name
                 of_ranks[key] = min(of_ranks.get(key, one), one, key=lambda each: each.seconds)
-        found += sorted(of_ranks.values(), key=lambda one: one.seconds)
-    return found
+        rows += sorted(of_ranks.values(), key=lambda one: one.seconds)
+    return rows
 
 
-def shown(found: Sequence[Estimate], alone: float) -> str:
+def shown(estimates_shown: Sequence[Estimate], alone: float) -> str:
     """Returns a table.
 
     Args:
-        found: The estimates.
+        estimates_shown: The estimates.
         alone: Seconds that one rank takes for a batch.
     """
     rows = [("ranks", "chunks", "schedule", "a batch", "speed-up", "most memory", "on rank")]
-    for one in found:
+    for one in estimates_shown:
         most = max(one.peak_bytes)
         rows.append(
             (

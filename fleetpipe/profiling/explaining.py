@@ -141,10 +141,10 @@ def shown_range(numbers: range) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Writes rising numbers with neighbours together: ``3-5, 8``."""
-    found: list[range] = []
+    ranges: list[range] = []
     for number in numbers:
-        if found and found[-1].stop == number:
-            found[-1] = range(found[-1].start, number + 1)
+        if ranges and ranges[-1].stop == number:
+            ranges[-1] = range(ranges[-1].start, number + 1)
         else:
-            found.append(range(number, number + 1))
-    return ", ".join(map(shown_range, found))
+            ranges.append(range(number, number + 1))
+    return ", ".join(map(shown_range, ranges))

@@ -123,13 +123,13 @@ def activation_peak(
     """
     moments = _moments_of(schedule)[rank]
     owned = schedule.placement.stages_of(rank)
-    own = [part[stage] for stage in owned for part in slices or [stages]]
+    costs = [part[stage] for stage in owned for part in slices or [stages]]
     held = [
-        *(stage.held for stage in own),
-        *(stage.held_split for stage in own),
-        *(stage.waiting for stage in own),
+        *(stage.held for stage in costs),
+        *(stage.held_split for stage in costs),
+        *(stage.waiting for stage in costs),
     ]
-    working = np.array([stage.working for stage in own])
+    working = np.array([stage.working for stage in costs])
     sums = moments.counts @ np.array(held) + working[moments.stages]
     most = int(sums.argmax())
     counts = moments.counts[most].reshape(3, len(owned), -1).sum(axis=2).tolist()
@@ -142,8 +142,8 @@ def _moments_of(schedule: Schedule) -> list[_Moments]:
     kept = vars(schedule)
     if "_moments" not in kept:
         kept["_moments"] = [_moments(schedule, rank) for rank in range(schedule.placement.ranks)]
-    found: list[_Moments] = kept["_moments"]
-    return found
+    moments: list[_Moments] = kept["_moments"]
+    return moments
 
 
 def _moments(schedule: Schedule, rank: int) -> _Moments:

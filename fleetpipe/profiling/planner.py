@@ -80,13 +80,13 @@ def plan(
         frozenset(chosen),
         optimizer_copies,
     )
-    found = best_plan(task)
-    if isinstance(found, Lack):
-        raise _too_small(found, task)
+    best = best_plan(task)
+    if isinstance(best, Lack):
+        raise _too_small(best, task)
     names = tuple(LayerInfo(layer.name) for layer in profile.layers)
-    found.schedule.verify()
-    partition = Partition(found.boundaries, "plan", names)
-    return _costed(task, found.schedule, partition, found.recompute)
+    best.schedule.verify()
+    partition = Partition(best.boundaries, "plan", names)
+    return _costed(task, best.schedule, partition, best.recompute)
 
 
 def fastest_cut(

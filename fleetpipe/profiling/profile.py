@@ -239,16 +239,23 @@ class Profile:
 
     @classmethod
     def _of(cls, content: JsonValue) -> Profile:
-        found = content["profile"]
-        found.require_names([*("version", "layers"), *(field.name for field in fields(cls))])
-        version = found.get("version")
+        fields_of_profile = content["profile"]
+        fields_of_profile.require_names(
+            [*("version", "layers"), *(field.name for field in fields(cls))]
+        )
+        version = fields_of_profile.get("version")
         if version is not None and version.content != VERSION:
             raise version.refused(f"version {VERSION}")
-        loss, links, transfer = map(found.get, ("loss", "links", "transfer"))
-        slices, places = found.get("slices"), found.get("places")
-        boundaries, lengths = found.get("boundaries"), found.get("slice_lengths")
+        loss, links, transfer = map(fields_of_profile.get, ("loss", "links", "transfer"))
+        slices, places = fields_of_profile.get("slices"), fields_of_profile.get("places")
+        boundaries, lengths = (
+            fields_of_profile.get("boundaries"),
+            fields_of_profile.get("slice_lengths"),
+        )
         return cls(
-            tuple(layer for entry in found["layers"].items() for layer in _layers(entry)),
+            tuple(
+                layer for entry in fields_of_profile["layers"].items() for layer in _layers(entry)
+            ),
             None if loss is None else _layer(loss),
             None if places is None else places.counts(),
             tuple(link.record(Link, JsonValue.figure) for link in links.items())

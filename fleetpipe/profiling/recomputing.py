@@ -49,10 +49,10 @@ def recomputed(
     for rank in range(schedule.placement.ranks):
         owned = schedule.placement.stages_of(rank)
         left = free - static_bytes([plain[stage] for stage in owned], optimizer_copies)
-        found = _of_rank(schedule, rank, layers, stages, ranges, left)
-        if found is None:
+        ranges_of_rank = _of_rank(schedule, rank, layers, stages, ranges, left)
+        if ranges_of_rank is None:
             return None
-        for stage, numbers in found.items():
+        for stage, numbers in ranges_of_rank.items():
             chosen[stage] = numbers
     return tuple(chosen)
 

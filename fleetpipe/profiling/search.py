@@ -26,7 +26,7 @@ _ROUNDS = 3
 #: Steps by which a part of the borders between stages moves at once.
 _STEPS = (1, -1, 2, -2, 4, -4)
 
-Found = Union[Candidate, Lack]
+Outcome = Union[Candidate, Lack]
 
 
 class _Score(NamedTuple):
@@ -37,7 +37,7 @@ class _Score(NamedTuple):
     peak: int = 0
 
 
-def best_plan(task: Task) -> Found:
+def best_plan(task: Task) -> Outcome:
     """Returns the best plan that is found; what lacks the least memory where none fits."""
     return _Search(task).run()
 
@@ -51,38 +51,38 @@ class _Search:
         # Against rounding: times count in shares of the work.
         self.unit = task.micro_batches * task.stages.least() / task.ranks or 1
 
-    def run(self) -> Found:
+    def run(self) -> Outcome:
         """Tries all shapes, and improves the best of some of them."""
         firsts = []
         for shape in self.task.shapes():
             cuts = self.task.cuts(shape)
-            found = [self._try(s, cut) for s in self.task.schedules(shape) for cut in cuts]
+            outcomes = [self._try(s, cut) for s in self.task.schedules(shape) for cut in cuts]
             # With the best cut of a family, what a search makes of it.
-            found += [self._with_schedule(one) for one in sorted(found, key=self._score)[:1]]
-            firsts += sorted(found, key=self._score)[:1]
+            outcomes += [self._with_schedule(one) for one in sorted(outcomes, key=self._score)[:1]]
+            firsts += sorted(outcomes, key=self._score)[:1]
         firsts.sort(key=self._score)
         return min((self._improved(first) for first in firsts[:_IMPROVED]), key=self._score)
 
-    def _try(self, schedule: Schedule, boundaries: Boundaries) -> Found:
+    def _try(self, schedule: Schedule, boundaries: Boundaries) -> Outcome:
         self.left -= sum(map(len, schedule.actions))
         return self.task.evaluate(schedule, boundaries)
 
-    def _score(self, candidate: Found) -> _Score:
+    def _score(self, candidate: Outcome) -> _Score:
         if isinstance(candidate, Lack):
             return _Score(candidate.peak, math.inf)
         return _Score(0, round(candidate.seconds / self.unit, 9), candidate.peak)
 
-    def _improved(self, first: Found) -> Found:
+    def _improved(self, first: Outcome) -> Outcome:
         """Moves the cut and searches a schedule for it in turn, for as long as that helps."""
         best = self._moved(first)
         for _ in range(_ROUNDS):
-            found = self._with_schedule(best)
-            if self._score(found) >= self._score(best):
+            better = self._with_schedule(best)
+            if self._score(better) >= self._score(best):
                 break
-            best = self._moved(found)
+            best = self._moved(better)
         return best
 
-    def _with_schedule(self, candidate: Found) -> Found:
+    def _with_schedule(self, candidate: Outcome) -> Outcome:
         """Returns the better of a plan, and its cut under a schedule that is searched for it."""
         if isinstance(candidate, Lack) or self.left <= 0:
             return candidate
@@ -91,7 +91,7 @@ class _Search:
             return candidate
         return min(candidate, self._try(schedule, candidate.boundaries), key=self._score)
 
-    def _moved(self, candidate: Found) -> Found:
+    def _moved(self, candidate: Outcome) -> Outcome:
         """Moves the cut under the schedule it has: a border, or neighbouring ones together."""
         if "partition" not in self.task.search:
             return candidate

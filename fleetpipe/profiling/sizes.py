@@ -21,20 +21,20 @@ def read_bytes(value: object) -> float:
     Raises:
         ConfigError: It is neither, or not above 0.
     """
-    found = math.nan
+    number = math.nan
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        found = float(value)
+        number = float(value)
     elif isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
         if match is not None and match[2] in _UNITS:
-            found = float(match[1]) * _UNITS[match[2]]
-    if not found > 0:
+            number = float(match[1]) * _UNITS[match[2]]
+    if not number > 0:
         raise ConfigError(
             "a cap of memory is a number of bytes above 0",
             got=repr(value),
             fix='write "2GiB", "500MB" or 2147483648',
         )
-    return found
+    return number
 
 
 def show_bytes(size: float) -> str:

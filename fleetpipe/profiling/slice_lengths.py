@@ -37,28 +37,28 @@ def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tup
             got=f"{slices} slices",
             fix="cut into fewer slices",
         )
-    own, seen = _fitted(lengths, ends, times)
-    whole = own * length + seen * length**2 / 2
-    found: list[int] = []
+    fitted, seen = _fitted(lengths, ends, times)
+    whole = fitted * length + seen * length**2 / 2
+    lengths_found: list[int] = []
     for index in range(1, slices + 1):
         wanted = whole * index / slices
-        if seen * length > 1e-9 * own:
-            end = (math.sqrt(own**2 + 2 * seen * wanted) - own) / seen
+        if seen * length > 1e-9 * fitted:
+            end = (math.sqrt(fitted**2 + 2 * seen * wanted) - fitted) / seen
         else:
             end = length * index / slices
-        before = sum(found)
-        found.append(max(1, min(round(end), length - (slices - index)) - before))
-    return tuple(found)
+        before = sum(lengths_found)
+        lengths_found.append(max(1, min(round(end), length - (slices - index)) - before))
+    return tuple(lengths_found)
 
 
 def _fitted(
     lengths: Sequence[int], ends: Sequence[int], times: Sequence[float]
 ) -> tuple[float, float]:
     """Returns what a place costs, and what it costs for each place that it sees."""
-    own = np.array(lengths, float)
-    seen = own * (np.array(ends) - own / 2)
+    rounded = np.array(lengths, float)
+    seen = rounded * (np.array(ends) - rounded / 2)
     measured = np.array(times)
-    (x, y), *_ = np.linalg.lstsq(np.stack([own, seen], axis=1), measured, rcond=None)
+    (x, y), *_ = np.linalg.lstsq(np.stack([rounded, seen], axis=1), measured, rcond=None)
     if y <= 0:
         return 1.0, 0.0
     return (float(x), float(y)) if x > 0 else (0.0, 1.0)

@@ -68,11 +68,11 @@ class PaddleBackend(Backend):
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Sets what Paddle's launcher would in every worker of ``worker_group``."""
-        told = [
+        addresses = [
             worker_group.execute_single_async(rank, adopt, environment)
             for rank, environment in enumerate(environments(worker_group))
         ]
-        ray.get(told)
+        ray.get(addresses)
 
 
 class Place(NamedTuple):
@@ -102,7 +102,9 @@ def environments(worker_group: Any) -> list[dict[str, str]]:
         node: worker_group.execute_single_async(nodes.index(node), free_ports, ranks + 1)
         for node, ranks in Counter(nodes).items()
     }
-    return rank_environments(places, {node: ray.get(asked) for node, asked in ports.items()})
+    return rank_environments(
+        places, {node: ray.get(reference) for node, reference in ports.items()}
+    )
 
 
 def rank_environments(places: list[Place], ports: dict[str, list[int]]) -> list[dict[str, str]]:
@@ -151,9 +153,9 @@ def adopt(environment: Mapping[str, str]) -> None:
 def own_place() -> Place:
     """Returns where this worker runs."""
     context = ray.get_runtime_context()
-    own = context.get_accelerator_ids().get("GPU", [])
+    gpus = context.get_accelerator_ids().get("GPU", [])
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    device = str(seen.index(own[0]) if own[0] in seen else 0) if own else ""
+    device = str(seen.index(gpus[0]) if gpus[0] in seen else 0) if gpus else ""
     return Place(context.get_node_id(), ray.util.get_node_ip_address(), device)
 
 
@@ -163,17 +165,17 @@ def free_ports(count: int) -> list[int]:
     Raises:
         TransportError: There are not as many.
     """
-    found: list[int] = []
+    ports: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
-            found.append(port)
-        if len(found) == count:
-            return found
+            ports.append(port)
+        if len(ports) == count:
+            return ports
     raise TransportError(
         f"{socket.gethostname()} has too few free ports",
         expected=f"{count} of {_PORTS.start} to {_PORTS.stop - 1}",
-        got=str(len(found)),
+        got=str(len(ports)),
         fix="end what listens there",
     )
 

@@ -70,10 +70,12 @@ class RayCheckpointManager(CheckpointManager):
         saving = super().save(step, metrics=metrics, **state)
         if saving is not None:
             # Rank 0 has the files, or those of its node, which see them, wrote theirs there.
-            own = ray.train.Checkpoint.from_directory(self._folder) if self._rank == 0 else None
+            checkpoint = (
+                ray.train.Checkpoint.from_directory(self._folder) if self._rank == 0 else None
+            )
             ray.train.report(
                 {**(metrics or {}), "step": step},
-                checkpoint=own,
+                checkpoint=checkpoint,
                 delete_local_checkpoint_after_upload=True,
             )
         return saving
@@ -100,8 +102,8 @@ class RayCheckpointManager(CheckpointManager):
         newest = ray.train.get_checkpoint()
         if newest is None:
             return []
-        found = newest.filesystem.get_file_info(pyarrow.fs.FileSelector(newest.path))
-        names = [one.base_name for one in found if one.base_name.startswith(_STEP)]
+        entries = newest.filesystem.get_file_info(pyarrow.fs.FileSelector(newest.path))
+        names = [one.base_name for one in entries if one.base_name.startswith(_STEP)]
         return sorted(int(name.removeprefix(_STEP)) for name in names)
 
 

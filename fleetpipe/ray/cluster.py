@@ -59,12 +59,12 @@ def connected(address: str | None, resources: Mapping[str, float]) -> Iterator[N
         finally:
             ray.shutdown()
     else:
-        with _own(resources):
+        with _own_cluster(resources):
             yield
 
 
 @contextlib.contextmanager
-def _own(resources: Mapping[str, float]) -> Iterator[None]:
+def _own_cluster(resources: Mapping[str, float]) -> Iterator[None]:
     token = secrets.token_hex(32)
     reaper = subprocess.Popen(
         [sys.executable, "-I", str(Path(__file__).with_name("reaper.py"))],
@@ -141,15 +141,15 @@ def _join(address: str) -> None:
 
 
 def _refused(address: str, error: Exception) -> ConfigError:
-    cause, told = error.__cause__, str(error)
+    cause, text = error.__cause__, str(error)
     while cause is not None:
-        cause, told = cause.__cause__, f"{told}: {cause}"
-    got = told.strip().splitlines()[-1]  # Ray has whole tracebacks in its messages
-    if "AuthToken" in told or isinstance(error, AuthenticationError):
+        cause, text = cause.__cause__, f"{text}: {cause}"
+    got = text.strip().splitlines()[-1]  # Ray has whole tracebacks in its messages
+    if "AuthToken" in text or isinstance(error, AuthenticationError):
         summary = "does not take this process: it has another token, or none"
         fix = f"export {_MODE}=token and {_TOKEN} (or RAY_AUTH_TOKEN_PATH) as on its head node"
-    elif "ersion mismatch" in told:
-        summary, got = "has other versions than this process", " ".join(told.split())
+    elif "ersion mismatch" in text:
+        summary, got = "has other versions than this process", " ".join(text.split())
         fix = "use the same Python and the same Ray on all nodes"
     else:
         summary = "does not answer"
@@ -174,15 +174,15 @@ def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> N
     deadline = time.monotonic() + seconds
     while True:
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        room = sum(_fitting(bundle, node["Resources"]) for node in nodes)
-        if room >= workers:
+        places = sum(_fitting(bundle, node["Resources"]) for node in nodes)
+        if places >= workers:
             return
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
     each = [f"{node['NodeManagerAddress']}: {_shown(node['Resources'])}" for node in nodes]
     raise ConfigError(
-        f"the cluster has room for {room} worker(s), {workers} are asked for",
+        f"the cluster has room for {places} worker(s), {workers} are asked for",
         expected=f"{_shown(bundle)} for each of {workers}",
         got="; ".join(each),
         fix="lower num_workers or resources_per_worker, add nodes, or have the job wait for them: "
@@ -224,21 +224,21 @@ def require_packages(runtime_env: Mapping[str, Any] | None = None) -> None:
 
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     look = ray.remote(num_cpus=0, runtime_env=dict(runtime_env or {}))(missing)
-    asked = {
+    answers = {
         look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
             NEEDED
         ): address
         for node, address in nodes.items()
     }
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_LOOK_SECONDS)
-    for ref, address in asked.items():
+    answered, _ = ray.wait(list(answers), num_returns=len(answers), timeout=_LOOK_SECONDS)
+    for ref, address in answers.items():
         if ref not in answered:
-            told = f"no answer in {_LOOK_SECONDS:g} s"
+            versions = f"no answer in {_LOOK_SECONDS:g} s"
         else:
-            told = _result(ref)
-        if told:
+            versions = _result(ref)
+        if versions:
             raise ConfigError(
-                f"no worker can begin on the node {address}: {told}",
+                f"no worker can begin on the node {address}: {versions}",
                 fix="install the same packages on every node, or have Ray do it: RunConfig("
                 "worker_runtime_env={'pip': [..]})",
             )

@@ -147,14 +147,14 @@ class Group:
     def _ports(self, places: list[Place]) -> dict[str, list[int]]:
         """Returns ports by node, for each of its ranks and one more, no two alike."""
         needed = Counter(place.node for place in places)
-        found: dict[str, list[int]] = {node: [] for node in needed}
+        by_node: dict[str, list[int]] = {node: [] for node in needed}
         taken: set[int] = set()
         for place, ports in self.ready.values():
             fresh = [port for port in ports if port not in taken]
-            room = needed[place.node] + 1 - len(found[place.node])
-            found[place.node] += fresh[:room]
-            taken.update(fresh[:room])
-        return found
+            lacking = needed[place.node] + 1 - len(by_node[place.node])
+            by_node[place.node] += fresh[:lacking]
+            taken.update(fresh[:lacking])
+        return by_node
 
 
 def mailbox() -> Any:

@@ -82,7 +82,7 @@ class Driver:
         self._size = Size(options.nnodes, options.nproc_per_node or min(gpus, default=1))
         self._mailbox = mailbox()
         self._stores = StateStores(self._mailbox)
-        self._asked = self._mailbox.reports.remote()
+        self._next_reports = self._mailbox.reports.remote()
         self._group: Group | None = None
         self._checked: set[str] = set()
         self._refused: set[str] = set()
@@ -232,8 +232,8 @@ class Driver:
             attempt_files.note_start(home, rank, 0)
             attempt_files.note_end(home, rank, ended.code)
         codes = [ended.code for ended in group.ended.values() if ended.code]
-        own = [code for code in codes if code != EXIT_CODE]
-        return judge(home, in_a_shell([*own, *codes, 0][0]))
+        culprits = [code for code in codes if code != EXIT_CODE]
+        return judge(home, in_a_shell([*culprits, *codes, 0][0]))
 
     def _lost(self, group: Group) -> Verdict:
         """Judges an attempt whose workers Ray has given up."""
@@ -262,11 +262,11 @@ class Driver:
 
     def _turn(self) -> None:
         """Waits for what comes next, and does what it asks for."""
-        if ray.wait([self._asked], timeout=_TURN_SECONDS)[0]:
+        if ray.wait([self._next_reports], timeout=_TURN_SECONDS)[0]:
             if self._group is not None:
-                self._group.take(ray.get(self._asked))
+                self._group.take(ray.get(self._next_reports))
                 self._show(self._group)
-            self._asked = self._mailbox.reports.remote()
+            self._next_reports = self._mailbox.reports.remote()
         for number in self._signals.take():
             self._stop_for(number)
 

@@ -118,7 +118,7 @@ def check(nodes: Collection[Node], script: Path) -> None:
         facts = _answers(
             {node: probe.facts.remote(str(script), node.address) for node, probe in probes.items()}
         )
-        first, *others = facts
+        first, *rest = facts
         for node in facts:
             missing = [name for name, value in facts[node].items() if value is None]
             if missing:
@@ -126,7 +126,7 @@ def check(nodes: Collection[Node], script: Path) -> None:
                     f"the node {node.address} has no {missing[0]}",
                     fix="install the same packages on every node, and give them all the script",
                 )
-        for node in others:
+        for node in rest:
             unlike = [n for n in facts[first] if n != "port" and facts[node][n] != facts[first][n]]
             if unlike:
                 raise ConfigError(
@@ -154,16 +154,18 @@ def check(nodes: Collection[Node], script: Path) -> None:
             ray.kill(probe)
 
 
-def _answers(asked: dict[Node, Any]) -> dict[Node, Any]:
-    done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_CHECK_SECONDS)
-    for node, answer in asked.items():
+def _answers(references: dict[Node, Any]) -> dict[Node, Any]:
+    done, _ = ray.wait(
+        list(references.values()), num_returns=len(references), timeout=_CHECK_SECONDS
+    )
+    for node, answer in references.items():
         if answer not in done:
             raise ConfigError(
                 f"the node {node.address} started no process in {_CHECK_SECONDS:g} s",
                 cause="another Python than the driver's, or a node that is lost or overloaded",
                 fix="look at Ray's logs there, in /tmp/ray/session_latest/logs",
             )
-    return {node: _answer(node, answer) for node, answer in asked.items()}
+    return {node: _answer(node, answer) for node, answer in references.items()}
 
 
 def _answer(node: Node, answer: Any) -> Any:
@@ -210,12 +212,12 @@ def _probe() -> type:
         def unreached(self, addresses: list[tuple[str, int]]) -> list[tuple[str, int, str]]:
             import socket
 
-            found = []
+            pairs = []
             for address in addresses:
                 try:
                     socket.create_connection(address, 5).close()
                 except OSError as error:
-                    found.append((*address, str(error)))
-            return found
+                    pairs.append((*address, str(error)))
+            return pairs
 
     return Probe

@@ -93,7 +93,7 @@ class StateStore:
         #: the newest that each rank here has asked for.
         self._copied: dict[int, set[int]] = {}
         self._complete = -1
-        self._asked: dict[int, int] = {}
+        self._requested: dict[int, int] = {}
         # What ranks kept that have been elsewhere since would be mixed with what they do next.
         for file in self._kept.glob("rank-*"):
             if int(file.stem.partition("-")[2]) not in stay:
@@ -106,9 +106,9 @@ class StateStore:
 
     async def copy(self, key: Key) -> copies.Copy:
         """Returns a copy that is here."""
-        found = copies.find([self._held / _name(key)], key.step)
-        assert found is not None
-        return found[1]
+        slot = copies.find([self._held / _name(key)], key.step)
+        assert slot is not None
+        return slot[1]
 
     async def place(self, rank: int, step: int, copy: copies.Copy) -> None:
         """Makes a copy what a rank goes on from here."""
@@ -151,13 +151,13 @@ class StateStore:
         # One step is copied at a time: until all ranks have it, the one before is not dropped.
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self._stopped or self._asked.get(key.rank, -1) <= self._complete
+                lambda: self._stopped or self._requested.get(key.rank, -1) <= self._complete
             )
-        found = copies.find(self._kept.glob(f"rank-{key.rank}.*"), key.step)
-        if self._stopped or found is None:
+        slot = copies.find(self._kept.glob(f"rank-{key.rank}.*"), key.step)
+        if self._stopped or slot is None:
             return
-        self._asked[key.rank] = key.step
-        slots, copy = found
+        self._requested[key.rank] = key.step
+        slots, copy = slot
         try:
             held = ray.put(copy)
         except RayError as error:
@@ -269,8 +269,8 @@ class StateStores:
         return {key: holders[key] for key in holders if steps[key[:2]] == {*range(ranks)}}
 
 
-def _answers(asked: list[Any], seconds: float = _ANSWER_SECONDS) -> list[Any]:
-    answers: list[Any] = ray.get(asked, timeout=seconds)
+def _answers(references: list[Any], seconds: float = _ANSWER_SECONDS) -> list[Any]:
+    answers: list[Any] = ray.get(references, timeout=seconds)
     return answers
 
 

@@ -79,7 +79,7 @@ class _Worker:
         self._group = group
         self._rank: int = ray.train.get_context().get_world_rank()
         self._fetched = 0
-        self._asked: Any = None
+        self._next_order: Any = None
         self._orders: deque[Order] = deque()
         self._step: int | None = None
 
@@ -97,12 +97,16 @@ class _Worker:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = log.open("a+b")
         kept = {"FLEETPIPE_KEPT_STATE": attempt.kept[self._rank]} if attempt.kept else {}
-        told = {attempt_files.FOLDER: str(home), attempt_files.NUMBER: str(attempt.number), **kept}
+        variables = {
+            attempt_files.FOLDER: str(home),
+            attempt_files.NUMBER: str(attempt.number),
+            **kept,
+        }
         here = {**attempt.beside, **os.environ, **attempt.environment}
-        own = {**here, **attempt.ranks[self._rank], **told}
+        environment = {**here, **attempt.ranks[self._rank], **variables}
         keeper.start(
             command=[sys.executable, "-u", str(LAUNCHED), *attempt.words],
-            environment={name: value for name, value in own.items() if value is not None},
+            environment={name: value for name, value in environment.items() if value is not None},
             folder=attempt.folder,
             log=str(log),
         )
@@ -135,11 +139,11 @@ class _Worker:
     def _next(self, seconds: float | None) -> Order | None:
         """Returns the next order; None where there is none within the time."""
         if not self._orders:
-            if self._asked is None:
-                self._asked = self._mailbox.orders.remote(self._group, self._fetched)
-            if ray.wait([self._asked], timeout=seconds)[0]:
-                self._orders.extend(ray.get(self._asked))
-                self._asked, self._fetched = None, self._fetched + len(self._orders)
+            if self._next_order is None:
+                self._next_order = self._mailbox.orders.remote(self._group, self._fetched)
+            if ray.wait([self._next_order], timeout=seconds)[0]:
+                self._orders.extend(ray.get(self._next_order))
+                self._next_order, self._fetched = None, self._fetched + len(self._orders)
         return self._orders.popleft() if self._orders else None
 
 

@@ -55,7 +55,7 @@ def places(training: Trace, evaluation: Trace) -> tuple[dict[int, Border], dict[
         What names each place, and the reasons, by the number of the node.
     """
     written = spans((training, evaluation))
-    found: dict[int, Border] = {}
+    borders: dict[int, Border] = {}
     refused: dict[int, str] = {}
     for number in range(1, len(training.nodes)):
         border = _border(training, number)
@@ -66,8 +66,8 @@ def places(training: Trace, evaluation: Trace) -> tuple[dict[int, Border], dict[
         elif name := parted(written, (number, border.start(evaluation))):
             refused[number] = f"{name!r} is used on both sides, and the forward writes into it"
         else:
-            found[number] = border
-    return found, refused
+            borders[number] = border
+    return borders, refused
 
 
 def _is_in(trace: Trace, border: Border) -> bool:
@@ -127,7 +127,7 @@ def agreed(job: Job | None, measure: Callable[[], Profile]) -> Profile:
         return measure()
     pipeline, replicas = job.group(), job.replicas()
     with job.guarded(lambda: "measuring the nodes of the model"):
-        found = measure().dumps() if job.leads("mp") else None
-        found = replicas.broadcast(pipeline.broadcast(found, 0), 0)
+        text = measure().dumps() if job.leads("mp") else None
+        text = replicas.broadcast(pipeline.broadcast(text, 0), 0)
         # The ranks that hold slices have measured together, each by its own clock.
-        return Profile.loads(job.model_parallel().broadcast(found, 0))
+        return Profile.loads(job.model_parallel().broadcast(text, 0))

@@ -32,7 +32,7 @@ def nearest_path(path: str, paths: Collection[str]) -> str:
     phrase = nearest(path, paths)
     if not phrase.startswith("known"):
         return phrase
-    return nearest(path, {known.partition(".")[0] for known in paths})
+    return nearest(path, {candidate.partition(".")[0] for candidate in paths})
 
 
 class AtCall(NamedTuple):
@@ -113,16 +113,16 @@ def starts(trace: Trace, borders: Sequence[Border]) -> list[int]:
     Raises:
         ConfigError: The forward does not come to a place, or a stage would be empty.
     """
-    found = [border.start(trace) for border in borders]
-    for border, start, after in zip(borders, found, [*found[1:], len(trace.nodes)]):
+    numbers = [border.start(trace) for border in borders]
+    for border, start, after in zip(borders, numbers, [*numbers[1:], len(trace.nodes)]):
         if not 0 < start < after:
             raise ConfigError(
                 f"the cut {border} leaves a stage without a node",
-                got=f"stages that begin at the nodes {[0, *found]} of {len(trace.nodes)}",
+                got=f"stages that begin at the nodes {[0, *numbers]} of {len(trace.nodes)}",
                 cause="two places are the same, or nothing runs before the first or after the last",
                 fix="cut elsewhere: fleetpipe.explain(model, example) shows the nodes in order",
             )
-    return found
+    return numbers
 
 
 def in_order(trace: Trace, borders: Sequence[Border]) -> list[Border]:

@@ -24,10 +24,10 @@ def crossing(trace: Trace, starts: Sequence[int]) -> dict[Edge, tuple[str, ...]]
 
     takers = [(stage_of(number), node.uses) for number, node in enumerate(trace.nodes)]
     takers.append((len(starts), set(trace.output_values)))
-    found: dict[Edge, set[ValueId]] = {}
+    values: dict[Edge, set[ValueId]] = {}
     for stage, uses in takers:
         for value in uses:
             source = stage_of(trace.maker(value))
             if source != stage:
-                found.setdefault(Edge(source, stage), set()).add(value)
-    return {edge: tuple(map(name_of, sorted(found[edge]))) for edge in sorted(found)}
+                values.setdefault(Edge(source, stage), set()).add(value)
+    return {edge: tuple(map(name_of, sorted(values[edge]))) for edge in sorted(values)}

@@ -42,8 +42,8 @@ def parted(written: Spans, starts: Sequence[int]) -> str | None:
         written: Where the runs use it.
         starts: The first node behind the place, in each run.
     """
-    for name, found in written.items():
-        pairs = [(span, start) for span, start in zip(found, starts) if span is not None]
+    for name, nodes in written.items():
+        pairs = [(span, start) for span, start in zip(nodes, starts) if span is not None]
         if any(span.first < start for span, start in pairs) and any(
             span.last >= start for span, start in pairs
         ):

@@ -62,15 +62,15 @@ def _unknown_form(spec: object) -> ConfigError:
 
 
 def _require_names(names: Sequence[str] | Mapping[str, object], model: Layer) -> None:
-    known = dict(model.named_sublayers())
+    layers = dict(model.named_sublayers())
     for name in names:
         if not isinstance(name, str):
             raise _unknown_form(names)
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in layers]
     if unknown:
         raise ConfigError(
             f"split_spec names sublayers that {type(model).__name__} has not",
-            got="; ".join(f"{name!r}, {nearest_path(name, known)}" for name in unknown),
+            got="; ".join(f"{name!r}, {nearest_path(name, layers)}" for name in unknown),
             fix="name sublayers as model.named_sublayers() does",
         )
 
@@ -126,10 +126,10 @@ def _of_stages(stages: Mapping[str, object], trace: Trace) -> list[Border]:
     """
     borders: list[Border] = []
     for node in trace.nodes:
-        told = [scope for scope in node.scopes if scope.path in stages and not scope.call]
-        if not told:
+        named = [scope for scope in node.scopes if scope.path in stages and not scope.call]
+        if not named:
             continue
-        path = told[-1].path
+        path = named[-1].path
         stage = stages[path]
         if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
             raise ConfigError(

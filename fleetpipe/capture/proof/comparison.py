@@ -145,8 +145,8 @@ class Comparison:
         After a step the model takes the values of the first training.
         """
         number, self._number = self._number, self._number + 1
-        own, right = digests_of(moment), self._expected.digests[number]
-        differing = [name for name in {**right, **own} if own.get(name) != right.get(name)]
+        left, right = digests_of(moment), self._expected.digests[number]
+        differing = [name for name in {**right, **left} if left.get(name) != right.get(name)]
         if moment.quantity == "gradient":
             self._off = {}
         if differing and moment.quantity in ("gradient", "state"):

@@ -53,9 +53,9 @@ def first_difference(
     model, unopened = capturing.model, capturing.unopened
     with paddle.no_grad(), random_keys.keyed(keys, SoleGroup()):
         with state_kept(model):
-            theirs = _of_model(model, unopened, inputs, keys)
+            expected = _of_model(model, unopened, inputs, keys)
         with state_kept(model):
-            return _first(form, inputs, keys, theirs)
+            return _first(form, inputs, keys, expected)
 
 
 def _of_model(
@@ -82,10 +82,10 @@ def _first(
         if keys is not None:
             keys.enter(number + 1)
         values = function(values)
-        found = [values.get(name_of(value)) for value in node.outputs]
+        outputs = [values.get(name_of(value)) for value in node.outputs]
         if any(
             one is not None and has_memory(one) and largest_gap(one, other)
-            for one, other in zip(found, expected)
+            for one, other in zip(outputs, expected)
         ):
             return node
     return None

@@ -36,7 +36,7 @@ class Rounding:
         """
         self._gradients = gradients
         self._moved: Callable[[], Mapping[str, Tensor]] = moved
-        self._others: Mapping[str, Tensor] | None = None
+        self._moved_state: Mapping[str, Tensor] | None = None
 
     def carries(self, name: str, off: float) -> bool:
         """Whether rounding explains that the gradient of a parameter is off by so much."""
@@ -44,9 +44,9 @@ class Rounding:
             return True
         if not np.isfinite(off):
             return False
-        if self._others is None:
-            self._others = self._moved()
-        return off <= _UNITS * largest_gap(self._others.get(name), self._gradients.get(name))
+        if self._moved_state is None:
+            self._moved_state = self._moved()
+        return off <= _UNITS * largest_gap(self._moved_state.get(name), self._gradients.get(name))
 
     def scale(self, name: str) -> float:
         """Returns the largest gradient of the parameters of the layer that has ``name``."""

@@ -16,7 +16,7 @@ from fleetpipe.job.job import Job
 from fleetpipe.schedules import Placement
 
 
-class _Own:
+class _ShardOnly:
     """Tensors under their names in the whole model, with a layer's face."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -66,5 +66,5 @@ def files_of_model(
                 fix="write pipe.full_state_dict() by paddle.save, or cut elsewhere",
             )
         if users[names[0]][0] in stages:
-            places[Place(number, None)] = _Own({name: tensors[name] for name in names})
+            places[Place(number, None)] = _ShardOnly({name: tensors[name] for name in names})
     return LayerFiles(places, places, sources, job)

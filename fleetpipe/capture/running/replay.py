@@ -111,8 +111,8 @@ class _Call:
         self._grad = node.grad
         self._modes = modes
 
-    def __call__(self, *given: Any) -> Nest:
-        values: Values = given[-1]
+    def __call__(self, *arguments: Any) -> Nest:
+        values: Values = arguments[-1]
         for mode in self._modes:
             mode.put_back()
         args = [fill(values) for fill in self._args]

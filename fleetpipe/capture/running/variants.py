@@ -96,13 +96,13 @@ class Forms:
         self.first = signature_of(capturing.example)
         self.stages = len(borders) + 1
         self._layers = capturing.model.sublayers(include_self=True)
-        self._known: dict[_Key, Form] = {}
+        self._forms: dict[_Key, Form] = {}
         #: The buffers whose numbers any run has read, by name.
         self._numbers: dict[str, Owned] = {}
         self._examples = {training: self._made(self.first, training) for training in (True, False)}
         for training, form in self._examples.items():
             with in_mode(capturing.model, training):
-                self._known[self._key(self.first, training)] = form
+                self._forms[self._key(self.first, training)] = form
 
     def of(self, signature: Signature, training: bool) -> Form:
         """Returns how a batch of a look is run, with the modes and the numbers that there are.
@@ -111,7 +111,7 @@ class Forms:
             CaptureError: It crosses between stages where the example does not.
         """
         key = self._key(signature, training)
-        form = self._known.get(key)
+        form = self._forms.get(key)
         if form is None:
             form = self._made(signature, training)
             new = form.crossing.keys() - self.example(training).crossing.keys()
@@ -123,7 +123,7 @@ class Forms:
                     fix="pass example_inputs in which everything is given that may be",
                 )
             # It may have read more numbers.
-            self._known[self._key(signature, training)] = form
+            self._forms[self._key(signature, training)] = form
         return form
 
     @property
@@ -168,7 +168,7 @@ def _written(trace: Trace, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ..
     for number, node in enumerate(trace.nodes):
         if not _normalizes(node):
             names[bisect_right(starts, number)] |= node.state & trace.changed.keys()
-    return tuple(tuple(trace.changed[name] for name in sorted(found)) for found in names)
+    return tuple(tuple(trace.changed[name] for name in sorted(group)) for group in names)
 
 
 def _normalizes(node: Node) -> bool:

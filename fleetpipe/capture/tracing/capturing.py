@@ -41,7 +41,7 @@ class Capturing:
         self.example = example
         self.unopened = Unopened(no_split)
         self._look = signature_of(example)
-        self._known: dict[bool, tuple[object, Trace]] = {}
+        self._traces: dict[bool, tuple[object, Trace]] = {}
 
     def __call__(self, signature: Signature, training: bool) -> Trace:
         """Returns what the forward calls, for a batch of a look, in training or in evaluation.
@@ -51,15 +51,15 @@ class Capturing:
         """
         if signature != self._look:
             return self.with_numbers(numbers_like(signature, self.example), training)
-        known = self._known.get(training)
-        if known is None or known[0] != self._depends_on(known[1]):
+        traced = self._traces.get(training)
+        if traced is None or traced[0] != self._depends_on(traced[1]):
             trace = self.with_numbers(self.example, training)
-            self._known[training] = known = (self._depends_on(trace), trace)
-        return known[1]
+            self._traces[training] = traced = (self._depends_on(trace), trace)
+        return traced[1]
 
     def forget(self) -> None:
         """Has the forward run again on the example when it is next asked for."""
-        self._known.clear()
+        self._traces.clear()
 
     def _depends_on(self, trace: Trace) -> object:
         """Returns what another run would depend on, beside its inputs, to be compared."""

@@ -38,11 +38,11 @@ def asked_by_paddle() -> bool:
 
 def raised_at(where: TracebackType | None) -> str:
     """Returns file and line of the innermost frame of the user's that an error came through."""
-    found = "?"
+    place = "?"
     for frame, line in traceback.walk_tb(where):
         if is_users(frame):
-            found = f"{frame.f_code.co_filename}:{line}"
-    return found
+            place = f"{frame.f_code.co_filename}:{line}"
+    return place
 
 
 def forward_place(model: Layer) -> str | None:

@@ -92,12 +92,12 @@ def completed(inputs: Nest, example: Nest) -> Nest:
     come in the example's order.
     """
     if isinstance(example, dict) and isinstance(inputs, dict):
-        found = {key: completed(inputs.get(key), item) for key, item in example.items()}
-        return {**found, **{key: item for key, item in inputs.items() if key not in example}}
+        values = {key: completed(inputs.get(key), item) for key, item in example.items()}
+        return {**values, **{key: item for key, item in inputs.items() if key not in example}}
     if isinstance(example, (tuple, list)) and isinstance(inputs, (tuple, list)):
-        given = [*inputs, *[None] * (len(example) - len(inputs))]
-        more = given[len(example) :]
-        return rebuilt(inputs, [*map(completed, given, example), *more])
+        arguments = [*inputs, *[None] * (len(example) - len(inputs))]
+        more = arguments[len(example) :]
+        return rebuilt(inputs, [*map(completed, arguments, example), *more])
     return example if inputs is None and isinstance(example, PLAIN) else inputs
 
 

@@ -75,12 +75,14 @@ class Size:
         self._read()
         return self._size
 
-    def made(self, function: Function, *others: Any) -> Any:
+    def made(self, function: Function, *operands: Any) -> Any:
         """Returns what a function makes of it and others: one like it, or a yes or no.
 
         Paddle's own functions may ask what is the same for both: whether sizes fit, or one is 0.
         """
-        sizes, another = zip(*((o._size, o._other) if type(o) is Size else (o, o) for o in others))
+        sizes, another = zip(
+            *((o._size, o._other) if type(o) is Size else (o, o) for o in operands)
+        )
         size = function(*sizes)
         other = None if None in another else function(*another)
         if not isinstance(size, bool):
@@ -91,15 +93,15 @@ class Size:
 
 
 def _computed(function: Function, swapped: bool = False) -> Function:
-    def compute(*given: Any) -> Any:
-        size: Size = given[0]
-        return size.made(function, *(reversed(given) if swapped else given))
+    def compute(*arguments: Any) -> Any:
+        size: Size = arguments[0]
+        return size.made(function, *(reversed(arguments) if swapped else arguments))
 
     return compute
 
 
 def _read(function: Function) -> Function:
-    return lambda size, *others: function(size.value, *others)
+    return lambda size, *operands: function(size.value, *operands)
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
@@ -123,19 +125,19 @@ def whole(value: Nest) -> Nest:
 
 def tensors_in(value: Nest) -> list[Tensor]:
     """Returns the tensors in arguments, those in slices too."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     rest = [value]
     while rest:
         value = rest.pop()
         if isinstance(value, paddle.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (tuple, list)):
             rest.extend(reversed(value))
         elif isinstance(value, dict):
             rest.extend(reversed(list(value.values())))
         elif isinstance(value, slice):
             rest += [value.step, value.stop, value.start]
-    return found
+    return tensors
 
 
 class Sizes:
@@ -148,7 +150,7 @@ class Sizes:
         #: Those whose sizes do not, each with one of another size where there is one.
         self._selected: dict[int, tuple[Tensor, Tensor | None]] = {}
         #: Whether any code has a :class:`Size`.
-        self.given = False
+        self.asked_for = False
         #: Whether the layer that runs, which is not opened, has read what depends on numbers.
         self.blind = False
         #: Whether an operation is done on tensors of other sizes: nobody may hear of it.
@@ -164,7 +166,7 @@ class Sizes:
 
     def dimensions(self, tensor: Tensor, shape: list[int], read: Callable[[], None]) -> list[Any]:
         """Returns a shape with a :class:`Size` for each dimension that depends on numbers."""
-        self.given = True
+        self.asked_for = True
         other = self._selected[id(tensor)][1]
         sizes: list[Any] = [None] * len(shape)
         if other is not None and len(_shape(other)) == len(shape):
@@ -217,17 +219,17 @@ class Sizes:
                 self.trying = False
         return output
 
-    def _follow(self, function: Function, given: Nest, depending: set[int], made: Nest) -> None:
+    def _follow(self, function: Function, arguments: Nest, depending: set[int], made: Nest) -> None:
         """Notes which outputs of an operation have sizes that depend on numbers.
 
         Args:
             function: The operation.
-            given: Its arguments, and those by name.
+            arguments: Its arguments, and those by name.
             depending: The ids of the tensors among them whose numbers are of the batch.
             made: Its outputs.
         """
         name = getattr(function, "__name__", "").strip("_")
-        args, named = given
+        args, named = arguments
         says = [
             one
             for one in tensors_in((args[_SELECTING.get(name, _RESIZING.get(name, 0)) :], named))
@@ -248,15 +250,15 @@ class Sizes:
             for one in tensors_in([item for item in index if not isinstance(item, slice)])
             if one.dtype == paddle.bool and id(one) in depending
         ]
-        others = {key: self._selected[key][1] for key in depending if key in self._selected}
+        selected = {key: self._selected[key][1] for key in depending if key in self._selected}
         writes = name == "setitem_dygraph" or function.__name__.endswith("_")
-        if not (others or masks) or (writes and not self.selected(args[0])):
+        if not (selected or masks) or (writes and not self.selected(args[0])):
             return None
-        if any(other is None for other in others.values()):
+        if any(other is None for other in selected.values()):
             return self._note(made, None)
         for like in (paddle.ones_like, paddle.zeros_like):
-            masked = {id(one): like(others.get(id(one), one)) for one in masks}
-            tried = _tried(function, given, {**others, **masked})
+            masked = {id(one): like(selected.get(id(one), one)) for one in masks}
+            tried = _tried(function, arguments, {**selected, **masked})
             if tried is None or [*map(_shape, tried)] != [*map(_shape, made)]:
                 break
         if masks and tried is not None:
@@ -264,9 +266,9 @@ class Sizes:
             tried = [_longer(one, _shape(other)) for one, other in zip(made, tried)]
         return self._note(made, tried)
 
-    def _note(self, made: list[Tensor], others: list[Tensor] | None) -> None:
+    def _note(self, made: list[Tensor], selected: list[Tensor] | None) -> None:
         """Notes what outputs are beside ones of other sizes; None where there are none."""
-        for one, other in zip(made, others or [None] * len(made)):
+        for one, other in zip(made, selected or [None] * len(made)):
             if _shape(one) and (other is None or _shape(other) != _shape(one)):
                 self._selected[id(one)] = (one, other)
             else:
@@ -285,9 +287,11 @@ def _longer(tensor: Tensor, other: Sequence[int] | None = None) -> Tensor:
     return paddle.zeros(shape, tensor.dtype)
 
 
-def _tried(function: Function, given: Nest, others: Mapping[int, Tensor]) -> list[Tensor] | None:
+def _tried(
+    function: Function, arguments: Nest, replacements: Mapping[int, Tensor]
+) -> list[Tensor] | None:
     """Does an operation on tensors of other sizes; returns None where it does not go."""
-    args, named = changed(given, lambda leaf: others.get(id(leaf), leaf))
+    args, named = changed(arguments, lambda leaf: replacements.get(id(leaf), leaf))
     try:
         return tensors_in(function(*args, **named))
     except Exception:

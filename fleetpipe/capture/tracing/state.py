@@ -54,17 +54,17 @@ class RunState:
         """Returns what stands for a parameter or buffer; None for another tensor."""
         return self._owned.get(id(tensor))
 
-    def of(self, function: Function, given: Sequence[Tensor], number: int) -> frozenset[str]:
+    def of(self, function: Function, tensors: Sequence[Tensor], number: int) -> frozenset[str]:
         """Returns the names of what a node has, or takes.
 
         Args:
             function: What it calls.
-            given: The tensors that it takes.
+            tensors: The tensors that it takes.
             number: The number of the node.
         """
         names = set(self._of_layer.get(id(function), _NONE))
-        names.update(self._owned[id(t)].path for t in given if id(t) in self._owned)
-        by_view = frozenset().union(*(self._views.get(id(tensor), _NONE) for tensor in given))
+        names.update(self._owned[id(t)].path for t in tensors if id(t) in self._owned)
+        by_view = frozenset().union(*(self._views.get(id(tensor), _NONE) for tensor in tensors))
         if by_view:
             self._by_view[number] = by_view
         return frozenset(names)
@@ -72,7 +72,7 @@ class RunState:
     def called(
         self,
         function: Function,
-        given: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         made: Iterable[Tensor],
         written: Iterable[Tensor],
     ) -> None:
@@ -80,21 +80,21 @@ class RunState:
 
         Args:
             function: What it called.
-            given: The tensors that it took.
+            tensors: The tensors that it took.
             made: Those that it returned.
-            written: Those of ``given`` that have another version now.
+            written: Those of ``tensors`` that have another version now.
         """
         for tensor in written:
             self._wrote(tensor)
         if is_silent(function):
-            self._wrote(given[0])
+            self._wrote(tensors[0])
         if isinstance(function, paddle.nn.Layer):
             return
-        sources = [(tensor, self._names_of(tensor)) for tensor in given]
+        sources = [(tensor, self._names_of(tensor)) for tensor in tensors]
         sources = [(tensor, names) for tensor, names in sources if names and has_memory(tensor)]
         if function is set_data:
             # The value that a buffer has from here on.
-            self._views[id(given[1])] = self._names_of(given[0]) | self._names_of(given[1])
+            self._views[id(tensors[1])] = self._names_of(tensors[0]) | self._names_of(tensors[1])
             return
         for output in made if sources else ():
             if id(output) in self._owned or not has_memory(output):

@@ -95,12 +95,12 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
     follows = False
     while True:
         # A forward may write into what it is given.
-        given = mapped(lambda tensor: tensor.detach().clone(), inputs)
+        arguments = mapped(lambda tensor: tensor.detach().clone(), inputs)
         try:
             with state_kept(model) as written:
                 tracer = _Tracer(model, unopened)
                 before = generators.states()
-                trace = tracer.run(given, Draws(generators, tracer.drawn) if follows else None)
+                trace = tracer.run(arguments, Draws(generators, tracer.drawn) if follows else None)
                 drew = generators.states() != before
             trace = tracer.with_state(trace, written)
         except _Refused as refused:
@@ -321,38 +321,40 @@ class _Tracer(Walk):
 
     def node(self, call: NodeCall) -> Any:
         """Notes what a call takes and makes."""
-        if self._sizes.given and any(type(x) is Size for _, x in parts((call.args, call.named))):
+        if self._sizes.asked_for and any(
+            type(x) is Size for _, x in parts((call.args, call.named))
+        ):
             call = call._replace(args=whole(call.args), named=whole(call.named))
         args, named = self._noted(call.args), self._noted(call.named)
         layer: Layer = call.function
         if isinstance(layer, paddle.nn.Layer) and sublayers_in(layer):
             self._whole[call.scopes[-1].path] = self._unopened.reason(layer) or "it has hooks"
-        given = tensors_in((call.args, call.named))
-        self._require_writable(call, given)
-        state = self._state.of(layer, given, len(self._nodes))
+        tensors = tensors_in((call.args, call.named))
+        self._require_writable(call, tensors)
+        state = self._state.of(layer, tensors, len(self._nodes))
         # Whoever takes a tensor later takes it with its gradient switched off, in each stage.
-        versions = [(tensor.inplace_version, tensor.stop_gradient) for tensor in given]
+        versions = [(tensor.inplace_version, tensor.stop_gradient) for tensor in tensors]
         modes = _modes_in(layer)
-        with lent(_state_of(call.function, given)):
+        with lent(_state_of(call.function, tensors)):
             output = self._done(call)
-        known, function = self._values, call.function
-        if is_silent(function) and id(given[0]) in known:
+        values, function = self._values, call.function
+        if is_silent(function) and id(tensors[0]) in values:
             function = noticed(function)
-            note_write(given[0])
+            note_write(tensors[0])
         changed = {
             id(tensor): tensor
-            for tensor, version in zip(given, versions)
+            for tensor, version in zip(tensors, versions)
             if (tensor.inplace_version, tensor.stop_gradient) != version
         }
         if call.is_users:
             # Another time it may return something else than what it was given.
-            passed = {id(tensor) for tensor in given} - changed.keys()
+            passed = {id(tensor) for tensor in tensors} - changed.keys()
             if any(id(tensor) in passed for tensor in tensors_of(output)):
                 output = mapped(lambda t: paddle.assign(t) if id(t) in passed else t, output)
         made = list(tensors_of(output))
-        self._state.called(function, given, made, [*changed.values()])
-        written = [(known[key], self._number(changed[key])) for key in changed if key in known]
-        outputs = [self._value_of(tensor, given) for tensor in made]
+        self._state.called(function, tensors, made, [*changed.values()])
+        written = [(values[key], self._number(changed[key])) for key in changed if key in values]
+        outputs = [self._value_of(tensor, tensors) for tensor in made]
         node = Node(
             function,
             args,
@@ -377,15 +379,15 @@ class _Tracer(Walk):
             return self._sizes.done(call.call, call.args, call.named, self._is_constant)
         with self._draws.node() if self._draws else nullcontext(lambda: False) as drew:
             output = call.do()
-        told = self._sizes.blind or drew()
-        if told and any(isinstance(leaf, _NUMBERS) for _, leaf in parts(output)):
+        opaque = self._sizes.blind or drew()
+        if opaque and any(isinstance(leaf, _NUMBERS) for _, leaf in parts(output)):
             self._refuse(returned(str(call.scopes[-1])))
         return output
 
-    def _require_writable(self, call: NodeCall, given: Sequence[Tensor]) -> None:
+    def _require_writable(self, call: NodeCall, tensors: Sequence[Tensor]) -> None:
         """Refuses what a stage cannot write into a parameter or buffer."""
-        if call.function is set_data and len(given) > 1:
-            self._require_place(given[0], given[1], call.call is set_data)
+        if call.function is set_data and len(tensors) > 1:
+            self._require_place(tensors[0], tensors[1], call.call is set_data)
         target = target_of(call.function, call.args)
         if target is None or id(target) in self._values:
             return
@@ -396,17 +398,17 @@ class _Tracer(Walk):
             return
         if target.stop_gradient or is_silent(call.function) or not paddle.is_grad_enabled():
             return
-        if any(not tensor.stop_gradient for tensor in given if tensor is not target):
+        if any(not tensor.stop_gradient for tensor in tensors if tensor is not target):
             self._refuse(has_graph(owned.path))
         elif call.function.__name__ != "assign_out_":
             self._refuse(outside_no_grad(owned.path))
 
-    def _value_of(self, tensor: Tensor, given: Sequence[Tensor]) -> ValueId:
+    def _value_of(self, tensor: Tensor, tensors: Sequence[Tensor]) -> ValueId:
         """Returns the number of a tensor that a node returned."""
         if id(tensor) in self._values:
             return self._values[id(tensor)]
         number = self._number(tensor)
-        if self._state.get(tensor) is not None and any(tensor is one for one in given):
+        if self._state.get(tensor) is not None and any(tensor is one for one in tensors):
             # An operation that wrote into a buffer returns it: it is a buffer still.
             del self._values[id(tensor)]
         return number
@@ -491,8 +493,8 @@ def _require_tensors(model: Layer, output: Nest) -> None:
         )
 
 
-def _state_of(function: Function, given: list[Tensor]) -> list[Tensor]:
+def _state_of(function: Function, tensors: list[Tensor]) -> list[Tensor]:
     """Returns the parameters and buffers that a node has, and what tensors it takes."""
     if isinstance(function, paddle.nn.Layer):
-        given = [*given, *function.state_dict().values()]
-    return given
+        tensors = [*tensors, *function.state_dict().values()]
+    return tensors

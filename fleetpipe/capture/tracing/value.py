@@ -241,11 +241,11 @@ class Trace:
     @cached_property
     def calls(self) -> dict[Scope, tuple[int, int]]:
         """The first and the last node of each call of a layer."""
-        found: dict[Scope, tuple[int, int]] = {}
+        ranges: dict[Scope, tuple[int, int]] = {}
         for number, node in enumerate(self.nodes):
             for scope in node.scopes:
-                found[scope] = (found.get(scope, (number,))[0], number)
-        return found
+                ranges[scope] = (ranges.get(scope, (number,))[0], number)
+        return ranges
 
     @cached_property
     def alive(self) -> list[int]:

@@ -52,12 +52,12 @@ def separate_stores(store: Store, timeout: float) -> None:
     _choose_interface()
 
     def own_store(rank: int, ranks: int, group: int) -> Any:
-        own = _open(store, rank, group, timeout)
+        opened = _open(store, rank, group, timeout)
         # They meet at the job's store, whose waits end when a rank fails.
         keys = {member: f"fleetpipe/gloo/{group}/here/{member}" for member in range(ranks)}
         store.add(keys[rank], 1)
         _await(store, group, keys, timeout)
-        return own
+        return opened
 
     replace_gloo_stores(own_store)
     make_without_gloo(functools.partial(OwnGroup, timeout=timeout))
@@ -74,10 +74,10 @@ def _open(store: Store, rank: int, group: int, timeout: float) -> Any:
     if rank == 0:
         host = hosts.gloo_interface()[1] or hosts.own_address()
         port = _free_port(host)
-        own = open_tcp_store(host, port, True, timeout)
+        opened = open_tcp_store(host, port, True, timeout)
         store.set(f"{key}/address", f"{host}:{port}")
         store.add(f"{key}/published", 1)
-        return own
+        return opened
     _await(store, group, {0: f"{key}/published"}, timeout)
     host, _, text = store.get(f"{key}/address").decode().rpartition(":")
     return open_tcp_store(host, int(text), False, timeout)

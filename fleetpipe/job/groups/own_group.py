@@ -87,9 +87,9 @@ class OwnGroup:
             kinds.MIN: paddle.minimum,
             kinds.PROD: paddle.multiply,
         }
-        found, *others = self._members.all_gather(tensor.detach().clone())
-        for other in others:
-            found = stock.get(operation, paddle.add)(found, other)
+        total, *rest = self._members.all_gather(tensor.detach().clone())
+        for other in rest:
+            total = stock.get(operation, paddle.add)(total, other)
         # 2.6.2 has no average among Gloo's reductions.
         average = hasattr(kinds, "AVG") and operation == kinds.AVG
-        tensor.set_value(found / self.size() if average else found)
+        tensor.set_value(total / self.size() if average else total)

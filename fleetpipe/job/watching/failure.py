@@ -52,8 +52,8 @@ class Failure:
             text, *more = str(error).splitlines()
             return cls(rank, "timed out", text, "\n".join(more)[-LONGEST_TEXT:])
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        told = "".join(lines)[-LONGEST_TEXT:]
-        return cls(rank, "raised", _in_one_line(error), told, is_permanent(error))
+        trace = "".join(lines)[-LONGEST_TEXT:]
+        return cls(rank, "raised", _in_one_line(error), trace, is_permanent(error))
 
     def error(self, where: str | None = None) -> FleetPipeError:
         """Returns the error that the other ranks raise: a timeout for a timeout."""

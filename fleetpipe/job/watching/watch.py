@@ -116,7 +116,7 @@ class Watch:
             TransportError: Some rank sent bytes that are no message.
         """
         if self.failure is not None:
-            raise self._told(self.failure)
+            raise self._as_error(self.failure)
 
     def gone(self) -> list[int]:
         """Returns the ranks that have ended; they will come to nothing more."""
@@ -156,8 +156,8 @@ class Watch:
             ranks: The ranks that it may be waiting for.
         """
         around = self._limit
-        others = tuple(rank for rank in ranks if rank != self.rank)
-        self._limit = _Limit(seconds, what, others, time.monotonic() + seconds)
+        peers = tuple(rank for rank in ranks if rank != self.rank)
+        self._limit = _Limit(seconds, what, peers, time.monotonic() + seconds)
         try:
             yield
         finally:
@@ -209,18 +209,18 @@ class Watch:
             if gone and self.failure is None:
                 self._fail(Failure(gone[0], "left", "its process ended before its work was done"))
         if self.failure is not None and isinstance(error, (PeerFailed, PipelineTimeout)):
-            told = self._told(self.failure)
+            error_of_peer = self._as_error(self.failure)
             # The stack of the wait tells something where it is the wait that failed.
-            return told.with_traceback(error.__traceback__ if self._is_late() else None)
+            return error_of_peer.with_traceback(error.__traceback__ if self._is_late() else None)
         if isinstance(error, PipelineTimeout):
             faulthandler.dump_traceback(_STDERR, all_threads=True)
-            told = PipelineTimeout("\n".join([str(error), *self._whereabouts()]))
-            self.give_up(told)
-            return told.with_traceback(error.__traceback__)
+            error_of_peer = PipelineTimeout("\n".join([str(error), *self._whereabouts()]))
+            self.give_up(error_of_peer)
+            return error_of_peer.with_traceback(error.__traceback__)
         self.give_up(error)
         return None
 
-    def _told(self, failure: Failure) -> FleetPipeError:
+    def _as_error(self, failure: Failure) -> FleetPipeError:
         self._notice()
         if self._is_late():
             faulthandler.dump_traceback(_STDERR, all_threads=True)

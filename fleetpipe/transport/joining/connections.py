@@ -21,7 +21,7 @@ from fleetpipe.transport.base import Store
 from fleetpipe.transport.joining import handshake, hosts
 from fleetpipe.transport.joining.handshake import (
     Exchange,
-    Known,
+    Greeting,
     Stale,
     Stranger,
     accepts,
@@ -62,7 +62,7 @@ def join(
     address: str | None = None,
     force_tcp: bool | None = None,
     streams: int = 1,
-    life: int = 0,
+    attempt: int = 0,
 ) -> list[Joined]:
     """Connects this rank to all others. Collective; see :func:`sockets.transport.connect`.
 
@@ -75,7 +75,7 @@ def join(
         address: This host's address as other hosts reach it.
         force_tcp: Use TCP within a host too.
         streams: Connections between each two ranks, the same number on all.
-        life: How often the job was started; who says another number is refused.
+        attempt: How often the job was started; who says another number is refused.
 
     Returns:
         The connections, by stream.
@@ -86,40 +86,40 @@ def join(
         TransportError: The namespace was used before, no address can be bound, the ranks were
             given different secrets, or only some of a host are to use TCP within it.
     """
-    given = handshake.user_secret()
+    user_secret = handshake.user_secret()
     meeting = Rendezvous(store, namespace, rank, ranks, timeout)
     use_tcp = hosts.force_tcp_by_default() if force_tcp is None else force_tcp
     card = {
         "tcp": "1" if use_tcp else "0",
         "host": hosts.host_identity(),
-        "secret": handshake.fingerprint(given, namespace),
+        "secret": handshake.fingerprint(user_secret, namespace),
         "token": secrets.token_hex(handshake.TOKEN_BYTES) if rank == 0 else "",
     }
     meeting.publish("host", card)
     cards = meeting.gather("host", range(ranks), card.keys())
     _refuse_other_secrets(cards, rank)
     _refuse_other_ways(cards)
-    secret = handshake.secret_of_run(given, namespace, cards[0]["token"])
+    secret = handshake.secret_of_run(user_secret, namespace, cards[0]["token"])
     listeners = _listen([cards[r]["host"] for r in range(ranks)], rank, use_tcp, address)
-    joining = _Joining(meeting, secret, [x.sock for x in listeners], streams, life)
+    joining = _Joining(meeting, secret, [x.sock for x in listeners], streams, attempt)
     try:
         meeting.publish("addresses", {"addresses": ",".join(x.address for x in listeners)})
-        for peer, found in meeting.gather("addresses", range(rank), ["addresses"]).items():
+        for peer, cards_of_peer in meeting.gather("addresses", range(rank), ["addresses"]).items():
             same = cards[peer]["host"] == card["host"] != ""
-            chosen = _best(peer, found["addresses"].split(","), same and not use_tcp)
+            chosen = _best(peer, cards_of_peer["addresses"].split(","), same and not use_tcp)
             _log.debug("rank %d of %s connects to rank %d at %s", rank, namespace, peer, chosen)
             joining.dial(peer, chosen)
         joined = joining.run()
-        return joined if given else [stream._replace(seals={}) for stream in joined]
+        return joined if user_secret else [stream._replace(seals={}) for stream in joined]
     finally:
         joining.close()
 
 
 def _refuse_other_secrets(cards: Mapping[int, Mapping[str, str]], rank: int) -> None:
-    own = cards[rank]["secret"]
-    others = [peer for peer in cards if cards[peer]["secret"] != own]
-    if others:
-        peer = others[0]
+    secret = cards[rank]["secret"]
+    differing = [peer for peer in cards if cards[peer]["secret"] != secret]
+    if differing:
+        peer = differing[0]
         raise TransportError(
             f"rank {rank} and rank {peer} were not given the same secret",
             expected="FLEETPIPE_SECRET, or the file of FLEETPIPE_SECRET_FILE, alike for all ranks",
@@ -147,13 +147,13 @@ def _listen(
     identities: list[str], rank: int, force_tcp: bool, address: str | None
 ) -> list[hosts.Listener]:
     """Listens where the higher ranks will come from."""
-    own = identities[rank]
-    beside = [identity == own != "" and not force_tcp for identity in identities[rank + 1 :]]
+    identity = identities[rank]
+    beside = [identity == identity != "" and not force_tcp for identity in identities[rank + 1 :]]
     listeners = []
     if any(beside):
         listeners.append(hosts.listen_unix())
     if not all(beside):
-        alone = own != "" and len(set(identities)) == 1
+        alone = identity != "" and len(set(identities)) == 1
         listeners.append(
             hosts.listen_tcp(address or ("127.0.0.1" if alone else hosts.own_address()))
         )
@@ -201,7 +201,7 @@ class PendingConnection:
         self._received = b""
         self._step: bytes | int = next(exchange)
 
-    def advance(self) -> Known | None:
+    def advance(self) -> Greeting | None:
         """Goes on as far as the socket lets it.
 
         Returns:
@@ -228,8 +228,8 @@ class PendingConnection:
         except BlockingIOError:
             return None
         except StopIteration as end:
-            known: Known = end.value
-            return known
+            greeting: Greeting = end.value
+            return greeting
 
 
 class _Joining:
@@ -241,11 +241,11 @@ class _Joining:
         secret: bytes,
         listeners: list[socket.socket],
         streams: int,
-        life: int,
+        attempt: int,
     ) -> None:
         self._meeting = meeting
         self._secret = secret
-        self._life = life
+        self._attempt = attempt
         self._refused_one = False
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
@@ -295,8 +295,8 @@ class _Joining:
         self._selector.close()
 
     def _missing(self) -> set[int]:
-        others = set(range(self._meeting.ranks)) - {self._meeting.rank}
-        return {p for p in others if any(p not in s.sockets for s in self._streams)}
+        peers = set(range(self._meeting.ranks)) - {self._meeting.rank}
+        return {p for p in peers if any(p not in s.sockets for s in self._streams)}
 
     def _strangers(self) -> list[PendingConnection]:
         return [connection for connection in self._pending if connection.dialled is None]
@@ -312,7 +312,12 @@ class _Joining:
                 self._again.append((now + _RETRY_SECONDS, dialled))
                 continue
             exchange = connects(
-                self._secret, meeting.rank, dialled.peer, meeting.ranks, dialled.stream, self._life
+                self._secret,
+                meeting.rank,
+                dialled.peer,
+                meeting.ranks,
+                dialled.stream,
+                self._attempt,
             )
             self._follow(PendingConnection(sock, exchange, dialled), selectors.EVENT_WRITE)
 
@@ -330,7 +335,7 @@ class _Joining:
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
         meeting, streams = self._meeting, len(self._streams)
-        exchange = accepts(self._secret, meeting.rank, meeting.ranks, streams, self._life)
+        exchange = accepts(self._secret, meeting.rank, meeting.ranks, streams, self._attempt)
         self._follow(PendingConnection(sock, exchange), selectors.EVENT_READ)
 
     def _follow(self, connection: PendingConnection, event: int) -> None:
@@ -339,25 +344,28 @@ class _Joining:
 
     def _advance(self, connection: PendingConnection) -> None:
         try:
-            known = connection.advance()
+            greeting = connection.advance()
         except (OSError, Stranger) as error:
             self._drop(connection)
             if isinstance(error, Stale):
                 self._tell_of(error)
             return
         self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
-        if known is not None:
+        if greeting is not None:
             self._selector.unregister(connection.sock)
             self._pending.remove(connection)
             connection.sock.setblocking(True)
-            stream = self._streams[known.stream]
-            replaced = stream.sockets.pop(known.peer, None)
+            stream = self._streams[greeting.stream]
+            replaced = stream.sockets.pop(greeting.peer, None)
             if replaced is not None:
                 replaced.close()
-            stream.sockets[known.peer], stream.seals[known.peer] = connection.sock, known.seals
+            stream.sockets[greeting.peer], stream.seals[greeting.peer] = (
+                connection.sock,
+                greeting.seals,
+            )
 
     def _tell_of(self, stale: Stale) -> None:
-        """Says once who was refused: anybody may claim to be of any life."""
+        """Says once who was refused: anybody may claim to be of any attempt."""
         if not self._refused_one:
             self._refused_one = True
             _log.warning("rank %d refused %s", self._meeting.rank, stale)

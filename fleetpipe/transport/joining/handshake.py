@@ -44,7 +44,7 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
 
-class Known(NamedTuple):
+class Greeting(NamedTuple):
     """The other end of a connection, once it has proved who it is.
 
     Attributes:
@@ -58,7 +58,7 @@ class Known(NamedTuple):
     seals: Seals
 
 
-Exchange = Generator[Union[bytes, int], bytes, Known]
+Exchange = Generator[Union[bytes, int], bytes, Greeting]
 
 
 class Stranger(Exception):
@@ -76,44 +76,46 @@ def user_secret() -> bytes:
         ConfigError: The file cannot be read, or the secret is too short to be one.
     """
     name = "FLEETPIPE_SECRET"
-    given = os.environ.get(name)
-    if given is None:
+    secret = os.environ.get(name)
+    if secret is None:
         name = "FLEETPIPE_SECRET_FILE"
         path = os.environ.get(name)
         if path is None:
             return b""
         try:
-            given = Path(path).read_text(encoding="utf-8").strip()
+            secret = Path(path).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"cannot read {name}={path}",
                 got=str(error),
                 fix=f"make it a text file that this process may read, or unset {name}",
             ) from None
-    if len(given) < SHORTEST_SECRET:
+    if len(secret) < SHORTEST_SECRET:
         raise ConfigError(
             f"the secret in {name} is too short",
             expected=f"at least {SHORTEST_SECRET} characters, the same for all ranks",
-            got=f"{len(given)} characters",
+            got=f"{len(secret)} characters",
             fix="python -c 'import secrets; print(secrets.token_hex(32))'",
         )
-    return given.encode()
+    return secret.encode()
 
 
-def fingerprint(given: bytes, namespace: str) -> str:
+def fingerprint(secret: bytes, namespace: str) -> str:
     """Returns a text by which ranks see whether they were given the same secret."""
-    return hmac.digest(given, f"fingerprint {namespace}".encode(), "sha256").hex() if given else ""
+    return (
+        hmac.digest(secret, f"fingerprint {namespace}".encode(), "sha256").hex() if secret else ""
+    )
 
 
-def secret_of_run(given: bytes, namespace: str, token: str) -> bytes:
+def secret_of_run(secret: bytes, namespace: str, token: str) -> bytes:
     """Returns the secret of the ranks that meet once, in ``namespace``."""
-    return hmac.digest(given, f"run {namespace} {token}".encode(), "sha256")
+    return hmac.digest(secret, f"run {namespace} {token}".encode(), "sha256")
 
 
 def connects(
-    secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0, life: int = 0
+    secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0, attempt: int = 0
 ) -> Exchange:
-    """The side of rank ``rank`` in life ``life`` of the job, which has connected to rank ``peer``.
+    """The side of rank ``rank`` in an attempt of the job, which has connected to rank ``peer``.
 
     Returns:
         What is known of the connection.
@@ -122,18 +124,18 @@ def connects(
         Stranger: The other end does not know the secret.
     """
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    greeting = _GREETING.pack(_MAGIC, VERSION, rank, peer, ranks, stream, life, nonce)
+    greeting = _GREETING.pack(_MAGIC, VERSION, rank, peer, ranks, stream, attempt, nonce)
     yield greeting
     said = greeting + (yield _NONCE_BYTES)
     yield _proof(secret, b"connects", said)
     if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"accepts", said)):
         raise Stranger(f"rank {peer} did not prove that it belongs to this run")
     seals = Seals(_seal(secret, b"connects", said), _seal(secret, b"accepts", said))
-    return Known(peer, stream, seals)
+    return Greeting(peer, stream, seals)
 
 
-def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1, life: int = 0) -> Exchange:
-    """The side of rank ``rank`` in life ``life`` of the job, which has accepted somebody.
+def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1, attempt: int = 0) -> Exchange:
+    """The side of rank ``rank`` in life ``attempt`` of the job, which has accepted somebody.
 
     Returns:
         What is known of the connection.
@@ -150,8 +152,10 @@ def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1, life: int = 
         raise Stranger(f"rank {peer} has no reason to connect to rank {rank}")
     if stream >= streams:
         raise Stranger(f"rank {peer} asks for stream {stream} of {streams}")
-    if their_life != life:
-        raise Stale(f"a rank {peer} of attempt {their_life} of the job, which is in attempt {life}")
+    if their_life != attempt:
+        raise Stale(
+            f"a rank {peer} of attempt {their_life} of the job, which is in attempt {attempt}"
+        )
     challenge = secrets.token_bytes(_NONCE_BYTES)
     yield challenge
     said = greeting + challenge
@@ -159,7 +163,7 @@ def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1, life: int = 
         raise Stranger(f"it claims to be rank {peer} but does not know the secret")
     yield _proof(secret, b"accepts", said)
     seals = Seals(_seal(secret, b"accepts", said), _seal(secret, b"connects", said))
-    return Known(peer, stream, seals)
+    return Greeting(peer, stream, seals)
 
 
 def _proof(secret: bytes, side: bytes, said: bytes) -> bytes:

@@ -57,14 +57,14 @@ def own_address() -> str:
     Raises:
         TransportError: None of them tells it.
     """
-    given = os.environ.get("FLEETPIPE_ADDRESS")
+    address = os.environ.get("FLEETPIPE_ADDRESS")
     launched = _host(os.environ.get("PADDLE_CURRENT_ENDPOINT", ""))
-    others = _launched_hosts()
-    if given or (launched and len(others) == 1):
-        return given or launched
-    for found in (launched, *map(route_to, others), named_address()):
-        if found and not _is_loopback(found):
-            return found
+    hosts = _launched_hosts()
+    if address or (launched and len(hosts) == 1):
+        return address or launched
+    for address_found in (launched, *map(route_to, hosts), named_address()):
+        if address_found and not _is_loopback(address_found):
+            return address_found
     raise TransportError(
         "cannot tell at which address the other hosts reach this one",
         got=f"{socket.gethostname()!r}, which is not a name that leads to this host from outside",
@@ -81,13 +81,13 @@ def gloo_interface() -> tuple[str, str]:
     """
     launched = _launched_hosts()
     if len(launched) == 1:
-        found = ["127.0.0.1"]
+        addresses = ["127.0.0.1"]
     else:
-        found = [address for address in map(route_to, launched) if not _is_loopback(address)]
+        addresses = [address for address in map(route_to, launched) if not _is_loopback(address)]
         with contextlib.suppress(TransportError):
-            found.insert(0, own_address())
+            addresses.insert(0, own_address())
     names = {address: name for name, address in systems.interfaces()}
-    for address in map(_address_of, found):
+    for address in map(_address_of, addresses):
         if address in names:
             return names[address], address
     return "", ""

@@ -137,8 +137,8 @@ class Outbox:
             else:
                 self._queue.clear()
                 self.backlog = 0
-            told, self._wanted = self._wanted, False
-        if told:
+            wanted, self._wanted = self._wanted, False
+        if wanted:
             self._wake()
 
     def _send_all(self, pieces: list[Buffer]) -> None:

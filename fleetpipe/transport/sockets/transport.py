@@ -272,11 +272,11 @@ class SocketTransport:
         self.awaited = awaited if awaited >= 0 else None
         ready = self._selector.select(nap)
         self.awaited = None
-        for found, _ in ready:
-            if found.data is None:
+        for key, _ in ready:
+            if key.data is None:
                 self._woken.recv(4096)
-            elif found.data.peer != awaited:
-                self._read_ahead(found.data)
+            elif key.data.peer != awaited:
+                self._read_ahead(key.data)
         return True
 
     def _read_ahead(self, connection: Connection) -> None:

@@ -171,7 +171,7 @@ def _rebuild(tree: Tree, tensors: Iterator[Any]) -> Any:
     return None if kind == "none" else _SCALARS[kind](tree[1])
 
 
-def _checked(node: Any, room: int) -> Tree:
+def _checked(node: Any, depth: int) -> Tree:
     """Turns the lists of JSON into tuples and refuses what no sender makes."""
     kind, rest = node[0], node[1:]
     if kind == "tensor":
@@ -179,7 +179,7 @@ def _checked(node: Any, room: int) -> Tree:
         fits = len(shape) <= MOST_DIMENSIONS
         if not fits or not all(type(n) is int and 0 <= n <= _LARGEST_SIZE for n in shape):
             raise ValueError(f"a shape that no tensor has, {str(shape[:MOST_DIMENSIONS])[:200]}")
-        return (kind, _known(dtype), tuple(shape), bool(stop_gradient))
+        return (kind, _known_dtype(dtype), tuple(shape), bool(stop_gradient))
     if kind == "none" and not rest:
         return ("none",)
     if kind in _SCALARS:
@@ -190,20 +190,20 @@ def _checked(node: Any, room: int) -> Tree:
             raise ValueError("a float of too many characters")
         _SCALARS[kind](content)
         return (kind, content)
-    if not room or kind not in ("tuple", "list", "dict"):
+    if not depth or kind not in ("tuple", "list", "dict"):
         raise ValueError(f"unknown or too deep: {str(kind)[:40]!r}")
     if kind == "dict":
-        return (kind, *(_entry(key, child, room) for key, child in rest))
-    return (kind, *(_checked(child, room - 1) for child in rest))
+        return (kind, *(_entry(key, child, depth) for key, child in rest))
+    return (kind, *(_checked(child, depth - 1) for child in rest))
 
 
-def _entry(key: Any, child: Any, room: int) -> tuple[str, Tree]:
+def _entry(key: Any, child: Any, depth: int) -> tuple[str, Tree]:
     if type(key) is not str:
         raise ValueError("a key that is no text")
-    return key, _checked(child, room - 1)
+    return key, _checked(child, depth - 1)
 
 
-def _known(dtype: str) -> str:
+def _known_dtype(dtype: str) -> str:
     if dtype not in SIZES:
         raise ValueError(f"dtype {str(dtype)[:40]!r}")
     return dtype

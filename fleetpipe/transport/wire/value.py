@@ -60,7 +60,7 @@ class _Walk:
         self.tensors: list[Tensor] = []
         self._parts = 0
 
-    def tree(self, value: Any, path: _Path, room: int) -> Tree:
+    def tree(self, value: Any, path: _Path, depth: int) -> Tree:
         """Returns the structure of one part of the value; exact types, so that none is lost."""
         kind = type(value)
         if isinstance(value, Tensor):
@@ -76,25 +76,25 @@ class _Walk:
             # Text, because nan differs from itself and 0.0 equals -0.0.
             return ("float", repr(value))
         if kind is tuple or kind is list:
-            self._enter(len(value), path, room)
+            self._enter(len(value), path, depth)
             return (
                 kind.__name__,
-                *[self.tree(part, (*path, i), room - 1) for i, part in enumerate(value)],
+                *[self.tree(part, (*path, i), depth - 1) for i, part in enumerate(value)],
             )
         if kind is dict:
-            self._enter(len(value), path, room)
-            return ("dict", *[self._entry(item, path, room) for item in value.items()])
+            self._enter(len(value), path, depth)
+            return ("dict", *[self._entry(item, path, depth) for item in value.items()])
         raise Unfit(path, f"an object of type {_type_name(kind)}")
 
-    def _entry(self, item: tuple[Any, Any], path: _Path, room: int) -> Tree:
+    def _entry(self, item: tuple[Any, Any], path: _Path, depth: int) -> Tree:
         key, part = item
         if type(key) is not str:
             raise Unfit(path, f"a dict with the key {key!r:.60} of type {_type_name(type(key))}")
-        return (key, self.tree(part, (*path, key), room - 1))
+        return (key, self.tree(part, (*path, key), depth - 1))
 
-    def _enter(self, parts: int, path: _Path, room: int) -> None:
+    def _enter(self, parts: int, path: _Path, depth: int) -> None:
         self._parts += parts
-        if not room:
+        if not depth:
             raise Unfit(path[:3], f"parts nested more than {DEEPEST} deep (within themselves?)")
         if self._parts > MOST_PARTS:
             raise Unfit((), f"more than {MOST_PARTS} parts")

@@ -292,7 +292,7 @@ def test_a_rank_left_over_from_an_earlier_life_is_named_once_and_does_no_harm(
     rank_0 = waiting_rank(threads, store)
     for _ in range(2):
         with knock(address_of(store)) as stale:
-            stale.sendall(next(connects(b"s" * 32, 1, 0, 2, life=1)))
+            stale.sendall(next(connects(b"s" * 32, 1, 0, 2, attempt=1)))
             assert stale.recv(1) == b""
     finish(rank_0, join_rank_1(threads, store))
     said = "rank 0 refused a rank 1 of attempt 1 of the job, which is in attempt 0"

@@ -72,10 +72,10 @@ def test_who_does_not_belong_is_refused(connecting: Exchange, accepting: Exchang
 
 @pytest.mark.parametrize("life", [1, 3])
 def test_a_rank_of_another_life_is_refused_by_name(life: int) -> None:
-    talk(connects(SECRET, 1, 0, 2, life=2), accepts(SECRET, 0, 2, life=2))
+    talk(connects(SECRET, 1, 0, 2, attempt=2), accepts(SECRET, 0, 2, attempt=2))
     said = f"a rank 1 of attempt {life} of the job, which is in attempt 2"
     with pytest.raises(Stale, match=said):
-        talk(connects(SECRET, 1, 0, 2, life=life), accepts(SECRET, 0, 2, life=2))
+        talk(connects(SECRET, 1, 0, 2, attempt=life), accepts(SECRET, 0, 2, attempt=2))
 
 
 def test_the_connecting_end_is_not_deceived_either() -> None:

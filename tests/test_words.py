@@ -1,0 +1,78 @@
+"""The words of the code: names say what they hold, and one class name stands for one thing.
+
+The list is that of docs/architecture.md's glossary, turned around: participles and pronouns that
+name nothing, and words of an earlier dialect that have a term of the field's today.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.test_house import modules
+
+#: What no module, class, function, parameter, attribute or variable is called, underscores aside.
+NO_NAMES = frozenset(
+    {
+        *("asked", "door", "found", "given", "house", "kin", "known", "life", "others", "own"),
+        *("room", "saying", "theirs", "told"),
+    }
+)
+
+#: Fields that have the name that a file of a checkpoint gives them.
+IN_FILES = {("fleetpipe.checkpoint.contents.parts", "others")}
+
+#: Class names that stand for two things, each with why.
+TWICE = {
+    "DataLoader": "Paddle has one for each graph mode, and these stand in their places",
+    "Engine": "ColossalAI's, beside ours",
+    "Model": "MindSpore's and paddle.Model's",
+    "ParallelMode": "ColossalAI's and MindSpore's",
+    "Timer": "ColossalAI's, beside ours",
+    "Trainer": "ColossalAI's, and the type of one that its hooks see",
+}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def names(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields the names that a file gives, with their lines."""
+    yield 0, path.stem
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_names_say_what_they_hold(name: str) -> None:
+    path = modules()[name]
+    assert not [
+        f"{path.name}:{line}: {word}"
+        for line, word in names(path)
+        if word.strip("_").lower() in NO_NAMES and (name, word) not in IN_FILES
+    ]
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, path in modules().items():
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert {name: where for name, where in twice.items() if name not in TWICE} == {}
+    assert set(TWICE) <= set(twice)
