@@ -33,7 +33,7 @@ class Deferral(NamedTuple):
     reason: str
 
 
-class Peak(NamedTuple):
+class WaitingPeak(NamedTuple):
     """The most that a stage kept between I and W.
 
     Attributes:
@@ -59,7 +59,7 @@ class DeferralReport:
 
     schedule: str
     parameters: tuple[Deferral, ...]
-    peaks: Mapping[int, Peak]
+    peaks: Mapping[int, WaitingPeak]
 
     @property
     def deferred(self) -> tuple[str, ...]:
@@ -97,12 +97,12 @@ class Waiting:
     def __init__(self) -> None:
         """Begins with none."""
         self._bytes: dict[MicroBatch, int] = {}
-        self.peak = Peak()
+        self.peak = WaitingPeak()
 
     def add(self, micro_batch: MicroBatch, size: int) -> None:
         """Takes a micro-batch that keeps ``size`` bytes."""
         self._bytes[micro_batch] = size
-        self.peak = Peak(
+        self.peak = WaitingPeak(
             max(self.peak.micro_batches, len(self._bytes)),
             max(self.peak.bytes, sum(self._bytes.values())),
         )

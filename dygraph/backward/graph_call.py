@@ -19,7 +19,7 @@ _LARGE = 2**20
 _TOKEN = paddle.zeros([1])
 
 
-class Graph(NamedTuple):
+class CallGraph(NamedTuple):
     """What one call of a layer computes.
 
     Attributes:
@@ -57,7 +57,7 @@ class GraphCall(Call):
             # Else the output would be kept until W, though no operation may need it.
             stand: Callable[..., Tensor] = _Root.apply
             roots = [stand(self, roots[0])]
-        self._graph: Graph | None = Graph(list(inputs), roots)
+        self._graph: CallGraph | None = CallGraph(list(inputs), roots)
 
     def measure(self, taken: Iterable[Tensor], outputs: Sequence[Tensor], allocated: int) -> None:
         """Notes what the call keeps, given that it left ``allocated`` bytes more in use."""

@@ -31,7 +31,7 @@ Run = Callable[[Nest], Nest]
 _State = list[tuple[dict[str, Tensor], str, Tensor]]
 
 
-class Piece:
+class RecomputedPiece:
     """Neighbouring layers of a stage, and what their first call showed about them."""
 
     def __init__(self, name: str, functions: Iterable[Callable[[Nest], Nest]]) -> None:
@@ -99,7 +99,7 @@ class Piece:
         return tuple(layer.training for layer in self._layers)
 
 
-def call(piece: Piece, run: Run, value: Nest) -> Nest:
+def call(piece: RecomputedPiece, run: Run, value: Nest) -> Nest:
     """Runs a piece so that it holds its inputs, and nothing else, until backward.
 
     Args:
@@ -135,7 +135,7 @@ class _Ticket:
 class _Rerun:
     """What it takes to run a piece once more, and the tickets that wait for it."""
 
-    def __init__(self, piece: Piece, run: Run, value: Nest) -> None:
+    def __init__(self, piece: RecomputedPiece, run: Run, value: Nest) -> None:
         self._piece = piece
         self._run = run
         tensors = list(tensors_of(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetpipe.aliases import Nest
-from fleetpipe.dygraph.batch.micro_batches import Cut, split
+from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, split
 
 
 class FakeMicroDataset:
@@ -30,7 +30,7 @@ class FakeMicroDataset:
             ConfigError: The number of rows does not fit.
             BoundaryError: A value is not made of Tensors.
         """
-        inputs, labels = split(data, Cut(acc_steps, micro_batch_size))
+        inputs, labels = split(data, MicroBatchCut(acc_steps, micro_batch_size))
         nothing = [None] * acc_steps
         self._items = iter(
             list(

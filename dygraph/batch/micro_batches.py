@@ -26,7 +26,7 @@ class MicroBatches(NamedTuple):
     labels: Nest
 
 
-class Cut(NamedTuple):
+class MicroBatchCut(NamedTuple):
     """How a batch is cut.
 
     Args:
@@ -41,7 +41,7 @@ class Cut(NamedTuple):
     any_rows: bool = False
 
 
-def split(data: Nest, cut: Cut) -> MicroBatches:
+def split(data: Nest, cut: MicroBatchCut) -> MicroBatches:
     """Cuts ``data`` into micro-batches.
 
     Args:
@@ -92,7 +92,7 @@ def unwrapped(data: Nest) -> Nest:
     return data() if isinstance(data, PipelineDatasetPreprocessor) else data
 
 
-def split_value(value: Nest, cut: Cut, path: str) -> list[Nest] | None:
+def split_value(value: Nest, cut: MicroBatchCut, path: str) -> list[Nest] | None:
     """Cuts the inputs or the labels of a whole batch; ``path`` names them in messages.
 
     Raises:
@@ -123,7 +123,7 @@ def split_value(value: Nest, cut: Cut, path: str) -> list[Nest] | None:
     raise _not_a_tensor(value, path)
 
 
-def ragged_weights(value: Nest, cut: Cut) -> list[Fraction] | None:
+def ragged_weights(value: Nest, cut: MicroBatchCut) -> list[Fraction] | None:
     """Returns each micro-batch's share of the rows where ``cut.size`` does not divide them.
 
     Args:
@@ -165,7 +165,7 @@ def _draw(data: Iterator[Nest], count: int) -> MicroBatches:
     return MicroBatches(inputs, labels)
 
 
-def _common_length(parts: list[list[Nest] | None], cut: Cut, path: str) -> int:
+def _common_length(parts: list[list[Nest] | None], cut: MicroBatchCut, path: str) -> int:
     lengths = {len(part) for part in parts if part is not None} or {cut.steps}
     if len(lengths) > 1:
         raise ConfigError(
@@ -176,7 +176,7 @@ def _common_length(parts: list[list[Nest] | None], cut: Cut, path: str) -> int:
     return lengths.pop()
 
 
-def _rows(tensor: Tensor, cut: Cut, path: str) -> list[Tensor]:
+def _rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
     count, size, any_rows = cut
     rows = tensor.shape[0] if tensor.ndim else None
     if rows != count * size:

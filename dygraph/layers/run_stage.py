@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple, Optional
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
-from fleetpipe.dygraph.backward.recompute import Piece
+from fleetpipe.dygraph.backward.recompute import RecomputedPiece
 from fleetpipe.dygraph.layers import refusals
 from fleetpipe.dygraph.nest import replace, tensors_of
 from fleetpipe.errors import ConfigError
@@ -103,13 +103,16 @@ class StageRunner:
     def _steps(self, start: int, end: int) -> _Steps:
         return tuple(_Step(index, self._functions[index]) for index in range(start, end))
 
-    def _piece(self, stage: int, start: int, end: int) -> tuple[_Steps, Piece]:
+    def _piece(self, stage: int, start: int, end: int) -> tuple[_Steps, RecomputedPiece]:
         steps = self._steps(start, end)
         name = f"stage {stage}, layers {start} to {end - 1}"
-        return steps, Piece(name, [function for _, function in steps])
+        return steps, RecomputedPiece(name, [function for _, function in steps])
 
     def _run_pieces(
-        self, pieces: list[tuple[_Steps, Piece]], value: Nest, micro_batch: GlobalMicroBatch | None
+        self,
+        pieces: list[tuple[_Steps, RecomputedPiece]],
+        value: Nest,
+        micro_batch: GlobalMicroBatch | None,
     ) -> Nest:
         for steps, piece in pieces:
             value = _sole(value)
@@ -120,7 +123,10 @@ class StageRunner:
         return value
 
     def _run_chosen(
-        self, pieces: list[tuple[_Steps, Piece]], value: Nest, micro_batch: GlobalMicroBatch | None
+        self,
+        pieces: list[tuple[_Steps, RecomputedPiece]],
+        value: Nest,
+        micro_batch: GlobalMicroBatch | None,
     ) -> Nest:
         for steps, piece in pieces:
             run = functools.partial(self._run_steps, steps, micro_batch=micro_batch)

@@ -16,7 +16,7 @@ from typing import Callable, NamedTuple
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import slices
 from fleetpipe.dygraph.backward.deferral_report import LayersOf
-from fleetpipe.dygraph.backward.recompute import Piece
+from fleetpipe.dygraph.backward.recompute import RecomputedPiece
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
@@ -164,7 +164,7 @@ class _Meter:
         # Whether its backward is split too, and whether gradients come back for what it keeps.
         self._splits, self._awaited = splits, awaited
         self._now = _clock()
-        self._piece = Piece("", [function])
+        self._piece = RecomputedPiece("", [function])
         self._split = SplitBackward(_ALONE, lambda _: layer)
         self._warm = False
         self._free = 0

@@ -23,7 +23,7 @@ _FILE = re.compile(
 )
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a layer stands.
 
     Attributes:
@@ -83,7 +83,7 @@ def layers_to_write(
 
 def save(
     folder: str | Path,
-    layers: Mapping[Place, Layer],
+    layers: Mapping[ParameterPlace, Layer],
     tensor_slice: int,
     writer: manifest.Writer,
 ) -> None:
@@ -116,7 +116,10 @@ def require_folder(folder: str | Path) -> None:
 
 
 def load(
-    folder: str | Path, layers: Mapping[Place, Layer], tensor_slice: int, tensor_slices: int
+    folder: str | Path,
+    layers: Mapping[ParameterPlace, Layer],
+    tensor_slice: int,
+    tensor_slices: int,
 ) -> None:
     """Reads the file of each layer; a weight that several layers have gets the first's value.
 
@@ -144,7 +147,7 @@ def load(
         layer.set_state_dict(states[place])
 
 
-def _files_of(place: Place, names: list[str], folder: Path) -> list[str]:
+def _files_of(place: ParameterPlace, names: list[str], folder: Path) -> list[str]:
     """Returns the files of a layer by slice: those of its chunk, or of whichever it was in."""
     by_stem: dict[str, list[str]] = {}
     for name in names:
@@ -170,7 +173,7 @@ def _files_of(place: Place, names: list[str], folder: Path) -> list[str]:
     )
 
 
-def _require_fit(place: Place, layer: Layer, state: Mapping[str, Any], file: str) -> None:
+def _require_fit(place: ParameterPlace, layer: Layer, state: Mapping[str, Any], file: str) -> None:
     for name, tensor in layer.state_dict().items():
         value = state.get(name)
         if _described(value) != _described(tensor):

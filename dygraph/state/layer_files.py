@@ -25,8 +25,8 @@ class LayerFiles:
 
     def __init__(
         self,
-        written: Mapping[files.Place, Layer],
-        read: Mapping[files.Place, Layer],
+        written: Mapping[files.ParameterPlace, Layer],
+        read: Mapping[files.ParameterPlace, Layer],
         sources: Mapping[str, int],
         job: Job | None,
     ) -> None:
@@ -115,10 +115,10 @@ def files_of_list(
         job: The job of the model; None where it was built outside of one.
     """
 
-    def place(index: int) -> files.Place:
+    def place(index: int) -> files.ParameterPlace:
         stage = partition.stage_of(index)
         stages = placement.stages_of(placement.rank_of(stage))
-        return files.Place(index, None if len(stages) == 1 else stages.index(stage))
+        return files.ParameterPlace(index, None if len(stages) == 1 else stages.index(stage))
 
     at = {index: files.written_at(layer, entries) for index, layer in shared.items()}
     layers = files.layers_to_write(functions, shared, entries)

@@ -14,7 +14,7 @@ from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
-from fleetpipe.dygraph.batch.micro_batches import Cut, MicroBatches, split
+from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, MicroBatches, split
 from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
@@ -135,9 +135,9 @@ class Runtime:
         """Whether this process is that rank of the pipeline, or plays all ranks."""
         return self.job.local or rank == self.job.hcg.get_stage_id()
 
-    def cut(self, any_rows: bool = False) -> Cut:
+    def cut(self, any_rows: bool = False) -> MicroBatchCut:
         """Returns how a batch is cut, one with another number of rows too if ``any_rows``."""
-        return Cut(self.config.micro_batches, self.config.micro_batch_size, any_rows)
+        return MicroBatchCut(self.config.micro_batches, self.config.micro_batch_size, any_rows)
 
     def micro_batches(self, data: Nest, any_rows: bool = False) -> MicroBatches:
         """Cuts a batch in any form that ``train_batch`` takes.

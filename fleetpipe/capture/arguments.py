@@ -12,7 +12,7 @@ from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 
 
-class Stages(NamedTuple):
+class StageArguments(NamedTuple):
     """How many stages are asked for.
 
     Attributes:
@@ -50,7 +50,7 @@ class Stages(NamedTuple):
         return stages // self.chunks
 
 
-def requested_stages(num_stages: int | None, num_chunks: int, job: Job | None) -> Stages:
+def requested_stages(num_stages: int | None, num_chunks: int, job: Job | None) -> StageArguments:
     """Returns how many stages are asked for.
 
     Args:
@@ -71,7 +71,7 @@ def requested_stages(num_stages: int | None, num_chunks: int, job: Job | None) -
             got=f"num_stages={num_stages}, and pp_degree={ranks} of fleet.init",
             fix="leave num_stages out: a job has its pp_degree",
         )
-    return Stages(ranks, num_chunks)
+    return StageArguments(ranks, num_chunks)
 
 
 def plain_model(model: Layer) -> Layer:

@@ -13,7 +13,7 @@ from fleetpipe.capture.graphviz import graph
 from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
-from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.profiling import LayerCost
 from fleetpipe.representation import shows
@@ -34,7 +34,7 @@ class Explanation:
         costs: What each node costs; None where nothing was measured.
     """
 
-    trace: Trace
+    trace: Capture
     places: Mapping[int, Border]
     refused: Mapping[int, str]
     crossing: Sequence[int]

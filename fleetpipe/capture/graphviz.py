@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from fleetpipe.capture.tracing.value import Trace, ValueId
+from fleetpipe.capture.tracing.value import Capture, ValueId
 
 #: Those of Okabe and Ito, lighter: the colour-blind tell them apart, and black is legible on them.
 _COLOURS = ("#8fc7e8", "#f5c56b", "#86d1b3", "#e6b3cf", "#f2a27f", "#f4ec9a", "#9fb6d9", "#cfcfcf")
 
 
-def graph(trace: Trace, starts: Sequence[int] = ()) -> str:
+def graph(trace: Capture, starts: Sequence[int] = ()) -> str:
     """Returns the text of a directed graph, for ``dot -Tsvg``.
 
     Nodes of a stage have its colour. A value that crosses to another stage is red there, once, with
@@ -32,7 +32,7 @@ def graph(trace: Trace, starts: Sequence[int] = ()) -> str:
     return "\n".join([*lines, *_arrows(trace, starts), "}"])
 
 
-def _arrows(trace: Trace, starts: Sequence[int]) -> Iterator[str]:
+def _arrows(trace: Capture, starts: Sequence[int]) -> Iterator[str]:
     """Yields an arrow for each use of a value."""
     uses = [(f"n{number}", number, sorted(node.uses)) for number, node in enumerate(trace.nodes)]
     uses.append(("outputs", len(trace.nodes), list(trace.output_values)))

@@ -17,7 +17,7 @@ from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import attributes_running_on
 from fleetpipe.capture.tracing.place import forward_place
 from fleetpipe.capture.tracing.signature import PLAIN, signature_of
-from fleetpipe.capture.tracing.value import Mode, Node, Owned, Ref, Trace, parts
+from fleetpipe.capture.tracing.value import Capture, Mode, Node, Owned, Ref, parts
 from fleetpipe.dygraph.nest import mapped
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
@@ -77,7 +77,7 @@ def require_same_calls(capturing: Capturing) -> None:
         )
 
 
-def require_same_modes(first: Trace, again: Trace) -> None:
+def require_same_modes(first: Capture, again: Capture) -> None:
     """Refuses a forward that switches layers between training and evaluation, and not always alike.
 
     Args:
@@ -99,7 +99,7 @@ def require_same_modes(first: Trace, again: Trace) -> None:
         )
 
 
-def _modes_after(first: Trace, again: Trace) -> tuple[Mode, ...]:
+def _modes_after(first: Capture, again: Capture) -> tuple[Mode, ...]:
     """Returns the modes that a second run leaves of the layers that the first has switched."""
     modes = {id(mode.layer): mode for mode in again.switched}
     return tuple(modes.get(id(mode.layer), mode) for mode in first.switched)
@@ -141,7 +141,7 @@ def _difference(capturing: Capturing) -> _Difference | None:
     return None
 
 
-def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: bool) -> Trace:
+def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: bool) -> Capture:
     """Runs the forward on other numbers; on nearer ones where it fails on these."""
     try:
         return capturing.with_numbers(mapped(change, capturing.example), training)
@@ -151,7 +151,7 @@ def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: boo
         return capturing.with_numbers(mapped(moved, capturing.example), training)
 
 
-def _selecting(first: Trace, second: Trace) -> Iterator[str]:
+def _selecting(first: Capture, second: Capture) -> Iterator[str]:
     """Yields the names of nodes whose outputs have another size in another run."""
     for node, other in zip(first.nodes, second.nodes):
         if node.function != other.function or node.makes != other.makes:
@@ -161,7 +161,7 @@ def _selecting(first: Trace, second: Trace) -> Iterator[str]:
                 yield node.name
 
 
-def _parting(first: Trace, second: Trace) -> _Difference | None:
+def _parting(first: Capture, second: Capture) -> _Difference | None:
     for node, other in zip_longest(first.nodes, second.nodes):
         line = _differing(node, other)
         if line is not None:

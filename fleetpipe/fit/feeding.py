@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     everywhere: int
 
 
-class Cut(NamedTuple):
+class RowCut(NamedTuple):
     """A batch in micro-batches.
 
     Attributes:
@@ -81,7 +81,7 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
     return Rows(columns[:inputs], columns[inputs:], rows, real, everywhere)
 
 
-def in_micro_batches(rows: Rows, count: int) -> Cut:
+def in_micro_batches(rows: Rows, count: int) -> RowCut:
     """Cuts the rows of a batch into ``count`` micro-batches, or into one for each row.
 
     Their sizes differ by one at most, the larger first.
@@ -90,7 +90,7 @@ def in_micro_batches(rows: Rows, count: int) -> Cut:
     small, larger = divmod(rows.rows, count)
     sizes = [small + 1] * larger + [small] * (count - larger)
     inputs, labels = _parts(rows.inputs, sizes), _parts(rows.labels, sizes)
-    return Cut([inputs, labels], tuple(sizes))
+    return RowCut([inputs, labels], tuple(sizes))
 
 
 def whole(columns: Columns, rows: int) -> Nest:
@@ -105,7 +105,7 @@ def value_of(columns: Columns) -> Nest:
     return columns[0] if len(columns) == 1 else tuple(columns)
 
 
-def joined(cuts: Iterable[Cut]) -> Cut:
+def joined(cuts: Iterable[RowCut]) -> RowCut:
     """Returns the micro-batches of several batches as those of one."""
     inputs: list[Nest] = []
     labels: list[Nest] = []
@@ -114,7 +114,7 @@ def joined(cuts: Iterable[Cut]) -> Cut:
         inputs += cut.data[0]
         labels += cut.data[1]
         rows += cut.rows
-    return Cut([inputs, labels], tuple(rows))
+    return RowCut([inputs, labels], tuple(rows))
 
 
 def _parts(columns: Columns, sizes: Sequence[int]) -> list[Nest]:

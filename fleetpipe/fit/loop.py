@@ -12,7 +12,7 @@ from fleetpipe.fit.criterion import names_of, values_of
 from fleetpipe.fit.feeding import Rows
 from fleetpipe.fit.position import Position
 from fleetpipe.fit.runner import Runner
-from fleetpipe.fit.sources import Source
+from fleetpipe.fit.sources import BatchSource
 
 if TYPE_CHECKING:
     from paddle.hapi.callbacks import CallbackList
@@ -49,13 +49,13 @@ class Loop:
 
     def train(
         self,
-        source: Source,
+        source: BatchSource,
         position: Position,
         saver: PipelineCheckpoint | Nothing,
         *,
         epochs: int,
         accumulate: int,
-        evaluation: Source | None,
+        evaluation: BatchSource | None,
         eval_freq: int,
     ) -> None:
         """Trains from a position in the data to the end of the epochs.
@@ -91,7 +91,7 @@ class Loop:
 
     def run_epoch(
         self,
-        source: Source,
+        source: BatchSource,
         position: Position,
         saver: PipelineCheckpoint | Nothing,
         accumulate: int = 1,
@@ -124,7 +124,7 @@ class Loop:
             self._step(waiting, step=False)
         return self._end()
 
-    def evaluate(self, source: Source) -> Logs:
+    def evaluate(self, source: BatchSource) -> Logs:
         """Returns the loss of the last batch and the metrics of all, which count every batch."""
         self._model.mode, most = "eval", self.left
         steps = source.steps if most is None else min(most, source.steps or most)
@@ -137,7 +137,7 @@ class Loop:
         self._callbacks.on_end("eval", logs)
         return logs
 
-    def predict(self, source: Source) -> list[list[np.ndarray]]:
+    def predict(self, source: BatchSource) -> list[list[np.ndarray]]:
         """Returns the outputs of each batch."""
         self._model.mode = "test"
         self._callbacks.on_begin("predict", {"steps": source.steps})
@@ -150,7 +150,7 @@ class Loop:
         self._callbacks.on_end("predict", self.logs)
         return outputs
 
-    def _evaluate_epoch(self, source: Source, position: Position) -> Logs:
+    def _evaluate_epoch(self, source: BatchSource, position: Position) -> Logs:
         # As in paddle.Model, whose num_iters counts the batches of evaluations too.
         inner = Loop(self._model, self._runner, self._callbacks, self.left or None)
         logs = inner.evaluate(source)
@@ -159,7 +159,7 @@ class Loop:
             self.left = inner.left
         return logs
 
-    def _batches(self, source: Source, taken: int = 0) -> Iterator[tuple[int, Rows]]:
+    def _batches(self, source: BatchSource, taken: int = 0) -> Iterator[tuple[int, Rows]]:
         batches = enumerate(source.batches(taken), taken)
         while self.left != 0:
             batch = next(batches, None)

@@ -22,7 +22,7 @@ from fleetpipe.fit.loop import Logs, Loop
 from fleetpipe.fit.position import Position
 from fleetpipe.fit.precision import precision_of
 from fleetpipe.fit.runner import Runner
-from fleetpipe.fit.sources import Source, source_of
+from fleetpipe.fit.sources import BatchSource, source_of
 from fleetpipe.job import attempt_files
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_types import Data, FitCallbacks, Layer, Optimizer, Tensor
@@ -446,7 +446,7 @@ class Model(paddle.Model):
                 'or leave "trace" out of fleetpipe_configs',
             )
 
-    def _source(self, data: Nest, batch_size: int, **options: Any) -> Source:
+    def _source(self, data: Nest, batch_size: int, **options: Any) -> BatchSource:
         arguments.require_numbers(num_workers=options["workers"])
         pipeline = self.pipeline
         ends = (pipeline.is_pipeline_first_stage, pipeline.is_pipeline_last_stage)

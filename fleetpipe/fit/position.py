@@ -10,7 +10,7 @@ import numpy as np
 from fleetpipe.checkpoint.contents.training_state import plain
 from fleetpipe.fit.criterion import Metric
 from fleetpipe.fit.runner import Runner
-from fleetpipe.fit.sources import Source
+from fleetpipe.fit.sources import BatchSource
 from fleetpipe.paddle_api.callbacks import callback_state, set_callback_state
 
 _ARRAY = "dtype"
@@ -27,7 +27,7 @@ class Position:
         logs: What callbacks were given of the last batch: loss and metrics.
     """
 
-    def __init__(self, runner: Runner, source: Source, callbacks: Sequence[Any]) -> None:
+    def __init__(self, runner: Runner, source: BatchSource, callbacks: Sequence[Any]) -> None:
         """Begins at the start.
 
         Args:

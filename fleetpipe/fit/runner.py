@@ -16,7 +16,7 @@ from fleetpipe.dygraph.batch.losses import weighted
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.criterion import Counting, Criterion, Metric
-from fleetpipe.fit.feeding import Cut, Rows, in_micro_batches, joined, value_of, whole
+from fleetpipe.fit.feeding import RowCut, Rows, in_micro_batches, joined, value_of, whole
 from fleetpipe.fit.precision import Precision
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
@@ -97,14 +97,14 @@ class Runner:
             yield _number(weighted(_total(shares[part]), self._undivided))
             begin = part.stop
 
-    def _cut(self, rows: Rows, alone: bool) -> Cut:
+    def _cut(self, rows: Rows, alone: bool) -> RowCut:
         """Returns the micro-batches of a batch; one of the usual size, alone, is cut later."""
         if not alone or rows.rows != self._steps * self.pipeline.micro_batch_size:
             return in_micro_batches(rows, self._steps)
         labels = value_of(rows.labels) if rows.labels else [None] * self._steps
-        return Cut([value_of(rows.inputs), labels], self._usual_rows)
+        return RowCut([value_of(rows.inputs), labels], self._usual_rows)
 
-    def _weights(self, cuts: Sequence[Cut]) -> list[Fraction] | None:
+    def _weights(self, cuts: Sequence[RowCut]) -> list[Fraction] | None:
         """Returns the weight of each micro-batch; None where all count as they always do.
 
         Raises:

@@ -18,7 +18,7 @@ from fleetpipe.paddle_api.loading import batches_of
 
 
 @dataclass(frozen=True)
-class Source:
+class BatchSource:
     """What gives batches.
 
     Attributes:
@@ -100,7 +100,7 @@ def source_of(
     drop_last: bool = False,
     workers: int = 0,
     loads: bool = True,
-) -> Source:
+) -> BatchSource:
     """Returns where batches come from.
 
     Args:
@@ -135,7 +135,7 @@ def source_of(
             drop_last=drop_last,
             num_workers=workers if read else 0,
         )
-    source = Source(data, samples, batch_size * replicas, inputs, job.replica, replicas, read)
+    source = BatchSource(data, samples, batch_size * replicas, inputs, job.replica, replicas, read)
     if source.steps == 0:
         raise ConfigError(
             "the data has no batch",

@@ -84,7 +84,7 @@ def target_of(function: Function, args: tuple[Any, ...]) -> Tensor | None:
     return args[0] if writes and args and isinstance(args[0], _Tensor) else None
 
 
-class Listener(Protocol):
+class OperationListener(Protocol):
     """What is called in the place of operations, and does them."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -134,16 +134,16 @@ class _Unheard:
 
 
 #: Returns whom the operations of the thread that calls it go to.
-_Choice = Callable[[], Listener]
+_Choice = Callable[[], OperationListener]
 
 
 @contextmanager
-def intercepted(listener: Listener) -> Iterator[None]:
+def intercepted(listener: OperationListener) -> Iterator[None]:
     """Within it each operation, call of a layer, and so on of this thread goes to ``listener``."""
     replaced: list[tuple[Any, str, Any]] = []
     thread, unheard = get_ident(), _Unheard()
 
-    def chosen() -> Listener:
+    def chosen() -> OperationListener:
         return listener if get_ident() == thread else unheard
 
     def put(holder: Any, name: str, value: Any) -> None:

@@ -40,7 +40,7 @@ class At(NamedTuple):
 
 
 @dataclass
-class Gradients:
+class EdgeGradients:
     """The gradients of one batch on the edges.
 
     Attributes:
@@ -67,18 +67,18 @@ class EdgeWatch:
 
     def __init__(self) -> None:
         """Begins without a batch."""
-        self._gradients: Gradients | None = None
+        self._gradients: EdgeGradients | None = None
         self._first_micro_batch = 0
 
     @contextmanager
-    def watching(self, first_micro_batch: int) -> Iterator[Gradients]:
+    def watching(self, first_micro_batch: int) -> Iterator[EdgeGradients]:
         """Within it the gradients are kept.
 
         Args:
             first_micro_batch: The global number of the batch's micro-batch 0, or of its slice 0.
         """
         self._first_micro_batch = first_micro_batch
-        self._gradients = Gradients()
+        self._gradients = EdgeGradients()
         try:
             yield self._gradients
         finally:
@@ -103,7 +103,7 @@ class EdgeWatch:
 
         return watched
 
-    def _follow(self, kept: Gradients, op: Action, values: Mapping[MessageKey, Value]) -> None:
+    def _follow(self, kept: EdgeGradients, op: Action, values: Mapping[MessageKey, Value]) -> None:
         """Begins to keep the gradients of what a forward hands on."""
         for value in _of(op, "F", values):
             for path, tensor in _tensors(value).items():
@@ -114,7 +114,7 @@ class EdgeWatch:
                 _keep(tensor, kept.used, at)
 
     def _keep_arrived(
-        self, kept: Gradients, op: Action, values: Mapping[MessageKey, Value]
+        self, kept: EdgeGradients, op: Action, values: Mapping[MessageKey, Value]
     ) -> None:
         """Keeps what the consumer of a stage's value sent back."""
         here = (op.stage, self._first_micro_batch + op.micro_batch)
@@ -131,7 +131,7 @@ def _of(op: Action, kind: str, values: Mapping[MessageKey, Value]) -> list[Value
 
 
 @contextmanager
-def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[Gradients]:
+def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeGradients]:
     """Within it a model works on copies of the values that cross between stages.
 
     Parameters keep their gradients, and buffers their values, in the end.
@@ -139,7 +139,7 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[Gradi
     Yields:
         The gradients of the micro-batches that run within, numbered from 0.
     """
-    kept = Gradients()
+    kept = EdgeGradients()
     borders = {first: stage for stage, first in enumerate(pipe.partition.boundaries[1:-1])}
     calls = dict.fromkeys(borders, 0)
 
@@ -169,7 +169,7 @@ def name_of(stage: int) -> str:
 
 
 def differences(
-    pipeline: Gradients, reference: Gradients, first: int, step: int, slices: int = 1
+    pipeline: EdgeGradients, reference: EdgeGradients, first: int, step: int, slices: int = 1
 ) -> list[Difference]:
     """Compares the gradients on the edges of this process.
 

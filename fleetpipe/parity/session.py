@@ -177,7 +177,7 @@ class Session:
     def _before_the_update(
         self,
         rates: Rates,
-        arrived: edges.Gradients,
+        arrived: edges.EdgeGradients,
         batches: MicroBatches,
         keys: random_keys.Keys | None,
         gradients: list[Difference],

@@ -61,7 +61,7 @@ class Lack(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
+class PlanTask:
     """What a plan is wanted for.
 
     Attributes:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from fleetpipe.profiling.candidates import Candidate, Task
+from fleetpipe.profiling.candidates import Candidate, PlanTask
 from fleetpipe.profiling.memory import peak_bytes
 from fleetpipe.profiling.profile import Profile, table
 from fleetpipe.profiling.sizes import show_bytes, show_seconds
@@ -47,7 +47,7 @@ def estimates(
     rows = []
     for count in ranks:
         search = frozenset(("partition", "placement", "schedule"))
-        task = Task(profile, count, micro_batches, math.inf, search, optimizer_copies)
+        task = PlanTask(profile, count, micro_batches, math.inf, search, optimizer_copies)
         of_ranks: dict[tuple[int, str], Estimate] = {}
         for shape in task.shapes():
             for schedule in task.schedules(shape):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.partition import LayerInfo, Partition
-from fleetpipe.profiling.candidates import Boundaries, Lack, Task
+from fleetpipe.profiling.candidates import Boundaries, Lack, PlanTask
 from fleetpipe.profiling.cost_model import StageCost
 from fleetpipe.profiling.explaining import shown_range
 from fleetpipe.profiling.plan import PipelinePlan
@@ -72,7 +72,7 @@ def plan(
         )
     profile.require_cuts_for(ranks)
     cap = None if memory_cap is None else read_bytes(memory_cap)
-    task = Task(
+    task = PlanTask(
         profile,
         ranks,
         micro_batches,
@@ -110,7 +110,7 @@ def fastest_cut(
         PartitionError: There are too few places for a cut, or none fits.
     """
     cap = math.inf if memory_cap is None else memory_cap
-    task = Task(profile, stages, stages, cap, frozenset(("partition",)), optimizer_copies)
+    task = PlanTask(profile, stages, stages, cap, frozenset(("partition",)), optimizer_copies)
     shape = Placement("loop", stages)
     boundaries = task.fastest(shape, cap, steady=True).boundaries
     return boundaries, task.with_transfers(shape, task.stages.cut(boundaries))
@@ -138,12 +138,12 @@ def recosted(plan: PipelinePlan, profile: Profile) -> PipelinePlan:
         )
     copies = plan.optimizer_copies
     cap = math.inf if plan.memory_cap is None else plan.memory_cap
-    task = Task(profile, plan.ranks, plan.micro_batches, cap, frozenset(SEARCH), copies)
+    task = PlanTask(profile, plan.ranks, plan.micro_batches, cap, frozenset(SEARCH), copies)
     return _costed(task, plan.schedule, plan.partition, plan.recompute)
 
 
 def _costed(
-    task: Task, schedule: Schedule, partition: Partition, recompute: Recompute
+    task: PlanTask, schedule: Schedule, partition: Partition, recompute: Recompute
 ) -> PipelinePlan:
     """Returns the plan that runs a schedule of the task on a cut, with what it is to cost."""
     placement, boundaries = schedule.placement, partition.boundaries
@@ -166,7 +166,7 @@ def _costed(
     )
 
 
-def _too_small(lack: Lack, task: Task) -> ConfigError:
+def _too_small(lack: Lack, task: PlanTask) -> ConfigError:
     owned = lack.schedule.placement.stages_of(lack.rank)
     stages = " and ".join(str(stage) for stage in owned)
     layers = ", ".join(

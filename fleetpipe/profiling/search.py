@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple, Union
 
-from fleetpipe.profiling.candidates import Boundaries, Candidate, Lack, Task
+from fleetpipe.profiling.candidates import Boundaries, Candidate, Lack, PlanTask
 from fleetpipe.schedules import Schedule
 
 #: Actions that are played in all, which bounds the time whatever the size: some seconds.
@@ -37,7 +37,7 @@ class _Score(NamedTuple):
     peak: int = 0
 
 
-def best_plan(task: Task) -> Outcome:
+def best_plan(task: PlanTask) -> Outcome:
     """Returns the best plan that is found; what lacks the least memory where none fits."""
     return _Search(task).run()
 
@@ -45,7 +45,7 @@ def best_plan(task: Task) -> Outcome:
 class _Search:
     """A task, and how many actions may still be played for it."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: PlanTask) -> None:
         self.task = task
         self.left = _BUDGET
         # Against rounding: times count in shares of the work.

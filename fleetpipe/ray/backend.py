@@ -75,7 +75,7 @@ class PaddleBackend(Backend):
         ray.get(addresses)
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a worker runs.
 
     Attributes:
@@ -95,7 +95,7 @@ def environments(worker_group: Any) -> list[dict[str, str]]:
     Args:
         worker_group: Ray's group of workers, which are asked where they run and for free ports.
     """
-    places: list[Place] = worker_group.execute(own_place)
+    places: list[RankPlace] = worker_group.execute(own_place)
     nodes = [place.node for place in places]
     # Of each node one worker answers: two that probe at once would be given the same port.
     ports = {
@@ -107,7 +107,7 @@ def environments(worker_group: Any) -> list[dict[str, str]]:
     )
 
 
-def rank_environments(places: list[Place], ports: dict[str, list[int]]) -> list[dict[str, str]]:
+def rank_environments(places: list[RankPlace], ports: dict[str, list[int]]) -> list[dict[str, str]]:
     """Returns what the environment of each rank says of the job, by rank.
 
     Args:
@@ -150,13 +150,13 @@ def adopt(environment: Mapping[str, str]) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
-def own_place() -> Place:
+def own_place() -> RankPlace:
     """Returns where this worker runs."""
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     device = str(seen.index(gpus[0]) if gpus[0] in seen else 0) if gpus else ""
-    return Place(context.get_node_id(), ray.util.get_node_ip_address(), device)
+    return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), device)
 
 
 def free_ports(count: int) -> list[int]:

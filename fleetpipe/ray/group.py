@@ -15,8 +15,8 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from fleetpipe.ray import worker
-from fleetpipe.ray.backend import PaddleConfig, Place, rank_environments
-from fleetpipe.ray.mailbox import Mailbox, Order, Report
+from fleetpipe.ray.backend import PaddleConfig, RankPlace, rank_environments
+from fleetpipe.ray.mailbox import Mailbox, WorkerOrder, WorkerReport
 
 
 class _Trainer(DataParallelTrainer):
@@ -41,7 +41,7 @@ class Ended(NamedTuple):
     files: dict[str, bytes]
 
 
-class Group:
+class WorkerGroup:
     """Workers on chosen nodes. Their train loop runs until the driver has them leave, or one dies.
 
     Attributes:
@@ -66,7 +66,7 @@ class Group:
             runs: A folder for what Ray records of the group.
         """
         self.nodes = nodes
-        self.ready: dict[int, tuple[Place, list[int]]] = {}
+        self.ready: dict[int, tuple[RankPlace, list[int]]] = {}
         self.ended: dict[int, Ended] = {}
         self.step: int | None = None
         self.replica: tuple[int, bool] | None = None
@@ -115,22 +115,22 @@ class Group:
         places = [self.ready[rank][0] for rank in range(len(self.nodes))]
         ranks = rank_environments(places, self._ports(places))
         self.ready.clear()
-        self.tell(Order("begin", worker.Attempt(**attempt, ranks=ranks)))
+        self.tell(WorkerOrder("begin", worker.WorkerAttempt(**attempt, ranks=ranks)))
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: WorkerOrder) -> None:
         """Gives all workers an order."""
         self._mailbox.order.remote(self._number, order)
 
     def signal(self, number: int) -> None:
         """Sends a signal to all ranks."""
-        self.tell(Order("signal", number))
+        self.tell(WorkerOrder("signal", number))
 
     def leave(self, seconds: float) -> None:
         """Ends the workers, and waits until they have."""
-        self.tell(Order("leave"))
+        self.tell(WorkerOrder("leave"))
         self._fit.join(seconds)
 
-    def take(self, reports: Iterable[Report]) -> None:
+    def take(self, reports: Iterable[WorkerReport]) -> None:
         """Takes note of what workers have told; those of other groups do not count."""
         for group, rank, kind, value in reports:
             if group != self._number:
@@ -144,7 +144,7 @@ class Group:
             elif kind == "output":
                 self.output.append(value)
 
-    def _ports(self, places: list[Place]) -> dict[str, list[int]]:
+    def _ports(self, places: list[RankPlace]) -> dict[str, list[int]]:
         """Returns ports by node, for each of its ranks and one more, no two alike."""
         needed = Counter(place.node for place in places)
         by_node: dict[str, list[int]] = {node: [] for node in needed}

@@ -35,8 +35,8 @@ from fleetpipe.launch.supervisor.supervisor import say
 from fleetpipe.launch.supervisor.verdict import Verdict, judge
 from fleetpipe.ray import nodes
 from fleetpipe.ray.cluster import connected
-from fleetpipe.ray.group import Group, mailbox
-from fleetpipe.ray.nodes import Size
+from fleetpipe.ray.group import WorkerGroup, mailbox
+from fleetpipe.ray.nodes import ClusterSize
 from fleetpipe.ray.state_stores import StateStores
 
 #: Seconds that ranks may take to end by themselves after one has failed.
@@ -79,11 +79,11 @@ class Driver:
         self._signals = signals
         self._resource = nodes.resource()
         gpus = [node.places for node in nodes.staying("GPU") if node.places]
-        self._size = Size(options.nnodes, options.nproc_per_node or min(gpus, default=1))
+        self._size = ClusterSize(options.nnodes, options.nproc_per_node or min(gpus, default=1))
         self._mailbox = mailbox()
         self._stores = StateStores(self._mailbox)
         self._next_reports = self._mailbox.reports.remote()
-        self._group: Group | None = None
+        self._group: WorkerGroup | None = None
         self._checked: set[str] = set()
         self._refused: set[str] = set()
         self._groups = 0
@@ -181,7 +181,7 @@ class Driver:
         whole = len(group.ended) == len(place)
         return self._judge(group, number) if whole else self._lost(group)
 
-    def _workers(self, place: list[str]) -> Group:
+    def _workers(self, place: list[str]) -> WorkerGroup:
         """Returns workers on these nodes: those that there are, or others."""
         group = self._group
         if group is not None and (group.over or group.nodes != place):
@@ -190,7 +190,7 @@ class Driver:
         if group is None:
             self._groups += 1
             runs = self._folder / "ray"
-            group = Group(self._groups, place, self._resource, self._mailbox, runs)
+            group = WorkerGroup(self._groups, place, self._resource, self._mailbox, runs)
         self._group = group
         return group
 
@@ -221,7 +221,7 @@ class Driver:
     def _home(self, number: int) -> Path:
         return self._folder / f"attempt-{number}"
 
-    def _judge(self, group: Group, number: int) -> Verdict:
+    def _judge(self, group: WorkerGroup, number: int) -> Verdict:
         """Judges an attempt that has ended on all ranks, by what these have left."""
         home = self._home(number)
         home.mkdir()
@@ -235,7 +235,7 @@ class Driver:
         culprits = [code for code in codes if code != EXIT_CODE]
         return judge(home, in_a_shell([*culprits, *codes, 0][0]))
 
-    def _lost(self, group: Group) -> Verdict:
+    def _lost(self, group: WorkerGroup) -> Verdict:
         """Judges an attempt whose workers Ray has given up."""
         failures = getattr(group.error, "worker_failures", {})
         lost = {group.nodes[rank] for rank, failure in failures.items() if _unreached(failure)}
@@ -270,7 +270,7 @@ class Driver:
         for number in self._signals.take():
             self._stop_for(number)
 
-    def _show(self, group: Group) -> None:
+    def _show(self, group: WorkerGroup) -> None:
         for output in group.output:
             sys.stdout.buffer.write(output)
         sys.stdout.flush()
@@ -291,12 +291,12 @@ class Driver:
         if self._group is not None:
             self._group.signal(number)
 
-    def _kill_if_late(self, group: Group) -> None:
+    def _kill_if_late(self, group: WorkerGroup) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._deadline = None
             group.signal(systems.SIGKILL)
 
-    def _move(self, group: Group) -> None:
+    def _move(self, group: WorkerGroup) -> None:
         """Ends an attempt that other nodes would suit better, after a step that is saved."""
         now = time.monotonic()
         if group.step is None or self._deadline is not None or now - self._looked < _LOOK_SECONDS:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, NamedTuple
 
 
-class Order(NamedTuple):
+class WorkerOrder(NamedTuple):
     """What the workers are to do.
 
     Attributes:
@@ -18,7 +18,7 @@ class Order(NamedTuple):
     value: Any = None
 
 
-class Report(NamedTuple):
+class WorkerReport(NamedTuple):
     """What a worker tells.
 
     Attributes:
@@ -41,28 +41,28 @@ class Mailbox:
     def __init__(self) -> None:
         """Begins empty."""
         self._changed = asyncio.Condition()
-        self._orders: dict[int, list[Order]] = {}
-        self._reports: list[Report] = []
+        self._orders: dict[int, list[WorkerOrder]] = {}
+        self._reports: list[WorkerReport] = []
 
-    async def order(self, group: int, order: Order) -> None:
+    async def order(self, group: int, order: WorkerOrder) -> None:
         """Leaves an order for all workers of a group."""
         async with self._changed:
             self._orders.setdefault(group, []).append(order)
             self._changed.notify_all()
 
-    async def orders(self, group: int, fetched: int) -> list[Order]:
+    async def orders(self, group: int, fetched: int) -> list[WorkerOrder]:
         """Waits for orders of a group beyond those that were ``fetched``, and returns them."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._orders.get(group, ())) > fetched)
             return self._orders[group][fetched:]
 
-    async def report(self, report: Report) -> None:
+    async def report(self, report: WorkerReport) -> None:
         """Leaves a report for the driver."""
         async with self._changed:
             self._reports.append(report)
             self._changed.notify_all()
 
-    async def reports(self) -> list[Report]:
+    async def reports(self) -> list[WorkerReport]:
         """Waits for reports and returns them, the first one first. For one that asks at a time."""
         async with self._changed:
             await self._changed.wait_for(lambda: bool(self._reports))

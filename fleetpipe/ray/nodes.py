@@ -16,7 +16,7 @@ from fleetpipe.errors import ConfigError, TransportError, reason
 _CHECK_SECONDS = 60.0
 
 
-class Node(NamedTuple):
+class RayNode(NamedTuple):
     """A node of the cluster.
 
     Attributes:
@@ -30,7 +30,7 @@ class Node(NamedTuple):
     places: int
 
 
-class Size(NamedTuple):
+class ClusterSize(NamedTuple):
     """How many ranks a job may have.
 
     Attributes:
@@ -51,7 +51,7 @@ def resource() -> str:
     return "GPU" if ray.cluster_resources().get("GPU") else "CPU"
 
 
-def staying(resource: str) -> list[Node]:
+def staying(resource: str) -> list[RayNode]:
     """Returns the cluster's nodes that live, save for those that are about to be taken away.
 
     Args:
@@ -60,13 +60,13 @@ def staying(resource: str) -> list[Node]:
     # What Ray Train itself asks for preemption: its answer to a train loop is collective.
     leaving = state.get_draining_nodes()
     return [
-        Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get(resource, 0)))
+        RayNode(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get(resource, 0)))
         for node in ray.nodes()
         if node["Alive"] and node["NodeID"] not in leaving
     ]
 
 
-def placed(nodes: Iterable[Node], size: Size, before: Collection[str]) -> list[str]:
+def placed(nodes: Iterable[RayNode], size: ClusterSize, before: Collection[str]) -> list[str]:
     """Returns the name of each rank's node; none where there are too few nodes.
 
     Args:
@@ -84,7 +84,7 @@ def placed(nodes: Iterable[Node], size: Size, before: Collection[str]) -> list[s
     return ranks[: whole or int(size.alone)]
 
 
-def too_few(nodes: Iterable[Node], size: Size, resource: str) -> ConfigError:
+def too_few(nodes: Iterable[RayNode], size: ClusterSize, resource: str) -> ConfigError:
     """Returns the error of a cluster that has too few nodes, with what it has."""
     least = f"{size.nodes[0]} nodes with {size.ranks} {resource} each"
     if size.replica > 1:
@@ -98,7 +98,7 @@ def too_few(nodes: Iterable[Node], size: Size, resource: str) -> ConfigError:
     )
 
 
-def check(nodes: Collection[Node], script: Path) -> None:
+def check(nodes: Collection[RayNode], script: Path) -> None:
     """Checks that every node has what the ranks need, and reaches the others' ports.
 
     Args:
@@ -154,7 +154,7 @@ def check(nodes: Collection[Node], script: Path) -> None:
             ray.kill(probe)
 
 
-def _answers(references: dict[Node, Any]) -> dict[Node, Any]:
+def _answers(references: dict[RayNode, Any]) -> dict[RayNode, Any]:
     done, _ = ray.wait(
         list(references.values()), num_returns=len(references), timeout=_CHECK_SECONDS
     )
@@ -168,7 +168,7 @@ def _answers(references: dict[Node, Any]) -> dict[Node, Any]:
     return {node: _answer(node, answer) for node, answer in references.items()}
 
 
-def _answer(node: Node, answer: Any) -> Any:
+def _answer(node: RayNode, answer: Any) -> Any:
     try:
         return ray.get(answer)
     except RayError as error:

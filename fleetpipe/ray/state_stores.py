@@ -21,7 +21,7 @@ from fleetpipe.errors import FleetPipeError
 from fleetpipe.launch.keeping import copies
 from fleetpipe.launch.supervisor.state_folder import state_folder
 from fleetpipe.launch.supervisor.supervisor import say
-from fleetpipe.ray.mailbox import Report
+from fleetpipe.ray.mailbox import WorkerReport
 from fleetpipe.ray.worker import keeper_process
 
 #: Seconds in which an actor answers, and states are moved from node to node.
@@ -29,7 +29,7 @@ _ANSWER_SECONDS = 60.0
 _MOVE_SECONDS = 300.0
 
 
-class Key(NamedTuple):
+class CopyKey(NamedTuple):
     """Which state a copy is of: of later attempts and steps the newer one."""
 
     attempt: int
@@ -100,11 +100,11 @@ class StateStore:
                 file.unlink()
         self._drop(lambda key: key[:2] != begun.keeps)
 
-    async def held(self) -> list[Key]:
+    async def held(self) -> list[CopyKey]:
         """Returns which copies are here."""
         return [*map(_key, self._held.iterdir())]
 
-    async def copy(self, key: Key) -> copies.Copy:
+    async def copy(self, key: CopyKey) -> copies.Copy:
         """Returns a copy that is here."""
         slot = copies.find([self._held / _name(key)], key.step)
         assert slot is not None
@@ -114,12 +114,12 @@ class StateStore:
         """Makes a copy what a rank goes on from here."""
         copies.place(self._kept, rank, step, copy)
 
-    async def hold(self, key: Key, copy: copies.Copy) -> None:
+    async def hold(self, key: CopyKey, copy: copies.Copy) -> None:
         """Holds a copy of a state, of this attempt."""
         if key.attempt == self._begun.attempt:
             copies.write(self._held / _name(key), key.step, copy)
 
-    async def note(self, key: Key) -> None:
+    async def note(self, key: CopyKey) -> None:
         """Notes that a state is held by two nodes; drops older ones where that completes a step."""
         if key.attempt != self._begun.attempt:
             return
@@ -143,11 +143,11 @@ class StateStore:
         """Answers a rank, by the end of the connection, when its state is read."""
         rank, step = map(int, (await reader.readline()).split())
         try:
-            await self._read(Key(self._begun.attempt, step, rank))
+            await self._read(CopyKey(self._begun.attempt, step, rank))
         finally:
             writer.close()
 
-    async def _read(self, key: Key) -> None:
+    async def _read(self, key: CopyKey) -> None:
         # One step is copied at a time: until all ranks have it, the one before is not dropped.
         async with self._changed:
             await self._changed.wait_for(
@@ -168,34 +168,34 @@ class StateStore:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _spread(self, key: Key, copy: Any) -> None:
+    async def _spread(self, key: CopyKey, copy: Any) -> None:
         try:
             await asyncio.gather(*(store.hold.remote(key, copy) for store in self._holders))
             await asyncio.gather(*(store.note.remote(key) for store in self._begun.stores))
         except (FleetPipeError, RayError) as error:
             await self._give_up(key, error)
 
-    async def _give_up(self, key: Key, error: Exception) -> None:
+    async def _give_up(self, key: CopyKey, error: Exception) -> None:
         """Has training go on without copies. Where a node is lost the attempt ends by itself."""
         for store in self._begun.stores:
             store.stop.remote(key.attempt)
         if not isinstance(error, RayActorError):
             line = f"fleetpipe: states are copied to no other host any more: {_summary(error)}\n"
-            report = Report(self._begun.group, key.rank, "output", line.encode())
+            report = WorkerReport(self._begun.group, key.rank, "output", line.encode())
             await self._mailbox.report.remote(report)
 
-    def _drop(self, goes: Callable[[Key], bool]) -> None:
+    def _drop(self, goes: Callable[[CopyKey], bool]) -> None:
         for file in self._held.iterdir():
             if goes(_key(file)):
                 file.unlink()
 
 
-def _name(key: Key) -> str:
+def _name(key: CopyKey) -> str:
     return "-".join(map(str, key))
 
 
-def _key(file: Path) -> Key:
-    return Key(*map(int, file.name.split("-")))
+def _key(file: Path) -> CopyKey:
+    return CopyKey(*map(int, file.name.split("-")))
 
 
 class StateStores:
@@ -252,13 +252,13 @@ class StateStores:
         if newest is not None and before != nodes:
             placed = []
             for rank, node in enumerate(nodes):
-                key = Key(*newest, rank)
+                key = CopyKey(*newest, rank)
                 copy = holders[key].copy.remote(key)
                 placed.append(self._stores[node].place.remote(rank, key.step, copy))
             _answers(placed, _MOVE_SECONDS)
         return [self._folders[node] for node in nodes]
 
-    def _holders(self, ranks: int) -> dict[Key, Any]:
+    def _holders(self, ranks: int) -> dict[CopyKey, Any]:
         """Returns who has the copies of each step that is complete for as many ranks."""
         stores = [*self._stores.values()]
         keys = _answers([store.held.remote() for store in stores])

@@ -27,7 +27,7 @@ from fleetpipe.job import attempt_files
 from fleetpipe.launch.script import LAUNCHED
 from fleetpipe.launch.supervisor.state_folder import state_folder
 from fleetpipe.ray.backend import free_ports, own_place
-from fleetpipe.ray.mailbox import Order, Report
+from fleetpipe.ray.mailbox import WorkerOrder, WorkerReport
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _LOOK_SECONDS = 0.1
@@ -36,7 +36,7 @@ _PORTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempt:
+class WorkerAttempt:
     """What the workers start.
 
     Attributes:
@@ -80,7 +80,7 @@ class _Worker:
         self._rank: int = ray.train.get_context().get_world_rank()
         self._fetched = 0
         self._next_order: Any = None
-        self._orders: deque[Order] = deque()
+        self._orders: deque[WorkerOrder] = deque()
         self._step: int | None = None
 
     def serve(self, folder: Path, keeper: _Keeper) -> None:
@@ -90,7 +90,7 @@ class _Worker:
                 self._run(order.value, folder, keeper)
                 self._report("ready", (own_place(), free_ports(_PORTS)))
 
-    def _run(self, attempt: Attempt, folder: Path, keeper: _Keeper) -> None:
+    def _run(self, attempt: WorkerAttempt, folder: Path, keeper: _Keeper) -> None:
         home = folder / f"attempt-{attempt.number}"
         home.mkdir()
         log = Path(attempt.logs) / f"workerlog.{self._rank}"
@@ -134,9 +134,9 @@ class _Worker:
                 self._report("step", (step, attempt_files.replica(home, 0)))
 
     def _report(self, kind: str, value: Any) -> None:
-        self._mailbox.report.remote(Report(self._group, self._rank, kind, value))
+        self._mailbox.report.remote(WorkerReport(self._group, self._rank, kind, value))
 
-    def _next(self, seconds: float | None) -> Order | None:
+    def _next(self, seconds: float | None) -> WorkerOrder | None:
         """Returns the next order; None where there is none within the time."""
         if not self._orders:
             if self._next_order is None:

@@ -14,7 +14,7 @@ from fleetpipe.report.chart import Chart, chart
 from fleetpipe.report.curves import Curve, with_mean
 from fleetpipe.report.drawing import drawing
 from fleetpipe.report.numbers import moment, percent, seconds, short, size
-from fleetpipe.report.run import Row, Run
+from fleetpipe.report.run import Row, RunFolder
 from fleetpipe.schedules.forms.events import figures_of
 from fleetpipe.version import __version__
 
@@ -44,7 +44,7 @@ def templates() -> Environment:
     return environment
 
 
-def page(run: Run, now: float | None = None) -> str:
+def page(run: RunFolder, now: float | None = None) -> str:
     """Returns the page as the text of an HTML file, which loads nothing.
 
     Args:
@@ -77,7 +77,7 @@ def page(run: Run, now: float | None = None) -> str:
     return text
 
 
-def _status(run: Run, now: float) -> tuple[str, str]:
+def _status(run: RunFolder, now: float) -> tuple[str, str]:
     """Returns how the run is doing, in words, and whether that is good."""
     attempt = run.attempts[-1] if run.attempts else None
     if attempt is not None and attempt.ended is not None:
@@ -88,7 +88,7 @@ def _status(run: Run, now: float) -> tuple[str, str]:
     return f"still running, or died without a word: the last row is {ago} old", "open"
 
 
-def _tiles(run: Run) -> Iterator[tuple[str, str]]:
+def _tiles(run: RunFolder) -> Iterator[tuple[str, str]]:
     """Yields the figures that are looked for first."""
     training = run.section("training")
     if run.last is not None:
@@ -116,14 +116,14 @@ def _figure(row: Row, name: str) -> str:
     return short(row.figures[name]) if name in row.figures else ""
 
 
-def _metrics(run: Run) -> list[str]:
+def _metrics(run: RunFolder) -> list[str]:
     """Returns the names of what the user measures, beside the loss."""
     rows = chain(run.train[-1:], run.evaluations[-1:], run.train[:1])
     names = dict.fromkeys(name for row in rows for name in row.figures)
     return [name for name in names if name not in (_LOSS, _RATE, *_MACHINE)]
 
 
-def _schedule(run: Run) -> str:
+def _schedule(run: RunFolder) -> str:
     """Returns what the pipeline runs, in a line."""
     name = run.section("schedule").get("name")
     if run.pipeline is None or not name:
@@ -135,7 +135,7 @@ def _schedule(run: Run) -> str:
     return f"{name}, {placement.ranks} ranks{chunks}{micro_batches}"
 
 
-def _settings(run: Run) -> dict[str, list[list[tuple[str, str]]]]:
+def _settings(run: RunFolder) -> dict[str, list[list[tuple[str, str]]]]:
     """Returns the lists of settings that there are, by section."""
     return {
         name: [list(tables.settings(run.section(part))) for part in parts if run.section(part)]
@@ -143,7 +143,7 @@ def _settings(run: Run) -> dict[str, list[list[tuple[str, str]]]]:
     }
 
 
-def _charts(run: Run, names: Sequence[str]) -> Iterator[Chart]:
+def _charts(run: RunFolder, names: Sequence[str]) -> Iterator[Chart]:
     """Yields a chart for each figure that there is."""
     marks = [attempt.step for attempt in run.attempts[1:]]
     for name in names:

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """What is known of a run.
 
     Attributes:
@@ -71,7 +71,7 @@ class Run:
         return value if isinstance(value, dict) else {}
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path) -> RunFolder:
     """Reads a run.
 
     Args:
@@ -114,7 +114,7 @@ def read(folder: Path) -> Run:
             "before MetricsLogger; it measures every 10 batches."
         )
     name = folder.resolve().name
-    return Run(name, about, train, evaluations, attempts, pipeline, notes)
+    return RunFolder(name, about, train, evaluations, attempts, pipeline, notes)
 
 
 def _below(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe.report.attempts import AttemptRecord
 from fleetpipe.report.numbers import aligned, moment, seconds, short
-from fleetpipe.report.run import Row, Run
+from fleetpipe.report.run import Row, RunFolder
 
 #: Letters of the names of a stage's layers.
 _MOST_LETTERS = 60
@@ -51,7 +51,7 @@ def evaluations(rows: Sequence[Row]) -> list[Column]:
     return table(columns)
 
 
-def ranks(run: Run) -> list[Column]:
+def ranks(run: RunFolder) -> list[Column]:
     """Returns what each rank of the pipeline has and holds; nothing if none of it is known."""
     stages = _stages(run.about.get("stages"))
     held = run.train[-1].lists.get("held_by_rank", []) if run.train else []

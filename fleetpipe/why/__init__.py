@@ -8,14 +8,14 @@ the what-if analysis of arXiv:2505.05713. Imports no Paddle.
 
 from __future__ import annotations
 
-from fleetpipe.why.operations import Operation, read_columns, read_trace
-from fleetpipe.why.replay import Step, steps_of
+from fleetpipe.why.operations import TracedOperation, read_columns, read_trace
+from fleetpipe.why.replay import ReplayedStep, steps_of
 from fleetpipe.why.slowdown import Slowdown, slowdown_of
 
 __all__ = [
-    "Operation",
+    "TracedOperation",
     "Slowdown",
-    "Step",
+    "ReplayedStep",
     "read_columns",
     "read_trace",
     "slowdown_of",

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fleetpipe.why.operations import COMMUNICATIONS, TRANSFERS, Operation
-from fleetpipe.why.replay import Step
+from fleetpipe.why.operations import COMMUNICATIONS, TRANSFERS, TracedOperation
+from fleetpipe.why.replay import ReplayedStep
 
 #: Factors below this one are taken for noise.
 LEAST = 1.1
@@ -23,7 +23,7 @@ Key = TypeVar("Key")
 Place = TypeVar("Place")
 
 #: Whether an operation belongs to a set that is made ideal.
-Member = Callable[[Operation], bool]
+Member = Callable[[TracedOperation], bool]
 
 
 class Cause(NamedTuple):
@@ -42,7 +42,7 @@ class Cause(NamedTuple):
     share: float = 0.0
 
 
-def suspects(steps: Sequence[Step]) -> list[tuple[Cause, Member]]:
+def suspects(steps: Sequence[ReplayedStep]) -> list[tuple[Cause, Member]]:
     """Returns the likeliest straggler of each kind with its operations, the worst first."""
     seconds = [
         (one, float(time))
@@ -73,7 +73,9 @@ def suspects(steps: Sequence[Step]) -> list[tuple[Cause, Member]]:
     return sorted(named, key=lambda pair: -pair[0].factor)
 
 
-def _ratios(seconds: Iterable[tuple[Operation, float]]) -> list[tuple[Operation, float]]:
+def _ratios(
+    seconds: Iterable[tuple[TracedOperation, float]],
+) -> list[tuple[TracedOperation, float]]:
     """Returns each operation's time over the median of its kind."""
     listed = list(seconds)
     medians = _medians(listed, lambda one: one.kind)
@@ -83,7 +85,7 @@ def _ratios(seconds: Iterable[tuple[Operation, float]]) -> list[tuple[Operation,
 
 
 def _medians(
-    values: Iterable[tuple[Operation, float]], key: Callable[[Operation], Key]
+    values: Iterable[tuple[TracedOperation, float]], key: Callable[[TracedOperation], Key]
 ) -> dict[Key, float]:
     grouped: defaultdict[Key, list[float]] = defaultdict(list)
     for one, value in values:
@@ -103,7 +105,7 @@ def _common(ratios: Mapping[Place, float], key: Callable[[Place], Key]) -> dict[
     }
 
 
-def _link(one: Operation) -> tuple[int, ...]:
+def _link(one: TracedOperation) -> tuple[int, ...]:
     """Returns the replica of a transfer and the two stages between which it went, in order."""
     down = one.kind in ("forward-send", "backward-recv")
     peer = one.stage + (1 if down else -1)
@@ -111,7 +113,7 @@ def _link(one: Operation) -> tuple[int, ...]:
 
 
 def _worst(
-    kind: str, factors: Mapping[Any, float], key: Callable[[Operation], object], name: str
+    kind: str, factors: Mapping[Any, float], key: Callable[[TracedOperation], object], name: str
 ) -> list[tuple[Cause, Member]]:
     """Returns the slowest of a kind, if it is slow at all and others are not."""
     if len(factors) < 2:
@@ -124,7 +126,7 @@ def _worst(
     words = worst if isinstance(worst, tuple) else (worst,)
     transfers = kind == "link"
 
-    def member(one: Operation) -> bool:
+    def member(one: TracedOperation) -> bool:
         return (one.kind in TRANSFERS) == transfers and key(one) == worst
 
     return [(Cause(kind, name.format(*words), factor), member)]

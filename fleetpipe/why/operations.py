@@ -48,7 +48,7 @@ COMMUNICATIONS = TRANSFERS | COLLECTIVES
 _ENGINE_SECONDS = 1e-3
 
 
-class Operation(NamedTuple):
+class TracedOperation(NamedTuple):
     """One thing that a rank did.
 
     Attributes:
@@ -82,7 +82,7 @@ class Operation(NamedTuple):
         return self.replica, self.stage
 
 
-def read_columns(path: str | Path) -> list[Operation]:
+def read_columns(path: str | Path) -> list[TracedOperation]:
     """Reads a table with a row for each operation, from CSV or (``.parquet``) Parquet.
 
     Other columns are ignored; an unknown kind is a computation.
@@ -100,7 +100,7 @@ def read_columns(path: str | Path) -> list[Operation]:
     return [one._replace(part=one.part * ranks + one.stage) for one in operations]
 
 
-def read_trace(path: str | Path) -> list[Operation]:
+def read_trace(path: str | Path) -> list[TracedOperation]:
     """Reads the ``trace.json`` that a traced run writes: its measured steps.
 
     Raises:
@@ -134,7 +134,7 @@ def read_trace(path: str | Path) -> list[Operation]:
     return _stepped(operations)
 
 
-def _traced(record: Mapping[str, Any], process: str) -> Iterator[Operation]:
+def _traced(record: Mapping[str, Any], process: str) -> Iterator[TracedOperation]:
     """Yields what an event of a trace is, in step 0."""
     rank = int(process.split()[1])
     times = float(record["ts"]) / 1e6, float(record["dur"]) / 1e6
@@ -146,14 +146,14 @@ def _traced(record: Mapping[str, Any], process: str) -> Iterator[Operation]:
         # Its own stage: where a value leaves, or where it arrives.
         ends = op.edge.source, op.edge.target
         stage = ends[(name[0] == "R") == (name[1] == "F")]
-        yield Operation(0, 0, rank, stage, kind, int(op.micro_batch), *times)
+        yield TracedOperation(0, 0, rank, stage, kind, int(op.micro_batch), *times)
     elif isinstance(op, (Action, Fused)):
         first = parts(op)[0]
         kind = "|".join(part.kind for part in parts(op))
-        yield Operation(0, 0, rank, first.stage, kind, int(first.micro_batch), *times)
+        yield TracedOperation(0, 0, rank, first.stage, kind, int(first.micro_batch), *times)
 
 
-def _stepped(operations: list[Operation]) -> list[Operation]:
+def _stepped(operations: list[TracedOperation]) -> list[TracedOperation]:
     """Numbers the steps: one begins where a rank computes again what it has computed.
 
     What the engine does before an operation counts as a part of it: a rank has one thread, and
@@ -208,7 +208,7 @@ def _require_columns(path: str | Path, names: Iterable[str]) -> None:
         )
 
 
-def _operation(row: Mapping[str, Any], where: str) -> Operation:
+def _operation(row: Mapping[str, Any], where: str) -> TracedOperation:
     def number(name: str) -> float:
         value = row.get(name)
         if value in (None, "") and name in _OPTIONAL:
@@ -234,4 +234,6 @@ def _operation(row: Mapping[str, Any], where: str) -> Operation:
     if duration < 0:
         raise ConfigError("an operation takes less than no time", where=where, got=f"{duration:g}")
     name = KINDS.get(kind.lower().replace("_", "-"), kind)
-    return Operation(step, replica, stage, chunk, name, micro_batch, number("start"), duration)
+    return TracedOperation(
+        step, replica, stage, chunk, name, micro_batch, number("start"), duration
+    )

@@ -20,13 +20,13 @@ from graphlib import CycleError, TopologicalSorter
 import numpy as np
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.why.operations import COLLECTIVES, COMMUNICATIONS, TRANSFERS, Operation
+from fleetpipe.why.operations import COLLECTIVES, COMMUNICATIONS, TRANSFERS, TracedOperation
 
 #: ``[operations, cases]``: what each operation takes in each of several cases, in seconds.
 Durations = np.ndarray
 
 
-class Step:
+class ReplayedStep:
     """The operations of one step, and what each waits for.
 
     Attributes:
@@ -35,7 +35,7 @@ class Step:
             the last of its group began to its own end.
     """
 
-    def __init__(self, operations: Iterable[Operation], one_thread: bool = False) -> None:
+    def __init__(self, operations: Iterable[TracedOperation], one_thread: bool = False) -> None:
         """Finds out what waits for what.
 
         Args:
@@ -89,15 +89,15 @@ class Step:
         return longest
 
 
-def steps_of(operations: Iterable[Operation], one_thread: bool = False) -> list[Step]:
-    """Returns the steps of a trace, in order; see :class:`Step`."""
-    by_step: defaultdict[int, list[Operation]] = defaultdict(list)
+def steps_of(operations: Iterable[TracedOperation], one_thread: bool = False) -> list[ReplayedStep]:
+    """Returns the steps of a trace, in order; see :class:`ReplayedStep`."""
+    by_step: defaultdict[int, list[TracedOperation]] = defaultdict(list)
     for operation in operations:
         by_step[operation.step].append(operation)
-    return [Step(by_step[number], one_thread) for number in sorted(by_step)]
+    return [ReplayedStep(by_step[number], one_thread) for number in sorted(by_step)]
 
 
-def _groups(operations: Sequence[Operation]) -> list[list[int]]:
+def _groups(operations: Sequence[TracedOperation]) -> list[list[int]]:
     """Returns what ends together: a send with its receive, and a collective of all replicas."""
     members: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     repeats: defaultdict[tuple[object, ...], int] = defaultdict(int)
@@ -115,7 +115,7 @@ def _groups(operations: Sequence[Operation]) -> list[list[int]]:
     return [group for group in members.values() if len(group) > 1]
 
 
-def _stream(one: Operation, one_thread: bool) -> tuple[object, ...]:
+def _stream(one: TracedOperation, one_thread: bool) -> tuple[object, ...]:
     if one_thread:
         return one.rank
     if one.kind in TRANSFERS:
@@ -123,7 +123,7 @@ def _stream(one: Operation, one_thread: bool) -> tuple[object, ...]:
     return (*one.rank, "collectives" if one.kind in COLLECTIVES else "computations")
 
 
-def _needs(operations: Sequence[Operation], one_thread: bool) -> list[list[int]]:
+def _needs(operations: Sequence[TracedOperation], one_thread: bool) -> list[list[int]]:
     """Returns for each operation those that it waits for, without what its group waits for."""
     last: dict[tuple[object, ...], int] = {}
     needs: list[list[int]] = []
@@ -141,7 +141,7 @@ def _needs(operations: Sequence[Operation], one_thread: bool) -> list[list[int]]
     return needs
 
 
-def _places(operations: Sequence[Operation]) -> Mapping[tuple[object, ...], int]:
+def _places(operations: Sequence[TracedOperation]) -> Mapping[tuple[object, ...], int]:
     """Returns where each computation and transfer is; those of a fused one under each name."""
     return {
         (kind, one.replica, one.part, one.micro_batch): index
@@ -150,7 +150,9 @@ def _places(operations: Sequence[Operation]) -> Mapping[tuple[object, ...], int]
     }
 
 
-def _inputs(one: Operation, places: Mapping[tuple[object, ...], int], parts: int) -> list[int]:
+def _inputs(
+    one: TracedOperation, places: Mapping[tuple[object, ...], int], parts: int
+) -> list[int]:
     """Returns the operations whose values a computation or a send takes."""
 
     def place(kind: str, part: int) -> int | None:
@@ -177,8 +179,8 @@ def _inputs(one: Operation, places: Mapping[tuple[object, ...], int], parts: int
 
 
 def _before_collective(
-    one: Operation,
-    operations: Sequence[Operation],
+    one: TracedOperation,
+    operations: Sequence[TracedOperation],
     places: Mapping[tuple[object, ...], int],
 ) -> list[int]:
     """Returns the backwards whose gradients a collective of gradients reduces."""
@@ -191,7 +193,7 @@ def _before_collective(
     ]
 
 
-def _wait_for_collectives(operations: Sequence[Operation], needs: list[list[int]]) -> None:
+def _wait_for_collectives(operations: Sequence[TracedOperation], needs: list[list[int]]) -> None:
     """Has forwards wait for their parameters, and the optimizer for the gradients."""
     gathered: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     reduced: defaultdict[tuple[int, int], list[int]] = defaultdict(list)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fleetpipe.schedules import Costs, build
 from fleetpipe.why.operations import COMMUNICATIONS, TRANSFERS
-from fleetpipe.why.replay import Step
+from fleetpipe.why.replay import ReplayedStep
 
 #: Schedules of one model part on each rank that are tried; W of a whole backward is half of it.
 NAMES = ("FThenB", "1F1B", "ZBH1", "ZBH2")
@@ -30,7 +30,7 @@ class Alternative(NamedTuple):
     even: float
 
 
-def alternatives(steps: Sequence[Step]) -> list[Alternative]:
+def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
     """Simulates schedules on the mean costs of a trace's stages, the fastest first.
 
     Returns:

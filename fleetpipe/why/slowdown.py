@@ -15,7 +15,7 @@ import numpy as np
 
 from fleetpipe.why.causes import Cause, Member, suspects
 from fleetpipe.why.operations import COMMUNICATIONS
-from fleetpipe.why.replay import Step
+from fleetpipe.why.replay import ReplayedStep
 
 #: The share of ranks that M_W takes for the slowest.
 SLOWEST = 0.03
@@ -58,7 +58,7 @@ class Slowdown(NamedTuple):
         }
 
 
-def slowdown_of(steps: Sequence[Step]) -> Slowdown:
+def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
     """Replays a trace, and again with each replica, stage and suspect made ideal.
 
     Args:
@@ -114,7 +114,7 @@ def _of(field: str, value: int) -> Member:
     return lambda one: bool(getattr(one, field) == value)
 
 
-def _ideal_times(steps: Sequence[Step]) -> dict[str, float]:
+def _ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
     """Returns the mean of each computation's kind and the median of each communication's."""
     by_kind: defaultdict[str, list[float]] = defaultdict(list)
     for step in steps:
@@ -127,7 +127,7 @@ def _ideal_times(steps: Sequence[Step]) -> dict[str, float]:
 
 
 def _times(
-    steps: Sequence[Step], ideal: Mapping[str, float], members: Sequence[Member]
+    steps: Sequence[ReplayedStep], ideal: Mapping[str, float], members: Sequence[Member]
 ) -> np.ndarray:
     """Returns [steps, cases]: the time of each step where the operations of a case are ideal."""
     rows = []

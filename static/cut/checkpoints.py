@@ -12,7 +12,7 @@ from dataclasses import replace
 from fleetpipe.aliases import Optimizer, Strategy, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api.static import recomputing
-from fleetpipe.static.cut.contract import Reader
+from fleetpipe.static.cut.contract import GraphReader
 from fleetpipe.static.cut.split import Split
 
 
@@ -51,7 +51,7 @@ def marked(
     return optimizer, checkpoints
 
 
-def mark(split: Split, reader: Reader, checkpoints: Sequence[Variable | str] | None) -> Split:
+def mark(split: Split, reader: GraphReader, checkpoints: Sequence[Variable | str] | None) -> Split:
     """Returns the cut with its checkpoints.
 
     Args:

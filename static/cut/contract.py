@@ -44,7 +44,7 @@ def waiting_name(stage: int, number: int) -> str:
     return f"{PREFIX}{stage}.waiting.{number}"
 
 
-class Piece(NamedTuple):
+class ProgramPiece(NamedTuple):
     """A native program of a stage's backward.
 
     Attributes:
@@ -72,9 +72,9 @@ class Pieces(NamedTuple):
     """
 
     forward: Program
-    backward: Piece = Piece()
-    input_grad: Piece = Piece()
-    weight_grad: Piece = Piece()
+    backward: ProgramPiece = ProgramPiece()
+    input_grad: ProgramPiece = ProgramPiece()
+    weight_grad: ProgramPiece = ProgramPiece()
 
     @property
     def kept(self) -> dict[str, bool]:
@@ -150,7 +150,7 @@ class Update(NamedTuple):
     kept: Mapping[str, Kept]
 
 
-class Reader(Protocol):
+class GraphReader(Protocol):
     """Reads a forward program of one of Paddle's two IRs.
 
     Attributes:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.paddle_api.static import is_pir
-from fleetpipe.static.cut.contract import Reader
+from fleetpipe.static.cut.contract import GraphReader
 
 
-def read(program: Program) -> Reader:
+def read(program: Program) -> GraphReader:
     """Returns the reader of a forward program, of PIR or of the older kind."""
     if is_pir(program):
         from fleetpipe.static.ir.pir.reader import PirReader

@@ -26,7 +26,7 @@ from fleetpipe.static.cut.contract import (
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.run import reductions
 from fleetpipe.static.run.random_streams import Streams
-from fleetpipe.static.run.stage import Runner, StaticStage
+from fleetpipe.static.run.stage import ProgramRunner, StaticStage
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Compiled:
         for name in recipe.parameters:
             self._zero(name)
         runners = {
-            stage: Runner(
+            stage: ProgramRunner(
                 program,
                 pieces[stage],
                 recipe.split,

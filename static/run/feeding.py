@@ -14,7 +14,7 @@ from fleetpipe.paddle_api.static import DenseTensor
 from fleetpipe.static.graph import Declared, Item
 
 
-class Batch:
+class FedBatch:
     """The feed of one run, by micro-batch.
 
     A feed is cut along its first axis where that has accumulate_steps times the declared rows, or

@@ -9,7 +9,7 @@ import numpy as np
 
 from fleetpipe.aliases import Variable
 from fleetpipe.errors import ConfigError, UsageError
-from fleetpipe.static.cut.contract import Reader
+from fleetpipe.static.cut.contract import GraphReader
 from fleetpipe.static.cut.split import Split
 
 
@@ -29,7 +29,7 @@ class Fetch(NamedTuple):
     variable: str | None
 
     @classmethod
-    def of(cls, target: Variable | str, reader: Reader, split: Split) -> Fetch:
+    def of(cls, target: Variable | str, reader: GraphReader, split: Split) -> Fetch:
         """Finds the value that a user fetches by itself or by its name.
 
         Raises:

@@ -20,12 +20,12 @@ from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_api.static import EOFException, dynamic, found_tensor
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
-from fleetpipe.static.cut.contract import Kept, Reader
+from fleetpipe.static.cut.contract import GraphReader, Kept
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Item
 from fleetpipe.static.run import reductions
 from fleetpipe.static.run.compiled import Compiled, Recipe
-from fleetpipe.static.run.feeding import Batch, draw
+from fleetpipe.static.run.feeding import FedBatch, draw
 from fleetpipe.static.run.fetching import Fetch, combined
 from fleetpipe.static.run.random_streams import Streams
 
@@ -36,7 +36,7 @@ class StaticPipeline:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: GraphReader,
         split: Split,
         schedule: Schedule,
         job: Job,
@@ -205,7 +205,9 @@ class StaticPipeline:
         if isinstance(feed, Iterator):
             feed = self._draw(feed)
         wanted = [Fetch.of(target, self._reader, self.split) for target in fetches]
-        batch = Batch(feed, self._reader.data, config.micro_batches, config.micro_batch_size, place)
+        batch = FedBatch(
+            feed, self._reader.data, config.micro_batches, config.micro_batch_size, place
+        )
         batch.require({name for stage in self._recipe.stages.values() for name in stage.feeds})
         with self._job.guarded(self._where):
             compiled = self._compile(wanted, scope, place)

@@ -35,7 +35,7 @@ Feed = Callable[[str, int, ScopeTensor], None]
 EdgeNames = Mapping[Edge, Sequence[Optional[str]]]
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """A piece of a backward, ready to run.
 
     Attributes:
@@ -47,7 +47,7 @@ class Part(NamedTuple):
     takes: Sequence[tuple[str, ScopeTensor]]
 
 
-class Runner:
+class ProgramRunner:
     """The pieces of one stage, ready to run in one scope on one device."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Runner:
         self.after_forward = [tensors[name] for name in sorted({*forward_names, *kept})]
         self.after_backward = [tensors[name] for name in sorted(backward_names)]
         self.backward, self.input_grad, self.weight_grad = (
-            Part(run, [(name, tensors[name]) for name in (*piece.kept, *piece.waiting)])
+            StagePart(run, [(name, tensors[name]) for name in (*piece.kept, *piece.waiting)])
             for piece, run in zip(backwards, runs)
         )
 
@@ -165,7 +165,7 @@ class StaticStage:
     its gradient has None where no gradient comes back. Everything runs in dynamic mode.
     """
 
-    def __init__(self, runners: Mapping[int, Runner], streams: Streams) -> None:
+    def __init__(self, runners: Mapping[int, ProgramRunner], streams: Streams) -> None:
         """Serves the stages that have a runner.
 
         Args:
@@ -252,7 +252,7 @@ class StaticStage:
                 release(tensor)
 
     def _differentiate(
-        self, runner: Runner, part: Part, key: tuple[int, int], output_grads: Values
+        self, runner: ProgramRunner, part: StagePart, key: tuple[int, int], output_grads: Values
     ) -> Values:
         """Runs a piece on the gradients of what left a stage; returns those of what came."""
         if part.run is None:
@@ -271,7 +271,7 @@ class StaticStage:
             for edge, tensors in runner.input_grads.items()
         }
 
-    def _put_back(self, part: Part, kept: _Kept) -> None:
+    def _put_back(self, part: StagePart, kept: _Kept) -> None:
         for name, tensor in part.takes:
             put_back(tensor, kept.variables[name])
 

@@ -13,7 +13,7 @@ import pytest
 
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.launch.legacy import fluid, fluid_layers
-from fleetpipe.launch.legacy.fluid import NAMES, Name
+from fleetpipe.launch.legacy.fluid import NAMES, Older
 from fleetpipe.paddle_api.device import device_kind
 from tests.launching import ROOT
 from tests.static.networks import static_mode
@@ -35,7 +35,7 @@ def found_by(code: str) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.old)
-def test_a_name_is_there_while_a_script_runs_and_on_the_page(name: Name) -> None:
+def test_a_name_is_there_while_a_script_runs_and_on_the_page(name: Older) -> None:
     page = (ROOT / "docs" / "coming-from-fleetx.md").read_text()
     assert f"| `paddle.{name.old}` | `{name.today}` | {name.used_by} |" in page
     above, _, last = f"paddle.{name.old}".rpartition(".")

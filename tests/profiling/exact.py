@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetpipe.profiling import Profile, StageCost
-from fleetpipe.profiling.candidates import Task
+from fleetpipe.profiling.candidates import PlanTask
 from fleetpipe.schedules import Placement
 
 
 def optimum(profile: Profile, ranks: int, micro_batches: int, known: float) -> float:
     """Returns the least makespan of any cut and order, given one that is ``known`` to exist."""
-    task = Task(profile, ranks, micro_batches, math.inf, frozenset(), 0)
+    task = PlanTask(profile, ranks, micro_batches, math.inf, frozenset(), 0)
     best = known
     count = len(profile.layers)
     for inner in itertools.combinations(profile.cuts, ranks - 1):

@@ -14,7 +14,7 @@ import fleetpipe
 from fleetpipe.errors import ConfigError, PartitionError, ScheduleError
 from fleetpipe.partition import uniform
 from fleetpipe.profiling import Link, PipelinePlan, Profile, Transfer, plan, recosted
-from fleetpipe.profiling.candidates import Candidate, Task
+from fleetpipe.profiling.candidates import Candidate, PlanTask
 from fleetpipe.profiling.memory import peak_bytes
 from fleetpipe.profiling.sizes import read_bytes
 from fleetpipe.schedules import Placement, build
@@ -33,7 +33,7 @@ from tests.profiling.models import (
 
 def usual(profile: Profile, ranks: int, micro_batches: int, chunks: int) -> float:
     """Seconds under (interleaved) 1F1B with as many layers in each stage."""
-    task = Task(profile, ranks, micro_batches, math.inf, frozenset(), 0)
+    task = PlanTask(profile, ranks, micro_batches, math.inf, frozenset(), 0)
     schedule = build("1F1B", ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     cut = tuple(uniform(len(profile.layers), ranks * chunks))
     found = task.evaluate(schedule, cut)
@@ -230,7 +230,7 @@ def test_transfers_between_ranks_keep_the_actions_of_both_busy() -> None:
     free = even(4).with_links(Link(0, 0))
     busy = replace(free, transfer=transfer)
     search = frozenset(("partition",))
-    task = Task(busy, 2, 4, math.inf, search, 0)
+    task = PlanTask(busy, 2, 4, math.inf, search, 0)
     stages = task.stages.cut((0, 1, 2, 3, 4))
     vee = task.with_transfers(Placement("vee", 2, 2), stages)
     # The two stages in the middle are on one rank.

@@ -11,12 +11,16 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
 
 from fleetpipe.ray import backend, worker
-from fleetpipe.ray.backend import Place, rank_environments
-from fleetpipe.ray.mailbox import Order
+from fleetpipe.ray.backend import RankPlace, rank_environments
+from fleetpipe.ray.mailbox import WorkerOrder
 
 
 def test_each_rank_is_told_where_all_of_them_are() -> None:
-    places = [Place("a", "10.0.0.1", ""), Place("b", "10.0.0.2", ""), Place("b", "10.0.0.2", "")]
+    places = [
+        RankPlace("a", "10.0.0.1", ""),
+        RankPlace("b", "10.0.0.2", ""),
+        RankPlace("b", "10.0.0.2", ""),
+    ]
     told = rank_environments(places, {"a": [20001, 20002], "b": [20003, 20004, 20005]})
     assert [rank["PADDLE_CURRENT_ENDPOINT"] for rank in told] == [
         *("10.0.0.1:20001", "10.0.0.2:20003", "10.0.0.2:20004"),
@@ -33,7 +37,8 @@ def test_each_rank_is_told_where_all_of_them_are() -> None:
 
 def test_only_ranks_without_a_gpu_meet_over_gloo() -> None:
     on_cpu, on_gpu = rank_environments(
-        [Place("a", "10.0.0.1", ""), Place("a", "10.0.0.1", "3")], {"a": [20001, 20002, 20003]}
+        [RankPlace("a", "10.0.0.1", ""), RankPlace("a", "10.0.0.1", "3")],
+        {"a": [20001, 20002, 20003]},
     )
     assert on_cpu["PADDLE_DISTRI_BACKEND"] == "gloo"
     assert on_gpu["FLAGS_selected_gpus"] == "3"
@@ -61,8 +66,10 @@ def test_workers_leave_while_their_ranks_run(
     monkeypatch.setattr(worker, "own_place", Mock())
     leaving = worker._Worker(Mock(), 1)
     leaving._rank = 1
-    attempt = worker.Attempt(1, [], "", str(tmp_path), {}, {}, [{}, {}], kept=[])
-    leaving._orders.extend([Order("begin", attempt), Order("signal", 15), Order("leave")])
+    attempt = worker.WorkerAttempt(1, [], "", str(tmp_path), {}, {}, [{}, {}], kept=[])
+    leaving._orders.extend(
+        [WorkerOrder("begin", attempt), WorkerOrder("signal", 15), WorkerOrder("leave")]
+    )
     keeper = Mock(**{"code.return_value": None})
     leaving.serve(tmp_path, keeper)
     keeper.start.assert_called_once()

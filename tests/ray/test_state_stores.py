@@ -17,7 +17,7 @@ from fleetpipe.errors import CheckpointError
 from fleetpipe.launch.keeping import copies
 from fleetpipe.launch.keeping.segment import Segment
 from fleetpipe.ray import state_stores
-from fleetpipe.ray.state_stores import Begun, Key, StateStore
+from fleetpipe.ray.state_stores import Begun, CopyKey, StateStore
 
 
 class _Handle:
@@ -60,7 +60,7 @@ async def _begin(stores: Sequence[StateStore], attempt: int, keeps: Any = None) 
 
 async def _copied(store: StateStore, rank: int, step: int) -> None:
     _keep(store, rank, step)
-    await store._read(Key(store._begun.attempt, step, rank))
+    await store._read(CopyKey(store._begun.attempt, step, rank))
     await asyncio.gather(*store._tasks)
 
 
@@ -96,7 +96,7 @@ def test_a_copy_is_placed_with_its_bytes_and_no_others_stay(two: list[StateStore
         assert sorted(await two[0].held()) == [(1, 10, 0), (1, 10, 1)]
         # What rank 0 kept here is gone: it is the other node's rank now.
         assert not [*two[0]._kept.glob("rank-*")]
-        await two[0].place(1, 10, await two[1].copy(Key(1, 10, 1)))
+        await two[0].place(1, 10, await two[1].copy(CopyKey(1, 10, 1)))
         found = copies.find(two[0]._kept.glob("rank-1.*"), 10)
         assert found is not None
         slots, copy = found

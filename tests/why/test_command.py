@@ -12,14 +12,14 @@ from fleetpipe.cli import main
 from fleetpipe.schedules import build
 from fleetpipe.schedules.forms.chrome import write_trace
 from fleetpipe.schedules.forms.events import Event, events_of
-from fleetpipe.why import Operation, read_columns, read_trace, slowdown_of, steps_of
+from fleetpipe.why import TracedOperation, read_columns, read_trace, slowdown_of, steps_of
 from fleetpipe.why.operations import COLUMNS
 from tests.why.traces import Slow, trace
 
 LONG = {"F": "forward-compute", "B": "backward-compute"}
 
 
-def table(path: Path, operations: list[Operation]) -> Path:
+def table(path: Path, operations: list[TracedOperation]) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([*COLUMNS, "host"])

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.why import Operation, Slowdown, slowdown_of, steps_of
+from fleetpipe.why import Slowdown, TracedOperation, slowdown_of, steps_of
 from tests.why.traces import Slow, trace
 
 
-def of(operations: list[Operation]) -> Slowdown:
+def of(operations: list[TracedOperation]) -> Slowdown:
     return slowdown_of(steps_of(operations))
 
 
@@ -54,10 +54,10 @@ def test_the_last_stage_takes_its_share() -> None:
 def test_a_small_step_is_what_a_hand_adds_up() -> None:
     # Two stages, one micro-batch: F 1, F 3, B 2, B 2, without transfers. Means: F 2, B 2.
     step = [
-        Operation(0, 0, 0, 0, "F", 0, 0.0, 1.0),
-        Operation(0, 0, 1, 1, "F", 0, 1.0, 3.0),
-        Operation(0, 0, 1, 1, "B", 0, 4.0, 2.0),
-        Operation(0, 0, 0, 0, "B", 0, 6.0, 2.0),
+        TracedOperation(0, 0, 0, 0, "F", 0, 0.0, 1.0),
+        TracedOperation(0, 0, 1, 1, "F", 0, 1.0, 3.0),
+        TracedOperation(0, 0, 1, 1, "B", 0, 4.0, 2.0),
+        TracedOperation(0, 0, 0, 0, "B", 0, 6.0, 2.0),
     ]
     slowdown = of(step)
     assert slowdown.step_times == ((8.0, 8.0, 8.0),)
@@ -73,13 +73,13 @@ def test_a_small_step_is_what_a_hand_adds_up() -> None:
 
 
 def test_a_collective_ends_together_and_the_optimizer_waits_for_it() -> None:
-    def replica(number: int, seconds: float) -> list[Operation]:
+    def replica(number: int, seconds: float) -> list[TracedOperation]:
         end = 2 * seconds
         return [
-            Operation(0, number, 0, 0, "F", 0, 0.0, seconds),
-            Operation(0, number, 0, 0, "B", 0, seconds, seconds),
-            Operation(0, number, 0, 0, "grads-reduce-scatter", 0, end, 7 - end),
-            Operation(0, number, 0, 0, "optimizer", 0, 7.0, 0.5),
+            TracedOperation(0, number, 0, 0, "F", 0, 0.0, seconds),
+            TracedOperation(0, number, 0, 0, "B", 0, seconds, seconds),
+            TracedOperation(0, number, 0, 0, "grads-reduce-scatter", 0, end, 7 - end),
+            TracedOperation(0, number, 0, 0, "optimizer", 0, 7.0, 0.5),
         ]
 
     slowdown = of([*replica(0, 1.0), *replica(1, 3.0)])
@@ -89,20 +89,24 @@ def test_a_collective_ends_together_and_the_optimizer_waits_for_it() -> None:
 
 
 def test_the_parameters_come_before_the_forward_and_after_the_optimizer() -> None:
-    first = Operation(0, 0, 0, 0, "params-all-gather", 0, 0.0, 2.0)
-    step = [first, Operation(0, 0, 0, 0, "F", 0, 2.0, 1.0), Operation(0, 0, 0, 0, "B", 0, 3.0, 1.0)]
+    first = TracedOperation(0, 0, 0, 0, "params-all-gather", 0, 0.0, 2.0)
+    step = [
+        first,
+        TracedOperation(0, 0, 0, 0, "F", 0, 2.0, 1.0),
+        TracedOperation(0, 0, 0, 0, "B", 0, 3.0, 1.0),
+    ]
     assert of(step).step_times == ((4.0, 4.0, 4.0),)
     late = first._replace(start=5.0)
     moved = [one._replace(start=one.start - 2) for one in step[1:]]
-    step = [*moved, Operation(0, 0, 0, 0, "optimizer", 0, 2.0, 3.0), late]
+    step = [*moved, TracedOperation(0, 0, 0, 0, "optimizer", 0, 2.0, 3.0), late]
     assert of(step).step_times == ((7.0, 7.0, 7.0),)
 
 
 def test_an_order_that_cannot_have_been_is_refused() -> None:
     step = [
-        Operation(0, 0, 1, 1, "B", 0, 0.0, 1.0),
-        Operation(0, 0, 1, 1, "F", 0, 1.0, 1.0),
-        Operation(0, 0, 0, 0, "F", 0, 0.0, 1.0),
+        TracedOperation(0, 0, 1, 1, "B", 0, 0.0, 1.0),
+        TracedOperation(0, 0, 1, 1, "F", 0, 1.0, 1.0),
+        TracedOperation(0, 0, 0, 0, "F", 0, 0.0, 1.0),
     ]
     with pytest.raises(ConfigError, match="wait for each other in a circle"):
         steps_of(step)

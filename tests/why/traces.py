@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from fleetpipe.schedules import build
-from fleetpipe.why import Operation
+from fleetpipe.why import TracedOperation
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def trace(
     steps: int = 2,
     noise: float = 0.02,
     seed: int = 0,
-) -> list[Operation]:
+) -> list[TracedOperation]:
     """Simulates 1F1B, F taking 1 and B 2 seconds, a transfer 0.1, with normal noise on each."""
     numbers = random.Random(seed)
-    operations: list[Operation] = []
+    operations: list[TracedOperation] = []
     begin = 0.0
     for step in range(steps):
         ends = [begin]
@@ -77,7 +77,7 @@ def trace(
 
 
 def _replica(
-    operations: list[Operation],
+    operations: list[TracedOperation],
     numbers: random.Random,
     slow: Slow,
     begin: float,
@@ -105,14 +105,16 @@ def _replica(
         start = max(clocks[stage], arrived.get(needed, begin))
         seconds = (1 if forward else 2) * slow.of(replica, stage, k) * (1 + numbers.gauss(0, noise))
         end = clocks[stage] = start + seconds
-        operations.append(Operation(step, replica, stage, stage, action.kind, k, start, seconds))
+        operations.append(
+            TracedOperation(step, replica, stage, stage, action.kind, k, start, seconds)
+        )
         target, way = (stage + 1, "forward") if forward else (stage - 1, "backward")
         if 0 <= target < ranks:
             lag = 0.1 * slow.of_link(replica, min(stage, target)) * (1 + numbers.gauss(0, noise))
             arrived[action.kind, stage, k] = end + lag
             for place, name in ((stage, "send"), (target, "recv")):
                 operations.append(
-                    Operation(step, replica, place, place, f"{way}-{name}", k, end, lag)
+                    TracedOperation(step, replica, place, place, f"{way}-{name}", k, end, lag)
                 )
         heads[stage] = next(rows[stage], None)
     return clocks

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fleetpipe.capture.cutting.cuts import AtCall, Border, SplitPoint
 from fleetpipe.capture.cutting.in_place import parted, spans
-from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.profiling import Profile, fastest_cut
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
         )
 
 
-def places(training: Trace, evaluation: Trace) -> tuple[dict[int, Border], dict[int, str]]:
+def places(training: Capture, evaluation: Capture) -> tuple[dict[int, Border], dict[int, str]]:
     """Returns the nodes with which a stage may begin, and why it may not with others.
 
     Args:
@@ -70,14 +70,14 @@ def places(training: Trace, evaluation: Trace) -> tuple[dict[int, Border], dict[
     return borders, refused
 
 
-def _is_in(trace: Trace, border: Border) -> bool:
+def _is_in(trace: Capture, border: Border) -> bool:
     try:
         return 0 < border.start(trace) < len(trace.nodes)
     except ConfigError:
         return False
 
 
-def _border(trace: Trace, number: int) -> Border | None:
+def _border(trace: Capture, number: int) -> Border | None:
     """Returns what names the place before a node; None between two operations."""
     node, before = trace.nodes[number], trace.nodes[number - 1]
     if node.is_layer:

@@ -10,7 +10,7 @@ from fleetpipe.capture.cutting.node_meter import measured
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec, borders_of
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
-from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.profiling import PipelinePlan
@@ -73,7 +73,7 @@ def cut_of(
     return Cut(choice.borders, choice)
 
 
-def _planned(training: Trace, evaluation: Trace, plan: PipelinePlan) -> tuple[Border, ...]:
+def _planned(training: Capture, evaluation: Capture, plan: PipelinePlan) -> tuple[Border, ...]:
     """Returns the places where a plan cuts; raises ConfigError for one of another model."""
     # The inputs come first, and the outputs last.
     plan.require_layers(["inputs", *(node.name for node in training.nodes), "outputs"])

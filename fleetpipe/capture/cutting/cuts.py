@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, Union
 
-from fleetpipe.capture.tracing.value import Scope, Trace
+from fleetpipe.capture.tracing.value import Capture, Scope
 from fleetpipe.errors import CaptureError, ConfigError, nearest
 
 
@@ -51,7 +51,7 @@ class AtCall(NamedTuple):
     def __str__(self) -> str:
         return f"{self.point.value} {self.path}" + (f" (call {self.call + 1})" * (self.call > 0))
 
-    def start(self, trace: Trace) -> int:
+    def start(self, trace: Capture) -> int:
         """Returns the first node of the stage that begins here.
 
         Raises:
@@ -83,7 +83,7 @@ class AtMark(NamedTuple):
     def __str__(self) -> str:
         return f"at call {self.number + 1} of pipe_split"
 
-    def start(self, trace: Trace) -> int:
+    def start(self, trace: Capture) -> int:
         """Returns the first node of the stage that begins here.
 
         Raises:
@@ -103,7 +103,7 @@ class AtMark(NamedTuple):
 Border = Union[AtCall, AtMark]
 
 
-def starts(trace: Trace, borders: Sequence[Border]) -> list[int]:
+def starts(trace: Capture, borders: Sequence[Border]) -> list[int]:
     """Returns the first node of each stage but stage 0.
 
     Args:
@@ -125,6 +125,6 @@ def starts(trace: Trace, borders: Sequence[Border]) -> list[int]:
     return numbers
 
 
-def in_order(trace: Trace, borders: Sequence[Border]) -> list[Border]:
+def in_order(trace: Capture, borders: Sequence[Border]) -> list[Border]:
     """Returns places in the order in which a run comes to them; raises as :func:`starts`."""
     return sorted(borders, key=lambda border: border.start(trace))

@@ -6,11 +6,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from fleetpipe.capture.running.replay import name_of
-from fleetpipe.capture.tracing.value import Trace, ValueId
+from fleetpipe.capture.tracing.value import Capture, ValueId
 from fleetpipe.schedules import Edge
 
 
-def crossing(trace: Trace, starts: Sequence[int]) -> dict[Edge, tuple[str, ...]]:
+def crossing(trace: Capture, starts: Sequence[int]) -> dict[Edge, tuple[str, ...]]:
     """Returns the values on each edge, by name: each goes straight to every stage that takes it.
 
     Args:

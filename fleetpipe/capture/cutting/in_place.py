@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
-from fleetpipe.capture.tracing.value import Node, Trace
+from fleetpipe.capture.tracing.value import Capture, Node
 from fleetpipe.errors import CaptureError
 
 
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 Spans = dict[str, list[Optional[Span]]]
 
 
-def spans(traces: Sequence[Trace]) -> Spans:
+def spans(traces: Sequence[Capture]) -> Spans:
     """Returns where runs use what any of them writes into."""
     names = dict.fromkeys(name for trace in traces for name in trace.changed)
     return {name: [_span(name, trace.nodes) for trace in traces] for name in names}
@@ -51,7 +51,7 @@ def parted(written: Spans, starts: Sequence[int]) -> str | None:
     return None
 
 
-def require_one_stage(runs: Sequence[tuple[Trace, Sequence[int]]]) -> None:
+def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
     """Refuses a cut that parts the uses of what a forward writes into.
 
     Args:
@@ -76,7 +76,7 @@ def require_one_stage(runs: Sequence[tuple[Trace, Sequence[int]]]) -> None:
             )
 
 
-def _sides(name: str, runs: Sequence[tuple[Trace, Sequence[int]]]) -> tuple[str, str]:
+def _sides(name: str, runs: Sequence[tuple[Capture, Sequence[int]]]) -> tuple[str, str]:
     """Names a node in each of two stages that uses a parameter or buffer."""
     users: dict[int, str] = {}
     for trace, starts in runs:

@@ -13,7 +13,7 @@ from fleetpipe.capture.running.replay import entries
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.signature import PLAIN, signature_of
-from fleetpipe.capture.tracing.value import Node, Owned, Ref, Trace, arguments, like
+from fleetpipe.capture.tracing.value import Capture, Node, Owned, Ref, arguments, like
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.observe.layer_meter import (
     LayerMeter,
@@ -39,7 +39,7 @@ MOST_ALIKE = 5
 SECONDS = 1.0
 
 
-def measured(capturing: Capturing, trace: Trace, places: Iterable[int]) -> Profile:
+def measured(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Profile:
     """Measures each node by itself, on the example; leaves the model as it was.
 
     Gradients are cleared.
@@ -104,7 +104,7 @@ def _share(samples: list[Sample], numbers: Sequence[int]) -> None:
         samples[number] = samples[number]._replace(forward=forward, backward=backward)
 
 
-def _kind(trace: Trace, node: Node) -> str:
+def _kind(trace: Capture, node: Node) -> str:
     """Returns what is the same for nodes that do the same with values of the same shapes."""
 
     def look(leaf: object) -> object:
@@ -134,6 +134,6 @@ def state_of(node: Node) -> list[Tensor]:
     return tensors + [getattr(owned.layer, owned.name) for owned in node.owned]
 
 
-def parameter_bytes(trace: Trace) -> list[int]:
+def parameter_bytes(trace: Capture) -> list[int]:
     """Returns, for each node, the bytes of the parameters and buffers that none before it uses."""
     return [sum(map(tensor_bytes, new)) for new in first_uses(map(state_of, trace.nodes))]

@@ -14,7 +14,7 @@ from fleetpipe.capture.cutting.cuts import (
     in_order,
     nearest_path,
 )
-from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import uniform
 
@@ -25,7 +25,7 @@ SplitSpec = Union[str, Sequence[str], Mapping[str, SplitPoint], Mapping[str, int
 AUTO = "auto"
 
 
-def borders_of(spec: SplitSpec, model: Layer, trace: Trace, stages: int | None) -> list[Border]:
+def borders_of(spec: SplitSpec, model: Layer, trace: Capture, stages: int | None) -> list[Border]:
     """Returns the places that a user's ``split_spec`` means, in the order of the run.
 
     Args:
@@ -75,7 +75,7 @@ def _require_names(names: Sequence[str] | Mapping[str, object], model: Layer) ->
         )
 
 
-def _evenly(prefix: str, trace: Trace, stages: int | None) -> list[Border]:
+def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[Border]:
     """Shares the sublayers below a prefix evenly among the stages, in the order of their calls."""
     depth = prefix.count(".") + 2
     below: list[str] = []
@@ -101,7 +101,7 @@ def _evenly(prefix: str, trace: Trace, stages: int | None) -> list[Border]:
     return [AtCall(children[index]) for index in first]
 
 
-def _said_by(model: Layer, trace: Trace) -> list[Border]:
+def _said_by(model: Layer, trace: Capture) -> list[Border]:
     """Returns what the model itself says: ``pipeline_stage`` of sublayers, or ``pipe_split``."""
     stages = {
         path: layer.pipeline_stage
@@ -119,7 +119,7 @@ def _said_by(model: Layer, trace: Trace) -> list[Border]:
     return [AtMark(number) for number in range(len(trace.marks))]
 
 
-def _of_stages(stages: Mapping[str, object], trace: Trace) -> list[Border]:
+def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[Border]:
     """Returns where the stages begin that sublayers were given; the others go with those before.
 
     Only the first call of a sublayer is where it was told to be: a second one is where it runs.

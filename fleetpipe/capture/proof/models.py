@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.proof.training import Step, projected, weights_of
+from fleetpipe.capture.proof.training import TrainedStep, projected, weights_of
 from fleetpipe.capture.running.plain_model import called
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.variants import Forms
@@ -39,7 +39,7 @@ class PlainLoop:
     """The untouched model, one micro-batch after another."""
 
     def __init__(
-        self, model: Layer, unopened: Unopened, keys_of: Callable[[Step], Keys | None]
+        self, model: Layer, unopened: Unopened, keys_of: Callable[[TrainedStep], Keys | None]
     ) -> None:
         """Takes the model.
 
@@ -50,7 +50,7 @@ class PlainLoop:
         """
         self.model, self._unopened, self._keys_of = model, unopened, keys_of
 
-    def train(self, step: Step) -> list[Nest]:
+    def train(self, step: TrainedStep) -> list[Nest]:
         """Runs forward and backward of each micro-batch; see :class:`Side`."""
         outputs = []
         for number, inputs in enumerate(step.micro_batches):
@@ -69,7 +69,9 @@ class PlainLoop:
 class CapturedRun:
     """The captured stages, all in this process, under the schedule of each step."""
 
-    def __init__(self, forms: Forms, model: Layer, keys_of: Callable[[Step], Keys | None]) -> None:
+    def __init__(
+        self, forms: Forms, model: Layer, keys_of: Callable[[TrainedStep], Keys | None]
+    ) -> None:
         """Takes the runs of the forward, cut.
 
         Args:
@@ -80,7 +82,7 @@ class CapturedRun:
         self._forms, self._keys_of = forms, keys_of
         self._parts = CapturedStages(forms, lambda: model.training)
 
-    def train(self, step: Step) -> list[Nest]:
+    def train(self, step: TrainedStep) -> list[Nest]:
         """Runs the plan of the step; see :class:`Side`."""
         outputs: list[Nest] = [None] * len(step.micro_batches)
 

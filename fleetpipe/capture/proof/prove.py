@@ -19,7 +19,7 @@ from fleetpipe.capture.proof.data import Trial, variants, with_another_row
 from fleetpipe.capture.proof.hook_calls import Calls, counted
 from fleetpipe.capture.proof.models import CapturedRun, PlainLoop, copied
 from fleetpipe.capture.proof.summation_order import summed
-from fleetpipe.capture.proof.training import Course, Step, moments, state_of_model
+from fleetpipe.capture.proof.training import Course, TrainedStep, moments, state_of_model
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.place import raised_at
@@ -98,7 +98,7 @@ def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) 
     python = forms.example(training=True).trace.draws
     keyed = python or _draws(model, capturing.example)
 
-    def keys_of(step: Step) -> random_keys.Keys | None:
+    def keys_of(step: TrainedStep) -> random_keys.Keys | None:
         return random_keys.Keys(step.draw, python) if keyed else None
 
     plain = PlainLoop(model, capturing.unopened, keys_of)
@@ -171,16 +171,16 @@ def _usual(stages: int) -> list[Schedule]:
     return [schedules.build(name, ranks=stages, micro_batches=count) for name in _SCHEDULES]
 
 
-def _steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[Step]:
+def _steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[TrainedStep]:
     """Returns steps in which each of the inputs is a micro-batch at least once."""
     optimizers = (paddle.optimizer.SGD, paddle.optimizer.Momentum)
     endless = itertools.cycle(inputs)
-    steps: list[Step] = []
+    steps: list[TrainedStep] = []
     while len(steps) < 2 or sum(len(step.micro_batches) for step in steps) < len(inputs):
         schedule = planned[len(steps) % len(planned)]
         micro_batches = list(itertools.islice(endless, schedule.micro_batches))
         kind = optimizers[len(steps) % len(optimizers)]
-        steps.append(Step(micro_batches, schedule, kind, len(steps)))
+        steps.append(TrainedStep(micro_batches, schedule, kind, len(steps)))
     return steps
 
 

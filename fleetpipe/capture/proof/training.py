@@ -25,7 +25,7 @@ from fleetpipe.schedules import Schedule
 RATE = 0.05
 
 
-class Step(NamedTuple):
+class TrainedStep(NamedTuple):
     """One step of a training.
 
     Attributes:
@@ -49,7 +49,7 @@ class Course(NamedTuple):
         evaluations: The inputs on which the model is evaluated afterwards.
     """
 
-    steps: Sequence[Step]
+    steps: Sequence[TrainedStep]
     evaluations: Sequence[Nest]
 
 
@@ -77,7 +77,7 @@ class Moment(NamedTuple):
 class Side(Protocol):
     """What runs a model: the model itself, or its stages."""
 
-    def train(self, step: Step) -> list[Nest]:
+    def train(self, step: TrainedStep) -> list[Nest]:
         """Adds the gradients of all micro-batches to the parameters; returns the outputs."""
 
     def evaluate(self, inputs: Nest) -> Nest:
@@ -114,7 +114,7 @@ def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
         yield Moment("state", end, state_of_model(model), _modes(model))
 
 
-def _update(step: Step, parameters: Sequence[Tensor]) -> None:
+def _update(step: TrainedStep, parameters: Sequence[Tensor]) -> None:
     """Steps parameter by parameter: what an optimizer keeps of all needs more memory."""
     # Names of an optimizer's state are counted: the user's are to be those of a first optimizer.
     with paddle.utils.unique_name.guard():
@@ -154,7 +154,7 @@ def projected(output: Nest) -> Tensor:
     return total
 
 
-def weights_of(step: Step) -> list[Fraction]:
+def weights_of(step: TrainedStep) -> list[Fraction]:
     """Returns the weight of each micro-batch in the loss of a step."""
     count = len(step.micro_batches)
     return [Fraction(1, count)] * count

@@ -10,7 +10,7 @@ from fleetpipe.capture.cutting.node_meter import state_of
 from fleetpipe.capture.proof.first_difference import first_difference
 from fleetpipe.capture.proof.hook_calls import Calls
 from fleetpipe.capture.proof.models import copied
-from fleetpipe.capture.proof.training import Course, Moment, Step
+from fleetpipe.capture.proof.training import Course, Moment, TrainedStep
 from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.place import forward_place
@@ -28,7 +28,7 @@ def refuted(
     moment: Moment,
     differing: Sequence[str],
     course: Course,
-    keys_of: Callable[[Step], Keys | None],
+    keys_of: Callable[[TrainedStep], Keys | None],
 ) -> CaptureError:
     """Returns the error for a moment that differs.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from fleetpipe.aliases import Tensor
-from fleetpipe.dygraph.state.files import Place
+from fleetpipe.dygraph.state.files import ParameterPlace
 from fleetpipe.dygraph.state.layer_files import LayerFiles
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
@@ -66,5 +66,7 @@ def files_of_model(
                 fix="write pipe.full_state_dict() by paddle.save, or cut elsewhere",
             )
         if users[names[0]][0] in stages:
-            places[Place(number, None)] = _ShardOnly({name: tensors[name] for name in names})
+            places[ParameterPlace(number, None)] = _ShardOnly(
+                {name: tensors[name] for name in names}
+            )
     return LayerFiles(places, places, sources, job)

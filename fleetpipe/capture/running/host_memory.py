@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from fleetpipe.aliases import Layer
-from fleetpipe.capture.tracing.value import Like, Trace, like
+from fleetpipe.capture.tracing.value import Capture, Like, like
 from fleetpipe.job import meeting
 from fleetpipe.paddle_api import paddle
 
@@ -15,7 +15,7 @@ from fleetpipe.paddle_api import paddle
 _COPIES = 5
 
 
-def bytes_to_train(model: Layer, trace: Trace) -> int:
+def bytes_to_train(model: Layer, trace: Capture) -> int:
     """Returns about how many bytes a copy of a model needs to train one micro-batch.
 
     Args:

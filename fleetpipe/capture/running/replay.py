@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 from fleetpipe.aliases import Nest
 from fleetpipe.capture.tracing.signature import Signature
-from fleetpipe.capture.tracing.value import Mode, Node, Owned, Ref, Trace, ValueId
+from fleetpipe.capture.tracing.value import Capture, Mode, Node, Owned, Ref, ValueId
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.paddle_api import paddle
 
@@ -32,7 +32,7 @@ def name_of(value: ValueId) -> str:
     return f"v{value}"
 
 
-def entries(trace: Trace, signature: Signature) -> list[Callable[[Nest], Nest]]:
+def entries(trace: Capture, signature: Signature) -> list[Callable[[Nest], Nest]]:
     """Returns functions of one argument which, called one after another, run a trace again.
 
     That of a node which calls a layer, or takes parameters of layers, is a ``partial`` with these
@@ -58,7 +58,7 @@ def _named(function: functools.partial[Nest], name: str) -> functools.partial[Ne
     return function
 
 
-def _needed_after(trace: Trace) -> list[frozenset[str]]:
+def _needed_after(trace: Capture) -> list[frozenset[str]]:
     """Returns the names of the values needed after the inputs, and after each node."""
     needed = {LOOK, *(name_of(value) for value in trace.output_values)}
     after = [frozenset(needed)]
@@ -73,7 +73,7 @@ class _Inputs:
 
     __name__ = "inputs"
 
-    def __init__(self, trace: Trace, needed: frozenset[str], signature: Signature) -> None:
+    def __init__(self, trace: Capture, needed: frozenset[str], signature: Signature) -> None:
         self._signature = signature
         self._names = [name_of(value) for value in trace.input_values]
         self._needed = needed
@@ -89,7 +89,7 @@ class _Outputs:
 
     __name__ = "outputs"
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Capture) -> None:
         self._fill = _fill(trace.outputs)
 
     def __call__(self, values: Values) -> Nest:

@@ -15,7 +15,7 @@ from fleetpipe.capture.repeatability import require_same_modes
 from fleetpipe.capture.running.replay import entries
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.signature import Signature, signature_of
-from fleetpipe.capture.tracing.value import Node, Owned, Trace
+from fleetpipe.capture.tracing.value import Capture, Node, Owned
 from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api.layer import has_hooks, state_slots
@@ -39,7 +39,7 @@ class Form(NamedTuple):
         written: By stage, what its nodes write into.
     """
 
-    trace: Trace
+    trace: Capture
     starts: tuple[int, ...]
     functions: Sequence[Callable[[Nest], Nest]]
     runner: StageRunner
@@ -162,7 +162,7 @@ def _bytes(owned: Owned) -> bytes:
     return content
 
 
-def _written(trace: Trace, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ...]:
+def _written(trace: Capture, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ...]:
     """Returns, for each stage, what its nodes write into, and backward may need."""
     names: list[set[str]] = [set() for _ in (0, *starts)]
     for number, node in enumerate(trace.nodes):

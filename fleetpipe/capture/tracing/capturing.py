@@ -10,7 +10,7 @@ from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.tracing.place import raised_at
 from fleetpipe.capture.tracing.signature import Signature, numbers_like, signature_of
 from fleetpipe.capture.tracing.tracer import traced
-from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.capture.tracing.walk import Unopened
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import CaptureError, FleetPipeError, reason
@@ -41,9 +41,9 @@ class Capturing:
         self.example = example
         self.unopened = Unopened(no_split)
         self._look = signature_of(example)
-        self._traces: dict[bool, tuple[object, Trace]] = {}
+        self._traces: dict[bool, tuple[object, Capture]] = {}
 
-    def __call__(self, signature: Signature, training: bool) -> Trace:
+    def __call__(self, signature: Signature, training: bool) -> Capture:
         """Returns what the forward calls, for a batch of a look, in training or in evaluation.
 
         Raises:
@@ -61,7 +61,7 @@ class Capturing:
         """Has the forward run again on the example when it is next asked for."""
         self._traces.clear()
 
-    def _depends_on(self, trace: Trace) -> object:
+    def _depends_on(self, trace: Capture) -> object:
         """Returns what another run would depend on, beside its inputs, to be compared."""
         modes = [layer.training for layer in self.model.sublayers(include_self=True)]
         numbers = [getattr(owned.layer, owned.name) for owned in trace.numbers]
@@ -73,14 +73,14 @@ class Capturing:
             object() if trace.switched else None,
         )
 
-    def after(self, trace: Trace, signature: Signature, training: bool) -> Trace:
+    def after(self, trace: Capture, signature: Signature, training: bool) -> Capture:
         """Returns a run from the modes in which another has left the layers that it switched."""
         with in_mode(self.model, training):
             for mode in trace.switched:
                 mode.put_back()
             return self(signature, training)
 
-    def with_numbers(self, inputs: Nest, training: bool) -> Trace:
+    def with_numbers(self, inputs: Nest, training: bool) -> Capture:
         """Returns what the forward calls for these inputs, which stay as they are.
 
         Raises:

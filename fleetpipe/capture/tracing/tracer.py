@@ -41,11 +41,11 @@ from fleetpipe.capture.tracing.signature import PLAIN
 from fleetpipe.capture.tracing.sizes import Size, Sizes, tensors_in, whole
 from fleetpipe.capture.tracing.state import RunState
 from fleetpipe.capture.tracing.value import (
+    Capture,
     Like,
     Mode,
     Node,
     Ref,
-    Trace,
     ValueId,
     changed,
     like,
@@ -78,7 +78,7 @@ class _Refused(BaseException):
         self.error = error
 
 
-def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Trace:
+def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Capture:
     """Runs a model's forward once and returns what it called.
 
     Parameters, buffers, random states and what layers keep on Python's side are put back.
@@ -139,7 +139,7 @@ class _Tracer(Walk):
         #: The classes of layers that no nodes can be made of, and why.
         self.closed: dict[type, str] = {}
 
-    def run(self, inputs: Nest, draws: Draws | None = None) -> Trace:
+    def run(self, inputs: Nest, draws: Draws | None = None) -> Capture:
         """Runs the forward.
 
         Args:
@@ -158,7 +158,7 @@ class _Tracer(Walk):
             output = self._model(*args, **named)
         _require_tensors(self._model, output)
         nodes, marks = at_makers(self._nodes, self._marks)
-        return Trace(
+        return Capture(
             tuple(nodes),
             noted,
             self._noted(output),
@@ -175,7 +175,7 @@ class _Tracer(Walk):
         """Refuses to draw from what is no generator of Paddle's."""
         self._meet(self._opened[-1], DRAWS, place)
 
-    def with_state(self, trace: Trace, ids: set[int]) -> Trace:
+    def with_state(self, trace: Capture, ids: set[int]) -> Capture:
         """Returns the run, with what it wrote into.
 
         Args:

@@ -184,7 +184,7 @@ def changed(value: Nest, change: Callable[[Nest], Nest]) -> Nest:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Capture:
     """One run of a model's forward.
 
     Attributes:

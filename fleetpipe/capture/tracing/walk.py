@@ -141,7 +141,7 @@ class Walk:
         """Called with what an opened layer returns."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.OperationListener`."""
         if self._inside:
             return function(*args, **named)
         if function.__name__ == SHARED_BY_RECOMPUTE:
@@ -150,7 +150,7 @@ class Walk:
         return self._alone(NodeCall(function, function, args, named, tuple(self._scopes)))
 
     def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
-        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.OperationListener`."""
         path = self._paths.get(id(layer))
         if self._inside or path is None:
             return call(layer, *args, **named)
@@ -172,15 +172,15 @@ class Walk:
         return output
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.OperationListener`."""
         return function(*args, **named)
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
-        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.OperationListener`."""
         return shape
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.OperationListener`."""
         return function(*args, **named)
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
@@ -188,11 +188,11 @@ class Walk:
         return call() if self._inside else function(*args)
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.OperationListener`."""
         return function(*args, **named)
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
-        """See :class:`fleetpipe.paddle_api.operations.Listener`."""
+        """See :class:`fleetpipe.paddle_api.operations.OperationListener`."""
         before = buffers_in(layer).get(name)
         another = isinstance(value, paddle.Tensor) and value is not before
         if self._inside or id(layer) not in self._paths or before is None or not another:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fleetpipe.launch.keeping.slots import Form, Slots
+from fleetpipe.launch.keeping.slots import SlotForm, Slots
 
 #: Every so many steps the state of a rank is copied: as many are lost with a host, at most.
 COPY_EVERY = 10
@@ -34,7 +34,7 @@ class Copy(NamedTuple):
         contents: The bytes of its slot.
     """
 
-    form: Form
+    form: SlotForm
     text_bytes: int
     contents: np.ndarray
 

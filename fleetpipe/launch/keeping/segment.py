@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.launch.keeping.slots import Form, Slots, aligned
+from fleetpipe.launch.keeping.slots import SlotForm, Slots, aligned
 
 #: A value of JSON.
 Json = Any
@@ -49,7 +49,7 @@ class Segment:
         Raises:
             CheckpointError: The host has not so much memory for files in memory.
         """
-        form = Form(json.dumps(index).encode(), text_bytes, sum(map(aligned, sizes)), _SLOTS)
+        form = SlotForm(json.dumps(index).encode(), text_bytes, sum(map(aligned, sizes)), _SLOTS)
         return cls(Slots.create(file, form), sizes)
 
     def steps(self) -> list[int]:

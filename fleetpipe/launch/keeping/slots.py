@@ -26,7 +26,7 @@ _SLOT = struct.Struct("<QQ")
 _ALIGNED = 64
 
 
-class Form(NamedTuple):
+class SlotForm(NamedTuple):
     """What a file is made of.
 
     Attributes:
@@ -56,12 +56,12 @@ class Slots:
         _, about_bytes, text_bytes, slot_bytes, slots = _HEAD.unpack_from(self._memory)
         about = bytes(self._memory[_HEAD.size : _HEAD.size + about_bytes])
         value_bytes = slot_bytes - aligned(_SLOT.size) - text_bytes
-        self.form = Form(about, text_bytes, value_bytes, slots)
+        self.form = SlotForm(about, text_bytes, value_bytes, slots)
         self._slot_bytes: int = slot_bytes
         self._first = aligned(_HEAD.size + about_bytes)
 
     @classmethod
-    def create(cls, file: Path, form: Form) -> Slots:
+    def create(cls, file: Path, form: SlotForm) -> Slots:
         """Makes a file of empty slots, in the place of one of the same name.
 
         Args:

@@ -30,7 +30,7 @@ _PIPELINE = "old_develop, examples/pipeline"
 _GPT = "develop, ppfleetx"
 
 
-class Name(NamedTuple):
+class Older(NamedTuple):
     """A name of older Paddle.
 
     Attributes:
@@ -54,37 +54,37 @@ class _CPUPlace(paddle.CPUPlace):
 
 
 NAMES = (
-    Name("fluid.device_guard", "paddle.static.device_guard", _DOCUMENT),
-    Name("fluid.dygraph.Layer", "paddle.nn.Layer", _DOCUMENT),
-    Name("fluid.dygraph.layers.Layer", "paddle.nn.Layer", _DOCUMENT),
-    Name("fluid.dygraph.container.Sequential", "paddle.nn.Sequential", _DOCUMENT),
-    Name(
+    Older("fluid.device_guard", "paddle.static.device_guard", _DOCUMENT),
+    Older("fluid.dygraph.Layer", "paddle.nn.Layer", _DOCUMENT),
+    Older("fluid.dygraph.layers.Layer", "paddle.nn.Layer", _DOCUMENT),
+    Older("fluid.dygraph.container.Sequential", "paddle.nn.Sequential", _DOCUMENT),
+    Older(
         "io.DataLoader.from_generator",
         "fleetpipe.static.DataLoader.from_generator",
         _DOCUMENT,
         DataLoader.from_generator,
     ),
-    Name(
+    Older(
         "static.nn.embedding",
         "paddle.nn.Embedding",
         _DOCUMENT,
         fluid_layers.embedding,
     ),
-    Name("CUDAPlace", "paddle.CPUPlace", _PIPELINE, _CPUPlace),
-    Name("fluid.ParamAttr", "paddle.ParamAttr", _PIPELINE),
-    Name("fluid.param_attr.ParamAttr", "paddle.ParamAttr", _PIPELINE),
-    Name("fluid.initializer.Uniform", "paddle.nn.initializer.Uniform", _PIPELINE),
-    Name("fluid.layers.conv2d", "paddle.nn.Conv2D", _PIPELINE, fluid_layers.conv2d),
-    Name("fluid.layers.batch_norm", "paddle.nn.BatchNorm2D", _PIPELINE, fluid_layers.batch_norm),
-    Name("fluid.layers.pool2d", "paddle.nn.functional.max_pool2d", _PIPELINE, fluid_layers.pool2d),
-    Name("fluid.layers.fc", "paddle.static.nn.fc", _PIPELINE, fluid_layers.fc),
-    Name("fluid.layers.elementwise_add", "paddle.add", _PIPELINE, fluid_layers.elementwise_add),
-    Name("fluid.core", "paddle.base.core", _PIPELINE),
-    Name("fluid.framework", "paddle.base.framework", _GPT),
-    Name("fluid.dygraph.base", "paddle.base.dygraph.base", _GPT),
-    Name("fluid.dygraph.to_variable", "paddle.to_tensor", _GPT),
-    Name("fluid.data_feeder.convert_dtype", "paddle.base.data_feeder.convert_dtype", _GPT),
-    Name("fluid.reader.use_pinned_memory", "paddle.base.reader.use_pinned_memory", _GPT),
+    Older("CUDAPlace", "paddle.CPUPlace", _PIPELINE, _CPUPlace),
+    Older("fluid.ParamAttr", "paddle.ParamAttr", _PIPELINE),
+    Older("fluid.param_attr.ParamAttr", "paddle.ParamAttr", _PIPELINE),
+    Older("fluid.initializer.Uniform", "paddle.nn.initializer.Uniform", _PIPELINE),
+    Older("fluid.layers.conv2d", "paddle.nn.Conv2D", _PIPELINE, fluid_layers.conv2d),
+    Older("fluid.layers.batch_norm", "paddle.nn.BatchNorm2D", _PIPELINE, fluid_layers.batch_norm),
+    Older("fluid.layers.pool2d", "paddle.nn.functional.max_pool2d", _PIPELINE, fluid_layers.pool2d),
+    Older("fluid.layers.fc", "paddle.static.nn.fc", _PIPELINE, fluid_layers.fc),
+    Older("fluid.layers.elementwise_add", "paddle.add", _PIPELINE, fluid_layers.elementwise_add),
+    Older("fluid.core", "paddle.base.core", _PIPELINE),
+    Older("fluid.framework", "paddle.base.framework", _GPT),
+    Older("fluid.dygraph.base", "paddle.base.dygraph.base", _GPT),
+    Older("fluid.dygraph.to_variable", "paddle.to_tensor", _GPT),
+    Older("fluid.data_feeder.convert_dtype", "paddle.base.data_feeder.convert_dtype", _GPT),
+    Older("fluid.reader.use_pinned_memory", "paddle.base.reader.use_pinned_memory", _GPT),
 )
 
 #: Where Paddle has what ``paddle.fluid`` had, in the order in which a name is looked for.
@@ -181,14 +181,14 @@ def provided() -> Iterator[None]:
         yield
 
 
-def _paddle_has(name: Name) -> bool:
+def _paddle_has(name: Older) -> bool:
     """Tells whether this Paddle has what works under the name."""
     if name.old == "static.nn.embedding":
         return not paddle.base.framework.use_pir_api()
     return name.old == "CUDAPlace" and device_kind() == "gpu"
 
 
-def _put(name: Name, undo: ExitStack) -> None:
+def _put(name: Older, undo: ExitStack) -> None:
     """Puts a name in its place, and the modules above it that are not there."""
     path, _, last = f"paddle.{name.old}".rpartition(".")
     value = name.stand_in or _named(name.today)

@@ -12,8 +12,8 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import pir_operations, static
 from fleetpipe.static.cut.contract import (
     PREFIX,
-    Piece,
     Pieces,
+    ProgramPiece,
     incoming_name,
     outgoing_name,
     waiting_name,
@@ -267,13 +267,13 @@ class PirStage:
                 export(copy.values[number], outgoing_name(self._stage, number))
         return copy.program
 
-    def _backward_piece(self) -> Piece:
+    def _backward_piece(self) -> ProgramPiece:
         copy = self._copy()
         with static.program_guard(copy.program, static.Program()):
             self._leave(copy, frozenset(range(len(copy.ops))))
             return self._piece(copy.program)._replace(waiting=())
 
-    def _halves(self) -> tuple[Piece, Piece]:
+    def _halves(self) -> tuple[ProgramPiece, ProgramPiece]:
         """Returns the backward in its halves, I and W."""
         whole = self._copy()
         halves.pass_through(whole.ops, whole.forward)
@@ -291,7 +291,7 @@ class PirStage:
             halves.ask_for_less(first.ops[index] for index in division.inputs)
             input_grad = self._piece(first.program)._replace(waiting=())
         if not division.weights:
-            return input_grad, Piece()
+            return input_grad, ProgramPiece()
         with static.program_guard(second.program, static.Program()):
             for name, (index, result) in crossing.items():
                 value = second.ops[index].result(result)
@@ -330,7 +330,7 @@ class PirStage:
                 op.erase()
         place_repeated(copy.program, repeated)
 
-    def _piece(self, program: Program) -> Piece:
+    def _piece(self, program: Program) -> ProgramPiece:
         """Describes a program of the backward, and rids it of what nothing takes."""
         forward_values = {
             name_of(op) for op in self._ops() if op.id() in self._forward and op.name() == DATA
@@ -349,7 +349,7 @@ class PirStage:
                 shapes += [name] if all(by_shape(user, value) for user in users) else []
             elif name not in self.accumulators.values():
                 waiting.append(name)
-        return Piece(program, tuple(sorted(kept)), tuple(sorted(waiting)), frozenset(shapes))
+        return ProgramPiece(program, tuple(sorted(kept)), tuple(sorted(waiting)), frozenset(shapes))
 
     def _ops(self) -> list[Op]:
         return list(self._program.global_block().ops)

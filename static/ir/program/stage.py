@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api.static import leave_device, remove_operations, remove_variables, static
-from fleetpipe.static.cut.contract import Piece, Pieces
+from fleetpipe.static.cut.contract import Pieces, ProgramPiece
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.ir import backward
 from fleetpipe.static.ir.program.operations import (
@@ -98,7 +98,7 @@ class ProgramStage:
             return Pieces(forward)
         again = self._piece(self._backward_order(), lasting, self._repeated)
         kept, shapes = tuple(sorted(self._kept)), frozenset(self._shapes)
-        return Pieces(forward, Piece(again, kept, shapes=shapes))
+        return Pieces(forward, ProgramPiece(again, kept, shapes=shapes))
 
     def _piece(
         self, indices: Sequence[int], lasting: Iterable[str], again: Collection[int] = ()

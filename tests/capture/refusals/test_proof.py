@@ -19,7 +19,7 @@ from fleetpipe.capture.proof.models import CapturedRun
 from fleetpipe.capture.proof.rounding import Rounding
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.tracing import capturing
-from fleetpipe.capture.tracing.value import Trace
+from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import operations
@@ -103,7 +103,7 @@ def test_what_the_capture_takes_for_a_constant_is_found(monkeypatch: pytest.Monk
         proof(Sum(), X, ["second"])
 
 
-def altered(trace: Trace) -> Trace:
+def altered(trace: Capture) -> Capture:
     """Adds another number."""
     nodes = [
         replace(node, args=(node.args[0], 2)) if node.name == "add" else node
@@ -112,7 +112,7 @@ def altered(trace: Trace) -> Trace:
     return replace(trace, nodes=tuple(nodes))
 
 
-def removed(trace: Trace) -> Trace:
+def removed(trace: Capture) -> Capture:
     """Has the product take what was added to, and not the sum."""
     (add,) = (node for node in trace.nodes if node.name == "add")
     nodes = [
@@ -125,7 +125,7 @@ def removed(trace: Trace) -> Trace:
 
 @pytest.mark.parametrize(("change", "node"), [(altered, "add"), (removed, "mul")])
 def test_a_wrong_capture_is_found_and_its_first_node_named(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[Trace], Trace], node: str
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Capture], Capture], node: str
 ) -> None:
     traced = capturing.traced
     monkeypatch.setattr(capturing, "traced", lambda *given: change(traced(*given)))

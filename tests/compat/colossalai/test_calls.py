@@ -8,7 +8,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.compat.colossalai.pipeline.calls import OUTPUT, Call
+from fleetpipe.compat.colossalai.pipeline.calls import OUTPUT, RecordedCall
 from fleetpipe.errors import BoundaryError
 
 
@@ -20,7 +20,7 @@ class Scaled(nn.Layer):
 def call(
     layer: Any, front: Any = (), behind: Any = (), first: bool = False, later: Any = ()
 ) -> Any:
-    made = Call(layer, front, behind, first, frozenset(later))
+    made = RecordedCall(layer, front, behind, first, frozenset(later))
     return lambda value: made(layer, value)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.dygraph.batch.micro_batches import Cut, ragged_weights, split
+from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, ragged_weights, split
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import PipelineDatasetPreprocessor
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import FakeMicroDataset
@@ -17,7 +17,7 @@ from tests.pipelines import ROWS, batch, job, mlp_layers, pipeline, sgd
 
 STEPS = 4
 INPUTS, LABELS = batch(STEPS)
-CUT = Cut(STEPS, ROWS)
+CUT = MicroBatchCut(STEPS, ROWS)
 
 
 def cut(tensor: Any) -> list[Any]:

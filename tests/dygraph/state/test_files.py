@@ -69,11 +69,11 @@ def test_each_layer_has_a_file_under_fleets_name(
 def test_layers_of_two_saves_are_refused_by_name(tmp_path: Path) -> None:
     def rank(number: int, run: str, ranks: int = 2) -> None:
         layer = nn.Linear(3, 3)
-        place = files.Place(number, None)
+        place = files.ParameterPlace(number, None)
         files.save(tmp_path, {place: layer}, 0, Writer(f"{run}/1", number, ranks))
 
     def load() -> None:
-        layers = {files.Place(number, None): nn.Linear(3, 3) for number in range(2)}
+        layers = {files.ParameterPlace(number, None): nn.Linear(3, 3) for number in range(2)}
         files.load(tmp_path, layers, 0, 1)
 
     for number in range(3):
@@ -222,11 +222,13 @@ def test_slices_are_read_as_fleet_assigns_them(tmp_path: Path) -> None:
     for tensor_slice in range(4):
         layer.bias.set_value(paddle.full([2], float(tensor_slice)))
         writer = Writer("run/1", tensor_slice, 5)
-        files.save(tmp_path, {files.Place(104, None): layer}, tensor_slice, writer)
-    files.save(tmp_path, {files.Place(10, None): nn.Linear(2, 2)}, 0, Writer("run/1", 4, 5))
+        files.save(tmp_path, {files.ParameterPlace(104, None): layer}, tensor_slice, writer)
+    files.save(
+        tmp_path, {files.ParameterPlace(10, None): nn.Linear(2, 2)}, 0, Writer("run/1", 4, 5)
+    )
     assert names(tmp_path)[1:3] == ["layer_104-tensor_00", "layer_104-tensor_01"]
     for tensor_slice, slices, expected in [(1, 4, 1), (1, 2, 2), (0, 1, 0), (5, 8, 2)]:
-        files.load(tmp_path, {files.Place(104, None): layer}, tensor_slice, slices)
+        files.load(tmp_path, {files.ParameterPlace(104, None): layer}, tensor_slice, slices)
         assert layer.bias.tolist() == [expected, expected]
 
 

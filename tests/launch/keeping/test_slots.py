@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fleetpipe.launch.keeping.slots import Form, Slots
+from fleetpipe.launch.keeping.slots import SlotForm, Slots
 
-FORM = Form(b"of a test", 8, 128, 4)
+FORM = SlotForm(b"of a test", 8, 128, 4)
 
 
 def put(slots: Slots, step: int) -> None:
@@ -21,7 +21,7 @@ def test_a_file_says_what_it_is_made_of(tmp_path: Path) -> None:
     made = Slots.create(tmp_path / "rank-0.1", FORM)
     put(made, 3)
     found = Slots(tmp_path / "rank-0.1")
-    assert found.form == made.form == Form(b"of a test", 64, 128, 4)
+    assert found.form == made.form == SlotForm(b"of a test", 64, 128, 4)
     slot = found.slot_of(3)
     assert slot is not None
     assert bytes(found.contents(slot)[64:68]) == b"0003"

@@ -82,7 +82,7 @@ class Function:
         return self._function(*arguments_of(output)[: self.signature.most])
 
 
-class Call:
+class RecordedCall:
     """Calls the layer of one entry, and the functions in front of it and behind it."""
 
     def __init__(
@@ -144,7 +144,7 @@ class Call:
 class Called(paddle.nn.Layer):
     """A layer of the model and how it is called, as one layer of a ``PipelineLayer``."""
 
-    def __init__(self, layer: Layer, call: Call) -> None:
+    def __init__(self, layer: Layer, call: RecordedCall) -> None:
         """Takes a built layer, or one without memory."""
         super().__init__()
         self.layer = layer

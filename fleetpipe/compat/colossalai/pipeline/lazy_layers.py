@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetpipe.aliases import Layer
-from fleetpipe.compat.colossalai.pipeline.calls import Call, Called
-from fleetpipe.compat.colossalai.pipeline.sequence import Step
+from fleetpipe.compat.colossalai.pipeline.calls import Called, RecordedCall
+from fleetpipe.compat.colossalai.pipeline.sequence import SequenceStep
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle_fleet
 from fleetpipe.paddle_api.tensor import has_memory
@@ -23,7 +23,7 @@ _descriptions: Any = paddle_fleet.meta_parallel
 class LazyLayer(_descriptions.LayerDesc):  # type: ignore[misc]
     """Describes a layer that was made without memory."""
 
-    def __init__(self, layer: Layer, call: Call) -> None:
+    def __init__(self, layer: Layer, call: RecordedCall) -> None:
         """Takes the layer, and how it is called."""
         super().__init__(type(layer))
         self._layer = layer
@@ -42,7 +42,7 @@ class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
     """Describes a layer that was made without memory and shares weights with other entries."""
 
     def __init__(
-        self, key: str, name: str, layer: Layer, call: Call, attributes: Sequence[str]
+        self, key: str, name: str, layer: Layer, call: RecordedCall, attributes: Sequence[str]
     ) -> None:
         """Takes the layer.
 
@@ -65,7 +65,7 @@ class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
         return self._layer
 
 
-def described(steps: Sequence[Step]) -> list[Any]:
+def described(steps: Sequence[SequenceStep]) -> list[Any]:
     """Returns the entries of a ``PipelineLayer``, one for each step.
 
     Raises:
@@ -87,20 +87,20 @@ def described(steps: Sequence[Step]) -> list[Any]:
     return entries
 
 
-def _calls(steps: Sequence[Step]) -> list[Call]:
+def _calls(steps: Sequence[SequenceStep]) -> list[RecordedCall]:
     """Returns how each step is called; it passes on what names of arguments later ones have."""
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
     later: frozenset[str] = frozenset()
     for step in reversed(steps):
         takes_batch = step is steps[0]
-        calls.append(Call(step.layer, step.front, step.behind, takes_batch, later))
+        calls.append(RecordedCall(step.layer, step.front, step.behind, takes_batch, later))
         later |= calls[-1].names()
     return calls[::-1]
 
 
-def _tied(steps: Sequence[Step]) -> dict[int, list[Step]]:
+def _tied(steps: Sequence[SequenceStep]) -> dict[int, list[SequenceStep]]:
     """Returns, by the id of each layer, the steps that share a tensor with it, itself included."""
-    groups: dict[int, list[Step]] = {}
+    groups: dict[int, list[SequenceStep]] = {}
     user: dict[int, int] = {}
     for step in steps:
         group = [step]
@@ -114,7 +114,9 @@ def _tied(steps: Sequence[Step]) -> dict[int, list[Step]]:
     return groups
 
 
-def _shared_attributes(first: Step, step: Step, members: Sequence[Step]) -> list[str]:
+def _shared_attributes(
+    first: SequenceStep, step: SequenceStep, members: Sequence[SequenceStep]
+) -> list[str]:
     """Returns the parameters that a tied layer shares with others, by their names in it."""
     if step.layer is not first.layer:
         return _common(first, step)
@@ -122,7 +124,7 @@ def _shared_attributes(first: Step, step: Step, members: Sequence[Step]) -> list
     return sorted({name for names in common for name in names})
 
 
-def _common(first: Step, other: Step) -> list[str]:
+def _common(first: SequenceStep, other: SequenceStep) -> list[str]:
     """Returns the names of the parameters that two layers share.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.compat.colossalai.pipeline.lazy_layers import described
-from fleetpipe.compat.colossalai.pipeline.sequence import Step
+from fleetpipe.compat.colossalai.pipeline.sequence import SequenceStep
 from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.paddle_api import paddle
 
@@ -16,7 +16,12 @@ class PipelinableModel(PipelineLayer):
     """The stages of a model that this process owns; its state has the keys of the plain model."""
 
     def __init__(
-        self, model: Layer, steps: Sequence[Step], bounds: Sequence[int], ranks: int, chunks: int
+        self,
+        model: Layer,
+        steps: Sequence[SequenceStep],
+        bounds: Sequence[int],
+        ranks: int,
+        chunks: int,
     ) -> None:
         """Builds the layers of this process's stages.
 
@@ -74,7 +79,7 @@ class PipelinableModel(PipelineLayer):
         whole = super().full_state_dict()
         return {plain: whole[lasting] for plain, lasting in self.state.plain_names.items()}
 
-    def _names_in(self, model: Layer, steps: Sequence[Step]) -> dict[str, str]:
+    def _names_in(self, model: Layer, steps: Sequence[SequenceStep]) -> dict[str, str]:
         """Returns the lasting name of each parameter and buffer of the plain model."""
         tied = {index: shared for shared in self._tied for index in shared.indices}
         lasting: dict[int, str] = {}

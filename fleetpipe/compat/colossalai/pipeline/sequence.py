@@ -17,7 +17,7 @@ _UNCALLABLE = (paddle.nn.LayerList, paddle.nn.LayerDict, paddle.nn.ParameterList
 Functions = tuple[Callable[..., Any], ...]
 
 
-class Step(NamedTuple):
+class SequenceStep(NamedTuple):
     """A layer of an execution sequence.
 
     Attributes:
@@ -41,7 +41,7 @@ class ExecutionSequence(NamedTuple):
         splits: How many layers stand before each SPLIT_NODE.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[SequenceStep, ...]
     splits: tuple[int, ...]
 
 
@@ -72,7 +72,7 @@ class _Reader:
     def __init__(self, model: Layer) -> None:
         self._model = model
         self._sublayers = dict(model.named_sublayers())
-        self._steps: list[Step] = []
+        self._steps: list[SequenceStep] = []
         self._front: list[Callable[..., Any]] = []
         self._splits: list[int] = []
 
@@ -80,7 +80,7 @@ class _Reader:
         if isinstance(entry, str) and entry == SPLIT_NODE:
             self._splits.append(len(self._steps))
         elif isinstance(entry, str):
-            self._steps.append(Step(entry, self._layer(entry), tuple(self._front)))
+            self._steps.append(SequenceStep(entry, self._layer(entry), tuple(self._front)))
             self._front = []
         elif isinstance(entry, tuple) and len(entry) == 2:
             self._take_function(*entry)
@@ -169,7 +169,7 @@ def _require_function(function: object, place: object) -> None:
         )
 
 
-def _require_cover(model: Layer, steps: Sequence[Step]) -> None:
+def _require_cover(model: Layer, steps: Sequence[SequenceStep]) -> None:
     """Refuses a sequence that leaves out a parameter or buffer of the model.
 
     Raises:

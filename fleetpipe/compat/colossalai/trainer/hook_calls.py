@@ -60,7 +60,7 @@ def one_of(columns: Sequence[Tensor]) -> Nest:
     return columns[0] if len(columns) == 1 else tuple(columns)
 
 
-class HookCalls(paddle.callbacks.Callback):
+class TrainerHookCalls(paddle.callbacks.Callback):
     """Calls the hooks of a trainer, in the order of their priorities, on every rank."""
 
     model: Any

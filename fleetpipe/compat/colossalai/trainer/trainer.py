@@ -10,7 +10,12 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.callbacks import PipelineCheckpoint
 from fleetpipe.compat.colossalai.engine import Engine
 from fleetpipe.compat.colossalai.logging import DistributedLogger
-from fleetpipe.compat.colossalai.trainer.hook_calls import HookCalls, Seen, StepProgress, one_of
+from fleetpipe.compat.colossalai.trainer.hook_calls import (
+    Seen,
+    StepProgress,
+    TrainerHookCalls,
+    one_of,
+)
 from fleetpipe.compat.colossalai.trainer.hooks.base import BaseHook
 from fleetpipe.compat.colossalai.trainer.hooks.metrics import Metric
 from fleetpipe.compat.colossalai.utils import MultiTimer
@@ -169,7 +174,7 @@ class Trainer:
         return self.states.get("metrics", {}).get(mode, {})  # type: ignore[no-any-return]
 
     @contextmanager
-    def _prepared(self, return_output_label: bool) -> Iterator[tuple[Model, HookCalls]]:
+    def _prepared(self, return_output_label: bool) -> Iterator[tuple[Model, TrainerHookCalls]]:
         """Within it ``fit`` has the engine's loss, optimizer and model."""
         self.engine.zero_grad()
         seen = Seen()
@@ -179,7 +184,7 @@ class Trainer:
         model.prepare(self.engine.optimizer, loss, [seen] if return_output_label else None)
         self._model = model
         try:
-            yield model, HookCalls(self, seen, self._timer)
+            yield model, TrainerHookCalls(self, seen, self._timer)
         finally:
             self._model = None
             self.engine.take_back()
