@@ -1,4 +1,7 @@
-"""Pipelines in dynamic graph: the layer list, its stages, and the wrapper that trains them."""
+"""Pipelines in dynamic graph: the layer list, its stages, and the wrapper that trains them.
+
+Entered by: ``broadcast``, ``derivatives``, ``gradients``, ``nest``, ``random_keys``, ``slices``.
+"""
 
 from __future__ import annotations
 

@@ -20,14 +20,13 @@ ONCE: dict[str, tuple[str, ...]] = {
     ),
     "reads the repository's files or builds its packages": (
         *("test_environment.py", "test_errors.py", "test_house.py", "test_kubernetes.py"),
-        *("test_packaging.py", "test_repository.py", "test_check_types.py", "test_types.py"),
+        *("test_packaging.py", "test_repository.py", "style"),
     ),
     "checks what tests are started with, and every started test uses": (
         *("test_forking.py", "test_launching.py", "test_systems.py"),
     ),
-    "lets ranks, connections and hosts fail below Paddle": (
-        *("processes/failures/test_failures.py", "processes/hosts/test_hosts.py"),
-        "processes/hosts/test_two_hosts.py",
+    "cuts connections and hosts off below Paddle": (
+        *("processes/hosts/test_hosts.py", "processes/hosts/test_two_hosts.py"),
     ),
     "is what make test-262-cpu runs, on the wheel of 2.6.2 for CPUs": (
         *("processes/examples/test_alexnet.py", "processes/examples/test_gpt.py"),

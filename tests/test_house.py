@@ -243,3 +243,30 @@ def test_a_folder_is_one_subject() -> None:
         if count > LARGER.get(folder, MODULES_IN_A_FOLDER)
     }
     assert too_large == {}, "expected: at most 14 modules; move those of one subject to a folder"
+
+
+def package_of(name: str) -> str:
+    """Returns the package of a module: a folder of fleetpipe's, of dygraph's or of static's."""
+    parts = name.split(".")
+    deep = parts[1:2] in (["dygraph"], ["static"]) and len(parts) > 3
+    return ".".join(parts[: 3 if deep else 2])
+
+
+def entered() -> dict[str, set[str]]:
+    """Returns for each package the modules of it that other packages import."""
+    by_package: dict[str, set[str]] = {}
+    for name in PLACED:
+        for target in imports(name):
+            package = package_of(target)
+            if package_of(name) != package and f"{package}.__init__" in modules():
+                module = target.removeprefix(f"{package}.").removesuffix(".__init__")
+                if target in modules() and module != "__init__":
+                    by_package.setdefault(package, set()).add(module)
+    return by_package
+
+
+@pytest.mark.parametrize("package", sorted(entered()))
+def test_a_package_is_entered_where_its_docstring_says(package: str) -> None:
+    text = ast.get_docstring(ast.parse(modules()[f"{package}.__init__"].read_text("utf-8"))) or ""
+    named = text.rpartition("Entered by: ")[2].rstrip(".").replace("``", "")
+    assert set(named.replace(",", " ").split()) == entered()[package]

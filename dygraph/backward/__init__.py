@@ -1,4 +1,6 @@
 """What happens between a forward and the last gradient: recompute, and backward split into I and W.
 
 Start with ``recompute.py`` for the first and ``split.py`` for the second.
+
+Entered by: ``adding``, ``crossings``, ``deferral_report``, ``recompute``, ``split``.
 """

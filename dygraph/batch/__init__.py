@@ -1,4 +1,7 @@
 """One batch: cut into micro-batches, run by a stage, weighed into a loss, put together again.
 
 Start with ``stage.py``, which the engine runs.
+
+Entered by: ``chunk_weights``, ``companion``, ``fake_micro_dataset``, ``losses``,
+``micro_batches``, ``outputs``, ``slicing``, ``stage``.
 """

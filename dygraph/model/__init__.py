@@ -1,4 +1,6 @@
 """The user's model: ``PipelineLayer``, a list of layers of which each rank builds its own.
 
 Start with ``pipeline_layer.py``.
+
+Entered by: ``arrangement``, ``pipeline_layer``.
 """

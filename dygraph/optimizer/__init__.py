@@ -1,4 +1,6 @@
 """The optimizer of a pipeline: global norms, sharded state, loss scaling and replicas.
 
 Start with ``optimizer.py``.
+
+Entered by: ``optimizer``, ``replicas``, ``scaler``.
 """

@@ -1,4 +1,7 @@
 """The parameters and buffers of the whole model: their lasting names, their files, their copies.
 
 Start with ``names.py``.
+
+Entered by: ``files``, ``layer_files``, ``names``, ``single_model``, ``tied_weights``,
+``whole_state``.
 """

@@ -2,6 +2,8 @@
 
 Every name that fleetpipe does not define is Paddle's very object; ``overlay`` has the table of the
 modules below that are fleetpipe's.
+
+Entered by: ``overlay``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Start with ``axes.py``: the names, their degrees, and every rank's place on each. ``groups.py`` has
 the collective operations.
+
+Entered by: ``axes``, ``groups``.
 """
 
 from fleetpipe.mesh.axes import AXES, REPLICA, Coordinate, Degrees, Mesh

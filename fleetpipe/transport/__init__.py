@@ -1,6 +1,10 @@
 """Edges between ranks: one interface over memory, sockets and NCCL.
 
 Names that need Paddle are loaded when first used, so that the interface is importable without.
+
+Entered by: ``base``, ``joining.connections``, ``joining.hosts``, ``joining.rendezvous``,
+``limit``, ``sockets.forks``, ``sockets.transport``, ``wire.bridge``, ``wire.message``,
+``wire.parsing``, ``wire.seal``, ``wire.structure``.
 """
 
 from __future__ import annotations

@@ -3,4 +3,6 @@
 Start with ``split.py``; ``contract.py`` is what readers and runs know of one another. It knows
 numbers and names, no operation of Paddle's. It imports the ground; ``ir``, ``run`` and ``entry``
 import it.
+
+Entered by: ``checkpoints``, ``contract``, ``split``.
 """

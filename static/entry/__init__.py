@@ -2,4 +2,6 @@
 
 Start with ``optimizer.py``, whose ``minimize`` makes a pipeline, and with ``patches.py``, which
 leads ``Executor.run`` to it. Only the face of static graph imports it.
+
+Entered by: ``data_loader``, ``optimizer``, ``patches``.
 """

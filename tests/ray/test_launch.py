@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -23,9 +24,11 @@ _CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-cluster.add_node(num_cpus=1)
+node = cluster.add_node(num_cpus=1)
 print(cluster.address, flush=True)
-sys.stdin.read()
+for line in sys.stdin:
+    cluster.remove_node(node, allow_graceful=False)
+    node = cluster.add_node(num_cpus=1)
 cluster.shutdown()
 """
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -36,8 +39,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(2 * _LIMIT_SECONDS)]
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Where a cluster of two nodes with room for one rank each is."""
+def cluster() -> Iterator[tuple[str, IO[str]]]:
+    """Where two nodes for one rank each are; at a line one of them is lost, and another comes."""
     with subprocess.Popen(
         [sys.executable, "-c", _CLUSTER],
         env=_OF_CLUSTER,
@@ -49,13 +52,25 @@ def address() -> Iterator[str]:
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
+        yield process.stdout.readline().strip(), process.stdin
         process.stdin.close()
         process.wait(60)
 
 
-def _launch(folder: Path, address: str, *words: str, stop_at: str = "") -> tuple[int, str]:
-    """Runs ``fleetpipe launch --ray``; asks it to stop once a line begins with ``stop_at``."""
+@pytest.fixture(scope="module")
+def address(cluster: tuple[str, IO[str]]) -> str:
+    """Where the cluster is."""
+    return cluster[0]
+
+
+def _launch(
+    folder: Path,
+    address: str,
+    *words: str,
+    stop_at: str = "",
+    happens: Callable[[subprocess.Popen[str]], object] = subprocess.Popen.terminate,
+) -> tuple[int, str]:
+    """Runs ``fleetpipe launch --ray``; once a line begins with ``stop_at`` something happens."""
     command = [sys.executable, "-m", "fleetpipe", "launch", "--ray", address, *words]
     lines = []
     with subprocess.Popen(
@@ -71,7 +86,7 @@ def _launch(folder: Path, address: str, *words: str, stop_at: str = "") -> tuple
         for line in process.stdout:
             lines.append(line)
             if stop_at and line.startswith(stop_at):
-                process.send_signal(signal.SIGTERM)
+                happens(process)
                 stop_at = ""
     return process.returncode, "".join(lines)
 
@@ -134,3 +149,29 @@ def test_a_cluster_that_is_too_small_is_told_before_anything_starts(
     assert "the Ray cluster is too small for the job" in output
     assert "expected: 3 nodes with 1 CPU each" in output
     assert not (tmp_path / "log").exists()
+
+
+def test_after_a_lost_node_ranks_go_on_from_a_copy_with_their_bits(
+    cluster: tuple[str, IO[str]], tmp_path: Path
+) -> None:
+    address, orders = cluster
+
+    def lose(_: object) -> None:
+        orders.write("lose a node\n")
+        orders.flush()
+
+    size = ("--nnodes", "2", "--nproc", "1", "--wait", "60", "--checkpoint_dir", "kept")
+    script = (str(_WORKER), "36")
+    words = (*size, "--keep_state", *script)
+    code, output = _launch(tmp_path, address, *words, stop_at="step 12 ", happens=lose)
+    assert code == 0, output
+    assert re.search(r"goes on after [123]0 steps, as they were kept in memory", output), output
+    alone = subprocess.run(
+        [sys.executable, str(_WORKER), "36"],
+        check=True,
+        cwd=tmp_path,
+        env=_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert _bits(output) == _bits(alone.stdout) != []

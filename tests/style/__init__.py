@@ -1,0 +1,1 @@
+"""Tests of how the code is written: its words and its types."""
