@@ -204,9 +204,11 @@ def read_text(
     path: str | os.PathLike[str], source: Source, build: Callable[[str], Record]
 ) -> Record:
     """Reads a file as :func:`read` does, where ``build`` takes the text."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise source.refused(expected="the path of a file", got=type(path).__name__)
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, TypeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise source.refused(str(path), expected="a file of JSON", got=str(error)) from error
     try:
         return build(text)

@@ -148,20 +148,20 @@ class Reference:
         if slices > 1:
             of_slices = slice_shares(functions, batches, slicing, len(weights))
             by_function = [
-                [weights[unit // slices] * share for unit, share in enumerate(share)]
-                for share in of_slices
+                [weights[unit // slices] * share for unit, share in enumerate(shares_of_one)]
+                for shares_of_one in of_slices
             ]
             batches = sliced(batches, slicing)
         states = SliceStates(slices)
         keys = random_keys.current()
         shares: list[list[Tensor]] = []
-        for number, (value, label, *functions_of) in enumerate(zip(*batches, *by_function)):
+        for number, (value, label, *weights_of) in enumerate(zip(*batches, *by_function)):
             if keys is not None:
                 keys.micro_batch = GlobalMicroBatch(first * slices + number)
             with states.forward(0, number) if slices > 1 else nullcontext():
                 # Of copies, for the same micro-batches may run again.
                 losses = self.losses_of(copy_of(value), copy_of(label))
-            shares.append([weighted(loss, weight) for loss, weight in zip(losses, functions_of)])
+            shares.append([weighted(loss, weight) for loss, weight in zip(losses, weights_of)])
             for last in range(number, number - slices, -1) if (number + 1) % slices == 0 else ():
                 _backward(states if slices > 1 else None, last, shares[last])
         return [sum_in_order(share) for share in zip(*shares)]

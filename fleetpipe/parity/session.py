@@ -124,7 +124,7 @@ class Session:
                 self._optimizer, reference, layers, step, rounding, diagnose
             )
             loss = self._calls.train_batch(batch.again(), watched, lr_scheduler, scaler)
-        differences += batch.differences(step) + watched.found
+        differences += batch.differences(step) + watched.differences
         differences += compare_outputs(outputs, expected, step, self._replicas.rank)
         differences += compare_state(layers, reference, step, self._replicas.ranks == 1)
         differences += compare_values("loss", "", step, loss, single) + rates.stepped(step)

@@ -44,7 +44,7 @@ def tree(path: Path) -> ast.Module:
 def definitions(of: ast.Module) -> Iterator[str]:
     """Yields the names that a file defines, and those that its objects get on themselves."""
     for node in ast.walk(of):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id

@@ -147,13 +147,13 @@ def _listen(
     identities: list[str], rank: int, force_tcp: bool, address: str | None
 ) -> list[hosts.Listener]:
     """Listens where the higher ranks will come from."""
-    identity = identities[rank]
-    beside = [identity == identity != "" and not force_tcp for identity in identities[rank + 1 :]]
+    host = identities[rank]
+    beside = [identity == host != "" and not force_tcp for identity in identities[rank + 1 :]]
     listeners = []
     if any(beside):
         listeners.append(hosts.listen_unix())
     if not all(beside):
-        alone = identity != "" and len(set(identities)) == 1
+        alone = host != "" and len(set(identities)) == 1
         listeners.append(
             hosts.listen_tcp(address or ("127.0.0.1" if alone else hosts.own_address()))
         )

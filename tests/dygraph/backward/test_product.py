@@ -29,9 +29,9 @@ SIZES: list[tuple[tuple[int, ...], int]] = [
 
 @pytest.fixture(autouse=True)
 def _ways_forgotten() -> Iterator[None]:
-    product._found.clear()
+    product._ways_tried.clear()
     yield
-    product._found.clear()
+    product._ways_tried.clear()
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_not_every_length_of_a_batch_is_tried() -> None:
     for rows in range(1, 21):
         batch(plain, steps, (rows, 4), rows)
     assert grads_of(steps.layer) == grads_of(plain)
-    (tried,) = product._found.values()
+    (tried,) = product._ways_tried.values()
     assert set(tried) == {(rows, 4) for rows in range(1, product._MOST_SHAPES + 1)}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fleetpipe.transport.joining.handshake import (
     Exchange,
-    Known,
+    Greeting,
     Stale,
     Stranger,
     accepts,
@@ -16,9 +16,9 @@ from fleetpipe.transport.joining.handshake import (
 SECRET, OTHER = b"s" * 32, b"o" * 32
 
 
-def talk(one: Exchange, other: Exchange) -> tuple[Known, Known, list[bytes]]:
+def talk(one: Exchange, other: Exchange) -> tuple[Greeting, Greeting, list[bytes]]:
     """Runs both sides against each other; returns their results and all that was said."""
-    results: dict[Exchange, Known] = {}
+    results: dict[Exchange, Greeting] = {}
     steps = {one: next(one), other: next(other)}
     said: list[bytes] = []
     pipes: dict[Exchange, bytes] = {one: b"", other: b""}
