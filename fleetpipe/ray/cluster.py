@@ -130,6 +130,8 @@ def _join(address: str) -> None:
     local = _on_loopback() if host in ("127.0.0.1", "localhost") else contextlib.nullcontext()
     try:
         if address != "auto":
+            if not port.isdigit():
+                raise ValueError("no port")
             socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
         with environment(_AT_ONCE), local:
             _read_settings_again()
@@ -154,8 +156,8 @@ def _refused(address: str, error: Exception) -> ConfigError:
     else:
         summary = "does not answer"
         fix = (
-            "give HOST:PORT as ray start --head printed it, or no address: the job then has a "
-            "cluster of its own"
+            "give HOST:PORT as ray start --head printed it, or have a cluster of the job's own: no "
+            "address for PaddleTrainer, --ray local for fleetpipe launch"
         )
     return ConfigError(f"the Ray cluster at {address!r} {summary}", got=got, fix=fix)
 

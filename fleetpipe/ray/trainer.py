@@ -104,8 +104,8 @@ class PaddleTrainer(DataParallelTrainer):
             raise ConfigError(
                 f"storage_path cannot be written: {self.run_config.storage_path}",
                 got=reason(error),
-                fix="RunConfig(storage_path=..): a folder that every node can write, or a URI such "
-                "as s3://bucket/path",
+                fix="RunConfig(storage_path=..): the absolute path of a folder that every node can "
+                "write, or a URI such as s3://bucket/path",
             ) from error
 
     def _create_default_callbacks(self) -> list[Any]:

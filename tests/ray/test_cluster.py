@@ -144,7 +144,7 @@ def test_where_no_ray_is_says_so_at_once() -> None:
     with pytest.raises(ConfigError, match=address), cluster.connected(address, {}):
         pass
     with (
-        pytest.raises(ConfigError, match="'nowhere' does not answer"),
+        pytest.raises(ConfigError, match=r"'nowhere' does not answer\n  got: no port"),
         cluster.connected("nowhere", {}),
     ):
         pass
@@ -158,6 +158,9 @@ def test_a_storage_path_that_cannot_be_written_is_refused(tmp_path: Path) -> Non
     )
     with pytest.raises(ConfigError, match=r"storage_path cannot be written: .*below"):
         trainer.fit()
+    relative = PaddleTrainer(lambda: None, run_config=RunConfig(storage_path="results"))
+    with pytest.raises(ConfigError, match=r"cannot be written: results\n(.|\n)*absolute path"):
+        relative.fit()
 
 
 def test_degrees_that_do_not_fit_are_refused() -> None:
