@@ -1,7 +1,7 @@
 """The axes along which the ranks of a job are split, and every rank's place on each.
 
 An axis that a job may have is a field of :class:`Degrees` and of :class:`Coordinate`. Those in
-``_FOREIGN`` are Fleet's, and no pipeline has them yet.
+``FOREIGN`` are Fleet's, and no pipeline has them yet.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def runs_without_pipeline(configs: Mapping[str, Any]) -> bool:
     Raises:
         ConfigError: ``pp_degree`` is above 1 as well.
     """
-    refused = {axis: n for axis in _FOREIGN if (n := configs.get(f"{axis}_degree", 1)) > 1}
+    refused = {axis: n for axis in FOREIGN if (n := configs.get(f"{axis}_degree", 1)) > 1}
     if refused and configs.get("pp_degree", 1) > 1:
         raise ConfigError(
             f"a pipeline does not run with {_text(refused)}",
@@ -209,7 +209,7 @@ def runs_without_pipeline(configs: Mapping[str, Any]) -> bool:
 
 
 #: Axes that 3.3 has beside those of :data:`AXES`.
-_FOREIGN = ("cp", "ep", "moe_sharding")
+FOREIGN = ("cp", "ep", "moe_sharding")
 
 
 def refuse_sharding_options(strategy: Any) -> None:

@@ -14,13 +14,13 @@ def replicas(hybrid_configs: Mapping[str, Any], ranks: int) -> list[int]:
     """Returns the replica (dp and sharding) that each rank is part of, by rank.
 
     Args:
-        hybrid_configs: Those of the strategy.
+        hybrid_configs: Those of the strategy; without ``dp_degree`` it is worked out, as there.
         ranks: How many there are.
 
     Raises:
         ConfigError: The degrees do not fit as many ranks.
     """
-    degrees = Degrees.resolve(hybrid_configs, ranks)
+    degrees = Degrees.resolve({"dp_degree": -1, **hybrid_configs}, ranks)
     if ranks == 1:
         return [0]
     mesh = Mesh.in_order(degrees, hybrid_configs.get("order") or AXES)

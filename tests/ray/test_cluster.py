@@ -19,6 +19,7 @@ from ray.train import RunConfig
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.ray import PaddleConfig, PaddleTrainer, backend, cluster, reaper
+from fleetpipe.ray.datasets import replicas
 from tests.launching import ROOT
 
 #: Starts a cluster, tells of it, and waits; a worker has forked a process of its own session.
@@ -172,6 +173,10 @@ def test_degrees_that_do_not_fit_are_refused() -> None:
             scaling_config=ScalingConfig(num_workers=3),
             paddle_config=PaddleConfig(hybrid_configs={"pp_degree": 2, "dp_degree": -1}),
         )
+    with pytest.raises(ConfigError, match=r"no option 'pp_degre'\n(.|\n)*'pp_degree'"):
+        PaddleConfig(hybrid_configs={"pp_degre": 2})
+    # As with a strategy, dp_degree is worked out where nothing says what it is.
+    assert replicas({"pp_degree": 2}, 4) == [0, 0, 1, 1]
     with pytest.raises(ConfigError, match="needs to know which ranks are one replica"):
         PaddleTrainer(
             lambda: None,
