@@ -53,9 +53,22 @@ class PaddleTrainer(DataParallelTrainer):
                 ranks of a replica get the same batches, and replicas different ones.
 
         Raises:
-            ConfigError: The degrees do not fit the number of workers, or are needed and not given.
+            ConfigError: The degrees do not fit the number of workers, or are needed and not given;
+                or a config is of another type.
         """
-        config = paddle_config or PaddleConfig()
+        config = PaddleConfig() if paddle_config is None else paddle_config
+        if not isinstance(config, PaddleConfig):
+            raise ConfigError(
+                "paddle_config is no PaddleConfig",
+                got=repr(config),
+                fix="paddle_config=PaddleConfig(hybrid_configs={..}), or leave it out",
+            )
+        if not isinstance(train_loop_config, (Mapping, type(None))):
+            raise ConfigError(
+                "train_loop_config is no mapping",
+                got=type(train_loop_config).__name__,
+                fix="give a dict: train_loop_config={'rate': 0.01}",
+            )
         scaling = scaling_config or ScalingConfig()
         degrees = config.hybrid_configs
         if datasets and degrees is None and scaling.max_workers > 1:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -162,6 +163,14 @@ def test_a_storage_path_that_cannot_be_written_is_refused(tmp_path: Path) -> Non
     relative = PaddleTrainer(lambda: None, run_config=RunConfig(storage_path="results"))
     with pytest.raises(ConfigError, match=r"cannot be written: results\n(.|\n)*absolute path"):
         relative.fit()
+
+
+@pytest.mark.parametrize(
+    "configs", [{"paddle_config": {"pp_degree": 2}}, {"train_loop_config": ["rate"]}]
+)
+def test_a_config_of_another_type_is_refused(configs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(configs))} is no "):
+        PaddleTrainer(lambda: None, **configs)
 
 
 def test_degrees_that_do_not_fit_are_refused() -> None:
