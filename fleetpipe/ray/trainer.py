@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ray.train import Result, RunConfig, ScalingConfig
@@ -107,7 +110,8 @@ class PaddleTrainer(DataParallelTrainer):
             cluster.require_room(bundle, scaling.min_workers, config.wait_for_nodes)
             cluster.require_packages(self.run_config.worker_runtime_env)
             # Two seconds by default, in which neither a report nor a failure is noticed.
-            with cluster.environment({_POLL: os.environ.get(_POLL, "0.25")}):
+            poll = cluster.environment({_POLL: os.environ.get(_POLL, "0.25")})
+            with poll, _interrupt_handler_kept():
                 return super().fit()
 
     def _require_storage(self) -> None:
@@ -128,6 +132,17 @@ class PaddleTrainer(DataParallelTrainer):
         """
         callbacks: list[Any] = super()._create_default_callbacks()
         return [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
+
+
+@contextlib.contextmanager
+def _interrupt_handler_kept() -> Iterator[None]:
+    """Puts back the handler of Ctrl-C: Ray's, which asks the run's controller, stays after it."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 def _require_degrees(hybrid_configs: Mapping[str, Any] | None, ranks: int) -> None:

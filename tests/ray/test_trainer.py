@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import signal
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -100,6 +101,7 @@ def test_fit_reports_and_goes_on(two_nodes: Any, tmp_path: Path) -> None:
 def test_replicas_read_different_rows_and_their_ranks_the_same(
     two_nodes: Any, tmp_path: Path
 ) -> None:
+    interrupt = signal.getsignal(signal.SIGINT)
     PaddleTrainer(
         loops.read,
         train_loop_config={"log": str(tmp_path)},
@@ -109,6 +111,8 @@ def test_replicas_read_different_rows_and_their_ranks_the_same(
         paddle_config=PaddleConfig(hybrid_configs={"pp_degree": 2, "sharding_degree": 2}),
         datasets={"train": lambda: ray.data.range(16)},
     ).fit()
+    # Ctrl-C after a run is the script's again.
+    assert signal.getsignal(signal.SIGINT) is interrupt
     rows = [ast.literal_eval((tmp_path / f"rows.{rank}").read_text()) for rank in range(4)]
     assert rows[0] == rows[2]
     assert rows[1] == rows[3]
