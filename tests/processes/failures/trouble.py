@@ -330,8 +330,8 @@ def strangers_and_a_truncated_frame() -> None:
     def truncate() -> None:
         found = current_job()
         assert found is not None
-        assert found._mesh is not None
-        sock = found._mesh._connections[0]._sock
+        assert found._connections is not None
+        sock = found._connections._connections[0]._sock
         sock.sendall(struct.pack("<Q", 7))
         sock.shutdown(socket.SHUT_WR)
         time.sleep(30)

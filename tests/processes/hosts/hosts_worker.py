@@ -41,7 +41,7 @@ def train(steps: int, rank: str = "") -> tuple[list[str], float]:
 def main(pp: int, steps: int) -> None:
     """Trains, and reports."""
     with job(pp, dp=-1, timeout=float(os.environ.get("HOSTS_TIMEOUT", "30"))):
-        sockets = [each._sock for each in current_job()._mesh._connections.values()]
+        sockets = [each._sock for each in current_job()._connections._connections.values()]
         others = [sock.getpeername()[0] for sock in sockets if sock.family != socket.AF_UNIX]
         rank = os.environ["PADDLE_TRAINER_ID"]
         try:

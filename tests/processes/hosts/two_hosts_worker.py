@@ -24,7 +24,7 @@ def main() -> None:
         paddle.seed(7)
         model = pipeline()
         optimizer = sgd(model)
-        sealed = all(c._seal is not None for c in current_job()._mesh._connections.values())
+        sealed = all(c._seal is not None for c in current_job()._connections._connections.values())
         losses = [float(model.train_batch(batch(), optimizer)) for _ in range(3)]
     report = {
         "losses": losses,
