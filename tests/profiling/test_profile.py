@@ -115,5 +115,5 @@ def test_places_and_links_are_checked() -> None:
         replace(even(4), transfer=Transfer(receiving=-1))
     with pytest.raises(ConfigError, match="No such file"):
         Profile.read("nowhere.json")
-    with pytest.raises(ConfigError, match=r"(?s)where: None.*not NoneType"):
+    with pytest.raises(ConfigError, match=r"(?s)the path of a file.*NoneType"):
         plan(None, 2, 4)  # type: ignore[arg-type]
