@@ -47,7 +47,9 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[StateStore]:
     for rank in range(2):
         folder = tmp_path / str(rank)
         folder.mkdir()
-        monkeypatch.setattr(state_stores, "room", lambda at=folder: contextlib.nullcontext(at))
+        monkeypatch.setattr(
+            state_stores, "state_folder", lambda at=folder: contextlib.nullcontext(at)
+        )
         stores.append(StateStore(Mock()))
     return stores
 
