@@ -22,15 +22,11 @@ import ray
 from ray.train.backend import Backend, BackendConfig
 
 from fleetpipe import systems
-from fleetpipe.errors import ConfigError, TransportError, nearest
-from fleetpipe.mesh.axes import AXES, FOREIGN
+from fleetpipe.errors import TransportError
 from fleetpipe.transport.joining import hosts
 
 #: Below the ports that the system gives to outgoing connections, above those of Ray's workers.
 _PORTS = range(20000, 32000)
-
-#: What ``hybrid_configs`` may say besides degrees and ``*_configs``.
-_OTHER_OPTIONS = ("order", "cp_sharding_degree", "enable_optimizer_timer", "split_norm_comm")
 
 _PR_SET_PDEATHSIG = 1
 _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -50,19 +46,16 @@ class PaddleConfig(BackendConfig):
     wait_for_nodes: float = 5.0
 
     def __post_init__(self) -> None:
-        """Refuses a degree that no strategy has, which would be taken for 1.
+        """Refuses what no strategy takes, before Ray starts a worker.
 
         Raises:
-            ConfigError: There is one; the message names the nearest.
+            ConfigError: An option is unknown, or has a value that cannot be used.
         """
-        options = {*_OTHER_OPTIONS, *(f"{axis}_degree" for axis in (*AXES, *FOREIGN))}
-        for name in self.hybrid_configs or {}:
-            if name not in options and not name.endswith("_configs"):
-                raise ConfigError(
-                    f"hybrid_configs has no option {name!r}",
-                    where="PaddleConfig",
-                    fix=nearest(name, options),
-                )
+        if self.hybrid_configs:
+            # The strategy needs Paddle, which a driver loads for this alone.
+            from fleetpipe.fleet import DistributedStrategy
+
+            DistributedStrategy().hybrid_configs = self.hybrid_configs
 
     @property
     def backend_cls(self) -> type[Backend]:
