@@ -173,12 +173,13 @@ def _let_threads_fall_asleep(limit: float = 5.0) -> None:
 def _states() -> list[str]:
     """The states of this process's other threads, as /proc has them."""
     own = threading.get_native_id()
-    stats = [
-        task.joinpath("stat").read_text()
-        for task in Path("/proc/self/task").iterdir()
-        if int(task.name) != own
-    ]
-    return [stat.rpartition(")")[2].split()[0] for stat in stats]
+    states = []
+    for task in Path("/proc/self/task").iterdir():
+        # A thread may end between the listing and the reading.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if int(task.name) != own:
+                states.append(task.joinpath("stat").read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 def _address(variable: str) -> int:
