@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,11 @@ def test_what_the_plan_recomputes_is_not_held(blocks: Any) -> None:
         model = pipeline(blocks)
         profile = model.profile(data)
         assert [layer.saved > 0 for layer in profile.layers] == [False, True, True, False]
-        free = plan(profile, 1, M, optimizer_copies=0)
+        # Of the schedule that both have: times measured beside other programs choose another one.
+        chosen = functools.partial(plan, profile, 1, M, search=("recompute",), optimizer_copies=0)
+        free = chosen()
         [peak] = free.predicted.peak_bytes
-        half = plan(profile, 1, M, peak - profile.layers[1].saved // 2, optimizer_copies=0)
+        half = chosen(memory_cap=peak - profile.layers[1].saved // 2)
         before, after = (_held(pipeline(blocks, plan=made), data) for made in (free, half))
         assert half.recompute[0]
         saved = sum(profile.layers[layer].saved for layer in half.recompute[0])
