@@ -13,7 +13,7 @@ def broadcast_state(state: Mapping[str, Tensor], group: Group) -> None:
 
     Args:
         state: Tensors by name, the same names and shapes on every member.
-        group: The replicas, or the members that hold the slices of one model.
+        group: The replicas, or the members that hold the shards of one model.
     """
     if group.ranks == 1:
         return

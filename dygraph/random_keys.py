@@ -168,7 +168,7 @@ class Keys:
         self._generator: Any = None
 
     def agree(self, group: Group) -> None:
-        """Takes the draw of the first of the ranks that hold slices of one layer. Collective.
+        """Takes the draw of the first of the ranks that hold shards of one layer. Collective.
 
         A stream that all of them gave the same seed stays the same on all; any other is a stream of
         its own on each.
@@ -249,7 +249,7 @@ def peek(mode: str, group: Group, python: bool = False) -> Keys | None:
 
     Args:
         mode: The option ``rng``.
-        group: The ranks that hold slices of one layer.
+        group: The ranks that hold shards of one layer.
         python: Whether layers draw from Python's or NumPy's own generators.
     """
     with random_states_kept():
@@ -271,7 +271,7 @@ def keyed(keys: Keys | None, group: Group) -> Iterator[None]:
 
     Args:
         keys: What :func:`draw` gave.
-        group: The ranks that hold slices of one layer, which take the draw of their first.
+        group: The ranks that hold shards of one layer, which take the draw of their first.
     """
     global _keys
     if keys is None:

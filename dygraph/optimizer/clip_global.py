@@ -1,6 +1,6 @@
 """Clips by the norm of the gradients of all ranks: ``ClipGradByGlobalNorm`` in a job.
 
-Each rank holds a part of the gradients: its stages, its slices of tensor-parallel layers, its share
+Each rank holds a part of the gradients: its stages, its shards of tensor-parallel layers, its share
 of a sharded optimizer. The squared norm of every gradient goes to all ranks, where it is summed in
 the order and with the arithmetic of the single model. So the norm and the factor are the same on
 all ranks, and without tensor parallelism and replicas they have the single model's bits. Fleet adds
@@ -33,13 +33,13 @@ class _Square(NamedTuple):
     Attributes:
         order: Where the single model has the parameter.
         dtype: Of the value in the single model.
-        sliced: Whether other ranks hold the rest of the parameter.
+        sharded: Whether other ranks hold the rest of the parameter.
         value: A Tensor with one element.
     """
 
     order: int
     dtype: str
-    sliced: bool
+    sharded: bool
     value: Tensor
 
 
@@ -183,7 +183,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         PaddleFormers' Trainer puts a function in its place, which logs the root of the sum.
 
         Args:
-            distributed: Zero. In Fleet the part of parameters that are cut in slices.
+            distributed: Zero. In Fleet the part of parameters that are cut in shards.
             whole: The squared norm of all gradients of all ranks.
         """
 
@@ -203,8 +203,8 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
             order = self.orders.get(id(parameter), 0)
             if order != COPY and getattr(parameter, "is_firstly_shared", True):
                 value = squared_norm(gradient)
-                sliced = bool(getattr(parameter, "is_distributed", False))
-                yield _Square(order, str(value.dtype).rpartition(".")[2], sliced, value)
+                sharded = bool(getattr(parameter, "is_distributed", False))
+                yield _Square(order, str(value.dtype).rpartition(".")[2], sharded, value)
 
     def _begun(self, squares: list[_Square]) -> _Round:
         """Gives the squares to the ranks that have others. Collective.
@@ -291,7 +291,7 @@ Packed = tuple[str, Tensor]
 
 def _packed(squares: Sequence[_Square]) -> Packed:
     """Returns squares as one message: what they are, and a float64 Tensor with their values."""
-    fields = " ".join(f"{square.order}:{square.dtype}:{square.sliced:d}" for square in squares)
+    fields = " ".join(f"{square.order}:{square.dtype}:{square.sharded:d}" for square in squares)
     values = [square.value.astype("float64").reshape([1]) for square in squares]
     return fields, paddle.concat(values) if values else None
 
@@ -299,15 +299,15 @@ def _packed(squares: Sequence[_Square]) -> Packed:
 def _unpacked(fields: str, values: Tensor) -> list[_Square]:
     parts = [one.split(":") for one in fields.split()]
     return [
-        _Square(int(order), dtype, sliced == "1", values[index].astype(dtype))
-        for index, (order, dtype, sliced) in enumerate(parts)
+        _Square(int(order), dtype, sharded == "1", values[index].astype(dtype))
+        for index, (order, dtype, sharded) in enumerate(parts)
     ]
 
 
 def _with_slices(squares: Sequence[_Square], members: Group) -> list[_Square]:
-    """Returns each square with those of the other slices. Collective over the members.
+    """Returns each square with those of the other shards. Collective over the members.
 
-    What is no slice every member has computed for itself; all take the first one's.
+    What is no shard every member has computed for itself; all take the first one's.
 
     Raises:
         ConfigError: The members have not the same parameters with gradients.
@@ -316,12 +316,12 @@ def _with_slices(squares: Sequence[_Square], members: Group) -> list[_Square]:
     if any(fields != packed[0][0] for fields, _ in packed):
         raise ConfigError(
             "the tensor-parallel members do not clip the same gradients",
-            expected=f"as on the first: {packed[0][0]} (place:dtype:sliced)",
+            expected=f"as on the first: {packed[0][0]} (place:dtype:sharded)",
             got="; ".join(fields for fields, _ in packed[1:]),
             fix="freeze, use and give need_clip to the same parameters on every member",
         )
     parts = [_unpacked(*part) for part in packed]
     return [
-        one._replace(value=paddle.add_n([o.value for o in more])) if one.sliced else one
+        one._replace(value=paddle.add_n([o.value for o in more])) if one.sharded else one
         for one, *more in ((first, first, *rest) for first, *rest in zip(*parts))
     ]

@@ -1,6 +1,6 @@
-"""Clips each gradient by its norm, where a member has only a slice of it: ``ClipGradByNorm``.
+"""Clips each gradient by its norm, where a member has only a shard of it: ``ClipGradByNorm``.
 
-Fleet takes the norm of each slice for that of the whole gradient, and so clips less.
+Fleet takes the norm of each shard for that of the whole gradient, and so clips less.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
 
     @paddle.no_grad()
     def __call__(self, params_grads: Pairs) -> Pairs:
-        """Returns the pairs with clipped gradients. Collective where some of them are slices.
+        """Returns the pairs with clipped gradients. Collective where some of them are shards.
 
         Args:
             params_grads: Parameters of this member and their gradients.

@@ -1,7 +1,7 @@
 """Fleet's checkpoint folder: one file for each layer, written by the ranks that hold it.
 
 The file of layer 3 is ``layer_03-tensor_00-model_states.pdparams``, where ``tensor_00`` is the
-tensor-parallel slice; with several chunks on a rank ``layer_03-virtual_pp_stage_01-tensor_00-..``.
+tensor-parallel shard; with several chunks on a rank ``layer_03-virtual_pp_stage_01-tensor_00-..``.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def layers_to_write(
 def save(
     folder: str | Path,
     layers: Mapping[ParameterPlace, Layer],
-    tensor_slice: int,
+    tensor_shard: int,
     writer: manifest.Writer,
 ) -> None:
     """Writes a file for each layer, and behind them the manifest that names them.
@@ -92,10 +92,10 @@ def save(
     Args:
         folder: Made where it does not exist.
         layers: The layers to write.
-        tensor_slice: This rank's place among the tensor-parallel ranks.
+        tensor_shard: This rank's place among the tensor-parallel ranks.
         writer: This rank's part in the save.
     """
-    ending = f"-tensor_{tensor_slice:02d}-model_states.pdparams"
+    ending = f"-tensor_{tensor_shard:02d}-model_states.pdparams"
     states = {place.stem + ending: layer.state_dict() for place, layer in layers.items()}
     fleet_files.save_all(folder, states)
     manifest.write(Path(folder), writer, states)
@@ -118,16 +118,16 @@ def require_folder(folder: str | Path) -> None:
 def load(
     folder: str | Path,
     layers: Mapping[ParameterPlace, Layer],
-    tensor_slice: int,
-    tensor_slices: int,
+    tensor_shard: int,
+    tensor_shards: int,
 ) -> None:
     """Reads the file of each layer; a weight that several layers have gets the first's value.
 
     Args:
         folder: Where the files are, written by fleetpipe or by Fleet.
         layers: The layers to fill.
-        tensor_slice: This rank's place among the tensor-parallel ranks.
-        tensor_slices: The number of these.
+        tensor_shard: This rank's place among the tensor-parallel ranks.
+        tensor_shards: The number of these.
 
     Raises:
         CheckpointError: A file is missing, is none of Paddle's, does not fit its layer, or is of
@@ -139,7 +139,7 @@ def load(
     states = {}
     for place, layer in layers.items():
         files = _files_of(place, names, folder)
-        file = files[tensor_slice * len(files) // tensor_slices]
+        file = files[tensor_shard * len(files) // tensor_shards]
         states[place] = fleet_files.load(folder / file)
         _require_fit(place, layer, states[place], file)
         manifest.require(folder / file, digests)
@@ -148,7 +148,7 @@ def load(
 
 
 def _files_of(place: ParameterPlace, names: list[str], folder: Path) -> list[str]:
-    """Returns the files of a layer by slice: those of its chunk, or of whichever it was in."""
+    """Returns the files of a layer by shard: those of its chunk, or of whichever it was in."""
     by_stem: dict[str, list[str]] = {}
     for name in names:
         match = _FILE.fullmatch(name)

@@ -50,7 +50,7 @@ class LayerFiles:
         self._saves[str(folder)] += 1
         if self._writes():
             writer = self._writer(self._saves[str(folder)])
-            files.save(folder, self._written, self._tensor_slice()[0], writer)
+            files.save(folder, self._written, self._tensor_shard()[0], writer)
 
     def load(self, folder: str | Path, copies: SharedWeights) -> None:
         """Reads the files, and makes the copies of shared weights equal again.
@@ -70,11 +70,11 @@ class LayerFiles:
         files.require_folder(folder)
         guard = nullcontext() if self._job is None else self._job.guarded(lambda: "loading layers")
         with guard:
-            files.load(folder, self._read, *self._tensor_slice())
+            files.load(folder, self._read, *self._tensor_shard())
             copies.equalize(self._sources)
 
     def _writes(self) -> bool:
-        """Whether this process is the one that writes its layers and tensor-parallel slices."""
+        """Whether this process is the one that writes its layers and tensor-parallel shards."""
         if self._job is None:
             return int(paddle.distributed.get_rank()) == 0
         return self._job.leads("pp", "mp")
@@ -83,13 +83,13 @@ class LayerFiles:
         """Returns this process's part in a save, of which no rank need tell another."""
         if self._job is None:
             return Writer(uuid.uuid4().hex, 0, 1)
-        tensor_slice, slices = self._tensor_slice()
+        tensor_shard, shards = self._tensor_shard()
         ranks = 1 if self._job.local else self._job.degrees.pp
         rank = self._job.coordinate.pp
         save = f"{self._job.run}/{number}"
-        return Writer(save, rank * slices + tensor_slice, ranks * slices)
+        return Writer(save, rank * shards + tensor_shard, ranks * shards)
 
-    def _tensor_slice(self) -> tuple[int, int]:
+    def _tensor_shard(self) -> tuple[int, int]:
         """Returns this process's place among the tensor-parallel ranks, and their number."""
         if self._job is None:
             return 0, 1

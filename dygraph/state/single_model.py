@@ -59,11 +59,11 @@ def single_model(entries: Sequence[Any], shared: Iterable[SharedLayer]) -> Singl
         shared: The shared layers of the list.
 
     Raises:
-        ConfigError: A built layer holds slices, which cannot be made whole again.
+        ConfigError: A built layer holds shards, which cannot be made whole again.
     """
     described = dict(enumerate(entries))
     ready = {i: e for i, e in described.items() if not hasattr(e, "build_layer")}
-    tensor_parallel.refuse_slices(ready)
+    tensor_parallel.refuse_shards(ready)
     described.update(copy.deepcopy(ready))
     with tensor_parallel.alone():
         return SingleModel(build([*described.values()], described, tuple(shared)))

@@ -165,7 +165,7 @@ class ModelState:
     def gather(self) -> dict[str, Tensor]:
         """Returns copies of all parameters and buffers, whole, the shared first.
 
-        Collective over the pipeline, and over the slices of tensor-parallel layers.
+        Collective over the pipeline, and over the shards of tensor-parallel layers.
         """
         local_tensors = {
             name: whole_value(tensor, split_axis(tensor))

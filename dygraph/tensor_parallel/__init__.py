@@ -23,16 +23,16 @@ from fleetpipe.dygraph.tensor_parallel.groups import (
 )
 from fleetpipe.dygraph.tensor_parallel.layer import (
     own_value,
-    refuse_slices,
+    refuse_shards,
     share_of,
     split_axis,
     whole_shape,
     whole_value,
 )
-from fleetpipe.dygraph.tensor_parallel.operations import own_errors, parallel_matmul, slice_of
+from fleetpipe.dygraph.tensor_parallel.operations import own_errors, parallel_matmul, shard_of
 from fleetpipe.dygraph.tensor_parallel.replacements import (
     OPERATIONS,
-    connect_slices,
+    connect_shards,
     install,
     uninstall,
 )
@@ -62,7 +62,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "alone",
     "connect",
-    "connect_slices",
+    "connect_shards",
     "disconnect",
     "dropout",
     "get_rng_state_tracker",
@@ -72,10 +72,10 @@ __all__ = [
     "own_errors",
     "own_value",
     "parallel_matmul",
-    "refuse_slices",
+    "refuse_shards",
     "share_of",
     "share_whole_state",
-    "slice_of",
+    "shard_of",
     "split_axis",
     "uninstall",
     "whole_shape",

@@ -20,7 +20,7 @@ _HALVES = (paddle.float16, paddle.bfloat16)
 
 
 class ParallelCrossEntropy(ParallelLayer):
-    """Softmax and cross entropy, not reduced, over a vocabulary that is cut in slices."""
+    """Softmax and cross entropy, not reduced, over a vocabulary that is cut in shards."""
 
     def __init__(
         self, mp_group: PaddleGroup = None, name: str | None = None, ignore_index: int = -100

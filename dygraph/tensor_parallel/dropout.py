@@ -1,4 +1,4 @@
-"""Dropout of an activation that is cut in slices, with the mask that the whole one would have."""
+"""Dropout of an activation that is cut in shards, with the mask that the whole one would have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group
-from fleetpipe.dygraph.tensor_parallel.operations import slice_of
+from fleetpipe.dygraph.tensor_parallel.operations import shard_of
 from fleetpipe.paddle_api import paddle
 
 
@@ -18,14 +18,14 @@ def dropout(
     mode: str = "upscale_in_train",
     mp_group: PaddleGroup = None,
 ) -> Tensor:
-    """Drops numbers of this member's slice where dropout of the whole tensor would drop them.
+    """Drops numbers of this member's shard where dropout of the whole tensor would drop them.
 
-    Every member draws the whole mask and keeps its slice; not collective. So one seed gives the
+    Every member draws the whole mask and keeps its shard; not collective. So one seed gives the
     same masks for every model-parallel degree, where the members' generators stand alike, as they
     do in a ``PipelineLayer``.
 
     Args:
-        x: This member's slice of a tensor.
+        x: This member's shard of a tensor.
         p: The share that is dropped.
         axis: The axis along which it is cut: the last after a ``ColumnParallelLinear``, that of
             the heads in attention.
@@ -43,4 +43,4 @@ def dropout(
     shape = list(x.shape)
     shape[axis] *= group.nranks
     mask = plain(paddle.ones(shape, dtype=x.dtype), p, training=True, mode=mode)
-    return x * slice_of(mask, axis, group.rank, group.nranks)
+    return x * shard_of(mask, axis, group.rank, group.nranks)

@@ -46,7 +46,7 @@ class VocabParallelEmbedding(ParallelLayer):
         self._size = [rows, embedding_dim]
         self._weight_attr = weight_attr
         self._name = name
-        self.weight = self.create_slice([num_embeddings, embedding_dim], 0, weight_attr)
+        self.weight = self.create_shard([num_embeddings, embedding_dim], 0, weight_attr)
 
     def forward(self, x: Tensor) -> Tensor:
         """Collective.
@@ -69,12 +69,12 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 def own_rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
-    """Returns the rows of a slice of a table, with zeros for the ids of other slices.
+    """Returns the rows of a shard of a table, with zeros for the ids of other shards.
 
     Args:
         table: ``[rows, width]``.
         ids: Integers of any shape.
-        start: The id of the slice's first row.
+        start: The id of the shard's first row.
     """
     look_up: Callable[..., Tensor] = paddle.nn.functional.embedding
     rows = ids - start

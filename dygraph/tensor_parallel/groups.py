@@ -1,4 +1,4 @@
-"""Who holds the other slices: finds the model-parallel group of a layer and reaches its members.
+"""Who holds the other shards: finds the model-parallel group of a layer and reaches its members.
 
 A group of Paddle's tells who the members are. Gloo alone could move the numbers too, but it gives
 up when a member comes 30 s late, is slower than plain sockets in most sizes, and learns nothing
@@ -34,8 +34,8 @@ class Members(Protocol):
     """What tensor-parallel layers use of a group: :class:`fleetpipe.mesh.Group`, or less.
 
     Attributes:
-        rank: Which slice this rank holds.
-        ranks: Number of slices.
+        rank: Which shard this rank holds.
+        ranks: Number of shards.
     """
 
     rank: int
@@ -136,7 +136,7 @@ def disconnect(paddle_group: PaddleGroup) -> None:
 def alone() -> Iterator[None]:
     """Within it, layers are built whole in this process, whatever the job and their ``mp_group``.
 
-    Their weights are those that the slices of a model-parallel job are cut from, where both are
+    Their weights are those that the shards of a model-parallel job are cut from, where both are
     drawn under one seed: this is how to build the single-device model of such a job. It runs within
     ``alone`` too: the operations of tensor-parallel layers then have one member, and Fleet's
     topology says that there is one, for a model's own code that asks it.

@@ -1,10 +1,10 @@
-"""What the tensor-parallel layers share: their group, and parameters that are slices of whole ones.
+"""What the tensor-parallel layers share: their group, and parameters that are shards of whole ones.
 
-A slice is cut from the whole parameter, which every member draws from Paddle's default generator as
-the dense layer would. So the members' slices together are the dense layer's parameter where all
+A shard is cut from the whole parameter, which every member draws from Paddle's default generator as
+the dense layer would. So the members' shards together are the dense layer's parameter where all
 members' generators stand alike, as they do under the seed that ``PipelineLayer`` gives each layer.
-(Paddle draws each slice from the tracker's generator, which it seeds differently on each member,
-and for the size of the slice: its weights depend on the degree.)
+(Paddle draws each shard from the tracker's generator, which it seeds differently on each member,
+and for the size of the shard: its weights depend on the degree.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fleetpipe.aliases import Attribute, DType, Nest, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import groups
-from fleetpipe.dygraph.tensor_parallel.operations import slice_of
+from fleetpipe.dygraph.tensor_parallel.operations import shard_of
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import parameters_in
@@ -23,12 +23,12 @@ from fleetpipe.paddle_api.tensor import give_memory
 
 
 class ParallelLayer(paddle.nn.Layer):
-    """A layer whose parameters are slices of those of a dense layer.
+    """A layer whose parameters are shards of those of a dense layer.
 
     Attributes:
-        model_parallel_group: Paddle's group of the ranks that hold the slices.
-        world_size: Number of slices.
-        rank: Which slice this rank holds.
+        model_parallel_group: Paddle's group of the ranks that hold the shards.
+        world_size: Number of shards.
+        rank: Which shard this rank holds.
         is_mp: Whether there is more than one.
     """
 
@@ -55,13 +55,13 @@ class ParallelLayer(paddle.nn.Layer):
         """Returns the part of ``size`` that falls to each member; see :func:`share_of`."""
         return _share(size, name, self.world_size, type(self).__name__)
 
-    def create_slice(self, shape: Sequence[int], axis: int, attr: Attribute) -> Tensor:
-        """Creates a parameter that is this member's slice of a whole one; not collective.
+    def create_shard(self, shape: Sequence[int], axis: int, attr: Attribute) -> Tensor:
+        """Creates a parameter that is this member's shard of a whole one; not collective.
 
         Args:
             shape: Of the whole parameter.
             axis: The axis that is cut.
-            attr: Of the whole parameter; an ``Assign`` may also hold the slice itself.
+            attr: Of the whole parameter; an ``Assign`` may also hold the shard itself.
         """
         part = list(shape)
         if self.is_mp:
@@ -69,23 +69,23 @@ class ParallelLayer(paddle.nn.Layer):
             attr = attribute(attr)
             if assigned_shape(attr.initializer) != part:
                 whole = attr.initializer
-                attr.initializer = SliceOf(whole, shape, axis, self.rank, self.world_size)
+                attr.initializer = ShardOf(whole, shape, axis, self.rank, self.world_size)
         parameter: Tensor = self.create_parameter(shape=part, attr=attr, dtype=self._dtype)
         _mark(parameter, axis if self.is_mp else None)
         return parameter
 
-    def create_bias(self, size: int, sliced: bool) -> Tensor:
+    def create_bias(self, size: int, sharded: bool) -> Tensor:
         """Creates a bias of zeros.
 
         Args:
             size: Of what this member holds.
-            sliced: Whether it is a slice; else every member holds the same.
+            sharded: Whether it is a shard; else every member holds the same.
         """
         zero: Attribute = paddle.nn.initializer.Constant(0.0)
         bias: Tensor = self.create_parameter(
             shape=[size], attr=zero, dtype=self._dtype, is_bias=True
         )
-        _mark(bias, 0 if sliced and self.is_mp else None)
+        _mark(bias, 0 if sharded and self.is_mp else None)
         return bias
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelLayer:
@@ -109,13 +109,13 @@ class ParallelLayer(paddle.nn.Layer):
             return sharded(state, axes, self.model_parallel_group, structured_name_prefix)
 
 
-class SliceOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without types
-    """Initializes a slice as another initializer would initialize that part of the whole."""
+class ShardOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without types
+    """Initializes a shard as another initializer would initialize that part of the whole."""
 
     def __init__(
         self, whole: Attribute, shape: Sequence[int], axis: int, rank: int, ranks: int
     ) -> None:
-        """Cuts slice ``rank`` of ``ranks`` from what ``whole`` makes of ``shape``."""
+        """Cuts shard ``rank`` of ``ranks`` from what ``whole`` makes of ``shape``."""
         super().__init__()
         self._whole = whole
         self._shape = list(shape)
@@ -125,7 +125,7 @@ class SliceOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without
         """Fills ``param``; the whole parameter is in memory meanwhile."""
         whole = paddle.zeros(self._shape, dtype=param.dtype)
         self._whole.forward(whole, block)
-        give_memory(slice_of(whole, *self._place), param)
+        give_memory(shard_of(whole, *self._place), param)
 
 
 def share_of(size: int, name: str, mp_group: PaddleGroup = None) -> int:
@@ -156,7 +156,7 @@ def _share(size: int, name: str, members: int, where: str) -> int:
 
 
 def split_axis(parameter: Tensor) -> int | None:
-    """Returns the axis along which a parameter is a slice, None for one that is whole.
+    """Returns the axis along which a parameter is a shard, None for one that is whole.
 
     A library's layer may say ``is_distributed`` of a parameter that it did not cut.
     """
@@ -165,7 +165,7 @@ def split_axis(parameter: Tensor) -> int | None:
 
 
 def whole_shape(parameter: Tensor, group: PaddleGroup = None) -> tuple[int, ...]:
-    """Returns the shape of the whole parameter, of which ``parameter`` may be a slice.
+    """Returns the shape of the whole parameter, of which ``parameter`` may be a shard.
 
     Args:
         parameter: On any member.
@@ -179,7 +179,7 @@ def whole_shape(parameter: Tensor, group: PaddleGroup = None) -> tuple[int, ...]
 
 
 def whole_value(value: Tensor, axis: int | None, group: PaddleGroup = None) -> Tensor:
-    """Returns a copy of the whole tensor of which ``value`` is a slice. Collective if it is one.
+    """Returns a copy of the whole tensor of which ``value`` is a shard. Collective if it is one.
 
     Args:
         value: A parameter, its gradient, or a moment of it.
@@ -192,27 +192,27 @@ def whole_value(value: Tensor, axis: int | None, group: PaddleGroup = None) -> T
 
 
 def own_value(whole: Tensor, axis: int | None, group: PaddleGroup = None) -> Tensor:
-    """Returns this member's slice of a whole tensor; the inverse of :func:`whole_value`."""
+    """Returns this member's shard of a whole tensor; the inverse of :func:`whole_value`."""
     if axis is None:
         return whole
     members = _members(group)
-    return slice_of(whole, axis, members.rank, members.ranks)
+    return shard_of(whole, axis, members.rank, members.ranks)
 
 
-def refuse_slices(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
-    """Refuses built layers that are slices where whole ones are wanted.
+def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
+    """Refuses built layers that are shards where whole ones are wanted.
 
     Args:
         built: Layers and functions by their number in the list of a pipeline.
 
     Raises:
-        ConfigError: One has a parameter that is a slice.
+        ConfigError: One has a parameter that is a shard.
     """
     for index, layer in built.items():
         parameters = layer.parameters() if isinstance(layer, paddle.nn.Layer) else []
         if any(split_axis(parameter) is not None for parameter in parameters):
             raise ConfigError(
-                "a layer that was built as a slice cannot be made whole",
+                "a layer that was built as a shard cannot be made whole",
                 where=f"layer {index} of the list, a {type(layer).__name__}",
                 fix="describe it with LayerDesc, so that it can be built again",
             )

@@ -64,7 +64,7 @@ class ColumnParallelLinear(_ParallelLinear):
         super().__init__(weight_attr, fuse_matmul_bias, mp_group, name)
         self.gather_output = gather_output
         self.output_size_per_partition = self.share_of(out_features, "out_features")
-        self.weight = self.create_slice([in_features, out_features], 1, weight_attr)
+        self.weight = self.create_shard([in_features, out_features], 1, weight_attr)
         self.bias = self.create_bias(self.output_size_per_partition, True) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,14 +117,14 @@ class RowParallelLinear(_ParallelLinear):
         self.out_features = out_features
         self.input_is_parallel = input_is_parallel
         self.input_size_per_partition = self.share_of(in_features, "in_features")
-        self.weight = self.create_slice([in_features, out_features], 0, weight_attr)
+        self.weight = self.create_shard([in_features, out_features], 0, weight_attr)
         self.bias = self.create_bias(out_features, False) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Collective; also in backward where ``x`` is whole and needs a gradient.
 
         Args:
-            x: ``[.., in_features]``, or this member's slice of the last axis if
+            x: ``[.., in_features]``, or this member's shard of the last axis if
                 ``input_is_parallel``.
 
         Returns:
@@ -149,7 +149,7 @@ class RowParallelLinear(_ParallelLinear):
                 f"the last axis of the input (={x.shape[-1]}) does not fit",
                 where=f"RowParallelLinear with input_is_parallel={self.input_is_parallel}",
                 expected=f"{width}, of in_features={self.in_features} on {self.world_size} members",
-                cause="the layer before returns the whole output where a slice is expected, or the"
+                cause="the layer before returns the whole output where a shard is expected, or the"
                 " other way round",
                 fix="set gather_output=False there and input_is_parallel=True here, or neither",
             )

@@ -90,7 +90,7 @@ class _Split(paddle.autograd.PyLayer):
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
         ctx.members = members
-        return slice_of(tensor, -1, members.rank, members.ranks)
+        return shard_of(tensor, -1, members.rank, members.ranks)
 
     @staticmethod
     @_noting
@@ -106,7 +106,7 @@ class _Gather(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return slice_of(grad, -1, ctx.members.rank, ctx.members.ranks)
+        return shard_of(grad, -1, ctx.members.rank, ctx.members.ranks)
 
 
 def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -134,14 +134,14 @@ def all_reduce(tensor: Tensor, group: PaddleGroup) -> Tensor:
 
 
 def split(tensor: Tensor, group: PaddleGroup) -> Tensor:
-    """Returns this member's slice of the last axis. Collective in backward.
+    """Returns this member's shard of the last axis. Collective in backward.
 
     Args:
         tensor: The same on every member; the number of members divides its last axis.
         group: Paddle's group or fleetpipe's.
 
     Raises:
-        UsageError: The last axis cannot be cut in equal slices.
+        UsageError: The last axis cannot be cut in equal shards.
     """
     return _apply(_Split.apply, tensor, group)
 
@@ -149,7 +149,7 @@ def split(tensor: Tensor, group: PaddleGroup) -> Tensor:
 def gather(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns all members' tensors joined along the last axis. Collective.
 
-    What follows must be the same on every member: each keeps its slice of the gradient.
+    What follows must be the same on every member: each keeps its shard of the gradient.
 
     Args:
         tensor: Of the same shape on every member.
@@ -181,11 +181,11 @@ def parallel_matmul(
     return gather(logits, group) if gather_output else logits
 
 
-def slice_of(whole: Tensor, axis: int, rank: int, ranks: int) -> Tensor:
-    """Returns a copy of slice ``rank`` of the ``ranks`` equal ones along ``axis``.
+def shard_of(whole: Tensor, axis: int, rank: int, ranks: int) -> Tensor:
+    """Returns a copy of shard ``rank`` of the ``ranks`` equal ones along ``axis``.
 
     Raises:
-        UsageError: The axis cannot be cut in equal slices.
+        UsageError: The axis cannot be cut in equal shards.
     """
     size = whole.shape[axis]
     if size % ranks:

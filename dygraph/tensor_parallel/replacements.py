@@ -105,7 +105,7 @@ def _c_softmax_with_cross_entropy(
         return None
     if return_softmax:
         raise ConfigError(
-            "on CPU the cross entropy over slices of the vocabulary gives the loss alone",
+            "on CPU the cross entropy over shards of the vocabulary gives the loss alone",
             got="return_softmax=True",
             fix="gather the logits with _c_concat, and use nn.functional.softmax",
         )
@@ -143,7 +143,7 @@ def uninstall() -> None:
             setattr(module, name, original)
 
 
-def connect_slices(job: Job) -> None:
+def connect_shards(job: Job) -> None:
     """Has tensor-parallel layers reach each other over a job's connections while it lasts."""
     if job.degrees.mp == 1:
         return

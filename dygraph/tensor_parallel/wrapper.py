@@ -12,7 +12,7 @@ from fleetpipe.paddle_api import paddle
 
 
 class TensorParallel(paddle.nn.Layer):
-    """Calls a model of any class, whose tensor-parallel layers are the same slices everywhere."""
+    """Calls a model of any class, whose tensor-parallel layers are the same shards everywhere."""
 
     def __init__(self, layers: Layer, hcg: Topology = None, strategy: Strategy = None) -> None:
         """Makes what all members hold alike the same on each. Collective over the job.
@@ -65,7 +65,7 @@ def share_whole_state(state: dict[str, Tensor], members: Group) -> None:
 
     Args:
         state: Parameters and buffers by name.
-        members: The ranks that hold the slices of the others.
+        members: The ranks that hold the shards of the others.
     """
     broadcast_state(
         {name: t for name, t in state.items() if not getattr(t, "is_distributed", False)}, members

@@ -259,7 +259,7 @@ def _begin(
         init = functools.partial(paddle_fleet.init, role_maker, is_collective, log_level=log_level)
         begun = start.begin_together(degrees, strategy, facts, config.timeout, number, init)
         job.begin(begun)
-        tensor_parallel.connect_slices(begun)
+        tensor_parallel.connect_shards(begun)
         return _fleet
     _init_alone(role_maker, is_collective, log_level)
     hcg = LocalTopology(degrees.pp)

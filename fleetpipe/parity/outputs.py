@@ -101,5 +101,5 @@ def part_of(whole: Tensor, ours: Tensor) -> Tensor:
     group = tensor_parallel.model_parallel_group()
     for axis, (all_of_it, size) in enumerate(zip(whole.shape, ours.shape)):
         if all_of_it != size and all_of_it == size * group.nranks:
-            return tensor_parallel.slice_of(whole, axis, group.rank, group.nranks)
+            return tensor_parallel.shard_of(whole, axis, group.rank, group.nranks)
     return whole

@@ -201,7 +201,7 @@ class Session:
         parts = all_ranks().all_gather((list(map(astuple, differences)), squares))
         # Each once, in the order in which a rank has found them.
         everything = [Difference(*fields) for rows, _ in parts for fields in rows]
-        # By name: replicas, slices and copies of a tied weight have the same whole gradients.
+        # By name: replicas, shards and copies of a tied weight have the same whole gradients.
         whole = {name: pair for _, pairs in parts for name, pair in pairs.items()}
         everything += _compare_norms(whole, self.report.steps)
         self.report.differences += in_order(list(dict.fromkeys(everything)), self._names)
@@ -209,8 +209,8 @@ class Session:
 
 def _usual_tolerance(pipeline: PipelineParallel) -> float:
     """Returns what passes where nothing is said; ``orders`` may raise it in a step."""
-    slices = tensor_parallel.model_parallel_group().nranks
-    if slices > 1 or pipeline.layers.state.adds_up_uses:
+    shards = tensor_parallel.model_parallel_group().nranks
+    if shards > 1 or pipeline.layers.state.adds_up_uses:
         return orders.ROUNDING
     # Gloo adds up more than two in an order of its own.
     return 0.0 if pipeline.replicas.ranks <= 2 else 1e-6

@@ -132,7 +132,7 @@ def held_of(tensor: Tensor, shard: tuple[int, int]) -> Held:
     """Describes a parameter or buffer.
 
     Args:
-        tensor: It, or this process's slice of it.
+        tensor: It, or this process's shard of it.
         shard: Which mp shard of tensor-parallel layers this process holds, and of how many.
     """
     member, members = shard
@@ -289,9 +289,9 @@ class OptimizerState:
 
     def _state(self, parameter: Tensor, path: str, of: Held) -> Iterator[tuple[TensorName, Held]]:
         for kind, tensor in state_of(self._optimizer, parameter.name).items():
-            # Powers of beta are one number, whatever a slice of the parameter has.
-            sliced = list(tensor.shape) == list(parameter.shape) and "pow" not in kind
-            yield state_name(path, kind), Held(tensor, of.cut if sliced else None)
+            # Powers of beta are one number, whatever a shard of the parameter has.
+            sharded = list(tensor.shape) == list(parameter.shape) and "pow" not in kind
+            yield state_name(path, kind), Held(tensor, of.cut if sharded else None)
         master = master_weight_of(self._optimizer, parameter.name)
         if master is not None:
             yield TensorName(MASTER_WEIGHTS, path), Held(master, of.cut)

@@ -18,7 +18,7 @@ from fleetpipe.errors import CheckpointError
 
 _FILE = re.compile(
     r"layer_(?P<layer>\d{2,})(-virtual_pp_stage_\d{2,})?"
-    r"-tensor_(?P<slice>\d{2,})-model_states\.pdparams"
+    r"-tensor_(?P<shard>\d{2,})-model_states\.pdparams"
 )
 _NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
 
@@ -80,7 +80,7 @@ def from_layer_files(folder: Path, home: Path, step: int) -> int:
         How many tensors.
 
     Raises:
-        CheckpointError: A file cannot be read, or holds a slice of its layer; or the run has later
+        CheckpointError: A file cannot be read, or holds a shard of its layer; or the run has later
             steps.
     """
     later = [number for number in run_folder.complete_steps(home) if number > step]
@@ -94,9 +94,9 @@ def from_layer_files(folder: Path, home: Path, step: int) -> int:
     tensors: dict[str, Tensor] = {}
     layer_files = sorted((int(m["layer"]), p, m) for p in folder.iterdir() if (m := _match(p)))
     for layer, path, match in layer_files:
-        if int(match["slice"]):
+        if int(match["shard"]):
             raise CheckpointError(
-                "files of slices do not say how their layers were cut",
+                "files of shards do not say how their layers were cut",
                 where=str(path),
                 fix="load them in a job of the same mp_degree by layers.set_state_dir(folder), "
                 "then save with a CheckpointManager",

@@ -219,16 +219,16 @@ def test_values_of_another_dtype_change_nothing() -> None:
 
 def test_slices_are_read_as_fleet_assigns_them(tmp_path: Path) -> None:
     layer = nn.Linear(2, 2)
-    for tensor_slice in range(4):
-        layer.bias.set_value(paddle.full([2], float(tensor_slice)))
-        writer = Writer("run/1", tensor_slice, 5)
-        files.save(tmp_path, {files.ParameterPlace(104, None): layer}, tensor_slice, writer)
+    for tensor_shard in range(4):
+        layer.bias.set_value(paddle.full([2], float(tensor_shard)))
+        writer = Writer("run/1", tensor_shard, 5)
+        files.save(tmp_path, {files.ParameterPlace(104, None): layer}, tensor_shard, writer)
     files.save(
         tmp_path, {files.ParameterPlace(10, None): nn.Linear(2, 2)}, 0, Writer("run/1", 4, 5)
     )
     assert names(tmp_path)[1:3] == ["layer_104-tensor_00", "layer_104-tensor_01"]
-    for tensor_slice, slices, expected in [(1, 4, 1), (1, 2, 2), (0, 1, 0), (5, 8, 2)]:
-        files.load(tmp_path, {files.ParameterPlace(104, None): layer}, tensor_slice, slices)
+    for tensor_shard, slices, expected in [(1, 4, 1), (1, 2, 2), (0, 1, 0), (5, 8, 2)]:
+        files.load(tmp_path, {files.ParameterPlace(104, None): layer}, tensor_shard, slices)
         assert layer.bias.tolist() == [expected, expected]
 
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers in one process: whole layers, slices of weights, refusals, operations."""
+"""Tensor-parallel layers in one process: whole layers, shards of weights, refusals, operations."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def note_gradients(name: str, layer: Any, dense: Any) -> None:
 
 def columns(value: Any) -> Any:
     """This member's columns of what has the same values everywhere."""
-    return operations.slice_of(value.detach(), -1, GROUP.rank, 2)
+    return operations.shard_of(value.detach(), -1, GROUP.rank, 2)
 
 
 def column_linear(bias: bool, gather: bool) -> None:

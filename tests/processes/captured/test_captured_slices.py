@@ -1,4 +1,4 @@
-"""Captured models with slices of weights, or of the optimizer's state, train as one process."""
+"""Captured models with shards of weights, or of the optimizer's state, train as one process."""
 
 from __future__ import annotations
 
