@@ -285,7 +285,11 @@ def _costs(arguments: argparse.Namespace) -> Costs:
     if arguments.costs is not None:
         with using("--costs", arguments.costs, "a JSON file with costs per stage"):
             text = arguments.costs.read_text(encoding="utf-8")
-        costs = Costs.from_json(text)
+        try:
+            costs = Costs.from_json(text)
+        except ConfigError as error:
+            error.add_place(str(arguments.costs))
+            raise
     said = vars(arguments)
     fields = [field.name for field in dataclasses.fields(Costs)]
     changes = {name: said[name] for name in fields if said.get(name) is not None}

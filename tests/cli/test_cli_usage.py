@@ -196,7 +196,9 @@ def test_strange_costs_are_refused_without_a_traceback(
 ) -> None:
     (tmp_path / "costs.json").write_text(costs)
     assert main(["schedule", *SMALL, "--costs", str(tmp_path / "costs.json")]) == 2
-    assert message in capsys.readouterr().err
+    output = capsys.readouterr().err
+    assert message in output
+    assert str(tmp_path / "costs.json") in output
 
 
 def test_paddles_own_lines_are_shown_from_a_level_on(
