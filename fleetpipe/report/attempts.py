@@ -63,7 +63,7 @@ def _end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
     interrupted = code == INTERRUPTED
     attempt.failed = not attempt.finished and not interrupted and saved is None
     last = step if saved is None else saved
-    attempt.last_step = int(last) if isinstance(last, (int, float)) else None
+    attempt.last_step = int(_number(last)) if _is_usable(last) else None
     if attempt.finished:
         attempt.outcome = "finished"
     elif saved is not None:
@@ -77,5 +77,8 @@ def _end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
 
 
 def _number(value: Any) -> float:
-    usable = isinstance(value, (int, float)) and abs(value) < 1e15
-    return float(value) if usable else 0.0
+    return float(value) if _is_usable(value) else 0.0
+
+
+def _is_usable(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e15

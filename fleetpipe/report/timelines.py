@@ -14,6 +14,8 @@ from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND
 from fleetpipe.schedules.forms.events import Event, events_of
 
 _TRACKS = ("predicted", "measured")
+#: Of any moment or time in a trace.
+_MOST_MICROSECONDS = 1e18
 
 
 @dataclass(frozen=True)
@@ -87,21 +89,31 @@ def _read(path: Path) -> tuple[dict[str, list[Event]], dict[int, int]]:
         if entry["ph"] != "X":
             continue
         _, rank, track = names[entry["pid"]]
-        start = entry["ts"] / MICROSECONDS_PER_SECOND
-        event = Event(
-            int(rank), entry["name"], start, start + entry["dur"] / MICROSECONDS_PER_SECOND
-        )
+        start, seconds = (_seconds(entry[name]) for name in ("ts", "dur"))
+        event = Event(int(rank), entry["name"], start, start + seconds)
+        for action in event.actions:
+            if stages.setdefault(action.stage, event.rank) != event.rank:
+                raise ValueError(f"stage {action.stage} is on two ranks in {path.name}")
         if event.actions:
             tracks[track].append(event)
-            stages.update((action.stage, event.rank) for action in event.actions)
     return tracks, stages
 
 
+def _seconds(microseconds: Any) -> float:
+    if not abs(microseconds) < _MOST_MICROSECONDS:
+        raise ValueError(f"{microseconds} is no time")
+    return float(microseconds / MICROSECONDS_PER_SECOND)
+
+
 def _placement(stages: dict[int, int]) -> Placement:
+    """Returns the placement that has the stages where the trace has them."""
     ranks = max(stages.values(), default=0) + 1
-    count = max(stages, default=0) + 1
-    vee = ranks > 1 and count == 2 * ranks and stages[count - 1] == 0
-    return Placement("vee" if vee else "loop", ranks, max(1, count // ranks))
+    chunks = -(-(max(stages, default=0) + 1) // ranks)
+    names = ("loop", *(["vee"] if chunks == 2 else []), *(["wave"] if chunks % 2 == 0 else []))
+    for placement in (Placement(name, ranks, chunks) for name in names):
+        if all(placement.rank_of(stage) == rank for stage, rank in stages.items()):
+            return placement
+    raise ValueError(f"no placement has stages {stages} (stage: rank)")
 
 
 def _steps(events: Sequence[Event]) -> list[list[Event]]:

@@ -12,11 +12,11 @@ from fleetpipe.schedules.forms import Event, events_of, write_trace
 
 
 @pytest.fixture
-def traced() -> Callable[[Path], None]:
+def traced() -> Callable[..., None]:
     """Writes the trace of two steps, the second of which took twice as long."""
 
-    def write(path: Path) -> None:
-        schedule = build("1F1B", ranks=2, micro_batches=4)
+    def write(path: Path, name: str = "1F1B", chunks: int = 1) -> None:
+        schedule = build(name, ranks=2, micro_batches=4, chunks=chunks)
         predicted = events_of(schedule.simulate(Costs(0.010, 0.010, 0.010)))
         measured = [
             Event(event.rank, event.name, start + factor * event.start, start + factor * event.end)

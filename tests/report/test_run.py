@@ -15,6 +15,7 @@ from fleetpipe.report.attempts import attempts_of
 from fleetpipe.report.files import append_line, read_lines
 from fleetpipe.report.page import page
 from fleetpipe.report.run import read
+from fleetpipe.schedules import Placement
 from tests.report.runs import row, schedule, written
 
 
@@ -133,9 +134,56 @@ def test_a_page_does_not_replace_the_run(
     assert (folder / name).read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("name", "chunks", "placement"),
+    [
+        *(("1F1B", 1, "loop"), ("Interleaved1F1B", 2, "loop"), ("ZBV", 2, "vee")),
+        *(("Hanayo", 4, "wave"), ("Interleaved1F1B", 4, "loop")),
+    ],
+)
+def test_a_trace_says_where_the_stages_are(
+    tmp_path: Path, name: str, chunks: int, placement: str, traced: Callable[..., None]
+) -> None:
+    folder = written(tmp_path, [row(1, 1.0)])
+    traced(folder / "trace.json", name, chunks)
+    run = read(folder)
+    assert run.pipeline is not None
+    assert run.pipeline.placement == Placement(placement, 2, chunks)
+    assert "<svg" in page(run)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "refusal"),
+    [
+        ({"dur": 10**400}, "is no time"),
+        ({"ts": float("inf")}, "is no time"),
+        ({"ts": float("nan")}, "is no time"),
+        ({"name": "F5.0"}, "no placement has stages"),
+    ],
+)
+def test_a_trace_that_cannot_have_been_is_left_out(
+    tmp_path: Path, spoil: dict[str, object], refusal: str, traced: Callable[..., None]
+) -> None:
+    folder = written(tmp_path, [row(1, 1.0)])
+    traced(folder / "trace.json")
+    document = json.loads((folder / "trace.json").read_text())
+    next(each for each in document["traceEvents"] if each["name"] == "F0.3").update(spoil)
+    (folder / "trace.json").write_text(json.dumps(document))
+    run = read(folder)
+    assert run.pipeline is None
+    assert any(refusal in note for note in run.notes)
+    assert page(run).endswith("</html>")
+
+
+@pytest.mark.parametrize("step", [float("inf"), float("nan"), 10**400, "x"])
+def test_an_attempt_that_ended_at_no_step_has_none(step: object) -> None:
+    lines = [line("begin", 1, "a"), {**line("end", 1, "a", code=1), "step": step}]
+    assert attempts_of(lines)[0].last_step is None
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_no_damage_keeps_the_page_from_being_written(
-    tmp_path: Path, seed: int, traced: Callable[[Path], None]
+    tmp_path: Path, seed: int, traced: Callable[..., None]
 ) -> None:
     rng = random.Random(seed)
     rows = [row(step, 1 / step, acc=0.5, held_by_rank=[2, 1]) for step in range(1, 30)]

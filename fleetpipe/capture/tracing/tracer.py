@@ -6,7 +6,6 @@ layer is not opened, and the forward runs again: as a whole it is called in Pyth
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -36,7 +35,7 @@ from fleetpipe.capture.tracing.obstacles import (
     returned,
     unseen,
 )
-from fleetpipe.capture.tracing.place import forward_place, is_users, user_place
+from fleetpipe.capture.tracing.place import asked_by_paddle, forward_place, user_place
 from fleetpipe.capture.tracing.signature import PLAIN
 from fleetpipe.capture.tracing.sizes import Size, Sizes, tensors_in, whole
 from fleetpipe.capture.tracing.state import RunState
@@ -270,7 +269,7 @@ class _Tracer(Walk):
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Refuses to give away the memory of a value, or of a parameter or buffer."""
         if not self._inside:
-            users = is_users(sys._getframe(2))
+            users = not asked_by_paddle()
             if function.__name__ == "get_tensor" and not users:
                 # Paddle 2.6 makes numbers that way: int(x).
                 return self.read(function, args, named)
@@ -301,12 +300,11 @@ class _Tracer(Walk):
             if name == "training" and id(layer) in self._paths and value != layer.training:
                 self._switched.setdefault(id(layer), (layer, user_place()))
             buffer = buffers_in(layer).get(name)
-            # 0 is this function, 1 what stands for Layer.__setattr__, 2 what sets the attribute.
             if buffer is not None and value is not buffer:
                 if not isinstance(value, paddle.Tensor):
                     what = f"takes the buffer {name!r} away"
                     self._refuse(kept(name)._replace(what=what))
-            elif buffer is None and is_users(sys._getframe(2)):
+            elif buffer is None and not asked_by_paddle():
                 if isinstance(value, paddle.Tensor):
                     self._refuse(kept(name))
                 else:
