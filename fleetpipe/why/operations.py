@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError, PackageNotFound
 from fleetpipe.extras import INSTALLED_BY
-from fleetpipe.schedules import Action, Fused, Recv, Send
+from fleetpipe.schedules import Action, Fused, Recv, Send, SliceNumber
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.operations import parse_op
 
@@ -57,7 +57,7 @@ class TracedOperation(NamedTuple):
         stage: The rank's place in its pipeline.
         part: Which model part, numbered along the model: stage c * p + s of a loop.
         kind: F, B, I, W, one of ``COMMUNICATIONS``, "optimizer", or any other computation.
-        micro_batch: The micro-batch.
+        micro_batch: The micro-batch, or a slice of one.
         start: When it began, in seconds.
         duration: Seconds until its end, waiting included.
     """
@@ -131,7 +131,7 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
         ) from error
     if not operations:
         raise ConfigError("the trace has no actions", where=str(path), fix="trace a whole step")
-    return _stepped(operations)
+    return _stepped(_counted(operations))
 
 
 def _traced(record: Mapping[str, Any], process: str) -> Iterator[TracedOperation]:
@@ -146,11 +146,26 @@ def _traced(record: Mapping[str, Any], process: str) -> Iterator[TracedOperation
         # Its own stage: where a value leaves, or where it arrives.
         ends = op.edge.source, op.edge.target
         stage = ends[(name[0] == "R") == (name[1] == "F")]
-        yield TracedOperation(0, 0, rank, stage, kind, int(op.micro_batch), *times)
+        yield TracedOperation(0, 0, rank, stage, kind, op.micro_batch, *times)
     elif isinstance(op, (Action, Fused)):
         first = parts(op)[0]
         kind = "|".join(part.kind for part in parts(op))
-        yield TracedOperation(0, 0, rank, first.stage, kind, int(first.micro_batch), *times)
+        yield TracedOperation(0, 0, rank, first.stage, kind, first.micro_batch, *times)
+
+
+def _counted(operations: list[TracedOperation]) -> list[TracedOperation]:
+    """Numbers slices of micro-batches by how many the trace has: a name says only which one."""
+    places = [
+        divmod(int(one.micro_batch), one.micro_batch.slices)
+        if isinstance(one.micro_batch, SliceNumber)
+        else None
+        for one in operations
+    ]
+    slices = 1 + max((place[1] for place in places if place), default=0)
+    return [
+        one._replace(micro_batch=SliceNumber(*place, slices)) if place else one
+        for one, place in zip(operations, places)
+    ]
 
 
 def _stepped(operations: list[TracedOperation]) -> list[TracedOperation]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fleetpipe.schedules import Costs, build
+from fleetpipe.schedules import Costs, SliceNumber, build
 from fleetpipe.why.operations import COMMUNICATIONS, TRANSFERS
 from fleetpipe.why.replay import ReplayedStep
 
@@ -34,7 +34,7 @@ def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
     """Simulates schedules on the mean costs of a trace's stages, the fastest first.
 
     Returns:
-        Nothing for a trace of several model parts on a rank, or of fused actions.
+        Nothing for a trace of several model parts on a rank, of fused actions, or of slices.
     """
     times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     moved: list[float] = []
@@ -43,11 +43,12 @@ def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
             if one.kind in TRANSFERS:
                 moved.append(float(seconds))
             elif one.kind not in COMMUNICATIONS:
-                if one.part != one.stage or "|" in one.kind:
+                sliced = isinstance(one.micro_batch, SliceNumber)
+                if sliced or one.part != one.stage or "|" in one.kind:
                     return []
                 times[one.kind, one.stage].append(float(seconds))
     ranks = 1 + max(stage for _, stage in times)
-    micro_batches = 1 + max(one.micro_batch for step in steps for one in step.operations)
+    micro_batches = len({one.micro_batch for step in steps for one in step.operations})
     mean = {place: float(np.mean(values)) for place, values in times.items()}
     forward = [mean.get(("F", stage), 0.0) for stage in range(ranks)]
     whole = [mean.get(("B", stage), 0.0) for stage in range(ranks)]

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.schedules import build
+from fleetpipe.schedules import Placement, build
 from fleetpipe.schedules.forms.chrome import write_trace
 from fleetpipe.schedules.forms.events import Event, events_of
 from fleetpipe.why import TracedOperation, read_columns, read_trace, slowdown_of, steps_of
 from fleetpipe.why.operations import COLUMNS
+from fleetpipe.why.schedules import alternatives
 from tests.why.traces import Slow, trace
 
 LONG = {"F": "forward-compute", "B": "backward-compute"}
@@ -66,16 +67,35 @@ def test_chunks_are_parts_along_the_model(tmp_path: Path) -> None:
     assert slowdown_of(steps_of(operations)).step_times == ((4.0, 4.0, 4.0),)
 
 
-def test_a_trace_of_ours_is_read_step_by_step(tmp_path: Path) -> None:
-    timeline = build("1F1B", ranks=2, micro_batches=4).simulate()
+@pytest.mark.parametrize(
+    ("name", "chunks", "alternative"),
+    [
+        *(("FThenB", 1, 4), ("1F1B", 1, 4), ("ZBH1", 1, 4), ("kFkB", 1, 4), ("Seq1F1B", 1, 0)),
+        *(("Interleaved1F1B", 3, 0), ("DualPipeV", 2, 0), ("Hanayo", 4, 0)),
+    ],
+)
+def test_a_trace_of_ours_is_read_step_by_step(
+    tmp_path: Path, name: str, chunks: int, alternative: int
+) -> None:
+    timeline = build(name, ranks=2, micro_batches=4, chunks=chunks).simulate()
     step = events_of(timeline)
     two = [Event(e.rank, e.name, e.start + at, e.end + at) for at in (0.0, 100.0) for e in step]
     path = tmp_path / "trace.json"
     write_trace(path, {"measured": two, "predicted": step}, timeline.schedule.placement)
     steps = steps_of(read_trace(path), one_thread=True)
     # A unit is drawn as a millisecond.
-    times = slowdown_of(steps).step_times
-    assert [row[1] for row in times] == pytest.approx([timeline.makespan / 1000] * 2)
+    found = slowdown_of(steps)
+    times = [row[1] for row in found.step_times]
+    assert times == pytest.approx([timeline.makespan / 1000] * 2)
+    assert (found.slowdown, found.causes) == (pytest.approx(1), ())
+    assert len(alternatives(steps)) == alternative
+
+
+def test_a_high_number_of_a_micro_batch_is_no_number_of_them(tmp_path: Path) -> None:
+    events = [Event(0, name, at, at + 1.0) for at, name in enumerate(("F0.0", "F0.4000000000"))]
+    path = tmp_path / "trace.json"
+    write_trace(path, {"measured": events, "predicted": events}, Placement("loop", 1))
+    assert [one.name for one in alternatives(steps_of(read_trace(path)))]
 
 
 @pytest.mark.parametrize(
