@@ -108,10 +108,13 @@ def _seconds(microseconds: Any) -> float:
 def _placement(stages: dict[int, int]) -> Placement:
     """Returns the placement that has the stages where the trace has them."""
     ranks = max(stages.values(), default=0) + 1
-    chunks = -(-(max(stages, default=0) + 1) // ranks)
+    chunks = -(-max(1, len(stages)) // ranks)
     names = ("loop", *(["vee"] if chunks == 2 else []), *(["wave"] if chunks % 2 == 0 else []))
     for placement in (Placement(name, ranks, chunks) for name in names):
-        if all(placement.rank_of(stage) == rank for stage, rank in stages.items()):
+        if all(
+            stage < placement.stages and placement.rank_of(stage) == rank
+            for stage, rank in stages.items()
+        ):
             return placement
     raise ValueError(f"no placement has stages {stages} (stage: rank)")
 

@@ -159,6 +159,7 @@ def test_a_trace_says_where_the_stages_are(
         ({"ts": float("inf")}, "is no time"),
         ({"ts": float("nan")}, "is no time"),
         ({"name": "F5.0"}, "no placement has stages"),
+        ({"name": "F4000000000.0"}, "no placement has stages"),
     ],
 )
 def test_a_trace_that_cannot_have_been_is_left_out(
