@@ -34,7 +34,8 @@ def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
     """Simulates schedules on the mean costs of a trace's stages, the fastest first.
 
     Returns:
-        Nothing for a trace of several model parts on a rank, of fused actions, or of slices.
+        Nothing for a trace of several model parts on a rank, of fused actions, of slices, or
+        where a rank computed nothing.
     """
     times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     moved: list[float] = []
@@ -47,7 +48,9 @@ def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
                 if sliced or one.part != one.stage or "|" in one.kind:
                     return []
                 times[one.kind, one.stage].append(float(seconds))
-    ranks = 1 + max(stage for _, stage in times)
+    ranks = len({stage for _, stage in times})
+    if any(stage >= ranks for _, stage in times):
+        return []
     micro_batches = len({one.micro_batch for step in steps for one in step.operations})
     mean = {place: float(np.mean(values)) for place, values in times.items()}
     forward = [mean.get(("F", stage), 0.0) for stage in range(ranks)]

@@ -131,3 +131,10 @@ def test_a_trace_that_is_none_is_refused(
     assert "no trace of fleetpipe's" in said or "the trace has no actions" in said
     assert main(["why", str(tmp_path / "none")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_a_stage_that_computed_nothing_leaves_no_other_schedule(tmp_path: Path) -> None:
+    rows = [f"0,0,{stage},0,F,0,0,1" for stage in (0, 4_000_000_000)]
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join([",".join(COLUMNS), *rows]), encoding="utf-8")
+    assert alternatives(steps_of(read_columns(path))) == []
