@@ -84,7 +84,11 @@ def read(folder: Path) -> RunFolder:
     names = (files.METRICS, files.ABOUT, files.ATTEMPTS)
     if not traces and not any((folder / name).exists() for name in names):
         raise ConfigError(
-            "there is no run in this folder" if folder.is_dir() else "there is no such folder",
+            "there is no run in this folder"
+            if folder.is_dir()
+            else "this is a file, and no folder of a run"
+            if folder.exists()
+            else "there is no such folder",
             expected=f"{files.METRICS}, {files.ABOUT} or {files.TRACE}",
             got=str(folder),
             fix="train with callbacks=MetricsLogger(folder), and give that folder",

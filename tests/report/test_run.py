@@ -24,6 +24,9 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
     with pytest.raises(ConfigError, match="there is no such folder"):
         read(tmp_path / "nowhere")
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="this is a file, and no folder of a run"):
+        read(tmp_path / "run.json")
 
 
 def test_rows_are_those_of_the_file(tmp_path: Path) -> None:
