@@ -21,6 +21,8 @@ NAME = "fleetpipe"
 FLEETS_LOGGER = "paddle.distributed.fleet.utils.log_util"
 #: After so many seconds a user wants to know what takes long.
 _PATIENCE = 3.0
+#: A cache may call its function twice where two threads come at once.
+_turn = threading.Lock()
 
 
 def logger(name: str) -> logging.Logger:
@@ -50,13 +52,18 @@ def once(log: Callable[..., None], text: str, any_rank: bool = False) -> None:
 @contextmanager
 def once_if_slow(log: Callable[..., None], text: str) -> Iterator[None]:
     """Within it :func:`once` logs ``text`` after a few seconds, unless it has ended."""
-    timer = threading.Timer(_PATIENCE, once, [log, text])
+    timer = threading.Timer(_PATIENCE, _once_in_turn, [log, text])
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def _once_in_turn(log: Callable[..., None], text: str) -> None:
+    with _turn:
+        once(log, text)
 
 
 class _Unconfigured(logging.Handler):

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -94,6 +95,19 @@ def test_the_record_has_the_rank_and_its_origin(
     told = [(one.__dict__["rank"], one.name, one.filename, one.message) for one in caplog.records]
     assert [(rank, text) for rank, _, _, text in told] == [(3, "of rank 3"), (0, "of rank 0")]
     assert {(name, file) for _, name, file, _ in told} == {("fleetpipe.test", "test_log.py")}
+
+
+def test_two_that_are_slow_at_once_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_PATIENCE", 0.0)
+    said = []
+
+    def info(text: str, stacklevel: int) -> None:
+        time.sleep(0.05)
+        said.append(text)
+
+    with log.once_if_slow(info, "this takes long"), log.once_if_slow(info, "this takes long"):
+        time.sleep(0.3)
+    assert said == ["this takes long"]
 
 
 @pytest.mark.parametrize(
