@@ -22,7 +22,8 @@ from fleetpipe.mesh.groups import Group
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
 from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, write_trace
 from fleetpipe.schedules.forms.events import Event, events_of, figures_of
-from fleetpipe.schedules.forms.picture import Panel, draw, panel_of
+from fleetpipe.schedules.forms.panel import Panel, panel_of
+from fleetpipe.schedules.forms.picture import draw
 from fleetpipe.transport import Transport
 from fleetpipe.transport.joining.hosts import host_name
 

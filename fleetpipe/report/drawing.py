@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fleetpipe.report.numbers import labels, percent, ticks
 from fleetpipe.report.timelines import Pipeline
 from fleetpipe.schedules.forms.events import Event, figures_of
-from fleetpipe.schedules.forms.picture import Bar, Panel
+from fleetpipe.schedules.forms.panel import Bar, Panel
 
 _WIDTH = 1000
 #: Least width of a picture that is scrolled, and most, in pixels of CSS.

@@ -13,7 +13,7 @@ lower layers only (``tests/test_house.py``)::
     action placement edges operations costs rows
 
 Entered by: ``action``, ``families.table``, ``forms``, ``forms.chrome``, ``forms.events``,
-``forms.picture``, ``operations``, ``placement``, ``registry``, ``rows``, ``search.variants``,
+``forms.panel``, ``forms.picture``, ``operations``, ``placement``, ``registry``, ``rows``, ``search.variants``,
 ``simulation.replay``.
 """
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from fleetpipe.schedules.forms.chrome import chrome_trace, write_trace
 from fleetpipe.schedules.forms.events import Event, Figures, events_of, figures_of
-from fleetpipe.schedules.forms.picture import Panel, draw, panel_of, plot
+from fleetpipe.schedules.forms.panel import Panel, panel_of
+from fleetpipe.schedules.forms.picture import draw, plot
 from fleetpipe.schedules.forms.terminal import render, summary
 
 __all__ = [

@@ -10,7 +10,8 @@ from fleetpipe.cli import main
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Costs, Placement, build
 from fleetpipe.schedules.forms.events import Event
-from fleetpipe.schedules.forms.picture import Panel, draw, panel_of, plot
+from fleetpipe.schedules.forms.panel import Panel, panel_of
+from fleetpipe.schedules.forms.picture import draw, plot
 
 
 def test_a_picture_names_ranks_kinds_bubble_and_peak(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""What a picture shows: boxes of actions by rank and time, before anything is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fleetpipe.representation import shows
+from fleetpipe.schedules.action import Action
+from fleetpipe.schedules.forms.events import Event, events_of
+from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.rows import in_slices
+from fleetpipe.schedules.simulation.timeline import Timeline
+
+#: Red, green and blue from 0 to 1: those of Okabe and Ito, distinct for the colour-blind too.
+COLOURS = {
+    "F": (0.00, 0.45, 0.70),
+    "B": (0.90, 0.62, 0.00),
+    "I": (0.84, 0.37, 0.00),
+    "W": (0.00, 0.62, 0.45),
+    "other": (0.60, 0.60, 0.60),
+}
+
+HEIGHT = 0.86  # of a bar, in rows
+LANE = 0.55  # height of a bar in shares of that, where more than two chunks stand in lanes
+
+Colour = tuple[float, float, float]
+
+
+@shows("title", "placement")
+@dataclass(frozen=True)
+class Panel:
+    """One timeline of a picture.
+
+    Args:
+        title: What stands above it.
+        events: What ran when. Actions are drawn in the colour of their kind, transfers not at all,
+            all else in grey.
+        placement: Which rank owns which stage.
+        unit: Unit of the times, "s" for example; empty for that of the costs.
+    """
+
+    title: str
+    events: Sequence[Event]
+    placement: Placement
+    unit: str = ""
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether chunks stand below each other: shades alone do not distinguish more than two."""
+        return self.placement.chunks > 2
+
+    @cached_property
+    def bars(self) -> list[Bar]:
+        """What is drawn, in the order of the events."""
+        return [bar for event in self.events for bar in _bars(event, self.placement)]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A box: its kind, how light it is, its number, and where it is."""
+
+    kind: str
+    shade: float
+    number: str
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+    @property
+    def colour(self) -> Colour:
+        """What it is filled with on white paper."""
+        red, green, blue = (part + (1 - part) * self.shade for part in COLOURS[self.kind])
+        return red, green, blue
+
+
+def panel_of(timeline: Timeline, unit: str = "", name: str = "") -> Panel:
+    """Returns the panel of a simulated schedule, bubble rate and peak in its title.
+
+    Args:
+        timeline: When each action runs.
+        unit: As of :class:`Panel`.
+        name: What the title begins with, where several panels stand in one picture.
+    """
+    schedule = timeline.schedule
+    placement = schedule.placement
+    chunks = f", {placement.chunks} chunks ({placement.name})" if placement.chunks > 1 else ""
+    title = (
+        f"{schedule.name}: {placement.ranks} ranks,"
+        f" {schedule.micro_batches} micro-batches{in_slices(schedule.slices)}{chunks}"
+        f" · bubble {timeline.bubble_rate:.2%}"
+        f" · peak {max(timeline.peak_activations):g} forwards"
+    )
+    title = f"{name}: {title}" if name else title
+    return Panel(title, events_of(timeline), placement, unit)
+
+
+def _bars(event: Event, placement: Placement) -> Iterator[Bar]:
+    """Yields the boxes of an event, several where it is fused."""
+    top = event.rank - HEIGHT / 2
+    if not event.actions:
+        if event.op is None or event.name in ("REDUCE", "STEP"):
+            yield Bar("other", 0, "", event.start, event.end, top, top + HEIGHT)
+        return
+    whole = HEIGHT * (LANE if placement.chunks > 2 else 1)
+    height = whole / len(event.actions)
+    for index, action in enumerate(event.actions):
+        later = _lateness(action, event.rank, placement)
+        above = top + (HEIGHT - whole) * later + index * height
+        number = str(action.micro_batch)
+        yield Bar(action.kind, 0.6 * later, number, event.start, event.end, above, above + height)
+
+
+def _lateness(action: Action, rank: int, placement: Placement) -> float:
+    """Returns 0 for a rank's first stage and 1 for its last, which has most white mixed in."""
+    chunk = placement.stages_of(rank).index(action.stage)
+    return chunk / max(1, placement.chunks - 1)
