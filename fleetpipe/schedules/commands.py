@@ -125,7 +125,19 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="draw it; figures and actions; or the text form that `fleetpipe verify` reads",
     )
     parser.add_argument(
-        "--plot", type=new_file, metavar="FILE", help="draw it to a .png or .svg (needs matplotlib)"
+        "--plot",
+        type=new_file,
+        metavar="FILE",
+        help="draw it to a .png, .svg or .pdf (needs matplotlib)",
+    )
+    parser.add_argument(
+        "--plot-window",
+        type=_window,
+        metavar="FROM:TO",
+        help="draw what runs between two times: a part of a large schedule",
+    )
+    parser.add_argument(
+        "--plot-memory", action="store_true", help="draw what each rank holds below the timeline"
     )
     parser.add_argument(
         "--trace",
@@ -152,8 +164,13 @@ def run_schedule(arguments: argparse.Namespace) -> int:
         costs = searched_costs(schedule, costs)
     timeline = schedule.simulate(costs)
     if arguments.plot is not None:
-        with using("--plot", arguments.plot, "a .png or .svg file that can be written"):
-            plot(timeline, arguments.plot)
+        with using("--plot", arguments.plot, "a .png, .svg or .pdf file that can be written"):
+            plot(
+                timeline,
+                arguments.plot,
+                window=arguments.plot_window,
+                memory=arguments.plot_memory,
+            )
     if arguments.trace is not None:
         with using("--trace", arguments.trace, "a file that can be written"):
             write_trace(arguments.trace, {"predicted": events_of(timeline)}, schedule.placement)
@@ -311,6 +328,14 @@ def _sizes(text: str) -> list[int]:
         return [int(size) for size in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid list of numbers: {text!r}; say 6,4") from None
+
+
+def _window(text: str) -> tuple[float, float]:
+    begin, _, end = text.partition(":")
+    try:
+        return float(begin), float(end)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid window: {text!r}; say 100:140") from None
 
 
 def _print(text: str) -> None:

@@ -9,7 +9,7 @@ from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.explain.window import where
 from fleetpipe.schedules.rows import ScheduleRows
-from fleetpipe.schedules.simulation.held import held_after
+from fleetpipe.schedules.simulation.held import held_around
 from fleetpipe.schedules.simulation.replay import replay
 
 
@@ -36,7 +36,8 @@ def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
     parts = 1 if in_bytes else schedule.slices
     costs.check_stages(schedule.placement.stages)
     for rank in range(schedule.placement.ranks):
-        held = [amount / parts for amount in held_after(schedule, rank, costs, in_bytes=in_bytes)]
+        around = held_around(schedule, rank, costs, in_bytes=in_bytes)
+        held = [amount.during / parts for amount in around]
         peak = max(held, default=0)
         if peak > cap:
             position = next(index for index, amount in enumerate(held) if amount > cap)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from fleetpipe.errors import ConfigError
 from fleetpipe.representation import shows
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.forms.events import Event, events_of
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import in_slices
+from fleetpipe.schedules.simulation.held import held_around
 from fleetpipe.schedules.simulation.timeline import Timeline
 
 #: Red, green and blue from 0 to 1: those of Okabe and Ito, distinct for the colour-blind too.
@@ -39,12 +41,18 @@ class Panel:
             all else in grey.
         placement: Which rank owns which stage.
         unit: Unit of the times, "s" for example; empty for that of the costs.
+        held: For each rank what it holds, as (from when on, how much); drawn below the timeline.
+        held_unit: Unit of that, "bytes" for example.
+        begin: Where the axis of time begins.
     """
 
     title: str
     events: Sequence[Event]
     placement: Placement
     unit: str = ""
+    held: tuple[tuple[tuple[float, float], ...], ...] = ()
+    held_unit: str = ""
+    begin: float = 0.0
 
     @property
     def has_lanes(self) -> bool:
@@ -55,6 +63,26 @@ class Panel:
     def bars(self) -> list[Bar]:
         """What is drawn, in the order of the events."""
         return [bar for event in self.events for bar in _bars(event, self.placement)]
+
+    def within(self, start: float, end: float) -> Panel:
+        """Returns the part of it between two times, where the boxes have more room.
+
+        Raises:
+            ConfigError: Nothing runs between them.
+        """
+        events = [each for each in self.events if each.start < end and each.end > start]
+        if not events:
+            times = [time for each in self.events for time in (each.start, each.end)]
+            raise ConfigError(
+                "nothing runs in the window of the picture",
+                expected=f"times between {min(times, default=0):g} and {max(times, default=0):g}",
+                got=f"{start:g} to {end:g}",
+                fix="give a window in the unit of the times, its start before its end",
+            )
+        cut = [
+            each._replace(start=max(each.start, start), end=min(each.end, end)) for each in events
+        ]
+        return replace(self, events=cut, begin=start)
 
 
 @dataclass(frozen=True)
@@ -75,14 +103,26 @@ class Bar:
         red, green, blue = (part + (1 - part) * self.shade for part in COLOURS[self.kind])
         return red, green, blue
 
+    @property
+    def ink(self) -> str:
+        """Black or white, whichever can be read better on it: one has a contrast of 4.5 to 1."""
+        red, green, blue = (
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+            for part in self.colour
+        )
+        # The relative luminance of WCAG 2; at 0.179 black and white have the same contrast.
+        return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 else "white"
 
-def panel_of(timeline: Timeline, unit: str = "", name: str = "") -> Panel:
+
+def panel_of(timeline: Timeline, unit: str = "", name: str = "", *, memory: bool = False) -> Panel:
     """Returns the panel of a simulated schedule, bubble rate and peak in its title.
 
     Args:
         timeline: When each action runs.
         unit: As of :class:`Panel`.
         name: What the title begins with, where several panels stand in one picture.
+        memory: Whether what each rank holds is drawn below: bytes where the costs give them, else
+            forwards of one stage.
     """
     schedule = timeline.schedule
     placement = schedule.placement
@@ -94,7 +134,22 @@ def panel_of(timeline: Timeline, unit: str = "", name: str = "") -> Panel:
         f" · peak {max(timeline.peak_activations):g} forwards"
     )
     title = f"{name}: {title}" if name else title
-    return Panel(title, events_of(timeline), placement, unit)
+    panel = Panel(title, events_of(timeline), placement, unit)
+    if not memory:
+        return panel
+    held_unit = "forwards" if timeline.costs.bytes is None else "bytes"
+    held = tuple(_held(timeline, rank) for rank in range(placement.ranks))
+    return replace(panel, held=held, held_unit=held_unit)
+
+
+def _held(timeline: Timeline, rank: int) -> tuple[tuple[float, float], ...]:
+    in_bytes = timeline.costs.bytes is not None
+    around = held_around(timeline.schedule, rank, timeline.costs, in_bytes=in_bytes)
+    times = zip(timeline.starts[rank], timeline.ends[rank])
+    steps = [(0.0, 0.0)]
+    for (start, end), held in zip(times, around):
+        steps += [(start, held.during), (end, held.after)]
+    return (*steps, (timeline.makespan, steps[-1][1]))
 
 
 def _bars(event: Event, placement: Placement) -> Iterator[Bar]:

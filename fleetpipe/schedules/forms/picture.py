@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg")
+#: By the ending of a file: what would make two files of one picture differ.
+_DATED = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}
 
 _LABELS = {
     "F": "F  forward",
@@ -33,81 +35,157 @@ _HALF_POINTS = 7.0  # most size in half a box
 _MARGIN = 1.1  # inches beside the rows
 _DIGIT = 0.64  # width of a digit in shares of its size
 _MOST_NUMBERS = 8000
+_DPI = 130.0
+#: Kinds that have a colour as dark as another's, and what tells them apart on grey paper.
+_HATCHES = {"I": "////", "W": "----"}
+_HATCH_LINE = 0.4  # width of its lines, in points
+_HATCH_COLOUR = "#1a1a1a"
+_HATCHED = 4.0  # least width of a box whose hatch can be seen, in points
+_HELD_ROWS = 3.0  # height of what the ranks hold, in rows
 
 
-def plot(timeline: Timeline, path: str | Path) -> None:
-    """Draws a simulated schedule; see :func:`draw`."""
-    draw([panel_of(timeline)], path)
+def plot(
+    timeline: Timeline,
+    path: str | Path | None = None,
+    *,
+    size: tuple[float, float] | None = None,
+    title: str | None = None,
+    dpi: float = _DPI,
+    axes: Axes | None = None,
+    window: tuple[float, float] | None = None,
+    memory: bool = False,
+) -> None:
+    """Draws a simulated schedule into a file, or into axes of yours; see :func:`draw`.
+
+    Args:
+        timeline: What :meth:`Schedule.simulate` returned.
+        path: File to write: .png, .svg or .pdf. None: ``axes`` are drawn into.
+        size: Width and height in inches; by default what the numbers in the boxes need.
+        title: In the place of the schedule's name, sizes, bubble and peak.
+        dpi: Dots in an inch, of a .png.
+        axes: Axes of matplotlib to draw into, without a legend; not together with ``path``.
+        window: From when to when, in the unit of the costs: a part of a large schedule.
+        memory: Whether what each rank holds is drawn below, in bytes where the costs give them;
+            not together with ``axes``.
+
+    Raises:
+        ConfigError: As :func:`draw`; neither or both of ``path`` and ``axes``; nothing runs within
+            the window.
+        PackageNotFound: matplotlib is not installed.
+    """
+    panel = panel_of(timeline, memory=memory)
+    panel = panel if title is None else replace(panel, title=title)
+    panel = panel if window is None else panel.within(*window)
+    if axes is not None and path is None and not memory:
+        begin, end = _limits([panel])
+        inches = axes.get_window_extent().width / axes.figure.dpi
+        _draw_panel(axes, panel, 72 * inches / (end - begin))
+        axes.set_xlim(begin, end)
+        _draw_axis(axes, panel.unit, end - begin)
+    elif path is not None and axes is None:
+        draw([panel], path, size=size, dpi=dpi)
+    else:
+        raise ConfigError(
+            "a schedule is drawn into one place",
+            expected="plot(timeline, path), or plot(timeline, axes=..) without memory=True",
+            got=f"path={str(path)!r}, axes={axes!r}, memory={memory}",
+            fix="give one of path and axes",
+        )
 
 
-def draw(panels: Sequence[Panel], path: str | Path) -> None:
+def draw(
+    panels: Sequence[Panel],
+    path: str | Path,
+    *,
+    size: tuple[float, float] | None = None,
+    dpi: float = _DPI,
+) -> None:
     """Draws timelines below each other to one scale, measured beside predicted for example.
 
-    Colours say the kind, and lighter ones a later stage of the same rank; from three stages on each
-    also stands lower than the one before. Numbers are micro-batches where they fit. A fused pair is
-    one box with its parts above each other. Seconds are shown in the unit that suits the longest
-    timeline. No display is needed.
+    Colours and hatches say the kind, so that it can be told on grey paper too, and lighter colours
+    a later stage of the same rank; from three stages on each also stands lower than the one before.
+    Numbers are micro-batches where they fit. A fused pair is one box with its parts above each
+    other. Seconds are shown in the unit that suits the longest timeline. No display is needed.
 
     Args:
         panels: One timeline or more, in one unit of time.
-        path: File to write; its ending, .png or .svg, says the form.
+        path: File to write; its ending, .png, .svg or .pdf, says the form.
+        size: Width and height in inches; by default what the numbers in the boxes need.
+        dpi: Dots in an inch, of a .png.
 
     Raises:
         ConfigError: Another ending.
         PackageNotFound: matplotlib is not installed.
     """
-    width, height = _size(panels)
-    letters = 7 + width / 3
-    with new_figure(path, width, height, letters) as figure:
-        rows = [panel.placement.ranks for panel in panels]
-        axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=rows)
-        for panel, area in zip(panels, axes[:, 0]):
-            area.set_xlim(0, _end(panels))
-            _draw_panel(area, panel, 72 * (width - _MARGIN) / _end(panels))
-        _draw_axis(axes[-1, 0], panels[-1].unit, _end(panels))
+    width, height = size or _size(panels)
+    letters = 7 + min(width, _INCHES[1]) / 3
+    # Each panel, and below it what its ranks hold.
+    rows = [
+        (panel, draw_one, share)
+        for panel in panels
+        for draw_one, share in (
+            (_draw_panel, float(panel.placement.ranks)),
+            (_draw_held, _HELD_ROWS),
+        )
+        if draw_one is _draw_panel or panel.held
+    ]
+    with new_figure(path, width, height, letters, dpi) as figure:
+        ratios = [share for _, _, share in rows]
+        axes = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=ratios)
+        begin, end = _limits(panels)
+        for (panel, draw_one, _), area in zip(rows, axes[:, 0]):
+            draw_one(area, panel, 72 * (width - _MARGIN) / (end - begin))
+            area.set_xlim(begin, end)
+        _draw_axis(axes[-1, 0], panels[-1].unit, end - begin)
         _draw_legend(figure, panels, letters)
 
 
 @contextmanager
-def new_figure(path: str | Path, width: float, height: float, letters: float) -> Iterator[Figure]:
+def new_figure(
+    path: str | Path, width: float, height: float, letters: float, dpi: float = _DPI
+) -> Iterator[Figure]:
     """Yields an empty figure, which is written in the end. No display is needed.
 
     Args:
-        path: File to write; its ending, .png or .svg, says the form.
+        path: File to write; its ending, .png, .svg or .pdf, says the form.
         width: In inches.
         height: In inches.
         letters: Size of the letters, in points.
+        dpi: Dots in an inch, of a .png.
 
     Raises:
         ConfigError: Another ending.
         PackageNotFound: matplotlib is not installed.
     """
-    svg = _suffix(path) == ".svg"
+    suffix = Path(path).suffix
+    if suffix not in _DATED:
+        raise ConfigError(
+            f"cannot draw {str(path)!r}",
+            expected=f"a file that ends in {', '.join(_DATED)}",
+            fix="end the name of the file with one of these",
+        )
     with needed_for("a picture is drawn"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
     # Text stays text in an SVG, and the same picture gives the same file.
     with mpl.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "fleetpipe", "font.size": letters}
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "fleetpipe",
+            "font.size": letters,
+            "hatch.linewidth": _HATCH_LINE,
+        }
     ):
-        figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+        figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
         yield figure
-        figure.savefig(path, metadata={"Date": None} if svg else {"Software": None})
+        figure.savefig(path, metadata={_DATED[suffix]: None})
 
 
-def _suffix(path: str | Path) -> str:
-    suffix = Path(path).suffix
-    if suffix not in SUFFIXES:
-        raise ConfigError(
-            f"cannot draw {str(path)!r}",
-            expected=f"a file that ends in {' or '.join(SUFFIXES)}",
-            fix="end the name of the file with one of these",
-        )
-    return suffix
-
-
-def _end(panels: Sequence[Panel]) -> float:
-    return max((bar.right for panel in panels for bar in panel.bars), default=0) or 1
+def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
+    """Returns where the axis of time begins and ends."""
+    begin = min((panel.begin for panel in panels), default=0.0)
+    end = max((bar.right for panel in panels for bar in panel.bars), default=begin)
+    return begin, end if end > begin else begin + 1
 
 
 def _usual_width(panel: Panel) -> float:
@@ -122,24 +200,26 @@ def _digits(panel: Panel) -> int:
 
 def _size(panels: Sequence[Panel]) -> tuple[float, float]:
     """Returns inches: wide enough for the numbers, within reason, and a line for each rank."""
-    width = max(_INCHES[0], *(_wanted_width(panel, _end(panels)) for panel in panels))
+    begin, end = _limits(panels)
+    width = max(_INCHES[0], *(_wanted_width(panel, end - begin) for panel in panels))
     ranks = [panel.placement.ranks for panel in panels]
     row = 0.36 if max(ranks) <= 16 else 0.24
     if any(panel.has_lanes for panel in panels):
         row *= 1.5
-    return width, 0.9 + sum(row * count + 0.5 for count in ranks)
+    held = sum(_HELD_ROWS * 0.36 for panel in panels if panel.held)
+    return width, 0.9 + held + sum(row * count + 0.5 for count in ranks)
 
 
-def _wanted_width(panel: Panel, end: float) -> float:
-    boxes = end / (_usual_width(panel) or end)
+def _wanted_width(panel: Panel, length: float) -> float:
+    boxes = length / (_usual_width(panel) or length)
     width = _MARGIN + boxes * (_DIGIT * _digits(panel) * _POINTS[0] + 1.2) / 72
     return min(width, _INCHES[1])
 
 
-def _draw_axis(area: Axes, unit: str, end: float) -> None:
+def _draw_axis(area: Axes, unit: str, length: float) -> None:
     """Labels the axis of time."""
     if unit == "s":
-        unit, factor = next(one for one in _UNITS if end * one[1] >= 2 or one is _UNITS[-1])
+        unit, factor = next(one for one in _UNITS if length * one[1] >= 2 or one is _UNITS[-1])
         area.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * factor:g}")
     area.set_xlabel(f"time ({unit})" if unit else "time", fontsize="small")
 
@@ -152,19 +232,29 @@ def _draw_panel(area: Axes, panel: Panel, scale: float) -> None:
     """Draws boxes and numbers; ``scale`` is points in one unit of time."""
     from matplotlib.collections import PolyCollection
 
-    corners = [
-        ((b.left, b.top), (b.right, b.top), (b.right, b.bottom), (b.left, b.bottom))
-        for b in panel.bars
-    ]
     usual = _usual_width(panel) * scale
-    area.add_collection(
-        PolyCollection(
-            corners,
-            facecolors=[bar.colour for bar in panel.bars],
-            edgecolors="white",
-            linewidths=max(0.1, min(0.7, usual / 12)),
+    for kind in COLOURS:
+        bars = [bar for bar in panel.bars if bar.kind == kind]
+        corners = [
+            ((b.left, b.top), (b.right, b.top), (b.right, b.bottom), (b.left, b.bottom))
+            for b in bars
+        ]
+        line = max(0.1, min(0.7, usual / 12))
+        if kind in _HATCHES and usual >= _HATCHED:
+            # A box of its own: the lines of a hatch have the colour of its box's edge.
+            hatched = PolyCollection(
+                corners,
+                hatch=_HATCHES[kind],
+                facecolors="none",
+                edgecolors=_HATCH_COLOUR,
+                linewidths=0,
+                zorder=1.5,
+            )
+            area.add_collection(hatched, autolim=False)
+        colours = [bar.colour for bar in bars]
+        area.add_collection(
+            PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=line)
         )
-    )
     ranks = panel.placement.ranks
     area.set_ylim(ranks - 0.4, -0.6)
     area.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
@@ -191,10 +281,37 @@ def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
                 (bar.top + bar.bottom) / 2,
                 bar.number,
                 fontsize=points,
-                color="black" if sum(bar.colour) > 1.45 else "white",
+                color=bar.ink,
                 horizontalalignment="center",
                 verticalalignment="center_baseline",
+                bbox={"facecolor": bar.colour, "edgecolor": "none", "pad": 0.4}
+                if bar.kind in _HATCHES
+                else None,
             )
+
+
+def _draw_held(area: Axes, panel: Panel, scale: float) -> None:
+    """Draws what each rank holds over time: a line for each, the first one darkest."""
+    most = max(amount for steps in panel.held for _, amount in steps)
+    name, unit = _size_unit(most) if panel.held_unit == "bytes" else (panel.held_unit, 1)
+    for rank, steps in enumerate(panel.held):
+        grey = 0.75 * rank / max(1, len(panel.held) - 1)
+        label = f"rank {rank}" if rank in (0, len(panel.held) - 1) else None
+        times, amounts = zip(*steps)
+        heights = [amount / unit for amount in amounts]
+        area.step(times, heights, where="post", color=str(grey), linewidth=1.2, label=label)
+    area.set_ylim(0, 1.1 * most / unit or 1)
+    area.set_ylabel(f"held ({name})", fontsize="small")
+    area.tick_params(labelsize="small")
+    area.spines[["top", "right"]].set_visible(False)
+    area.legend(fontsize="small", frameon=False, loc="upper right")
+
+
+def _size_unit(most: float) -> tuple[str, float]:
+    """Returns the unit that suits an amount of bytes, and how many bytes it has."""
+    names = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log(max(most, 1), 1024)), len(names) - 1)
+    return names[power], 1024.0**power
 
 
 def _draw_legend(figure: Figure, panels: Sequence[Panel], letters: float) -> None:
@@ -204,7 +321,13 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel], letters: float) -> Non
     bars = [bar for panel in panels for bar in panel.bars]
     present = {bar.kind for bar in bars}
     boxes = [
-        Patch(facecolor=COLOURS[kind], label=label)
+        Patch(
+            facecolor=COLOURS[kind],
+            label=label,
+            hatch=_HATCHES.get(kind),
+            edgecolor=_HATCH_COLOUR if kind in _HATCHES else None,
+            linewidth=0,
+        )
         for kind, label in _LABELS.items()
         if kind in present
     ]

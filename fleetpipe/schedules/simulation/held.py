@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.rows import ScheduleRows
 
 
-def held_after(
+class Held(NamedTuple):
+    """What a rank holds around one of its entries.
+
+    Attributes:
+        during: While it runs, before it releases anything.
+        after: When it has ended.
+    """
+
+    during: float
+    after: float
+
+
+def held_around(
     schedule: ScheduleRows, rank: int, costs: Costs | None = None, *, in_bytes: bool = False
-) -> Iterator[float]:
-    """Yields what a rank holds while each of its entries runs, before that entry's releases.
+) -> Iterator[Held]:
+    """Yields what a rank holds while each of its entries runs and when it has ended.
 
     A forward holds its activations from its begin; B releases them at its end, I the share
     ``costs.input_grad_frees`` of them and W the rest. In a forward-only schedule they are released
@@ -41,7 +54,7 @@ def held_after(
         for action in actions:
             if action[0] == "F":
                 whole += amount_of(action) if in_bytes else 1
-        yield whole + rest * halves
+        during = whole + rest * halves
         for action in actions:
             kind = action[0]
             amount = amount_of(action) if in_bytes else 1
@@ -51,3 +64,4 @@ def held_after(
                 halves += amount
             elif kind == "W":
                 halves -= amount
+        yield Held(during, whole + rest * halves)

@@ -9,7 +9,7 @@ from fleetpipe.schedules.action import Item
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.rows import ScheduleRows
-from fleetpipe.schedules.simulation.held import held_after
+from fleetpipe.schedules.simulation.held import held_around
 from fleetpipe.schedules.simulation.replay import replay
 
 
@@ -19,6 +19,7 @@ class Timeline:
 
     Args:
         schedule: The schedule that was simulated.
+        costs: What its actions cost.
         starts: For each rank, when each of its entries begins.
         ends: Likewise, ends.
         makespan: From time 0 to the end of the last action of any rank.
@@ -30,6 +31,7 @@ class Timeline:
     """
 
     schedule: ScheduleRows
+    costs: Costs
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
     makespan: float
@@ -78,13 +80,18 @@ def simulate(
     spans = tuple(ends[-1] - starts[0] for starts, ends in zip(times.starts, times.ends))
     return Timeline(
         schedule,
+        costs,
         times.starts,
         times.ends,
         makespan=max(ends[-1] for ends in times.ends),
         spans=spans,
         busy=max(times.busy),
-        peak_activations=tuple(max(held_after(schedule, rank, costs)) for rank in ranks),
+        peak_activations=tuple(_peak(schedule, rank, costs) for rank in ranks),
         peak_bytes=None
         if costs.bytes is None
-        else tuple(max(held_after(schedule, rank, costs, in_bytes=True)) for rank in ranks),
+        else tuple(_peak(schedule, rank, costs, in_bytes=True) for rank in ranks),
     )
+
+
+def _peak(schedule: ScheduleRows, rank: int, costs: Costs, *, in_bytes: bool = False) -> float:
+    return max(held.during for held in held_around(schedule, rank, costs, in_bytes=in_bytes))

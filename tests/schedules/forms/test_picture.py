@@ -29,9 +29,10 @@ def test_a_picture_names_ranks_kinds_bubble_and_peak(tmp_path: Path) -> None:
 
 def test_the_same_timeline_gives_the_same_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for name in ("first.svg", "second.svg", "first.png", "second.png"):
-        plot(build("1F1B", ranks=2, micro_batches=3).simulate(), tmp_path / name)
-    for suffix in ("svg", "png"):
+    suffixes = ("svg", "png", "pdf")
+    for name in (f"{time}.{suffix}" for suffix in suffixes for time in ("first", "second")):
+        plot(build("ZBH1", ranks=2, micro_batches=3).simulate(), tmp_path / name)
+    for suffix in suffixes:
         first, second = (tmp_path / f"{name}.{suffix}" for name in ("first", "second"))
         assert first.read_bytes() == second.read_bytes()
 
@@ -53,6 +54,70 @@ def test_boxes_have_the_colour_of_their_kind_and_the_shade_of_their_chunk() -> N
     for kind in "FIW":
         light, dark = colours[kind, 0.6], colours[kind, 0]
         assert all(first > second for first, second in zip(light, dark))
+
+
+def test_numbers_have_a_contrast_of_four_and_a_half_to_one_on_every_box() -> None:
+    schedule = build("Interleaved1F1B", ranks=2, micro_batches=4, chunks=4)
+    splits = build("ZBV", ranks=2, micro_batches=4)
+    bars = [bar for each in (schedule, splits) for bar in panel_of(each.simulate()).bars]
+    assert {bar.kind for bar in bars} == set("FBIW")
+    for colour, ink in {(bar.colour, bar.ink) for bar in bars}:
+        paper, letters = luminance(colour), {"black": 0.0, "white": 1.0}[ink]
+        assert (max(paper, letters) + 0.05) / (min(paper, letters) + 0.05) >= 4.5
+
+
+def luminance(colour: tuple[float, float, float]) -> float:
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_kinds_as_dark_as_another_are_hatched(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, hatches in (("1F1B", 0), ("ZBH1", 2)):
+        plot(build(name, ranks=2, micro_batches=2).simulate(), tmp_path / "a.svg")
+        text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+        # One for the boxes and one for the legend; SVG has a pattern for each edge and line.
+        assert text.count("<pattern") == 2 * hatches
+
+
+def test_a_window_shows_what_runs_in_it(tmp_path: Path) -> None:
+    panel = panel_of(build("1F1B", ranks=4, micro_batches=64).simulate()).within(100, 110)
+    assert min(bar.left for bar in panel.bars) == panel.begin == 100
+    assert max(bar.right for bar in panel.bars) == 110
+    busy = sum(bar.right - bar.left for bar in panel.bars if bar.top < 0)
+    assert busy == 10  # in the middle of a schedule a rank is never idle
+    with pytest.raises(ConfigError, match=r"between 0 and 201"):
+        panel_of(build("1F1B", ranks=4, micro_batches=64).simulate()).within(300, 400)
+    pytest.importorskip("matplotlib")
+    command = ["schedule", "1F1B", "--ranks", "4", "--micro-batches", "64"]
+    command += ["--plot-window", "100:110", "--plot", str(tmp_path / "a.svg")]
+    assert main(command) == 0
+    assert {"100", "110"} <= set(texts(tmp_path / "a.svg"))
+
+
+def test_below_the_timeline_stands_what_ranks_hold(tmp_path: Path) -> None:
+    timeline = build("1F1B", ranks=2, micro_batches=2).simulate(Costs(bytes=2.0**21))
+    panel = panel_of(timeline, memory=True)
+    # F0 F1 B0 B1 on rank 0, with gaps for the other rank: what an action releases goes at its end.
+    mib = 2.0**20
+    rises = [(0, 0), (0, 2 * mib), (1, 2 * mib), (1, 4 * mib), (2, 4 * mib)]
+    falls = [(4, 4 * mib), (6, 2 * mib), (7, 2 * mib), (9, 0), (9, 0)]
+    assert list(panel.held[0]) == rises + falls
+    assert max(amount for _, amount in panel.held[1]) == (timeline.peak_bytes or ())[1]
+    pytest.importorskip("matplotlib")
+    plot(timeline, tmp_path / "a.svg", memory=True, title="two ranks", size=(6, 4), dpi=50)
+    assert {"held (MiB)", "two ranks"} <= set(texts(tmp_path / "a.svg"))
+
+
+def test_it_draws_into_axes_of_the_users() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(8, 2)).subplots()
+    plot(build("ZBH1", ranks=2, micro_batches=4).simulate(), axes=axes, title="here")
+    assert axes.get_title(loc="left") == "here"
+    assert axes.get_xlim() == (0, build("ZBH1", ranks=2, micro_batches=4).simulate().makespan)
+    assert sum(text.get_text() == "3" for text in axes.texts) == 3 * 2
 
 
 def test_more_than_two_chunks_stand_below_each_other() -> None:
@@ -134,8 +199,11 @@ def test_numbers_too_small_to_read_are_left_out(tmp_path: Path) -> None:
 
 
 def test_other_forms_of_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
-        plot(build("1F1B", ranks=2, micro_batches=2).simulate(), tmp_path / "a.pdf")
+    timeline = build("1F1B", ranks=2, micro_batches=2).simulate()
+    with pytest.raises(ConfigError, match=r"\.png, \.svg, \.pdf"):
+        plot(timeline, tmp_path / "a.gif")
+    with pytest.raises(ConfigError, match="one of path and axes"):
+        plot(timeline)
 
 
 def test_without_matplotlib_it_says_what_to_install(
