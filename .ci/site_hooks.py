@@ -1,4 +1,4 @@
-"""What mkdocs.yml needs beyond its settings: ``--help``, the notebook, docstrings as Markdown."""
+"""What mkdocs.yml needs beyond its settings: ``--help``, the notebook, pictures, docstrings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from fleetpipe.cli import COMMANDS, main
 MARK = "<!-- help -->"
 NOTEBOOK = "<!-- notebook -->"
 _NOTEBOOK_FILE = Path(__file__).parent.parent / "docs" / "notebook.ipynb"
+#: ``<!-- picture: ZBV --ranks 4 --micro-batches 8 -->``: what ``fleetpipe schedule`` is given.
+_PICTURE = re.compile(r"<!-- picture: (.*) -->")
 _ROLE = re.compile(r":(?:class|func|meth):`~?([^`]+)`")
 
 
@@ -25,7 +28,22 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs with the text of each page; returns the text to show."""
     if NOTEBOOK in markdown:
         return markdown.replace(NOTEBOOK, cells())
-    return markdown.replace(MARK, every_help()) if MARK in markdown else markdown
+    if MARK in markdown:
+        return markdown.replace(MARK, every_help())
+    return _PICTURE.sub(lambda found: picture(found[1].split()), markdown)
+
+
+def picture(words: list[str]) -> str:
+    """Returns the picture of a schedule as SVG that stands in the page."""
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        file = Path(folder) / "picture.svg"
+        if main(["schedule", *words, "--plot", str(file)]) != 0:
+            raise SystemExit(f"fleetpipe schedule {' '.join(words)} --plot fails")
+        svg = file.read_text(encoding="utf-8")
+    # Markdown ends a block of HTML at an empty line, and the page gives the width.
+    svg = re.sub(r"\n\s*\n", "\n", svg[svg.index("<svg") :])
+    svg = re.sub(r'width="[^"]*" height="[^"]*"', 'style="width: 100%; height: auto"', svg, count=1)
+    return f'<figure class="schedule" role="img" aria-label="{" ".join(words)}">{svg}</figure>'
 
 
 def cells() -> str:

@@ -80,6 +80,7 @@ CLOSED = {
     "profiling": (
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.partition", "fleetpipe.profiling"),
         *("fleetpipe.json_value", "fleetpipe.representation", "fleetpipe.schedules", "numpy"),
+        "matplotlib",
     ),
     "report": (
         *("fleetpipe.arguments", "fleetpipe.atomic_file", "fleetpipe.errors", "fleetpipe.report"),

@@ -43,6 +43,12 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
         help="write the plan, for PipelineLayer(plan=FILE)",
     )
     parser.add_argument(
+        "--plot",
+        type=new_file,
+        metavar="FILE",
+        help="draw when each rank computes what to a .png, .svg or .pdf (needs matplotlib)",
+    )
+    parser.add_argument(
         "--format", choices=("text", "json"), default="text", help="tables, or the plan as JSON"
     )
 
@@ -116,6 +122,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         with using("--output", arguments.output, "a file that can be written"):
             made.write(arguments.output)
+    if arguments.plot is not None:
+        with using("--plot", arguments.plot, "a .png, .svg or .pdf file that can be written"):
+            made.plot(arguments.plot)
     text = made.dumps() if arguments.format == "json" else f"{made}\n\n{made.explain()}\n"
     sys.stdout.write(text)
     return 0

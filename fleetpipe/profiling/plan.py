@@ -16,8 +16,10 @@ from fleetpipe.profiling.cost_model import StageCost
 from fleetpipe.profiling.explaining import Facts, Predicted, explained, shown
 from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
 from fleetpipe.profiling.recomputing import Recompute
+from fleetpipe.profiling.sizes import show_bytes
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Costs, Schedule, rebuild
+from fleetpipe.schedules.forms import draw, panel_of
 
 #: Written into each file.
 VERSION = 1
@@ -207,6 +209,21 @@ class PipelinePlan:
     def write(self, path: str | Path) -> None:
         """Writes it to a file, as JSON."""
         Path(path).write_text(self.dumps(), encoding="utf-8")
+
+    def plot(self, path: str | Path) -> None:
+        """Draws when each rank is to compute what, and below the activations that it holds.
+
+        Args:
+            path: File to write: .png, .svg or .pdf.
+
+        Raises:
+            ConfigError: Another ending.
+            PackageNotFound: matplotlib is not installed.
+        """
+        panel = panel_of(self.schedule.simulate(self.costs), "s", "plan", memory=True)
+        cap = "" if self.memory_cap is None else f" of {show_bytes(self.memory_cap)}"
+        peak = show_bytes(max(self.predicted.peak_bytes))
+        draw([replace(panel, title=f"{panel.title} · peak memory {peak}{cap}")], path)
 
     @classmethod
     def read(cls, path: str | Path) -> PipelinePlan:

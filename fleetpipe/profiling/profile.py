@@ -21,6 +21,7 @@ from fleetpipe.profiling.cost_model import (
     check_figure,
     check_layer,
 )
+from fleetpipe.profiling.picture import draw_layers
 from fleetpipe.profiling.slice_lengths import balanced
 from fleetpipe.representation import shows
 
@@ -270,6 +271,18 @@ class Profile:
     def write(self, path: str | Path) -> None:
         """Writes it to a file, as JSON."""
         Path(path).write_text(self.dumps(), encoding="utf-8")
+
+    def plot(self, path: str | Path) -> None:
+        """Draws what each layer costs, and the loss where it counts by itself.
+
+        Args:
+            path: File to write: .png, .svg or .pdf.
+
+        Raises:
+            ConfigError: Another ending.
+            PackageNotFound: matplotlib is not installed.
+        """
+        draw_layers([*self.layers, *filter(None, [self.loss])], path)
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:

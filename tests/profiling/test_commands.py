@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.profiling import PipelinePlan
+from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.profiling.estimating import estimates
 from tests.profiling.models import big_vocabulary, even
 
@@ -31,6 +31,18 @@ def test_a_plan_is_printed_and_written(
     assert capsys.readouterr().out == f"{made}\n\n{made.explain()}\n"
     assert main([*words, "--format", "json"]) == 0
     assert PipelinePlan.loads(capsys.readouterr().out) == made
+
+
+def test_plans_and_profiles_are_drawn(profile: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.svg"
+    words = ["plan", profile, "--ranks", "2", "--micro-batches", "4", "--memory-cap", "1GB"]
+    assert main([*words, "--plot", str(file)]) == 0
+    assert "953.67 MiB" in file.read_text(encoding="utf-8")
+    layers = Profile.read(profile)
+    layers.plot(tmp_path / "profile.svg")
+    text = (tmp_path / "profile.svg").read_text(encoding="utf-8")
+    assert all(f">{number} {layer.name}<" in text for number, layer in enumerate(layers.layers))
 
 
 def test_requests_that_cannot_be_met_are_refused(

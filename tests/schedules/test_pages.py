@@ -12,11 +12,24 @@ from typing import Any
 
 import pytest
 
+from fleetpipe.cli import main
 from fleetpipe.schedules import Costs, build, names
 from tests.schedules.grids import GRIDS, grid
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "schedules"
+
+
+@pytest.mark.parametrize("family", GRIDS)
+def test_the_picture_of_a_page_is_one_of_its_schedules(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = (PAGES / f"{family}.md").read_text(encoding="utf-8")
+    pictures = [words.split() for words in re.findall("<!-- picture: (.*) -->", page)]
+    assert {words[0] for words in pictures} & {name for name, _, _ in GRIDS[family]}
+    for words in pictures:
+        file = tmp_path / "picture.svg"
+        assert main(["schedule", *words, "--plot", str(file)]) == 0
+        assert f">{words[0]}: {words[2]} ranks" in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("family", GRIDS)

@@ -37,7 +37,7 @@ _DIGIT = 0.64  # width of a digit in shares of its size
 _MOST_NUMBERS = 8000
 _DPI = 130.0
 #: Kinds that have a colour as dark as another's, and what tells them apart on grey paper.
-_HATCHES = {"I": "////", "W": "----"}
+HATCHES = {"I": "////", "W": "----"}
 _HATCH_LINE = 0.4  # width of its lines, in points
 _HATCH_COLOUR = "#1a1a1a"
 _HATCHED = 4.0  # least width of a box whose hatch can be seen, in points
@@ -240,11 +240,11 @@ def _draw_panel(area: Axes, panel: Panel, scale: float) -> None:
             for b in bars
         ]
         line = max(0.1, min(0.7, usual / 12))
-        if kind in _HATCHES and usual >= _HATCHED:
+        if kind in HATCHES and usual >= _HATCHED:
             # A box of its own: the lines of a hatch have the colour of its box's edge.
             hatched = PolyCollection(
                 corners,
-                hatch=_HATCHES[kind],
+                hatch=HATCHES[kind],
                 facecolors="none",
                 edgecolors=_HATCH_COLOUR,
                 linewidths=0,
@@ -285,7 +285,7 @@ def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
                 horizontalalignment="center",
                 verticalalignment="center_baseline",
                 bbox={"facecolor": bar.colour, "edgecolor": "none", "pad": 0.4}
-                if bar.kind in _HATCHES
+                if bar.kind in HATCHES
                 else None,
             )
 
@@ -324,8 +324,8 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel], letters: float) -> Non
         Patch(
             facecolor=COLOURS[kind],
             label=label,
-            hatch=_HATCHES.get(kind),
-            edgecolor=_HATCH_COLOUR if kind in _HATCHES else None,
+            hatch=HATCHES.get(kind),
+            edgecolor=_HATCH_COLOUR if kind in HATCHES else None,
             linewidth=0,
         )
         for kind, label in _LABELS.items()

@@ -10,7 +10,7 @@ from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.rows import ScheduleRows
 
 
-class Held(NamedTuple):
+class HeldAmounts(NamedTuple):
     """What a rank holds around one of its entries.
 
     Attributes:
@@ -24,7 +24,7 @@ class Held(NamedTuple):
 
 def held_around(
     schedule: ScheduleRows, rank: int, costs: Costs | None = None, *, in_bytes: bool = False
-) -> Iterator[Held]:
+) -> Iterator[HeldAmounts]:
     """Yields what a rank holds while each of its entries runs and when it has ended.
 
     A forward holds its activations from its begin; B releases them at its end, I the share
@@ -64,4 +64,4 @@ def held_around(
                 halves += amount
             elif kind == "W":
                 halves -= amount
-        yield Held(during, whole + rest * halves)
+        yield HeldAmounts(during, whole + rest * halves)
