@@ -43,7 +43,7 @@ def picture(words: list[str]) -> str:
     # Markdown ends a block of HTML at an empty line, and the page gives the width.
     svg = re.sub(r"\n\s*\n", "\n", svg[svg.index("<svg") :])
     svg = re.sub(r'width="[^"]*" height="[^"]*"', 'style="width: 100%; height: auto"', svg, count=1)
-    return f'<figure class="schedule" role="img" aria-label="{" ".join(words)}">{svg}</figure>'
+    return f'<div role="img" aria-label="{" ".join(words)}">{svg}</div>'
 
 
 def cells() -> str:
