@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 #: What callbacks are given: the loss in a list, metrics, "step" and "batch_size".
 Logs = dict[str, Any]
+
+#: By name, a figure for each epoch: "loss", the metrics, and those of evaluations as "eval_loss".
+History = dict[str, list[float]]
 
 
 class Loop:
@@ -44,6 +48,7 @@ class Loop:
         self._runner = runner
         self._callbacks: Any = callbacks
         self._names = names_of(runner.metrics)
+        self._mean = _Mean()
         self.left = most
         self.logs: Logs = {}
 
@@ -57,8 +62,8 @@ class Loop:
         accumulate: int,
         evaluation: BatchSource | None,
         eval_freq: int,
-    ) -> None:
-        """Trains from a position in the data to the end of the epochs.
+    ) -> History:
+        """Trains from a position in the data to the end of the epochs; returns what they gave.
 
         Args:
             source: Gives the batches of an epoch.
@@ -70,6 +75,7 @@ class Loop:
             eval_freq: Epochs from one evaluation to the next.
         """
         logs: Logs = {}
+        history: defaultdict[str, list[float]] = defaultdict(list)
         self._callbacks.on_begin("train")
         if position.step == 0:
             position.put_callbacks_back()
@@ -78,16 +84,26 @@ class Loop:
             self._callbacks.on_epoch_begin(epoch, {"step": position.step})
             position.put_callbacks_back()
             logs = self.run_epoch(source, position, saver, accumulate)
+            self._note(history, {**logs, "loss": self._mean.value}, "")
             self._callbacks.on_epoch_end(epoch, logs)
             complete = self.left != 0
             evaluated: Logs = {}
             if evaluation is not None and epoch % eval_freq == 0:
                 evaluated = self._evaluate_epoch(evaluation, position)
+                self._note(history, evaluated, "eval_")
             position.stopped = self._runner.any_rank(self._model.stop_training)
             if complete:
                 position.next_epoch()
             saver.epoch_done(epoch, evaluated)
         self._callbacks.on_end("train", logs)
+        return dict(history)
+
+    def _note(self, history: History, logs: Logs, prefix: str) -> None:
+        for name in ("loss", *self._names):
+            value = logs.get(name)
+            if value is not None:
+                number = value[0] if isinstance(value, list) else value
+                history[prefix + name].append(float(number))
 
     def run_epoch(
         self,
@@ -98,6 +114,7 @@ class Loop:
     ) -> Logs:
         """Trains on the batches that are left of an epoch; see :meth:`train`."""
         self._model.mode = "train"
+        self._mean = _Mean()
         waiting: list[tuple[int, Rows]] = []
         if position.step:
             self.logs.update(position.logs)
@@ -125,15 +142,18 @@ class Loop:
         return self._end()
 
     def evaluate(self, source: BatchSource) -> Logs:
-        """Returns the loss of the last batch and the metrics of all, which count every batch."""
+        """Returns the mean loss of all rows and the metrics, which count every batch."""
         self._model.mode, most = "eval", self.left
         steps = source.steps if most is None else min(most, source.steps or most)
+        self._mean = _Mean()
         self._callbacks.on_begin("eval", {"steps": steps, "metrics": self._model.metric_names})
         for step, rows in self._batches(source):
             self._callbacks.on_batch_begin("eval", step, self.logs)
             loss = self._runner.evaluate(rows)
             self._report("eval", step, rows, loss if self._runner.has_loss else None)
         logs = self._end()
+        if self._mean.value is not None:
+            logs["loss"] = [self._mean.value]
         self._callbacks.on_end("eval", logs)
         return logs
 
@@ -179,6 +199,7 @@ class Loop:
     def _report(self, mode: str, step: int, rows: Rows, loss: float | None) -> None:
         if loss is not None:
             self.logs["loss"] = [loss]
+            self._mean.add(loss, rows.everywhere)
         if self._names:
             self.logs.update(zip(self._names, values_of(self._runner.metrics)))
         self.logs.update(step=step, batch_size=rows.everywhere)
@@ -188,3 +209,19 @@ class Loop:
         for metric in self._runner.metrics:
             metric.reset()
         return self.logs
+
+
+class _Mean:
+    """The mean loss of batches, each counted as often as it has rows."""
+
+    def __init__(self) -> None:
+        self._sum, self._rows = 0.0, 0
+
+    def add(self, loss: float, rows: int) -> None:
+        self._sum += rows * loss
+        self._rows += rows
+
+    @property
+    def value(self) -> float | None:
+        """None where no batch had a loss."""
+        return self._sum / self._rows if self._rows else None

@@ -14,11 +14,11 @@ from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fit import arguments, networks, saving
-from fleetpipe.fit.callbacks import checkpoint, rank_policy
+from fleetpipe.fit.callbacks import checkpoint, progress, rank_policy
 from fleetpipe.fit.callbacks.callback_list import configured
 from fleetpipe.fit.criterion import Metric, names_of
 from fleetpipe.fit.feeding import Rows, as_list, rows_of
-from fleetpipe.fit.loop import Logs, Loop
+from fleetpipe.fit.loop import History, Logs, Loop
 from fleetpipe.fit.position import Position
 from fleetpipe.fit.precision import precision_of
 from fleetpipe.fit.runner import Runner
@@ -204,7 +204,7 @@ class Model(paddle.Model):
         self.mode = "test"
         return self._prepared().predict(self._rows(inputs, None))
 
-    def fit(
+    def fit(  # type: ignore[override]  # Paddle's returns None
         self,
         train_data: Data = None,
         eval_data: Data = None,
@@ -223,7 +223,7 @@ class Model(paddle.Model):
         num_iters: int | None = None,
         save_steps: int | None = None,
         resume: str | None = None,
-    ) -> None:
+    ) -> History:
         """Trains for some epochs. Collective over the job.
 
         With ``save_steps``, ``resume`` or a ``PipelineCheckpoint`` among the callbacks, and under
@@ -243,7 +243,8 @@ class Model(paddle.Model):
             save_dir: Where ``<epoch>.pdparams`` and ``<epoch>.pdopt`` are written, or the
                 checkpoints in their place; None: nowhere.
             save_freq: Epochs from one of these to the next.
-            verbose: 0 for silence, 1 for a bar, 2 for lines.
+            verbose: 0 for silence; 1 for a bar, or a line every ten seconds where standard error is
+                no terminal; 2 for lines.
             drop_last: Whether a short last batch is left out.
             shuffle: Whether the order of a ``Dataset`` changes from epoch to epoch.
             num_workers: Processes that load a ``Dataset``.
@@ -254,6 +255,10 @@ class Model(paddle.Model):
             save_steps: Batches from one checkpoint to the next within an epoch.
             resume: ``"auto"`` goes on from the newest checkpoint, if there is one; None does so
                 under ``fleetpipe launch``, in the first training of the model.
+
+        Returns:
+            By name, a figure for each epoch that this call trained, on every rank: ``"loss"``, the
+            mean over all rows, and the metrics; those of evaluations as ``"eval_loss"`` and so on.
 
         Raises:
             ConfigError: There is no optimizer or loss, or the data does not fit; or the folder has
@@ -295,9 +300,12 @@ class Model(paddle.Model):
         )
 
         position = Position(runner, source, callback_list.callbacks)
-        with checkpoint.saved(callback_list.callbacks, position, save_dir, go_on) as saver:
+        with (
+            progress.closed(callback_list.callbacks),
+            checkpoint.saved(callback_list.callbacks, position, save_dir, go_on) as saver,
+        ):
             left = None if num_iters is None else num_iters - position.taken
-            Loop(self, runner, callback_list, left).train(
+            return Loop(self, runner, callback_list, left).train(
                 source,
                 position,
                 saver,
@@ -317,7 +325,9 @@ class Model(paddle.Model):
         callbacks: FitCallbacks = None,
         num_iters: int | None = None,
     ) -> Logs:
-        """Returns the loss of the last batch and the metrics of all, by name. Collective.
+        """Returns the mean loss of all rows and the metrics, by name. Collective.
+
+        ``paddle.Model`` returns the loss of the last batch.
 
         Args:
             eval_data: As for :meth:`fit`.
@@ -330,7 +340,8 @@ class Model(paddle.Model):
         """
         source = self._source(eval_data, batch_size, workers=num_workers)
         callback_list = configured(self, callbacks, log_freq=log_freq, verbose=verbose)
-        logs = Loop(self, self._prepared(), callback_list, num_iters).evaluate(source)
+        with progress.closed(callback_list.callbacks):
+            logs = Loop(self, self._prepared(), callback_list, num_iters).evaluate(source)
         return {name: value for name, value in logs.items() if name in self.metric_names}
 
     def predict(
@@ -357,7 +368,8 @@ class Model(paddle.Model):
         """
         source = self._source(test_data, batch_size, workers=num_workers)
         callback_list = configured(self, callbacks, verbose=verbose)
-        batches = Loop(self, self._prepared(), callback_list).predict(source)
+        with progress.closed(callback_list.callbacks):
+            batches = Loop(self, self._prepared(), callback_list).predict(source)
         outputs = [list(arrays) for arrays in zip(*batches)]
         return [np.concatenate(arrays) for arrays in outputs] if stack_outputs else outputs
 

@@ -232,9 +232,12 @@ def test_lines_of_the_progress_in_a_log_file(model: Any, capsys: Any) -> None:
     evaluation = Digits(1000, 1000 + BATCH)
     told = Losses()
     model.fit(
-        Digits(0, 4 * BATCH), evaluation, batch_size=BATCH, log_freq=3, verbose=1, callbacks=told
+        Digits(0, 4 * BATCH), evaluation, batch_size=BATCH, log_freq=3, verbose=2, callbacks=told
     )
-    lines = [line.rpartition(", ")[0] for line in capsys.readouterr().out.splitlines()]
+    output = capsys.readouterr().out.splitlines()
+    lines = [re.sub(r", [\d.e+]+ samples/s.*", "", line) for line in output]
+    # Of the last batch of a training nothing is left.
+    assert [" left, ends " in line for line in output] == [True, False, False]
     figures = [
         f"loss {logs['loss'][0]:.4g}, acc_top1 {logs['acc_top1']:.4g}, "
         f"acc_top2 {logs['acc_top2']:.4g}"
@@ -245,6 +248,56 @@ def test_lines_of_the_progress_in_a_log_file(model: Any, capsys: Any) -> None:
         f"epoch 1/1, batch 4/4: {figures[1]}",
         f"evaluation, batch 1/1: {figures[2]}",
     ]
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 8), (1e9, 2)])
+def test_without_a_terminal_a_bar_is_a_line_every_so_many_seconds(
+    seconds: float, lines: int, model: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr("fleetpipe.fit.callbacks.progress._SECONDS_OF_A_LINE", seconds)
+    model.fit(Digits(0, 4 * BATCH), batch_size=BATCH, epochs=2, verbose=1)
+    output = capsys.readouterr().out.splitlines()
+    assert len(output) == lines
+    # At the end of the first epoch half of the training is left, not nothing.
+    first = next(line for line in output if "epoch 1/2, batch 4/4" in line)
+    assert re.search(r" left, ends \d\d:\d\d:\d\d$", first)
+
+
+def test_an_interrupted_bar_ends_its_line(model: Any, monkeypatch: Any, capsys: Any) -> None:
+    class Interrupts(paddle.callbacks.Callback):
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            if step == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(Digits(0, 4 * BATCH), batch_size=BATCH, verbose=1, callbacks=Interrupts())
+    shown = capsys.readouterr().err
+    assert shown.endswith("\n")
+    assert "3/4" in shown.rpartition("\r")[2]
+
+
+def test_a_history_has_a_figure_for_each_epoch(model: Any) -> None:
+    counts = Losses()
+    history = model.fit(
+        Digits(0, 2 * BATCH),
+        Digits(500, 500 + BATCH + 5),
+        batch_size=BATCH,
+        epochs=3,
+        eval_freq=2,
+        verbose=0,
+        callbacks=counts,
+    )
+    assert {name: len(figures) for name, figures in history.items()} == {
+        **dict.fromkeys(("loss", "acc_top1", "acc_top2"), 3),
+        **dict.fromkeys(("eval_loss", "eval_acc_top1", "eval_acc_top2"), 2),
+    }
+    losses = [logs["loss"][0] for logs in counts.train]
+    assert history["loss"] == [pytest.approx(sum(losses[n : n + 2]) / 2) for n in (0, 2, 4)]
+    assert history["acc_top1"] == [logs["acc_top1"] for logs in counts.train[1::2]]
+    ends = counts.eval[-1]
+    assert history["eval_loss"][-1] == ends["loss"][0]
+    assert history["eval_acc_top2"][-1] == ends["acc_top2"]
 
 
 def test_a_bar_in_a_terminal(model: Any, monkeypatch: Any, capsys: Any) -> None:

@@ -34,16 +34,9 @@ class LogMetricByEpoch(rank_policy.Callback):
         """Prints the line of the training."""
         self._print("Train", logs, {"LR": self.model.learning_rate})
 
-    def on_eval_begin(self, logs: Any = None) -> None:
-        """Forgets the losses of the training."""
-        self._losses = []
-
-    def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
-        """Notes the loss."""
-        self._losses += logs.get("loss", [])
-
     def on_eval_end(self, logs: Any = None) -> None:
         """Prints the line of the evaluation."""
+        self._losses = logs.get("loss", [])
         self._print("Test", logs, {})
 
     def state_dict(self) -> dict[str, Any]:

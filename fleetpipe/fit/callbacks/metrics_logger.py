@@ -36,8 +36,7 @@ class MetricsLogger(rank_policy.Callback):
     Beside them stand ``run.json``, what runs (layout, stages, schedule, versions), and
     ``lives.jsonl``, when it began and how that ended: ``fleetpipe report`` draws them.
 
-    The loss of an evaluation is the mean over all of its rows; its logs have that of the last
-    batch. The first rank of the job writes. A run that goes on from a checkpoint goes on in the
+    The first rank of the job writes. A run that goes on from a checkpoint goes on in the
     same files: rows of steps beyond the checkpoint are dropped.
     """
 
@@ -78,8 +77,6 @@ class MetricsLogger(rank_policy.Callback):
         self._config = dict(config or {})
         self._sinks: list[Sink] = []
         self._epoch = 0
-        self._rows = 0
-        self._sum = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Opens the files."""
@@ -97,19 +94,9 @@ class MetricsLogger(rank_policy.Callback):
         if self.model.global_step % self._every == 0:
             self._write("train", {**logs, "learning_rate": self.model.learning_rate})
 
-    def on_eval_begin(self, logs: Any = None) -> None:
-        """Begins to add up the losses of an evaluation."""
-        self._rows, self._sum = 0, 0.0
-
-    def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
-        """Adds up the loss, each batch as often as it has rows."""
-        self._rows += logs["batch_size"]
-        self._sum += logs["batch_size"] * logs["loss"][0] if "loss" in logs else 0.0
-
     def on_eval_end(self, logs: Any = None) -> None:
         """Writes the row of an evaluation."""
-        mean = {"loss": self._sum / self._rows} if "loss" in logs and self._rows else {}
-        self._write("eval", {**logs, **mean})
+        self._write("eval", logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Closes the files."""

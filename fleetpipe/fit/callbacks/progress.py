@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
@@ -12,14 +14,18 @@ from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
+#: Seconds from one line to the next where a bar was asked for and there is no terminal.
+_SECONDS_OF_A_LINE = 10.0
+
 
 @shows("verbose", "log_freq")
 class Progress(paddle.callbacks.ProgBarLogger):
     """What :class:`fleetpipe.Model` has in the place of Paddle's ``ProgBarLogger``.
 
     The first rank of the job shows it: loss and metrics, samples a second of all replicas together,
-    and the time that is left. With ``verbose=1`` it is a bar where standard error is a terminal;
-    elsewhere, and with ``verbose=2``, a line every ``log_freq`` batches and at the end.
+    the time that is left of the whole training, and when it ends. With ``verbose=1`` it is a bar
+    where standard error is a terminal, and a line every ten seconds elsewhere, as under a launcher;
+    with ``verbose=2`` a line every ``log_freq`` batches; both with one at the end.
     """
 
     model: Any
@@ -39,9 +45,14 @@ class Progress(paddle.callbacks.ProgBarLogger):
         self._steps: int | None = None
         self._done = self._samples = 0
         self._begun = self._shown_at = 0.0
+        #: Batches of this training that have run, and that are still to come; None: unknown.
+        self._trained = 0
+        self._to_come: int | None = None
+        self._training_since = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins."""
+        self._trained, self._training_since = 0, time.perf_counter()
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
         """Tells nothing before a batch."""
@@ -50,8 +61,10 @@ class Progress(paddle.callbacks.ProgBarLogger):
 
     def on_epoch_begin(self, epoch: int | None = None, logs: Any = None) -> None:
         """Begins an epoch."""
-        what = f"epoch {(epoch or 0) + 1}/{self.params['epochs']}"
-        self._begin(what, self.params["steps"], logs.get("step", 0))
+        number, epochs, steps = epoch or 0, self.params["epochs"], self.params["steps"]
+        done = logs.get("step", 0)
+        self._to_come = None if steps is None else (epochs - number) * steps - done
+        self._begin(f"epoch {number + 1}/{epochs}", steps, done)
 
     def on_eval_begin(self, logs: Any = None) -> None:
         """Begins an evaluation."""
@@ -62,20 +75,36 @@ class Progress(paddle.callbacks.ProgBarLogger):
         self._begin("prediction", logs.get("steps"))
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """Tells of a batch."""
+        """Tells of a training batch."""
+        self._trained += 1
+        if self._to_come is not None:
+            self._to_come -= 1
+        self._batch_end(logs)
+
+    def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
+        """Tells of another batch."""
+        self._batch_end(logs)
+
+    on_predict_batch_end = on_eval_batch_end
+
+    def _batch_end(self, logs: Any) -> None:
         self._samples += logs["batch_size"]
         self._done += 1
+        now = time.perf_counter()
         if self._bar is not None:
-            now = time.perf_counter()
             if now - self._shown_at >= self._bar.mininterval:
                 # No sooner is the bar drawn anew, and figures take time.
                 self._shown_at = now
                 self._bar.set_postfix_str(self._figures(logs), refresh=False)
             self._bar.update()
-        elif self._done % self.log_freq == 0 and self._done != self._steps:
+        elif self._done != self._steps and self._is_due(now):
+            self._shown_at = now
             self._line(logs)
 
-    on_eval_batch_end = on_predict_batch_end = on_train_batch_end
+    def _is_due(self, now: float) -> bool:
+        if self.verbose == 1:
+            return now - self._shown_at >= _SECONDS_OF_A_LINE
+        return bool(self._done % self.log_freq == 0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Tells how the epoch, or what else ended, came out."""
@@ -90,6 +119,12 @@ class Progress(paddle.callbacks.ProgBarLogger):
     def on_train_end(self, logs: Any = None) -> None:
         """Has told everything."""
 
+    def close(self) -> None:
+        """Ends the line of a bar that stands in the terminal."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
     def _is_shown(self) -> bool:
         return bool(self.verbose) and self.model.is_rank("first")
 
@@ -97,6 +132,8 @@ class Progress(paddle.callbacks.ProgBarLogger):
         self._what, self._steps, self._done = what, steps, done
         self._samples = 0
         self._begun = time.perf_counter()
+        # From an epoch to the next the time of a line goes on.
+        self._shown_at = self._shown_at or self._begun
         self._names = self.model.metric_names
         if self._is_shown() and self._with_bar:
             self._bar = tqdm(total=steps, initial=done, desc=what, unit="batch", dynamic_ncols=True)
@@ -105,8 +142,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
         if self._bar is not None:
             if self._done:
                 self._bar.set_postfix_str(self._figures(logs), refresh=False)
-            self._bar.close()
-            self._bar = None
+            self.close()
         elif self._done:
             self._line(logs)
 
@@ -119,4 +155,23 @@ class Progress(paddle.callbacks.ProgBarLogger):
         rate = self._samples / (time.perf_counter() - self._begun)
         values = [(name, logs[name]) for name in self._names if name in logs]
         shown = [f"{n} {v[0] if isinstance(v, list) else v:.4g}" for n, v in values]
-        return ", ".join([*shown, f"{rate:.4g} samples/s"])
+        return ", ".join([*shown, f"{rate:.4g} samples/s", *self._end_of_training()])
+
+    def _end_of_training(self) -> list[str]:
+        """Says how much of a training is left, evaluations included as far as there were any."""
+        if not self._to_come or not self._trained:
+            return []
+        left = self._to_come / self._trained * (time.perf_counter() - self._training_since)
+        clock = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
+        return [f"{tqdm.format_interval(left)} left, ends {clock}"]
+
+
+@contextmanager
+def closed(callbacks: Sequence[Any]) -> Iterator[None]:
+    """Ends the lines of bars when it is left, by Ctrl-C or an error too."""
+    try:
+        yield
+    finally:
+        for callback in callbacks:
+            if isinstance(callback, Progress):
+                callback.close()
