@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -42,6 +43,13 @@ def sgd(model: Any, rate: float = 0.1) -> Any:
     )
 
 
+def adam(model: Any, rate: float = 0.01, **options: Any) -> Any:
+    """A wrapped Adam over the model's parameters."""
+    return fleet.distributed_optimizer(
+        paddle.optimizer.Adam(rate, parameters=model.parameters(), **options)
+    )
+
+
 def batch(micro_batches: int = 4, seed: int = 0) -> list[Any]:
     """[inputs, labels] of micro_batches x ROWS rows."""
     numbers = np.random.default_rng(seed)
@@ -55,3 +63,98 @@ def batch(micro_batches: int = 4, seed: int = 0) -> list[Any]:
 def bits(state: dict[str, Any]) -> dict[str, bytes]:
     """The bytes of every tensor of a state dict."""
     return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+
+
+class Trained(NamedTuple):
+    """What training ends with, to the last bit.
+
+    Attributes:
+        losses: That of each step.
+        state: Parameters and buffers.
+        gradients: By parameter, those of one more batch; empty if they are not wanted.
+    """
+
+    losses: list[bytes]
+    state: dict[str, bytes]
+    gradients: dict[str, bytes]
+
+
+def train(
+    layers: list[Any] | None = None,
+    pp: int = 2,
+    schedule: str = "1F1B",
+    *,
+    micro_batches: int = 4,
+    steps: int = 2,
+    data: Callable[[int, int], Any] = batch,
+    optimizer: Callable[[Any], Any] = sgd,
+    gradients: bool = False,
+    configs: Mapping[str, Any] | None = None,
+    each_step: Callable[[Any], object] = lambda model: None,
+    **options: Any,
+) -> Trained:
+    """Trains a pipeline in a job of its own, from the same random state whatever ran before.
+
+    Args:
+        layers: Those of the model.
+        pp: The ranks.
+        schedule: Its name.
+        micro_batches: Those of a batch.
+        steps: How many.
+        data: The batch of a number of micro-batches and a step.
+        optimizer: Makes the wrapped optimizer of a model.
+        gradients: Whether those of one more batch are wanted.
+        configs: fleetpipe's own options.
+        each_step: Is called with the model before each step.
+        options: Those of `pipeline`.
+    """
+    with job(pp, micro_batches, schedule, **(configs or {})):
+        paddle.seed(0)
+        model = pipeline(layers, **options)
+        wrapped, losses = optimizer(model), []
+        for step in range(steps):
+            each_step(model)
+            loss = model.train_batch(data(micro_batches, step), wrapped)
+            losses.append(loss.numpy().tobytes())
+        state = bits(model.layers.full_state_dict())
+        if not gradients:
+            return Trained(losses, state, {})
+        model.forward_backward_pipeline(data(micro_batches, steps))
+        named = model.layers.named_parameters()
+        trained = {name: p.grad.numpy().tobytes() for name, p in named if not p.stop_gradient}
+        return Trained(losses, bits(model.layers.full_state_dict()), trained)
+
+
+def train_plainly(
+    micro_batches: int = 4,
+    steps: int = 2,
+    *,
+    layers: list[Any] | None = None,
+    loss_fn: Callable[[Any, Any], Any] = nn.functional.cross_entropy,
+    divisor: int | None = None,
+) -> Trained:
+    """What `train` ends with, by a loop of gradient accumulation in plain Paddle, with SGD.
+
+    Args:
+        micro_batches: Those of a batch.
+        steps: How many.
+        layers: Those of the model.
+        loss_fn: The loss function.
+        divisor: That of each micro-batch's loss; by default their number.
+    """
+    with job(1, micro_batches):
+        paddle.seed(0)
+        model = pipeline(layers).layers.single_model()
+    optimizer, losses = paddle.optimizer.SGD(0.1, parameters=model.parameters()), []
+    for step in range(steps):
+        total = None
+        for inputs, labels in zip(
+            *(part.split(micro_batches) for part in batch(micro_batches, step))
+        ):
+            loss = loss_fn(model(inputs), labels) / (divisor or micro_batches)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(total.numpy().tobytes())
+    return Trained(losses, bits(model.state_dict()), {})

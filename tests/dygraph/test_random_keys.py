@@ -20,7 +20,18 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, get_rng_state_tracker
 from fleetpipe.mesh.groups import SoleGroup
 from tests.launching import ROOT, Finished
-from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, job, pipeline, sgd
+from tests.pipelines import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    Trained,
+    batch,
+    bits,
+    job,
+    pipeline,
+    sgd,
+    train,
+)
 
 #: (p, v, schedule)
 RUNS = [
@@ -60,23 +71,20 @@ def drawing_loss(output: Any, label: Any) -> Any:
     return nn.functional.cross_entropy(nn.functional.dropout(output, 0.2), label)
 
 
-def trained(run: tuple[int, int, str], **fleetpipe_configs: Any) -> dict[str, bytes]:
-    """The bits of losses, gradients, parameters and running statistics, and of a user's draws."""
+def trained(run: tuple[int, int, str], **configs: Any) -> tuple[Trained, list[Any]]:
+    """Trains on ranks and chunks under a schedule; returns a user's own draws too."""
     ranks, chunks, schedule = run
-    found = {}
-    # 8 micro-batches, which DualPipeV needs on 4 ranks.
-    with job(ranks, 8, schedule, **fleetpipe_configs):
-        paddle.seed(11)
-        model = pipeline(noisy_layers(), num_virtual_pipeline_stages=chunks, loss_fn=drawing_loss)
-        optimizer = sgd(model)
-        for step in range(2):
-            found[f"loss {step}"] = model.train_batch(batch(8, step), optimizer).numpy().tobytes()
-            found[f"drawn {step}"] = paddle.rand([3]).numpy().tobytes()
-        model.forward_backward_pipeline(batch(8, 2))
-        for name, parameter in model.layers.named_parameters():
-            if not parameter.stop_gradient:
-                found[f"gradient of {name}"] = parameter.grad.numpy().tobytes()
-        return {**found, **bits(model.layers.state_dict())}
+    drawn: list[Any] = []
+    found = train(
+        *(noisy_layers(), ranks, schedule),
+        micro_batches=8,  # which DualPipeV needs on 4 ranks
+        each_step=lambda _: drawn.append(paddle.rand([3]).tolist()),
+        gradients=True,
+        configs=configs,
+        num_virtual_pipeline_stages=chunks,
+        loss_fn=drawing_loss,
+    )
+    return found, drawn
 
 
 def test_one_seed_gives_the_same_bits_for_every_partition_and_schedule() -> None:
@@ -112,10 +120,10 @@ def test_micro_batches_and_layers_have_masks_of_their_own() -> None:
 
 
 def test_fleets_own_behaviour_can_be_asked_for() -> None:
-    fleets = [trained(run, rng="fleet") for run in ((1, 1, "1F1B"), (2, 1, "1F1B"))]
-    assert fleets[0]["loss 0"] != fleets[1]["loss 0"]
-    assert fleets[0] == trained((1, 1, "1F1B"), rng="fleet")
-    assert fleets[0]["loss 0"] != trained((1, 1, "1F1B"))["loss 0"]
+    one, two = (trained(run, rng="fleet") for run in RUNS[:2])
+    assert one[0].losses[0] != two[0].losses[0]
+    assert one == trained(RUNS[0], rng="fleet")
+    assert one[0].losses[0] != trained(RUNS[0])[0].losses[0]
     with pytest.raises(ConfigError, match="'keyed'"), job(2, rng="other"):
         pipeline(noisy_layers())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,20 @@ from fleetpipe.dygraph.backward import recompute
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.dygraph.models import MODELS, WIDTH, Attention, FeedForward
-from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, job, mlp_layers, pipeline
+from tests.pipelines import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    Trained,
+    adam,
+    batch,
+    bits,
+    job,
+    mlp_layers,
+    pipeline,
+    sgd,
+    train,
+)
 
 #: What a PyLayer may save beside tensors; not on 2.6.2, where Paddle's hooks refuse it.
 NOTHING = [] if paddle.__version__ < "3" else [None]
@@ -51,34 +63,19 @@ def dropout_layers() -> list[Any]:
 
 
 def trained(
-    layers: list[Any],
-    interval: int,
-    run: tuple[int, int, str] = (2, 1, "1F1B"),
-    data: Callable[[int, int], list[Any]] = batch,
-    **options: Any,
-) -> dict[str, bytes]:
-    """The bits of losses, gradients, parameters and buffers of two steps."""
+    layers: list[Any], interval: int, run: tuple[int, int, str] = (2, 1, "1F1B"), **options: Any
+) -> Trained:
+    """Trains with an interval of recompute."""
     ranks, chunks, schedule = run
-    found = {}
-    with job(ranks, 4, schedule):
-        paddle.seed(7)
-        model = pipeline(
-            layers,
-            num_virtual_pipeline_stages=chunks,
-            recompute_interval=interval,
-            recompute_ctx=CONTEXT,
-            **options,
-        )
-        adam = paddle.optimizer.Adam(0.01, parameters=model.parameters())
-        optimizer = fleet.distributed_optimizer(adam)
-        for step in range(2):
-            loss = model.train_batch(data(4, step), optimizer)
-            found[f"loss {step}"] = loss.numpy().tobytes()
-        loss = model.forward_backward_pipeline(data(4, 2))
-        for name, parameter in model.layers.named_parameters():
-            if not parameter.stop_gradient:
-                found[f"gradient of {name}"] = parameter.grad.numpy().tobytes()
-        return {**found, **bits(model.layers.state_dict())}
+    return train(
+        *(layers, ranks, schedule),
+        optimizer=adam,
+        gradients=True,
+        num_virtual_pipeline_stages=chunks,
+        recompute_interval=interval,
+        recompute_ctx=CONTEXT,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -91,8 +88,8 @@ def test_bits_with_dropout_and_batch_norm(run: tuple[int, int, str], interval: i
 @pytest.mark.parametrize("run", [(2, 1, "1F1B"), (2, 2, "ZBV")])
 def test_bits_of_models_that_people_train(name: str, run: tuple[int, int, str]) -> None:
     model = MODELS[name]
-    plain = trained(model.layers(), 0, run, model.batch, loss_fn=model.loss)
-    assert trained(model.layers(), 2, run, model.batch, loss_fn=model.loss) == plain
+    case = {"run": run, "data": model.batch, "loss_fn": model.loss}
+    assert trained(model.layers(), 2, **case) == trained(model.layers(), 0, **case)
 
 
 class Recurrent(nn.Layer):
@@ -187,10 +184,12 @@ def test_a_tuple_of_one_is_taken_apart_where_a_piece_begins(run: tuple[int, int,
         inputs, labels = batch(micro_batches, seed)
         return [(inputs,), labels]
 
-    found = trained(layers, 1, run, in_a_tuple, loss_fn=to_loss)
+    found = trained(layers, 1, run, data=in_a_tuple, loss_fn=to_loss)
     plain = [ends[0][0], *[LayerDesc(nn.Linear, WIDTH, WIDTH) for _ in range(4)], ends[1][0]]
     expected = trained(plain, 0, run, loss_fn=to_loss)
-    assert [*found.values()] == [*expected.values()]
+    assert found.losses == expected.losses
+    assert [*found.state.values()] == [*expected.state.values()]
+    assert [*found.gradients.values()] == [*expected.gradients.values()]
 
 
 def tied_layers() -> list[Any]:
@@ -418,8 +417,7 @@ def test_a_split_backward_says_that_recomputed_weights_do_not_wait() -> None:
 def test_parity_of_a_recomputed_pipeline() -> None:
     with job(3, 4):
         model = pipeline(dropout_layers(), recompute_interval=2, recompute_ctx=CONTEXT)
-        sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-        session = parity.begin(model, fleet.distributed_optimizer(sgd))
+        session = parity.begin(model, sgd(model))
         for step in range(2):
             session.step(batch(seed=step))
     assert session.report.bit_exact, session.report.verdict()

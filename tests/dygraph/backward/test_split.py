@@ -18,7 +18,7 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import Schedule, build
-from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd, train
 
 ONE_STAGE: Schedule = build("ZBH1", ranks=1, micro_batches=3)
 
@@ -744,18 +744,12 @@ class Merge(nn.Linear):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_skip_connection_across_a_border_has_the_bits_of_a_whole_backward(ranks: int) -> None:
-    def trained(schedule: str, ranks: int) -> dict[str, bytes]:
-        layers = [
-            *(LayerDesc(nn.Linear, 6, 8), nn.functional.tanh, LayerDesc(Branch, 8, 8)),
-            *(lambda both: both, LayerDesc(Merge, 8, 8), nn.functional.tanh),
-            *(LayerDesc(nn.Linear, 8, 8), LayerDesc(nn.Linear, 8, 4)),
-        ]
-        with job(ranks, 4, schedule):
-            model = pipeline(layers)
-            model.train_batch(batch(), sgd(model))
-            return bits(model.state_dict())
-
-    assert trained("ZBH1", ranks) == trained("1F1B", 1)
+    layers = [
+        *(LayerDesc(nn.Linear, 6, 8), nn.functional.tanh, LayerDesc(Branch, 8, 8)),
+        *(lambda both: both, LayerDesc(Merge, 8, 8), nn.functional.tanh),
+        *(LayerDesc(nn.Linear, 8, 8), LayerDesc(nn.Linear, 8, 4)),
+    ]
+    assert train(layers, ranks, "ZBH1") == train(layers, 1)
 
 
 def test_evaluation_under_a_split_schedule_is_as_ever() -> None:

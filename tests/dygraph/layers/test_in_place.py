@@ -12,7 +12,7 @@ from paddle import nn
 from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.partition import LayerInfo, Partition
-from tests.pipelines import batch, bits, job, pipeline, sgd
+from tests.pipelines import batch, job, pipeline, sgd, train
 
 WRITERS: dict[str, Callable[[Any], Any]] = {
     "relu_": nn.functional.relu_,
@@ -33,17 +33,9 @@ class Writer(nn.Layer):
         return self.norm(nn.functional.relu_(x)) * 2
 
 
-def trained(
-    writer: Any, ranks: int, schedule: str, data: list[Any], **options: Any
-) -> dict[str, bytes]:
-    """The bits of a model after two steps, whose last stage begins with ``writer``."""
-    layers = [LayerDesc(nn.Linear, 6, 8), writer, LayerDesc(nn.Linear, 8, 4)]
-    with job(ranks, 4, schedule):
-        model = pipeline(layers, seg_method=[0, 1][:ranks], **options)
-        optimizer = sgd(model)
-        for _ in range(2):
-            model.train_batch(data, optimizer)
-        return bits(model.layers.state_dict())
+def around(writer: Any) -> list[Any]:
+    """The layers of a model whose second stage begins with ``writer``."""
+    return [LayerDesc(nn.Linear, 6, 8), writer, LayerDesc(nn.Linear, 8, 4)]
 
 
 @pytest.mark.parametrize("kind", [*WRITERS, "layer"])
@@ -54,8 +46,8 @@ def test_a_stage_may_begin_with_a_layer_that_writes(
 ) -> None:
     writer = WRITERS.get(kind) or LayerDesc(Writer)
     options = {"recompute_interval": interval, "recompute_ctx": {}} if interval else {}
-    alone = trained(writer, 1, "1F1B", batch())
-    assert trained(writer, 2, schedule, batch(), **options) == alone
+    found = train(around(writer), 2, schedule, seg_method=[0, 1], **options)
+    assert found == train(around(writer), 1)
 
 
 def test_the_users_data_stay_as_they_are() -> None:
@@ -76,7 +68,7 @@ def test_what_nobody_writes_into_is_handed_on_as_it_is() -> None:
         seen.append(x.is_leaf)
         return x * 1
 
-    trained(look, 2, "1F1B", batch())
+    train(around(look), seg_method=[0, 1])
     # Of eight runs the first finds out.
     assert seen == [False] + [True] * 7
 

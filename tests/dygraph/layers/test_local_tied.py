@@ -9,7 +9,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe import fleet, parity
+from fleetpipe import parity
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import (
     LayerDesc,
@@ -19,7 +19,7 @@ from fleetpipe.fleet.meta_parallel import (
 )
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS, VOCABULARY, WIDTH, FeedForward
-from tests.pipelines import bits, job, pipeline
+from tests.pipelines import adam, job, pipeline, train
 
 #: The lasting name of the weight that the entries below share.
 TIED = "local_shared_layers.embed.table.weight"
@@ -54,17 +54,6 @@ def entries(kind: Any = LocalSharedLayerDesc, last: Any = Head) -> list[Any]:
     ]
 
 
-def trained(kind: Any, schedule: str) -> tuple[list[bytes], list[bytes]]:
-    """The bits of three losses, and of all parameters and buffers afterwards."""
-    with job(2, 4, schedule):
-        pipe = pipeline(entries(kind), loss_fn=tied.loss)
-        adam = paddle.optimizer.Adam(0.01, parameters=pipe.parameters())
-        optimizer = fleet.distributed_optimizer(adam)
-        losses = [pipe.train_batch(MODELS["gpt"].batch(4, step), optimizer) for step in range(3)]
-        state = bits(pipe.layers.full_state_dict())
-        return [loss.numpy().tobytes() for loss in losses], list(state.values())
-
-
 def test_the_names_are_fleets_and_the_weight_is_one() -> None:
     layers = PipelineLayer(entries(), num_stages=1)
     embed, *_, head = layers.run_function
@@ -82,8 +71,7 @@ def test_the_names_are_fleets_and_the_weight_is_one() -> None:
 def test_one_stage_has_the_bits_of_the_single_model() -> None:
     with job(1, 4):
         pipe = pipeline(entries(), loss_fn=tied.loss)
-        adam = paddle.optimizer.Adam(0.01, parameters=pipe.parameters())
-        session = parity.begin(pipe, fleet.distributed_optimizer(adam))
+        session = parity.begin(pipe, adam(pipe))
         for step in range(3):
             session.step(MODELS["gpt"].batch(4, step))
     assert session.report.passed, session.report.verdict()
@@ -92,14 +80,24 @@ def test_one_stage_has_the_bits_of_the_single_model() -> None:
 
 @pytest.mark.parametrize("schedule", ["DualPipeV", "ZBV"])
 def test_two_chunks_of_a_rank_share_as_shared_layers_do(schedule: str) -> None:
-    assert trained(LocalSharedLayerDesc, schedule) == trained(SharedLayerDesc, schedule)
+    local, shared = (
+        train(
+            *(entries(kind), 2, schedule),
+            steps=3,
+            data=MODELS["gpt"].batch,
+            optimizer=adam,
+            loss_fn=tied.loss,
+        )
+        for kind in (LocalSharedLayerDesc, SharedLayerDesc)
+    )
+    assert local.losses == shared.losses
+    assert [*local.state.values()] == [*shared.state.values()]
 
 
 def test_only_the_order_in_which_uses_are_added_differs_from_the_single_model() -> None:
     with job(2, 4, "DualPipeV"):
         pipe = pipeline(entries(), loss_fn=tied.loss)
-        adam = paddle.optimizer.Adam(0.01, parameters=pipe.parameters(), epsilon=1e-4)
-        session = parity.begin(pipe, fleet.distributed_optimizer(adam))
+        session = parity.begin(pipe, adam(pipe, epsilon=1e-4))
         session.step(MODELS["gpt"].batch(4, 0))
     assert session.report.passed, session.report.verdict()
     assert {found.name for found in session.report.differences} <= {"", TIED}

@@ -10,14 +10,14 @@ import pytest
 from paddle import nn
 from paddle.distributed.fleet import meta_parallel as stock
 
-from fleetpipe import fleet, parity
+from fleetpipe import parity
 from fleetpipe.dygraph.layers.entries import Blueprints
 from fleetpipe.dygraph.layers.tied import find
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS, WIDTH
-from tests.pipelines import bits, job, pipeline, sgd
+from tests.pipelines import adam, bits, job, pipeline, sgd
 
 IS_LIST = hasattr(stock, "LocalSharedLayerDesc")
 
@@ -280,8 +280,7 @@ def test_parity_compares_shared_weights_once(schedule: str) -> None:
     ]
     with job(2, 4, schedule):
         pipe = pipeline(entries, loss_fn=tied.loss)
-        adam = paddle.optimizer.Adam(0.01, parameters=pipe.parameters(), epsilon=1e-4)
-        session = parity.begin(pipe, fleet.distributed_optimizer(adam))
+        session = parity.begin(pipe, adam(pipe, epsilon=1e-4))
         assert session.report.tolerance == 1e-5
         for step in range(2):
             session.step(MODELS["gpt"].batch(4, step))

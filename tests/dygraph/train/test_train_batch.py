@@ -26,7 +26,7 @@ from fleetpipe.fleet.meta_parallel import (
     VPPFhenBInBalancedMemory,
 )
 from tests.launching import ROOT, Finished
-from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd
+from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd, train
 
 
 def switch(**switches: Any) -> None:
@@ -316,17 +316,12 @@ def test_stages_stay_where_they_are_when_auto_would_now_place_them_elsewhere(
 
 
 def test_shapes_may_change_between_micro_batches() -> None:
-    sizes = (1, 3, 2, 5)
-    results = []
-    for ranks in (1, 2, 3):
-        with job(ranks, 4):
-            model = pipeline()
-            paddle.seed(1)
-            inputs = [paddle.randn([rows, 6]) for rows in sizes]
-            labels = [paddle.randint(0, 4, [rows]) for rows in sizes]
-            loss = model.train_batch([inputs, labels], sgd(model))
-            results.append((float(loss), bits(model.layers.state_dict())))
-    assert results[0] == results[1] == results[2]
+    def uneven(_: int, step: int) -> list[Any]:
+        inputs, labels = batch(6, step)
+        sizes = [1, 3, 2, 6]
+        return [inputs.split(sizes), labels.split(sizes)]
+
+    assert train(pp=1, data=uneven) == train(pp=2, data=uneven) == train(pp=3, data=uneven)
 
 
 class Named(nn.Layer):
@@ -350,13 +345,8 @@ class Unnamed(nn.Layer):
 
 
 def test_a_dict_crosses_between_stages() -> None:
-    results = []
-    for ranks in (1, 2):
-        with job(ranks):
-            model = pipeline([LayerDesc(Named), LayerDesc(Unnamed)])
-            loss = model.train_batch(batch(), sgd(model))
-            results.append((float(loss), bits(model.layers.state_dict())))
-    assert results[0] == results[1]
+    layers = [LayerDesc(Named), LayerDesc(Unnamed)]
+    assert train(layers, 1) == train(layers, 2)
 
 
 def half_layers() -> list[Any]:

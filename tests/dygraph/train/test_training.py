@@ -10,29 +10,17 @@ from paddle import nn
 
 from fleetpipe.errors import BoundaryError, ConfigError, ScheduleError
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd
-
-
-def by_hand(micro_batches: int, steps: int, divisor: int) -> tuple[list[bytes], dict[str, bytes]]:
-    """Trains the same list of layers in a plain loop of gradient accumulation."""
-    with job(1, micro_batches):
-        layers = pipeline().layers
-        model = layers.single_model()
-    criterion = nn.CrossEntropyLoss()
-    optimizer = paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
-    losses = []
-    for step in range(steps):
-        inputs, labels = batch(micro_batches, seed=step)
-        total = None
-        for k in range(micro_batches):
-            rows = slice(k * ROWS, (k + 1) * ROWS)
-            loss = criterion(model(inputs[rows]), labels[rows]) / divisor
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        optimizer.step()
-        optimizer.clear_grad()
-        losses.append(total.numpy().tobytes())
-    return losses, bits(model.state_dict())
+from tests.pipelines import (
+    ROWS,
+    batch,
+    bits,
+    job,
+    mlp_layers,
+    pipeline,
+    sgd,
+    train,
+    train_plainly,
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
@@ -41,23 +29,12 @@ def by_hand(micro_batches: int, steps: int, divisor: int) -> tuple[list[bytes], 
 def test_losses_and_parameters_have_the_bits_of_a_plain_loop(
     ranks: int, micro_batches: int, schedule: str
 ) -> None:
-    expected_losses, expected_parameters = by_hand(micro_batches, steps=3, divisor=micro_batches)
-    with job(ranks, micro_batches, schedule):
-        model = pipeline()
-        optimizer = sgd(model)
-        losses = [model.train_batch(batch(micro_batches, seed), optimizer) for seed in range(3)]
-        assert [loss.numpy().tobytes() for loss in losses] == expected_losses
-        assert bits(model.layers.state_dict()) == expected_parameters
+    found = train(None, ranks, schedule, micro_batches=micro_batches, steps=3)
+    assert found == train_plainly(micro_batches, steps=3)
 
 
 def test_the_sum_of_losses_is_not_divided() -> None:
-    expected_losses, expected_parameters = by_hand(4, steps=2, divisor=1)
-    with job(2, 4, loss_reduction="sum"):
-        model = pipeline()
-        optimizer = sgd(model)
-        losses = [model.train_batch(batch(4, seed), optimizer) for seed in range(2)]
-        assert [loss.numpy().tobytes() for loss in losses] == expected_losses
-        assert bits(model.layers.state_dict()) == expected_parameters
+    assert train(configs={"loss_reduction": "sum"}) == train_plainly(divisor=1)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 8), (4, 2), (1, 3), (3, 1)])
@@ -94,12 +71,11 @@ def test_the_loss_has_the_shape_and_dtype_of_the_loss_function() -> None:
 
 def test_labels_of_one_and_two_dimensions_give_the_same_loss() -> None:
     inputs, labels = batch()
-    losses = []
-    for shaped in (labels, labels.flatten()):
-        with job(2):
-            model = pipeline()
-            losses.append(float(model.train_batch([inputs, shaped], sgd(model))))
-    assert losses[0] == losses[1]
+    column, flat = (
+        train(data=lambda *_, shaped=shaped: [inputs, shaped])
+        for shaped in (labels, labels.flatten())
+    )
+    assert column == flat
 
 
 def test_every_form_of_data_gives_the_same_loss() -> None:
@@ -107,12 +83,8 @@ def test_every_form_of_data_gives_the_same_loss() -> None:
     cut = [inputs[k * ROWS : (k + 1) * ROWS] for k in range(4)]
     cut_labels = [labels[k * ROWS : (k + 1) * ROWS] for k in range(4)]
     forms = [[inputs, labels], (cut, labels), [cut, cut_labels], iter(zip(cut, cut_labels))]
-    losses = []
-    for form in forms:
-        with job(2):
-            model = pipeline()
-            losses.append(float(model.train_batch(form, sgd(model))))
-    assert losses == [losses[0]] * 4
+    first, *others = (train(steps=1, data=lambda *_, form=form: form) for form in forms)
+    assert others == [first] * 3
 
 
 def test_an_iterator_gives_up_exactly_one_item_for_each_micro_batch() -> None:
@@ -156,13 +128,7 @@ class Joins(nn.Layer):
 
 def test_nested_values_cross_and_their_gradients_return() -> None:
     layers = [LayerDesc(Branches), LayerDesc(Joins), LayerDesc(nn.Linear, 6, 4)]
-    results = []
-    for ranks in (1, 2, 3):
-        with job(ranks):
-            model = pipeline(layers)
-            loss = model.train_batch(batch(), sgd(model))
-            results.append((loss.numpy().tobytes(), bits(model.layers.state_dict())))
-    assert results[0] == results[1] == results[2]
+    assert train(layers, 1) == train(layers, 2) == train(layers, 3)
 
 
 class Casts(nn.Layer):
@@ -195,14 +161,8 @@ class CastsBack(nn.Layer):
     "dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64", "bool"]
 )
 def test_every_dtype_crosses_and_gradients_return_in_it(dtype: str) -> None:
-    results = []
-    for ranks in (1, 2):
-        with job(ranks):
-            model = pipeline([LayerDesc(Casts, dtype), LayerDesc(CastsBack, dtype)])
-            model.forward_backward_pipeline(batch())
-            gradients = [p.grad.numpy().tobytes() for p in model.parameters()]
-            results.append((float(model.train_batch(batch(), sgd(model))), gradients))
-    assert results[0] == results[1]
+    layers = [LayerDesc(Casts, dtype), LayerDesc(CastsBack, dtype)]
+    assert train(layers, 1, gradients=True) == train(layers, 2, gradients=True)
 
 
 class Unused(nn.Layer):
@@ -252,15 +212,9 @@ def test_a_stage_may_hand_on_what_it_did_not_make(
     kind: str, ranks: int, chunks: int, schedule: str
 ) -> None:
     layers = [LayerDesc(nn.Linear, 6, 6), *HANDED_ON[kind], LayerDesc(nn.Linear, 6, 4)]
-    ends = []
-    for degree, parts, name in ((1, 1, "1F1B"), (ranks, chunks, schedule)):
-        with job(degree, schedule=name):
-            model = pipeline(layers, num_virtual_pipeline_stages=parts)
-            optimizer = sgd(model)
-            # In the first batch a stage runs on copies.
-            losses = [float(model.train_batch(batch(seed=seed), optimizer)) for seed in range(3)]
-            ends.append((losses, list(bits(model.layers.state_dict()).values())))
-    assert ends[0] == ends[1]
+    # In the first batch a stage runs on copies.
+    found = train(layers, ranks, schedule, steps=3, num_virtual_pipeline_stages=chunks)
+    assert found == train(layers, 1, steps=3)
 
 
 def test_a_frozen_first_stage_trains_the_rest() -> None:
