@@ -9,6 +9,7 @@ found, killed and missed.
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import socket
@@ -16,10 +17,10 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 from tests import launching
 from tests.forking import Forked
@@ -167,8 +168,35 @@ def run(
         time.monotonic() - start,
     )
     if check and failed:
-        raise launching.JobFailed(str(job))
+        raise launching.JobFailed(job)
     return job
+
+
+def call(
+    function: Callable[..., Any], ranks: int | None, *args: Any, folder: Path, **options: Any
+) -> list[Any]:
+    """Calls a function of these tests on every rank of a job; returns what each call returned.
+
+    Args:
+        function: It and what goes in and out are pickled: it has a name in a module.
+        ranks: Ranks of the job; None for one process that knows of no job.
+        args: Its arguments.
+        folder: As that of `run`.
+        options: Those of `run`. Without ``check``, the result of a rank that failed is None.
+    """
+    home = Path(tempfile.mkdtemp(prefix="call-", dir=folder))
+    (home / "call").write_bytes(pickle.dumps((function, args)))
+    script = f"from tests import byhand\n\nbyhand.answer({str(home)!r})\n"
+    run(script, ranks, folder=folder, **options)
+    files = [home / str(rank) for rank in range(ranks or 1)]
+    return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+
+
+def answer(home: str) -> None:
+    """What a rank of `call` runs."""
+    function, args = pickle.loads(Path(home, "call").read_bytes())
+    result = pickle.dumps(function(*args))
+    Path(home, os.environ.get("PADDLE_TRAINER_ID", "0")).write_bytes(result)
 
 
 def _environments(ranks: int | None, port: int | None) -> dict[int, dict[str, str]]:

@@ -81,7 +81,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests. What waits most comes first, what leaves least to do comes last."""
     for item in items:
-        if {"launch", "launcher"}.intersection(getattr(item, "fixturenames", ())):
+        if {"launch", "launcher", "on_ranks"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.processes)
         if once.is_once(item.nodeid):
             item.add_marker(pytest.mark.once)
@@ -153,6 +153,12 @@ def own_names() -> Iterator[None]:
 def launch(tmp_path: Path) -> Callable[..., Finished]:
     """Runs a script on several ranks: `tests.byhand.run` with the test's own folder for logs."""
     return partial(byhand.run, folder=tmp_path)
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Calls a function on each of several ranks: `tests.byhand.call`, with the test's folder."""
+    return partial(byhand.call, folder=tmp_path)
 
 
 @pytest.fixture

@@ -37,7 +37,11 @@ POLL_SECONDS = 0.05
 
 
 class JobFailed(AssertionError):
-    """The job's exit code was not 0."""
+    """The job's exit code was not 0; ``job`` is what it left, where it is of one host."""
+
+    def __init__(self, job: Finished | str) -> None:
+        super().__init__(str(job))
+        self.job = job
 
 
 class JobHung(AssertionError):
@@ -127,7 +131,7 @@ def run(
     if left:
         raise JobLeftProcesses("\n".join(["outlived their job:", *left, str(job)]))
     if check and returncode != 0:
-        raise JobFailed(str(job))
+        raise JobFailed(job)
     return job
 
 

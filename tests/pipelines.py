@@ -65,6 +65,13 @@ def bits(state: dict[str, Any]) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
 
 
+def momentum(model: Any, rate: float = 0.05, **options: Any) -> Any:
+    """A wrapped Momentum over the model's parameters."""
+    return fleet.distributed_optimizer(
+        paddle.optimizer.Momentum(rate, parameters=model.parameters(), **options)
+    )
+
+
 class Trained(NamedTuple):
     """What training ends with, to the last bit.
 

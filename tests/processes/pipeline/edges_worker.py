@@ -1,15 +1,9 @@
-"""A rank that is given its own data alone, and notes what comes back: ``edges_worker.py FOLDER``.
-
-For 2 ranks, or for one process that plays both.
-"""
+"""A rank that is given its own data alone: what comes back on 2 ranks, or in one process."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import paddle
@@ -140,8 +134,8 @@ def of_plain_models() -> Any:
     return found
 
 
-if __name__ == "__main__":
+def everything() -> dict[str, Any]:
+    """What each of the parts gives, by its name."""
     parts = [of_losses, of_iterators, of_a_vee]
     parts += [of_a_topology_of_its_own, of_replicas, of_plain_models]
-    found = {part.__name__: part() for part in parts}
-    (Path(sys.argv[1]) / f"rank{RANK}.json").write_text(json.dumps(found))
+    return {part.__name__: part() for part in parts}

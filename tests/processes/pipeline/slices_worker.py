@@ -1,4 +1,4 @@
-"""A rank of jobs whose layers are cut: ``slices_worker.py FOLDER PART`` runs one part.
+"""What a rank of a job whose layers are cut does; each returns what it finds.
 
 ``plain``: a model that is no pipeline, as Fleet's scripts write it, on dp x mp ranks or on one.
 ``pipeline``: parity, state and random streams of mp 2 x pp 2.
@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,8 @@ from paddle import nn
 from paddle.nn import functional
 
 from fleetpipe import fleet, parity
-from fleetpipe.dygraph.tensor_parallel import own_errors, split_axis, whole_value
+from fleetpipe.dygraph.tensor_parallel import split_axis, whole_value
+from fleetpipe.errors import ConfigError, PeerFailed
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,
     LayerDesc,
@@ -33,16 +32,12 @@ from fleetpipe.fleet.meta_parallel import (
 )
 from fleetpipe.job.job import current_job
 from tests import jobs
+from tests.pipelines import bits
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 WORLD = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-FOLDER = Path(sys.argv[1])
 VOCABULARY, WIDTH, LENGTH = 12, 6, 4
 begin = partial(jobs.begin, micro_batches=2)
-
-
-def write(**found: Any) -> None:
-    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
 
 
 class Language(nn.Layer):
@@ -69,7 +64,8 @@ class Language(nn.Layer):
         return paddle.distributed.collective._c_concat(logits, group=group)
 
 
-def plain() -> None:
+def plain() -> dict[str, Any]:
+    """Trains `Language` in a plain loop."""
     dp, mp = (2, 2) if WORLD == 4 else (1, 1)
     paddle.seed(5)
     begin(dp=dp, mp=mp)
@@ -98,10 +94,10 @@ def plain() -> None:
         losses.append(float(loss))
     logits = model(paddle.arange(LENGTH).unsqueeze(0), whole=True)
     state = {
-        name: whole_value(tensor, split_axis(tensor)).numpy().tolist()
+        name: whole_value(tensor, split_axis(tensor)).numpy()
         for name, tensor in model.state_dict().items()
     }
-    write(losses=losses, state=state, logits=logits.numpy().tolist(), drawn=drawn)
+    return {"losses": losses, "state": state, "logits": logits.numpy(), "drawn": drawn}
 
 
 class Streams(nn.Layer):
@@ -121,7 +117,8 @@ class Streams(nn.Layer):
             return functional.dropout(x * (1 + self.weight), 0.1)
 
 
-def pipeline() -> None:
+def pipeline(folder: Path) -> dict[str, Any]:
+    """Trains a pipeline beside its single model, and writes and reads its state."""
     begin(mp=2, pp=2)
     hcg = fleet.get_hybrid_communicate_group()
     get_rng_state_tracker().add("global_seed", 17)
@@ -159,38 +156,44 @@ def pipeline() -> None:
         tensor.set_value(paddle.zeros_like(tensor))
     model.layers.load_from(state)
     again = model.layers.full_state_dict()
-    reread, files = read_again(model.layers)
+    reread, files = read_again(model.layers, folder)
     streams = [part.seen for part in model.sublayers() if isinstance(part, Streams)]
-    write(
-        verdict=session.report.verdict(),
-        passed=session.report.passed,
-        tolerance=session.report.tolerance,
-        shapes={name: list(value.shape) for name, value in state.items()},
-        bits={name: value.numpy().tobytes().hex() for name, value in state.items()},
-        same=all(np.array_equal(state[name].numpy(), again[name].numpy()) for name in state),
-        slots={slot.name: list(slot.shape) for slot in model.layers.state.slots()},
-        streams=streams[0] if streams else None,
-        reread=reread,
-        files=files,
-    )
+    return {
+        "verdict": session.report.verdict(),
+        "passed": session.report.passed,
+        "tolerance": session.report.tolerance,
+        "shapes": {name: list(value.shape) for name, value in state.items()},
+        "bits": bits(state),
+        "same": bits(state) == bits(again),
+        "slots": {slot.name: list(slot.shape) for slot in model.layers.state.slots()},
+        "streams": streams[0] if streams else None,
+        "reread": reread,
+        "files": files,
+    }
 
 
-def read_again(layers: Any) -> tuple[bool, list[str]]:
+def read_again(layers: Any, folder: Path) -> tuple[bool, list[str]]:
     """Writes a folder and reads it; returns whether all came back, and the names of the files."""
-    folder, running = FOLDER / "layers", current_job()
-    assert running is not None
     layers.save_state_dict(folder)
-    running.everyone().all_gather(None)
-    expected = {name: value.numpy() for name, value in layers.state_dict().items()}
+    wait_for_all()
+    expected = bits(layers.state_dict())
     for parameter in layers.parameters():
         parameter.set_value(paddle.zeros_like(parameter))
     layers.set_state_dir(folder)
-    found = layers.state_dict()
-    same = all(np.array_equal(found[name].numpy(), expected[name]) for name in expected)
-    return same, sorted(file.name for file in folder.glob("layer*"))
+    return bits(layers.state_dict()) == expected, sorted(
+        file.name for file in folder.glob("layer*")
+    )
 
 
-def lost() -> None:
+def wait_for_all() -> None:
+    """Returns when all ranks of the job are here."""
+    running = current_job()
+    assert running is not None
+    running.everyone().all_gather(None)
+
+
+def lost() -> tuple[str, str]:
+    """Trains where the second member fails in backward; the error of the other one."""
     begin(mp=2)
     model = ColumnParallelLinear(4, 4, gather_output=False)
 
@@ -212,12 +215,13 @@ def lost() -> None:
         model.register_forward_post_hook(lambda *_: _[2].register_hook(fail) and None)
     try:
         wrapped.train_batch(data, optimizer)
-    except Exception as error:
-        write(kind=type(error).__name__, message=str(error))
-        raise
+    except PeerFailed as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was refused")
 
 
-def odd() -> None:
+def odd() -> tuple[str, str]:
+    """Builds what cannot be cut; the error."""
     begin(mp=2, pp=2)
     hcg = fleet.get_hybrid_communicate_group()
     try:
@@ -226,15 +230,7 @@ def odd() -> None:
             topology=hcg.topology(),
             loss_fn=nn.MSELoss(),
         )
-    except Exception as error:
-        write(kind=type(error).__name__, message=str(error))
-    running = current_job()
-    assert running is not None
-    # Nobody leaves while others still begin.
-    running.everyone().all_gather(None)
-
-
-if __name__ == "__main__":
-    with own_errors():
-        {"plain": plain, "pipeline": pipeline, "lost": lost, "odd": odd}[sys.argv[2]]()
-    fleet.shutdown()
+    except ConfigError as error:
+        wait_for_all()  # nobody leaves while others still begin
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was refused")

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.launching import Finished
-
-WORKER = Path(__file__).with_name("edges_worker.py")
+from tests.processes.pipeline.edges_worker import everything
 
 
-def test_two_ranks_get_what_one_process_gets(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
-    launch(WORKER, 2, args=[str(tmp_path)])
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    launch(WORKER, None, args=[str(tmp_path)])
-    alone: dict[str, Any] = json.loads((tmp_path / "rank0.json").read_text())
+def test_two_ranks_get_what_one_process_gets(on_ranks: Callable[..., Any]) -> None:
+    ranks = on_ranks(everything, 2)
+    (alone,) = on_ranks(everything, None)
     # The uses of a tied weight, and replicas, are added up in another order.
     states = {what: alone.pop(what) for what in ("of_a_topology_of_its_own", "of_replicas")}
     moved = np.array([weight for _, weight in alone.pop("of_plain_models")]) - 1

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
+import paddle
+
+import fleetpipe
+from fleetpipe import fleet
 from fleetpipe.profiling import PipelinePlan, Profile
-from tests.launching import Finished
-from tests.pipelines import mlp_layers
+from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
-WORKER = Path(__file__).with_name("planned_worker.py")
+M = 4
 
 
-def test_two_ranks_profile_plan_and_train(launch: Callable[..., Finished], tmp_path: Path) -> None:
-    launch(WORKER, 2, args=[str(tmp_path)])
-    first, second = (json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(2))
+def planned() -> tuple[str, str, list[list[float]]]:
+    """Profiles a model, plans, and trains without the plan and by it."""
+    with job(2, micro_batches=M):
+        model = pipeline(mlp_layers(hidden=64))
+        profile = model.profile(batch(M))
+        plan = fleetpipe.plan(profile, 2, M, search=("partition", "placement", "schedule"))
+        losses = []
+        for each in (model, pipeline(mlp_layers(hidden=64), plan=plan)):
+            optimizer = sgd(each)
+            losses.append([float(each.train_batch(batch(M, s), optimizer)) for s in range(3)])
+        rank = paddle.distributed.get_rank()
+        assert fleet.get_hybrid_communicate_group().get_stage_id() == rank
+        return profile.dumps(), plan.dumps(), losses
+
+
+def test_two_ranks_profile_plan_and_train(on_ranks: Callable[..., Any]) -> None:
+    first, second = on_ranks(planned, 2)
     assert first == second
-    profile, plan = Profile.loads(first["profile"]), PipelinePlan.loads(first["plan"])
+    profile, plan = Profile.loads(first[0]), PipelinePlan.loads(first[1])
     assert len(profile.layers) == len(mlp_layers())
     assert profile.splits
     assert all(layer.forward > 0 for layer in profile.layers)
     assert [layer.parameters > 0 for layer in profile.layers] == [True, False] * 3 + [True]
     assert profile.loss is not None
     assert plan.ranks == 2
-    plain, planned = first["losses"]
-    assert plain == planned
+    plain, by_plan = first[2]
+    assert plain == by_plan

@@ -3,84 +3,78 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.job import start
 from fleetpipe.schedules import build
 from fleetpipe.why import read_trace, steps_of
 from tests.engine.test_trace import actions
-from tests.launching import ROOT, Finished
-
-TRAIN = f"""
-import json, os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import paddle
-from fleetpipe import fleet
-from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
-
-rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-paddle.seed(rank)
-with job(3, micro_batches=4):
-    model = pipeline()
-    optimizer = sgd(model)
-    losses = []
-    for step in range(4):
-        inputs, labels = batch(seed=step)
-        if "PADDLE_TRAINER_ID" in os.environ:
-            data = [[inputs, None], None, [None, labels]][rank]
-        else:
-            data = [inputs, labels]
-        losses.append(model.train_batch(data, optimizer))
-    evaluated = model.eval_batch(batch(seed=9), compute_loss=True)
-    outputs = model.eval_batch(batch(seed=9))
-    state = model.layers.full_state_dict()
-    single = model.layers.single_model()
-    model.layers.copy_to(single)
-    model.layers.load_from(single)
-    result = {{
-        "losses": [loss.numpy().tobytes().hex() for loss in losses],
-        "evaluated": evaluated.numpy().tobytes().hex(),
-        "outputs": [out.numpy().tobytes().hex() for out in outputs],
-        "state": {{name: value.hex() for name, value in bits(state).items()}},
-        "own": sorted(model.layers.state_dict()),
-        "single": {{name: value.hex() for name, value in bits(single.state_dict()).items()}},
-        "held": model.peak_held,
-    }}
-    with open(os.path.join(sys.argv[1], f"rank{{rank}}.json"), "w") as file:
-        json.dump(result, file)
-"""
+from tests.launching import ROOT, Finished, JobFailed
+from tests.pipelines import batch, bits, job, pipeline, sgd
 
 
-def test_three_ranks_and_one_process_agree_in_every_bit(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
-    launch(TRAIN, 3, args=[str(tmp_path)])
-    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(3)]
-    launch(TRAIN, None, args=[str(tmp_path)])
-    alone = json.loads((tmp_path / "rank0.json").read_text())
+def train_with_the_data_of_its_ends() -> dict[str, Any]:
+    """Trains, evaluates and copies; each rank is given what it needs of the data."""
+    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    paddle.seed(rank)
+    with job(3, micro_batches=4):
+        model = pipeline()
+        optimizer = sgd(model)
+        losses = []
+        for step in range(4):
+            inputs, labels = batch(seed=step)
+            data: Any = [inputs, labels]
+            if "PADDLE_TRAINER_ID" in os.environ:
+                data = [[inputs, None], None, [None, labels]][rank]
+            losses.append(model.train_batch(data, optimizer).numpy().tobytes())
+        evaluated = model.eval_batch(batch(seed=9), compute_loss=True)
+        outputs = model.eval_batch(batch(seed=9))
+        state = model.layers.full_state_dict()
+        single = model.layers.single_model()
+        model.layers.copy_to(single)
+        model.layers.load_from(single)
+        return {
+            "losses": losses,
+            "evaluated": evaluated.numpy().tobytes(),
+            "outputs": [output.numpy().tobytes() for output in outputs],
+            "state": bits(state),
+            "own": sorted(model.layers.state_dict()),
+            "single": bits(single.state_dict()),
+            "held": model.peak_held,
+        }
+
+
+def test_three_ranks_and_one_process_agree_in_every_bit(on_ranks: Callable[..., Any]) -> None:
+    ranks = on_ranks(train_with_the_data_of_its_ends, 3)
+    alone = train_with_the_data_of_its_ends()
     for rank in ranks:
         for what in ("losses", "evaluated", "state", "single"):
             assert rank[what] == alone[what]
     assert [rank["outputs"] for rank in ranks] == [[], [], alone["outputs"]]
     assert sorted(name for rank in ranks for name in rank["own"]) == sorted(alone["own"])
-    assert [rank["held"] for rank in ranks] == [{"0": 3}, {"1": 2}, {"2": 1}]
+    assert [rank["held"] for rank in ranks] == [{0: 3}, {1: 2}, {2: 1}]
     assert len(set(alone["losses"])) == 4
 
 
-PARITY = f"""
+PARITY = """
 import sys
-sys.path.insert(0, {str(ROOT)!r})
-import paddle
-from fleetpipe import fleet
-from tests.pipelines import batch, job, pipeline, sgd
+from tests.pipelines import adam, batch, job, pipeline
 
 with job(2):
     model = pipeline()
     if "--wrong" in sys.argv and model.is_pipeline_last_stage():
         model.layers.state_dict()["4.weight"].register_hook(lambda grad: grad * 2)
-    parameters = model.parameters()
-    optimizer = fleet.distributed_optimizer(paddle.optimizer.Adam(0.01, parameters=parameters))
+    optimizer = adam(model)
     for seed in range(3):
         model.train_batch(batch(seed=seed), optimizer)
     model.eval_batch([part[:7] for part in batch()], compute_loss=True)
@@ -101,63 +95,55 @@ def test_the_parity_command_on_two_ranks(launch: Callable[..., Finished], tmp_pa
         assert "first difference: step 0: gradient of 4.weight" in bad
 
 
-def test_an_exception_on_one_rank_ends_the_other(launch: Callable[..., Finished]) -> None:
-    source = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from paddle import nn
-from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests.pipelines import batch, job, pipeline, sgd
-
-with job(2, timeout=100):
-    model = pipeline([LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.Linear, 9, 4)])
-    model.train_batch(batch(), sgd(model))
-"""
-    job = launch(source, 2, timeout=150, check=False)
-    assert job.returncode != 0
-    assert "layer 1 (Linear) cannot take what layer 0 returned" in job.logs[1]
-    assert "PeerFailed" in job.logs[0]
-    assert "rank 1" in job.logs[0]
-    assert job.seconds < 90  # far below the limit of a wait
+def fail_on_the_last_stage() -> None:
+    with job(2, timeout=100):
+        model = pipeline([LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.Linear, 9, 4)])
+        model.train_batch(batch(), sgd(model))
 
 
-SLOW_TO_MAKE_GROUPS = f"""
-import os, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-from fleetpipe.job import start
-from tests.pipelines import job
-
-make = start._make_groups
-def make_slowly(*arguments):
-    made = make(*arguments)
-    time.sleep(3)
-    print("made at", time.time(), flush=True)
-    return made
-
-if os.environ["PADDLE_TRAINER_ID"] == "1":
-    start._make_groups = make_slowly
-with job(2):
-    print("began at", time.time(), flush=True)
-"""
+def test_an_exception_on_one_rank_ends_the_other(on_ranks: Callable[..., Any]) -> None:
+    with pytest.raises(JobFailed) as failed:
+        on_ranks(fail_on_the_last_stage, 2, timeout=150)
+    ended = failed.value.job
+    assert isinstance(ended, Finished)
+    assert ended.returncode != 0
+    assert "layer 1 (Linear) cannot take what layer 0 returned" in ended.logs[1]
+    assert "PeerFailed" in ended.logs[0]
+    assert "rank 1" in ended.logs[0]
+    assert ended.seconds < 90  # far below the limit of a wait
 
 
-def test_nobody_leaves_the_start_while_others_make_groups(launch: Callable[..., Finished]) -> None:
-    ended = launch(SLOW_TO_MAKE_GROUPS, 2)
-    (began,) = re.findall(r"began at ([\d.]+)", ended.logs[0])
-    (made,) = re.findall(r"made at ([\d.]+)", ended.logs[1])
-    assert float(began) >= float(made)
+def begin_after_slow_groups() -> tuple[float | None, float]:
+    """Begins a job in which rank 1 takes 3 s for its groups; when these were made, and it began."""
+    moments = []
+    make = start._make_groups
+
+    def make_slowly(*arguments: Any) -> Any:
+        made = make(*arguments)
+        time.sleep(3)
+        moments.append(time.time())
+        return made
+
+    if os.environ["PADDLE_TRAINER_ID"] == "1":
+        start._make_groups = make_slowly
+    with job(2):
+        return (moments or [None])[0], time.time()
 
 
-TRACED = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from tests.pipelines import batch, job, pipeline, sgd
+def test_nobody_leaves_the_start_while_others_make_groups(on_ranks: Callable[..., Any]) -> None:
+    (_, began), (made, _) = on_ranks(begin_after_slow_groups, 2)
+    assert began >= made
 
-with job(2, micro_batches=4, trace=sys.argv[1]):
-    model = pipeline()
-    optimizer = sgd(model)
-    for step in range(3):
-        model.train_batch(batch(seed=step), optimizer)
+
+TRACED = """
+    import sys
+    from tests.pipelines import batch, job, pipeline, sgd
+
+    with job(2, micro_batches=4, trace=sys.argv[1]):
+        model = pipeline()
+        optimizer = sgd(model)
+        for step in range(3):
+            model.train_batch(batch(seed=step), optimizer)
 """
 
 

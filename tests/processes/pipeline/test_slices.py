@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.launching import Finished
+from tests.processes.pipeline.slices_worker import lost, odd, pipeline, plain
 
-WORKER = Path(__file__).with_name("slices_worker.py")
-Launch = Callable[..., Finished]
-
-
-def ran(launch: Launch, folder: Path, part: str, ranks: int, **options: Any) -> list[Any]:
-    """What each rank wrote."""
-    folder.mkdir(exist_ok=True)
-    launch(WORKER, ranks if ranks > 1 else None, args=[str(folder), part], **options)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+Call = Callable[..., Any]
 
 
-def test_a_model_that_is_no_pipeline_trains_on_two_axes(launch: Launch, tmp_path: Path) -> None:
-    (single,) = ran(launch, tmp_path / "single", "plain", 1)
-    ranks = ran(launch, tmp_path / "ranks", "plain", 4)
+def test_a_model_that_is_no_pipeline_trains_on_two_axes(on_ranks: Call) -> None:
+    (single,) = on_ranks(plain, None)
+    ranks = on_ranks(plain, 4)
     # The loss of a replica is that of its own rows.
     whole = np.mean([ranks[0]["losses"], ranks[2]["losses"]], axis=0)
     assert np.allclose(whole, single["losses"], rtol=1e-5)
@@ -33,15 +24,15 @@ def test_a_model_that_is_no_pipeline_trains_on_two_axes(launch: Launch, tmp_path
         assert found["drawn"] == single["drawn"]
         assert found["state"].keys() == {f"_layers.{name}" for name in single["state"]}
         for name, expected in single["state"].items():
-            value = np.array(found["state"][f"_layers.{name}"])
+            value = found["state"][f"_layers.{name}"]
             scale = np.abs(expected).max()
             assert np.allclose(value, expected, rtol=0, atol=1e-4 * scale), name
         assert np.allclose(found["logits"], single["logits"], rtol=0, atol=1e-4)
     assert ranks[0]["losses"] == ranks[1]["losses"] != ranks[2]["losses"] == ranks[3]["losses"]
 
 
-def test_a_pipeline_of_slices_has_parity_and_whole_state(launch: Launch, tmp_path: Path) -> None:
-    ranks = ran(launch, tmp_path, "pipeline", 4)
+def test_a_pipeline_of_slices_has_parity_and_whole_state(on_ranks: Call, tmp_path: Path) -> None:
+    ranks = on_ranks(pipeline, 4, tmp_path)
     for found in ranks:
         assert found["passed"], found["verdict"]
         assert found["tolerance"] == 1e-5
@@ -66,13 +57,15 @@ def test_a_pipeline_of_slices_has_parity_and_whole_state(launch: Launch, tmp_pat
     assert len(masks) == len(set(masks)) == 3 * 2
 
 
-def test_a_member_that_fails_in_backward_reaches_the_other(launch: Launch, tmp_path: Path) -> None:
-    ranks = ran(launch, tmp_path, "lost", 2, check=False)
-    assert ranks[0]["kind"] == "PeerFailed"
-    assert "this gradient is no good" in ranks[0]["message"]
+def test_a_member_that_fails_in_backward_reaches_the_other(on_ranks: Call) -> None:
+    error, failed = on_ranks(lost, 2, check=False)
+    assert failed is None
+    kind, message = error
+    assert kind == "PeerFailed"
+    assert "this gradient is no good" in message
 
 
-def test_sizes_that_cannot_be_cut_are_refused_on_every_rank(launch: Launch, tmp_path: Path) -> None:
-    for found in ran(launch, tmp_path, "odd", 4):
-        assert found["kind"] == "ConfigError"
-        assert "`out_features` (=7) must be divisible" in found["message"]
+def test_sizes_that_cannot_be_cut_are_refused_on_every_rank(on_ranks: Call) -> None:
+    for kind, message in on_ranks(odd, 4):
+        assert kind == "ConfigError"
+        assert "`out_features` (=7) must be divisible" in message
