@@ -1,18 +1,13 @@
-"""One of two members: ``tensor_parallel_worker.py FOLDER own|gloo`` compares with dense layers.
+"""One of two members compares its layers with dense ones.
 
-Writes to FOLDER/rankR.json how far each result is from the dense layer's, relative to its largest
-number, and the bits of what every member must have alike.
+`compared` returns how far each result is from the dense layer's, relative to its largest number,
+and the bits of what every member must have alike.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any, Callable
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 import paddle
 from paddle import nn
@@ -38,7 +33,10 @@ from fleetpipe.paddle_api import paddle_fleet
 
 SECONDS = 60.0
 GAPS: dict[str, float] = {}
-BITS: dict[str, str] = {}
+BITS: dict[str, bytes] = {}
+NUMBERS = np.random.default_rng(0)
+#: The model-parallel group, once a job has begun.
+MEMBERS: list[Any] = []
 
 
 def start(over: str) -> Any:
@@ -73,7 +71,7 @@ def both(make: Callable[[], Any]) -> tuple[Any, Any]:
     for own, dense in zip(*(layer.parameters() for layer in layers)):
         if len(dense.shape) == 1:
             dense.set_value(paddle.linspace(-1, 1, dense.shape[0]))
-            own.set_value(own_value(dense, split_axis(own), GROUP))
+            own.set_value(own_value(dense, split_axis(own), MEMBERS[0]))
     return layers[0], layers[1]
 
 
@@ -96,19 +94,19 @@ def note(name: str, found: Any, expected: Any) -> None:
 
 
 def note_same(name: str, value: Any) -> None:
-    BITS[name] = value.numpy().tobytes().hex()
+    BITS[name] = value.numpy().tobytes()
 
 
 def note_gradients(name: str, layer: Any, dense: Any) -> None:
     pairs = zip(layer.named_parameters(), dense.parameters())
     for (parameter_name, own), whole in pairs:
-        grad = whole_value(own.grad, split_axis(own), GROUP)
+        grad = whole_value(own.grad, split_axis(own), MEMBERS[0])
         note(f"{name} {parameter_name} gradient", grad, whole.grad)
 
 
 def columns(value: Any) -> Any:
     """This member's columns of what has the same values everywhere."""
-    return operations.shard_of(value.detach(), -1, GROUP.rank, 2)
+    return operations.shard_of(value.detach(), -1, MEMBERS[0].rank, 2)
 
 
 def column_linear(bias: bool, gather: bool) -> None:
@@ -169,7 +167,7 @@ def cross_entropy(name: str, logits: Any, label: Any, dtype: str = "int64") -> N
     (loss * weights).sum().backward()
     (expected * weights).sum().backward()
     note(f"cross entropy {name}", loss, expected)
-    note(f"cross entropy {name} gradient", whole_value(own.grad, -1, GROUP), reference.grad)
+    note(f"cross entropy {name} gradient", whole_value(own.grad, -1, MEMBERS[0]), reference.grad)
     note_same(f"cross entropy {name}", loss)
 
 
@@ -243,20 +241,20 @@ def language_model() -> None:
         note_same(f"language model, loss {step}", losses[0])
     pairs = zip(models[0].named_parameters(), models[1].parameters(), first)
     for (name, own), dense, before in pairs:
-        value = whole_value(own, split_axis(own), GROUP)
+        value = whole_value(own, split_axis(own), MEMBERS[0])
         note(f"language model {name} after 5 steps", value, dense)
         assert not np.array_equal(before, dense.numpy()), name
 
 
-NUMBERS = np.random.default_rng(0)
-GROUP = start(sys.argv[2])
-for flag in (True, False):
-    for other in (True, False):
-        column_linear(flag, other)
-        row_linear(flag, other)
-embedding()
-cross_entropies()
-mlp()
-language_model()
-with open(os.path.join(sys.argv[1], f"rank{GROUP.rank}.json"), "w") as file:
-    json.dump({"gaps": GAPS, "bits": BITS}, file)
+def compared(over: str) -> tuple[dict[str, float], dict[str, bytes]]:
+    """Compares everything, over the groups of "own" or of "gloo"."""
+    MEMBERS.append(start(over))
+    for flag in (True, False):
+        for other in (True, False):
+            column_linear(flag, other)
+            row_linear(flag, other)
+    embedding()
+    cross_entropies()
+    mlp()
+    language_model()
+    return GAPS, BITS

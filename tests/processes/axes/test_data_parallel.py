@@ -2,96 +2,75 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from tests.launching import ROOT, Finished
-
-REPLICAS = f"""
-import json, os, sys
-sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
 import paddle
+from paddle import nn
+
 from fleetpipe import fleet, parity
+from fleetpipe.io import DistributedBatchSampler
 from tests import jobs
-from tests.pipelines import CLASSES, FEATURES, ROWS, bits, mlp_layers, pipeline, sgd
+from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, pipeline, sgd
 
-rank = int(os.environ["PADDLE_TRAINER_ID"])
-scale = sys.argv[2]
-paddle.seed(100 + rank)
-strategy = jobs.strategy(2, dp=2, pp=2)
-strategy.gradient_scale_configs = {{"scale_strategy": scale}}
-fleet.init(is_collective=True, strategy=strategy)
-hcg = fleet.get_hybrid_communicate_group()
-replica = hcg.get_data_parallel_rank()
+Call = Callable[..., Any]
+STEPS = 20
 
-# Built layers keep the values that each rank's own seed gave them.
-layers = [paddle.nn.Linear(FEATURES, 8), paddle.nn.functional.tanh, paddle.nn.Linear(8, CLASSES)]
-model = pipeline(layers)
-start = model.layers.full_state_dict()
-optimizer = sgd(model, 0.1)
-losses = []
-for step in range(20):
-    numbers = np.random.default_rng(step)
-    inputs = numbers.standard_normal((4 * ROWS, FEATURES)).astype("float32")
-    labels = numbers.integers(0, CLASSES, (4 * ROWS, 1))
-    mine = slice(replica * 2 * ROWS, (replica + 1) * 2 * ROWS)
-    batch = [paddle.to_tensor(inputs[mine]), paddle.to_tensor(labels[mine])]
-    losses.append(model.train_batch(batch, optimizer))
-end = model.layers.full_state_dict()
 
-single = model.layers.single_model()
-single.set_state_dict(start)
-plain = paddle.optimizer.SGD(0.1, parameters=single.parameters())
-criterion = paddle.nn.CrossEntropyLoss()
-whole = []
-for step in range(20):
-    numbers = np.random.default_rng(step)
-    inputs = paddle.to_tensor(numbers.standard_normal((4 * ROWS, FEATURES)).astype("float32"))
-    labels = paddle.to_tensor(numbers.integers(0, CLASSES, (4 * ROWS, 1)))
-    loss = criterion(single(inputs), labels)
-    (loss * (2 if scale == "sum" else 1)).backward()
-    plain.step()
-    plain.clear_grad()
-    whole.append(float(loss))
-expected = single.state_dict()
-gaps = {{
-    name: float((end[name] - expected[name]).abs().max() / expected[name].abs().max())
-    for name in expected
-}}
-session = parity.begin(model, fleet.distributed_optimizer(
-    paddle.optimizer.SGD(0.1, parameters=model.parameters())))
-session.step(batch)
-with open(os.path.join(sys.argv[1], f"rank{{rank}}.json"), "w") as file:
-    json.dump({{
+def replicas(scale: str) -> dict[str, Any]:
+    """Trains two replicas of two stages, and the single model on the rows of both."""
+    paddle.seed(100 + paddle.distributed.get_rank())
+    strategy = jobs.strategy(2, dp=2, pp=2)
+    strategy.gradient_scale_configs = {"scale_strategy": scale}
+    fleet.init(is_collective=True, strategy=strategy)
+    replica = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
+
+    # Built layers keep the values that each rank's own seed gave them.
+    model = pipeline([nn.Linear(FEATURES, 8), nn.functional.tanh, nn.Linear(8, CLASSES)])
+    start = model.layers.full_state_dict()
+    optimizer = sgd(model)
+    losses = []
+    for step in range(STEPS):
+        mine = [part[replica * 2 * ROWS :][: 2 * ROWS] for part in batch(4, step)]
+        losses.append(model.train_batch(mine, optimizer))
+    end = model.layers.full_state_dict()
+
+    single = model.layers.single_model()
+    single.set_state_dict(start)
+    plain = paddle.optimizer.SGD(0.1, parameters=single.parameters())
+    whole = []
+    for step in range(STEPS):
+        inputs, labels = batch(4, step)
+        loss = nn.functional.cross_entropy(single(inputs), labels)
+        (loss * (2 if scale == "sum" else 1)).backward()
+        plain.step()
+        plain.clear_grad()
+        whole.append(float(loss))
+    expected = single.state_dict()
+    session = parity.begin(model, sgd(model))
+    session.step(mine)
+    fleet.shutdown()
+    return {
         "losses": [float(loss) for loss in losses],
-        "loss bits": [loss.numpy().tobytes().hex() for loss in losses],
+        "loss bits": [loss.numpy().tobytes() for loss in losses],
         "whole": whole,
-        "gaps": gaps,
-        "state": {{name: value.hex() for name, value in bits(end).items()}},
-        "moved": any(bits(start)[name] != bits(end)[name] for name in start),
-        "parity": [session.report.passed, session.report.tolerance, session.report.verdict()],
-    }}, file)
-fleet.shutdown()
-"""
+        "gaps": [
+            float((end[name] - value).abs().max() / value.abs().max())
+            for name, value in expected.items()
+        ],
+        "state": bits(end),
+        "moved": bits(start) != bits(end),
+        "parity": (session.report.passed, session.report.tolerance, session.report.verdict()),
+    }
 
 
-def replicas(launch: Callable[..., Finished], folder: Path, scale: str) -> list[dict[str, object]]:
-    launch(REPLICAS, 4, args=[str(folder), scale])
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
-
-
-def test_replicas_train_as_one_device_on_the_whole_batch(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
-    ranks = replicas(launch, tmp_path, "avg")
+def test_replicas_train_as_one_device_on_the_whole_batch(on_ranks: Call) -> None:
+    ranks = on_ranks(replicas, 4, "avg")
     for rank in ranks:
         assert rank["state"] == ranks[0]["state"]
         assert rank["loss bits"] == ranks[0]["loss bits"]
-        assert max(rank["gaps"].values()) < 1e-6
+        assert max(rank["gaps"]) < 1e-6
         assert np.allclose(rank["losses"], rank["whole"], rtol=1e-6, atol=0)
         assert rank["moved"]
         passed, tolerance, verdict = rank["parity"]
@@ -100,43 +79,31 @@ def test_replicas_train_as_one_device_on_the_whole_batch(
         assert "bit-exact" in verdict
 
 
-def test_the_sum_of_the_replicas_gradients_can_be_asked_for(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
-    for rank in replicas(launch, tmp_path, "sum"):
-        assert max(rank["gaps"].values()) < 1e-6
+def test_the_sum_of_the_replicas_gradients_can_be_asked_for(on_ranks: Call) -> None:
+    for rank in on_ranks(replicas, 4, "sum"):
+        assert max(rank["gaps"]) < 1e-6
         assert rank["parity"][0], rank["parity"][2]
 
 
-GROUPS = f"""
-import json, os, sys
-sys.path.insert(0, {str(ROOT)!r})
-from fleetpipe import fleet
-from fleetpipe.io import DistributedBatchSampler
-from tests import jobs
-
-found = {{}}
-for name, order in (("default", ()), ("pipeline first", ("pp", "dp"))):
-    jobs.begin(dp=-1, pp=2, order=order)
-    hcg = fleet.get_hybrid_communicate_group()
-    seen = [list(batch) for batch in DistributedBatchSampler(range(16), 2)]
-    found[name] = {{
-        "data": hcg.topology().get_comm_list("data"),
-        "pipe": hcg.topology().get_comm_list("pipe"),
-        "replica": hcg.get_data_parallel_rank(),
-        "stage": hcg.get_stage_id(),
-        "own": hcg.get_data_parallel_group().ranks,
-        "samples": seen,
-    }}
-    fleet.shutdown()
-with open(os.path.join(sys.argv[1], f"rank{{os.environ['PADDLE_TRAINER_ID']}}.json"), "w") as file:
-    json.dump(found, file)
-"""
+def placed() -> dict[str, dict[str, Any]]:
+    """Where this rank is, under two orders of the axes, and its samples."""
+    found = {}
+    for name, order in (("default", ()), ("pipeline first", ("pp", "dp"))):
+        jobs.begin(dp=-1, pp=2, order=order)
+        hcg = fleet.get_hybrid_communicate_group()
+        found[name] = {
+            "data": hcg.topology().get_comm_list("data"),
+            "pipe": hcg.topology().get_comm_list("pipe"),
+            "replica": hcg.get_data_parallel_rank(),
+            "own": hcg.get_data_parallel_group().ranks,
+            "samples": [list(batch) for batch in DistributedBatchSampler(range(16), 2)],
+        }
+        fleet.shutdown()
+    return found
 
 
-def test_eight_ranks_in_both_orders(launch: Callable[..., Finished], tmp_path: Path) -> None:
-    launch(GROUPS, 8, args=[str(tmp_path)], timeout=240)
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(8)]
+def test_eight_ranks_in_both_orders(on_ranks: Call) -> None:
+    ranks = on_ranks(placed, 8, timeout=240)
     first = [rank["pipeline first"] for rank in ranks]
     assert first[0]["data"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert sorted(first[0]["pipe"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launching import Finished
+from tests.processes.axes import hybrid_worker as cases
 
-WORKER = Path(__file__).with_name("hybrid_worker.py")
-Launch = Callable[..., Finished]
+Call = Callable[..., Any]
 
 
-def launched(launch: Launch, folder: Path, ranks: int, *cases: str) -> dict[str, list[Any]]:
-    """Runs cases one after another; returns by case what each rank found."""
-    launch(WORKER, ranks, args=[str(folder), *cases], timeout=240)
-    found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-    return {case: [rank[case] for rank in found] for case in cases}
+def launched(on_ranks: Call, ranks: int, *chosen: Callable[[], Any]) -> dict[str, list[Any]]:
+    """Runs cases one after another; returns by case what each rank finds."""
+    found = on_ranks(cases.run, ranks, *chosen, timeout=240)
+    return {case.__name__: [rank[case.__name__] for rank in found] for case in chosen}
 
 
 def assert_close(ranks: list[Any], tolerance: float = 1e-6) -> None:
@@ -32,9 +28,10 @@ def assert_close(ranks: list[Any], tolerance: float = 1e-6) -> None:
             assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def test_stages_replicas_and_the_norm_of_all(launch: Launch, tmp_path: Path) -> None:
-    cases = ("four_stages", "tied_weights", "two_chunks", "overflow", "trained_loss")
-    found = launched(launch, tmp_path, 4, *cases, "parity_with_clip")
+def test_stages_replicas_and_the_norm_of_all(on_ranks: Call) -> None:
+    training = (cases.four_stages, cases.tied_weights, cases.two_chunks)
+    others = (cases.overflow, cases.trained_loss, cases.parity_with_clip)
+    found = launched(on_ranks, 4, *training, *others)
     assert_close(found["four_stages"])
     assert [rank["equal"] for rank in found["four_stages"]] == [True] * 4
     # A weight that three stages share: its gradient is a sum in another order, no more.
@@ -53,20 +50,19 @@ def test_stages_replicas_and_the_norm_of_all(launch: Launch, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_norm_with_tied_weights_on_fewer_stages(
-    launch: Launch, tmp_path: Path, ranks: int
-) -> None:
-    assert_close(launched(launch, tmp_path, ranks, "tied_weights")["tied_weights"])
+def test_the_norm_with_tied_weights_on_fewer_stages(on_ranks: Call, ranks: int) -> None:
+    assert_close(launched(on_ranks, ranks, cases.tied_weights)["tied_weights"])
 
 
-def test_ranks_that_share_the_optimizers_state(launch: Launch, tmp_path: Path) -> None:
-    cases = ("sharded", "sharded_groups", "sharded_alone", "plain_model", "plain_replicas")
-    found = launched(launch, tmp_path, 4, *cases, "different_clips")
+def test_ranks_that_share_the_optimizers_state(on_ranks: Call) -> None:
+    training = (cases.sharded, cases.sharded_groups, cases.sharded_alone)
+    training += (cases.plain_model, cases.plain_replicas)
+    found = launched(on_ranks, 4, *training, cases.different_clips)
     for message in found["different_clips"]:
         assert "ranks 0 and 3 of the job do not run the same" in message
         assert "global_norm=2.0" in message
-    for case in cases:
-        assert_close(found[case])
+    for case in training:
+        assert_close(found[case.__name__])
     first = found["sharded"][0]
     # pp 2 x sharding 2: the four ranks have one state for each parameter of the model.
     for case in ("sharded", "sharded_groups"):

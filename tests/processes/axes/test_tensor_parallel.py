@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.launching import Finished
-
-WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
+from tests.processes.axes.tensor_parallel_worker import compared
 
 
 @pytest.mark.parametrize("over", ["own", "gloo"])
-def test_two_members_are_the_dense_layers(
-    launch: Callable[..., Finished], tmp_path: Path, over: str
-) -> None:
-    launch(WORKER, 2, args=[str(tmp_path), over])
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    for rank in ranks:
-        assert len(rank["gaps"]) == 58
+def test_two_members_are_the_dense_layers(on_ranks: Callable[..., Any], over: str) -> None:
+    (gaps, bits), (other_gaps, other_bits) = on_ranks(compared, 2, over)
+    for found in (gaps, other_gaps):
+        assert len(found) == 58
         # Not max: it would pass over NaN.
-        assert not {name: gap for name, gap in rank["gaps"].items() if not gap < 1e-6}
-    assert ranks[0]["bits"] == ranks[1]["bits"]
+        assert not {name: gap for name, gap in found.items() if not gap < 1e-6}
+    assert bits == other_bits

@@ -1,14 +1,8 @@
-"""A rank of a tiny GPT: ``three_axes_worker.py FOLDER dp mp pp SCHEDULE..`` trains it for each.
-
-Rank 0 writes to FOLDER/SCHEDULE.npz the losses, the norm of all gradients of each step, and the
-whole parameters at the end. With degrees of 1 it is the single model, on the same micro-batches.
-"""
+"""A tiny GPT that the ranks of a job train: the losses, norms and whole parameters at the end."""
 
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +27,7 @@ from fleetpipe.fleet.meta_parallel import (
     SharedLayerDesc,
     VocabParallelEmbedding,
 )
-from fleetpipe.job.job import current_job, pipeline_group
+from fleetpipe.job.job import pipeline_group
 from tests import jobs
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 16, 8, 2, 6, 4
@@ -166,7 +160,15 @@ def whole_norm(model: Any) -> float:
     return math.sqrt(math.fsum(squares))
 
 
-def train(degrees: dict[str, int], schedule: str, folder: Path) -> None:
+def train(degrees: dict[str, int], schedules: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Trains under each schedule; with degrees of 1 the single model, on the same micro-batches.
+
+    Returns the losses, the norm of all gradients of each step, and the parameters, by name.
+    """
+    return [_trained(degrees, schedule) for schedule in schedules]
+
+
+def _trained(degrees: dict[str, int], schedule: str) -> dict[str, Any]:
     model = begin(degrees, schedule)
     optimizer = fleet.distributed_optimizer(
         paddle.optimizer.AdamW(
@@ -186,14 +188,6 @@ def train(degrees: dict[str, int], schedule: str, folder: Path) -> None:
 
     optimizer.step = step
     losses = [float(model.train_batch(data(i, degrees), optimizer)) for i in range(STEPS)]
-    found = {name: tensor.numpy() for name, tensor in model.layers.full_state_dict().items()}
-    job = current_job()
-    if job is None or job.local or job.hcg.global_rank == 0:
-        found.update({"losses": np.array(losses), "norms": np.array(norms)})
-        np.savez(folder / f"{schedule}.npz", **found)
+    state = {name: tensor.numpy() for name, tensor in model.layers.full_state_dict().items()}
     fleet.shutdown()
-
-
-if __name__ == "__main__":
-    for name in sys.argv[5:]:
-        train(dict(zip(("dp", "mp", "pp"), map(int, sys.argv[2:5]))), name, Path(sys.argv[1]))
+    return {**state, "losses": np.array(losses), "norms": np.array(norms)}
