@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe import parity
+from fleetpipe import fleet, parity
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.random_keys import Keys, draws_nothing, key, keyed
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, get_rng_state_tracker
 from fleetpipe.mesh.groups import SoleGroup
-from tests.launching import ROOT, Finished
+from tests import jobs
 from tests.pipelines import (
     CLASSES,
     FEATURES,
@@ -329,41 +327,26 @@ def test_running_statistics_see_each_micro_batch_once_and_in_order(
         assert bits(model.layers.state_dict()) == bits(single.state_dict())
 
 
-REPLICAS = f"""
-import json, os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import paddle
-from fleetpipe import fleet, parity
-from tests import jobs
-from tests.dygraph.test_random_keys import drawing_loss, noisy_layers
-from tests.pipelines import ROWS, batch, pipeline, sgd
-
-rank = int(os.environ["PADDLE_TRAINER_ID"])
-jobs.begin(dp=int(sys.argv[2]), pp=2, micro_batches=2)
-replica = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
-# Batch statistics are of each micro-batch, running ones of each replica: not to be compared here.
-layers = [entry for entry in noisy_layers() if "BatchNorm" not in repr(entry)]
-model = pipeline(
-    layers, loss_fn=drawing_loss, recompute_interval=2, recompute_ctx={{"mp_group": None}}
-)
-paddle.seed(4)
-session = parity.begin(model, sgd(model))
-for step in range(3):
-    mine = slice(replica * 2 * ROWS, (replica + 1) * 2 * ROWS)
-    session.step([part[mine] for part in batch(4, step)])
-report = session.report
-with open(os.path.join(sys.argv[1], f"rank{{rank}}.json"), "w") as file:
-    json.dump([report.passed, report.bit_exact, report.pipeline_loss, report.verdict()], file)
-fleet.shutdown()
-"""
+def compared(dp: int) -> tuple[bool, bool, list[float], str]:
+    """Compares replicas of two stages with the single model; the verdict and the losses."""
+    jobs.begin(dp=dp, pp=2, micro_batches=2)
+    replica = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
+    # Statistics are of each micro-batch and each replica: not to be compared here.
+    layers = [entry for entry in noisy_layers() if "BatchNorm" not in repr(entry)]
+    options = {"recompute_interval": 2, "recompute_ctx": {"mp_group": None}}
+    model = pipeline(layers, loss_fn=drawing_loss, **options)
+    paddle.seed(4)
+    session = parity.begin(model, sgd(model))
+    for step in range(3):
+        session.step([part[replica * 2 * ROWS :][: 2 * ROWS] for part in batch(4, step)])
+    report = session.report
+    fleet.shutdown()
+    return report.passed, report.bit_exact, report.pipeline_loss, report.verdict()
 
 
-def test_ranks_and_replicas_draw_what_one_device_draws(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_ranks_and_replicas_draw_what_one_device_draws(on_ranks: Callable[..., Any]) -> None:
     for dp in (1, 2):
-        launch(REPLICAS, 2 * dp, args=[str(tmp_path), str(dp)])
-        ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2 * dp)]
+        ranks = on_ranks(compared, 2 * dp, dp)
         for passed, bit_exact, losses, verdict in ranks:
             assert passed, verdict
             assert bit_exact or dp == 2

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from fleetpipe.engine.engine import Walker
 from fleetpipe.job.job import current_job
 from fleetpipe.schedules import Plan, Schedule, Send
 from fleetpipe.transport import memory
-from fleetpipe.transport.wire import structure
-from tests.launching import ROOT, Finished
+from fleetpipe.transport.wire import bridge, structure
+from tests.launching import ROOT
 from tests.pipelines import CLASSES, FEATURES, batch, job, pipeline, sgd
 
 SCHEDULES = ["1F1B", "FThenB", "Eager1F1B"]
@@ -248,42 +248,33 @@ def test_activations_are_freed_with_their_backward_without_the_collector(schedul
         assert max(alive) <= 2 * sum(model.schedule.simulate().peak_activations)
 
 
-COUNTED = f"""
-import json, os, sys, threading
-sys.path.insert(0, {str(ROOT)!r})
-from fleetpipe.transport.wire import bridge
-from tests.pipelines import batch, job, pipeline, sgd
-from tests.engine.test_hot_path import counters, sends
+def counted() -> tuple[dict[str, Any], dict[str, Any], int]:
+    """What there is after two steps and after five more; the sends of the plan."""
+    rank = paddle.distributed.get_rank()
 
-rank = int(os.environ["PADDLE_TRAINER_ID"])
-with job(2, micro_batches=4):
-    model = pipeline()
-    optimizer = sgd(model)
-    def facts():
-        return {{
+    def facts() -> dict[str, Any]:
+        return {
             "sent": counters()[rank],
             "block types": bridge._block.cache_info().misses,
             "templates": bridge._template.cache_info().misses,
             "threads": sorted(thread.name for thread in threading.enumerate()),
-        }}
-    for seed in range(2):
-        model.train_batch(batch(seed=seed), optimizer)
-    before = facts()
-    for seed in range(2, 7):
-        model.train_batch(batch(seed=seed), optimizer)
-    result = {{"before": before, "after": facts(), "plan": sends(model.schedule.lower())[rank]}}
-    with open(os.path.join(sys.argv[1], f"rank{{rank}}.json"), "w") as file:
-        json.dump(result, file)
-"""
+        }
+
+    with job(2, micro_batches=4):
+        model = pipeline()
+        optimizer = sgd(model)
+        for seed in range(2):
+            model.train_batch(batch(seed=seed), optimizer)
+        before = facts()
+        for seed in range(2, 7):
+            model.train_batch(batch(seed=seed), optimizer)
+        return before, facts(), sends(model.schedule.lower())[rank]
 
 
-def test_steady_steps_over_sockets(launch: Callable[..., Finished], tmp_path: Path) -> None:
-    launch(COUNTED, 2, args=[str(tmp_path)])
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        before, after = found["before"], found["after"]
+def test_steady_steps_over_sockets(on_ranks: Callable[..., Any]) -> None:
+    for rank, (before, after, planned) in enumerate(on_ranks(counted, 2)):
         # The owner of the last stage also sends the loss of each step.
-        messages = 5 * (found["plan"] + (1 if rank == 1 else 0))
+        messages = 5 * (planned + (1 if rank == 1 else 0))
         assert after["sent"][0] - before["sent"][0] == messages
         for what in ("block types", "templates", "threads"):
             assert after[what] == before[what]

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
+from paddle import nn
 
+import fleetpipe
+from fleetpipe import fleet
+from tests import jobs
+from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers
 from tests.launching import ROOT, Finished
 
 WORKER = ROOT / "tests" / "fit" / "fit_worker.py"
@@ -65,45 +71,38 @@ def test_every_rank_sees_what_one_process_sees(launch: Launch, tmp_path: Path) -
     assert all(np.allclose(of_replicas[name], files[name], atol=1e-4) for name in arrays)
 
 
-READING = f"""
-import json, sys
-sys.path.insert(0, {str(ROOT)!r})
-import paddle
-from paddle import nn
-import fleetpipe
-from fleetpipe import fleet
-from tests import jobs
-from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers
-
 class Counted(Digits):
+    """Counts the samples that are read."""
+
     read = 0
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         Counted.read += 1
         return super().__getitem__(index)
 
-jobs.begin(3, STEPS, rows=ROWS)
-model = fleetpipe.Model(layers())
-sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-model.prepare(sgd, nn.CrossEntropyLoss(), paddle.metric.Accuracy())
-told = Losses()
-options = dict(batch_size=BATCH, verbose=0)
-model.fit(Counted(0, 2 * BATCH + 5), Counted(1000, 1041), epochs=2, callbacks=told, **options)
-trained = Counted.read
-(outputs,) = model.predict(Counted(1000, 1041), stack_outputs=True, **options)
-found = [told.train, told.eval, outputs.tolist(), trained, Counted.read - trained]
-print("FOUND", json.dumps(found, default=float), flush=True)
-fleet.shutdown()
-"""
+
+def fitted() -> tuple[list[Any], int, int]:
+    """What a fit and a prediction tell, and how many samples each reads."""
+    Counted.read = 0
+    jobs.begin(3, STEPS, rows=ROWS)
+    model = fleetpipe.Model(layers())
+    sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    model.prepare(sgd, nn.CrossEntropyLoss(), paddle.metric.Accuracy())
+    losses = Losses()
+    options: dict[str, Any] = {"batch_size": BATCH, "verbose": 0}
+    data = Counted(0, 2 * BATCH + 5), Counted(1000, 1041)
+    model.fit(*data, epochs=2, callbacks=losses, **options)
+    trained = Counted.read
+    (outputs,) = model.predict(data[1], stack_outputs=True, **options)
+    fleet.shutdown()
+    return [losses.train, losses.eval, outputs.tolist()], trained, Counted.read - trained
 
 
-def test_a_rank_between_the_first_and_the_last_reads_no_sample(launch: Launch) -> None:
-    def found(ranks: int | None) -> list[Any]:
-        logs = launch(READING, ranks).logs
-        return [json.loads(log.partition("FOUND ")[2].splitlines()[0]) for log in logs]
-
-    (alone,) = found(None)
-    first, between, last = found(3)
-    assert alone[3:] == [2 * (2 * 32 + 5) + 2 * 41, 41]
+def test_a_rank_between_the_first_and_the_last_reads_no_sample(
+    on_ranks: Callable[..., Any],
+) -> None:
+    alone = fitted()
+    first, between, last = on_ranks(fitted, 3)
+    assert alone[1:] == (2 * (2 * 32 + 5) + 2 * 41, 41)
     assert first == last == alone
-    assert between == [*alone[:3], 0, 0]
+    assert between == (alone[0], 0, 0)

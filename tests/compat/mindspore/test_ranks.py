@@ -2,57 +2,49 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from tests.launching import ROOT, Finished
-
-PROGRAM = f"""
-import json, os, sys
-sys.path.insert(0, {str(ROOT)!r})
 import paddle
+
 from fleetpipe import fleet
-from fleetpipe.compat.mindspore import add_pipeline_stage, context, get_rank, nn
-from fleetpipe.io import DistributedBatchSampler
+from fleetpipe.compat.mindspore import add_pipeline_stage, context
 from tests.compat.mindspore.networks import Net, TiedNet, batches, model_of, stages, words
 
-def states(model):
-    return {{name: value.tolist() for name, value in model.pipeline.layers.state_dict().items()}}
 
-with stages(2, gradients_mean=True, save_graphs=True, save_graphs_path=sys.argv[1]):
-    context.init()
-    paddle.seed(3)
-    hcg = fleet.get_hybrid_communicate_group()
-    net = Net()
-    names = {{id(p): name for name, p in net.named_parameters()}}
-    trained = [names[id(p)] for p in net.infer_param_pipeline_stage()]
-    model = model_of(net)
-    model.train(1, batches(3))
-    found = {{"stage": hcg.get_stage_id(), "replica": hcg.get_data_parallel_rank(),
-             "trained": trained, "state": states(model)}}
-with stages(2, gradients_mean=True):
-    paddle.seed(4)
-    tied = TiedNet()
-    add_pipeline_stage(tied.embed.weight, 1)
-    model = model_of(tied)
-    model.train(1, words(2))
-    found["tied"] = states(model)
-    print("FOUND", json.dumps(found), flush=True)
-"""
+def states(model: Any) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in model.pipeline.layers.state_dict().items()}
+
+
+def program(graphs: Path) -> dict[str, Any]:
+    """A user's program on this rank, or in one process."""
+    with stages(2, gradients_mean=True, save_graphs=True, save_graphs_path=str(graphs)):
+        context.init()
+        paddle.seed(3)
+        hcg = fleet.get_hybrid_communicate_group()
+        net = Net()
+        names = {id(p): name for name, p in net.named_parameters()}
+        trained = [names[id(p)] for p in net.infer_param_pipeline_stage()]
+        model = model_of(net)
+        model.train(1, batches(3))
+        place = {"stage": hcg.get_stage_id(), "replica": hcg.get_data_parallel_rank()}
+        found = {**place, "trained": trained, "state": states(model)}
+    with stages(2, gradients_mean=True):
+        paddle.seed(4)
+        tied = TiedNet()
+        add_pipeline_stage(tied.embed.weight, 1)
+        model = model_of(tied)
+        model.train(1, words(2))
+        return {**found, "tied": states(model)}
 
 
 def test_four_ranks_have_two_stages_in_two_replicas(
-    launch: Callable[..., Finished], tmp_path: Any
+    on_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    def found(ranks: int | None, folder: str) -> list[Any]:
-        logs = launch(PROGRAM, ranks, args=[str(tmp_path / folder)]).logs
-        return [json.loads(log.partition("FOUND ")[2].splitlines()[0]) for log in logs]
-
-    (whole,) = found(None, "one")
-    ranks = found(4, "four")
+    (whole,) = on_ranks(program, None, tmp_path / "one")
+    ranks = on_ranks(program, 4, tmp_path / "four")
     # Stage s has the ranks 2s and 2s + 1: a pipeline is ranks 0 and 2, or 1 and 3.
     assert [(rank["stage"], rank["replica"]) for rank in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     first, last = ["head.weight", "head.bias"], ["tail.weight", "tail.bias"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,8 +24,11 @@ from fleetpipe.fleet.meta_parallel import (
     PipelineParallelWithInterleave,
     PipelineParallelWithInterleaveFthenB,
     VPPFhenBInBalancedMemory,
+    register_global_pipeline_parallel_hook,
 )
-from tests.launching import ROOT, Finished
+from fleetpipe.fleet.meta_parallel import PipelineParallelMicroStepLocations as Locations
+from tests import jobs
+from tests.launching import ROOT
 from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd, train
 
 
@@ -451,60 +454,46 @@ def test_a_plain_layer_in_one_process_comes_back_as_it_is(tmp_path: Path) -> Non
     subprocess.run([sys.executable, str(script)], check=True, timeout=120)
 
 
-RANKS = f"""
-import json, os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import paddle
-from fleetpipe import fleet
-from fleetpipe.fleet.meta_parallel import PipelineParallelMicroStepLocations as Locations
-from fleetpipe.fleet.meta_parallel import register_global_pipeline_parallel_hook
-from tests.dygraph.train.test_train_batch import cross_entropy, spread
-from tests.pipelines import batch, bits, job, pipeline, sgd
+def with_the_data_of_its_ends() -> dict[str, Any]:
+    """Does all that a wrapper can; each rank is given what it needs of the data."""
+    launched = "PADDLE_TRAINER_ID" in os.environ
+    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
-launched = "PADDLE_TRAINER_ID" in os.environ
-rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    def given(inputs: Any, labels: Any) -> Any:
+        return [[inputs, None], None, [None, labels]][rank] if launched else [inputs, labels]
 
-def given(inputs, labels):
-    return [[inputs, None], None, [None, labels]][rank] if launched else [inputs, labels]
+    def held(tensors: list[Any]) -> list[bytes]:
+        return [tensor.numpy().tobytes() for tensor in tensors]
 
-with job(3, micro_batches=4):
-    model = pipeline(loss_fn=[cross_entropy, spread])
-    optimizer = sgd(model)
-    result = {{"first evaluation": model.eval_batch(given(*batch(5)), compute_loss=True)}}
-    result["losses"] = model.train_batch(given(*batch()), optimizer, loss_fn_idx=1)
-    seen = []
-    model.register_forward_pipeline_parallel_hook(1, seen.append)
-    register_global_pipeline_parallel_hook(
-        Locations.BACKWARD_END, lambda **values: seen.append(values["step_id"])
-    )
-    result["shares"] = model.train_batch(
-        given(*batch(seed=1)), optimizer, return_micro_batch_loss=True
-    )
-    result["last evaluation"] = model.eval_batch(given(*batch(7)), compute_loss=True)
-    inputs = batch(3)[0]
-    result["prediction"] = [model.predict_batch(inputs if rank == 0 else None)]
-    own = model.predict_batch(inputs if rank == 0 else None, broadcast=False)
-    outputs = model.eval_batch(given(*batch()))
-    held = lambda tensors: [t.numpy().tobytes().hex() for t in tensors]
-    result = {{name: held(tensors) for name, tensors in result.items()}}
-    result["own"] = None if own is None else held([own])
-    result["outputs"] = held(outputs)
-    result["seen"] = seen
-    result["state"] = {{n: b.hex() for n, b in bits(model.layers.full_state_dict()).items()}}
-    result["scheduler"] = model.get_static_scheduler()
-    result["total_loss"] = model.total_loss and held(model.total_loss)
-    with open(os.path.join(sys.argv[1], f"rank{{rank}}.json"), "w") as file:
-        json.dump(result, file)
-"""
+    with job(3, micro_batches=4):
+        model = pipeline(loss_fn=[cross_entropy, spread])
+        optimizer = sgd(model)
+        result: dict[str, Any] = {
+            "first evaluation": held(model.eval_batch(given(*batch(5)), compute_loss=True)),
+            "losses": held(model.train_batch(given(*batch()), optimizer, loss_fn_idx=1)),
+        }
+        seen: list[int] = []
+        model.register_forward_pipeline_parallel_hook(1, seen.append)
+        register_global_pipeline_parallel_hook(
+            Locations.BACKWARD_END, lambda **values: seen.append(values["step_id"])
+        )
+        shares = model.train_batch(given(*batch(seed=1)), optimizer, return_micro_batch_loss=True)
+        result["shares"] = held(shares)
+        result["last evaluation"] = held(model.eval_batch(given(*batch(7)), compute_loss=True))
+        inputs = batch(3)[0] if rank == 0 else None
+        result["prediction"] = held([model.predict_batch(inputs)])
+        own = model.predict_batch(inputs, broadcast=False)
+        result["own"] = None if own is None else held([own])
+        result["outputs"] = held(model.eval_batch(given(*batch())))
+        result["seen"] = seen
+        result["state"] = bits(model.layers.full_state_dict())
+        result["scheduler"] = model.get_static_scheduler()
+        return result
 
 
-def test_three_ranks_do_what_one_process_does(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
-    launch(RANKS, 3, args=[str(tmp_path)])
-    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(3)]
-    launch(RANKS, None, args=[str(tmp_path)])
-    alone = json.loads((tmp_path / "rank0.json").read_text())
+def test_three_ranks_do_what_one_process_does(on_ranks: Callable[..., Any]) -> None:
+    ranks = on_ranks(with_the_data_of_its_ends, 3)
+    (alone,) = on_ranks(with_the_data_of_its_ends, None)
     same = ["first evaluation", "losses", "shares", "last evaluation", "prediction", "state"]
     for rank in ranks:
         for what in same:
@@ -521,54 +510,36 @@ def test_three_ranks_do_what_one_process_does(
     ]
 
 
-REPLICAS = f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import paddle
-from fleetpipe import fleet
-from fleetpipe.fleet.meta_parallel import NoPipelineParallel, PipelineLayer
-from tests.pipelines import batch, mlp_layers, ROWS
+def without_a_pipeline() -> tuple[list[float], int, bytes]:
+    """Trains replicas of a model of one stage, and of a plain layer."""
+    rank = paddle.distributed.get_rank()
+    fleet.init(is_collective=True, strategy=jobs.strategy(2))
+    model = PipelineLayer(mlp_layers(), num_stages=1, loss_fn=nn.CrossEntropyLoss())
+    model = fleet.distributed_model(model)
+    assert type(model) is NoPipelineParallel
+    optimizer = sgd(model)
+    inputs, labels = (part[rank * 2 * ROWS :][: 2 * ROWS] for part in batch(4))
+    losses = [float(model.train_batch([inputs, labels], optimizer)) for _ in range(3)]
+    losses.append(float(model.eval_batch([inputs, labels], compute_loss=True)))
+    outputs = model.eval_batch([inputs, None])
 
-rank = int(os.environ["PADDLE_TRAINER_ID"])
-strategy = fleet.DistributedStrategy()
-strategy.pipeline_configs = {{"accumulate_steps": 2, "micro_batch_size": ROWS}}
-fleet.init(is_collective=True, strategy=strategy)
-model = PipelineLayer(mlp_layers(), num_stages=1, loss_fn=paddle.nn.CrossEntropyLoss())
-model = fleet.distributed_model(model)
-assert type(model) is NoPipelineParallel
-optimizer = fleet.distributed_optimizer(
-    paddle.optimizer.SGD(0.1, parameters=model.parameters())
-)
-inputs, labels = batch(4)
-own = slice(rank * 2 * ROWS, (rank + 1) * 2 * ROWS)
-losses = [float(model.train_batch([inputs[own], labels[own]], optimizer)) for _ in range(3)]
-loss = float(model.eval_batch([inputs[own], labels[own]], compute_loss=True))
-print("losses", losses, loss, len(model.eval_batch([inputs[own], None])))
-
-plain = paddle.nn.Linear(6, 4)
-wrapped = fleet.distributed_model(plain)
-assert isinstance(wrapped, paddle.DataParallel)
-optimizer = fleet.distributed_optimizer(
-    paddle.optimizer.SGD(0.1, parameters=wrapped.parameters())
-)
-paddle.nn.functional.cross_entropy(wrapped(inputs[own]), labels[own]).backward()
-optimizer.step()
-print("plain", float(plain.weight.sum()), float((plain.weight ** 2).sum()))
-fleet.shutdown()
-"""
+    plain = nn.Linear(6, 4)
+    wrapped = fleet.distributed_model(plain)
+    assert isinstance(wrapped, paddle.DataParallel)
+    optimizer = sgd(wrapped)
+    cross_entropy(wrapped(inputs), labels).backward()
+    optimizer.step()
+    fleet.shutdown()
+    return losses, len(outputs), plain.weight.numpy().tobytes()
 
 
-def test_two_replicas_without_a_pipeline(launch: Callable[..., Finished]) -> None:
-    done = launch(REPLICAS, 2)
+def test_two_replicas_without_a_pipeline(on_ranks: Callable[..., Any]) -> None:
+    first, other = on_ranks(without_a_pipeline, 2)
     with job(1, 4):
         model = pipeline()
         optimizer = sgd(model)
         losses = [float(model.train_batch(batch(4), optimizer)) for _ in range(3)]
         losses.append(float(model.eval_batch(batch(4), compute_loss=True)))
-    lines = [
-        [line for line in log.splitlines() if line[:6] in ("losses", "plain ")] for log in done.logs
-    ]
-    assert lines[0] == lines[1]
-    found = [float(word.strip("[],")) for word in lines[0][0].split()[1:5]]
-    assert found == pytest.approx(losses, rel=1e-6)
-    assert lines[0][0].endswith(" 2")
+    assert first == other
+    assert first[0] == pytest.approx(losses, rel=1e-6)
+    assert first[1] == 2
