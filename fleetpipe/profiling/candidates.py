@@ -159,13 +159,15 @@ class PlanTask:
         ]
         return list(dict.fromkeys(tried))
 
-    def fastest(self, shape: Placement, cap: float = math.inf, steady: bool = False) -> Bottleneck:
+    def fastest(self, shape: Placement, cap: float = math.inf) -> Bottleneck:
         """Returns the cut whose slowest stage is fastest, with what crosses between ranks.
+
+        Of cuts that measurements can hardly tell apart it is the one that sends least, so that it
+        is the same whenever a model is measured.
 
         Args:
             shape: Which rank has which stage.
             cap: Bytes that a stage may have in use, with nothing recomputed.
-            steady: Whether it is to be the same whenever the layers are measured.
 
         Raises:
             PartitionError: There are too few places, or no cut fits.
@@ -183,7 +185,7 @@ class PlanTask:
             return self.profile.layers[start - 1].output if start else 0
 
         places, count = self.profile.cuts, stages.count
-        return fastest(places, count, parts, cost, stages.seconds, sent if steady else None)
+        return fastest(places, count, parts, cost, stages.seconds, sent)
 
     def _crossing(self, shape: Placement, border: int, layer: int) -> tuple[float, float]:
         """Returns how long both ranks are busy, and the later one waits, where a cut crosses.

@@ -97,8 +97,7 @@ def fastest_cut(
 ) -> tuple[Boundaries, tuple[StageCost, ...]]:
     """Returns the cut whose slowest stage is fastest, and what its stages cost. Runs nothing.
 
-    Of cuts that measurements can hardly tell apart it is the one that sends least, so that it is
-    the same whenever a model is measured.
+    :func:`plan` begins its search with the same one: see :meth:`PlanTask.fastest`.
 
     Args:
         profile: What the layers cost.
@@ -112,7 +111,7 @@ def fastest_cut(
     cap = math.inf if memory_cap is None else memory_cap
     task = PlanTask(profile, stages, stages, cap, frozenset(("partition",)), optimizer_copies)
     shape = Placement("loop", stages)
-    boundaries = task.fastest(shape, cap, steady=True).boundaries
+    boundaries = task.fastest(shape, cap).boundaries
     return boundaries, task.with_transfers(shape, task.stages.cut(boundaries))
 
 
