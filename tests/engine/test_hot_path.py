@@ -16,6 +16,7 @@ import paddle
 import pytest
 from paddle import nn
 
+from fleetpipe import CheckpointManager
 from fleetpipe.engine.engine import Walker
 from fleetpipe.job.job import current_job
 from fleetpipe.schedules import Plan, Schedule, Send
@@ -188,15 +189,21 @@ def test_few_calls_stand_between_train_batch_and_a_layer(schedule: str) -> None:
     assert len(seen[-1]) == 7, seen[-1]
 
 
-def test_a_step_enters_few_files() -> None:
+def files_entered(run: Callable[[], Any]) -> set[str]:
+    return {call.split(":")[0] for call in own_calls(run)}
+
+
+def test_a_step_and_a_save_enter_few_files(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
     with job(2):
         model = pipeline()
         optimizer = sgd(model)
         model.train_batch(batch(), optimizer)
-        files = {
-            call.split(":")[0] for call in own_calls(lambda: model.train_batch(batch(), optimizer))
-        }
-    assert len(files) <= 29, sorted(files)
+        manager.save(1, model=model, optimizer=optimizer)
+        step = files_entered(lambda: model.train_batch(batch(), optimizer))
+        save = files_entered(lambda: manager.save(2, model=model, optimizer=optimizer))
+    assert len(step) <= 29, sorted(step)
+    assert len(save) <= 29, sorted(save)
 
 
 def test_nothing_grows_from_step_to_step() -> None:
