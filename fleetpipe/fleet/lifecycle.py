@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import warnings
+from dataclasses import asdict
 from typing import Any
 
 from fleetpipe import log, static
@@ -93,17 +94,20 @@ def init(
             got=f"fleet.init(is_collective={is_collective}) with pp_degree={degrees.pp}",
             fix="fleet.init(is_collective=True, strategy=strategy)",
         )
+    arguments = (role_maker, is_collective, strategy, log_level)
+    dynamic = paddle.in_dynamic_mode()
+    if dynamic and is_collective:
+        if degrees.pp > 1:
+            degrees.refuse_beyond(
+                PIPELINE_AXES, "use mp_degree, dp_degree or sharding_degree for these ranks"
+            )
+        if degrees.sharding > 1:
+            refuse_sharding_options(strategy)
     static.install()
-    if not paddle.in_dynamic_mode():
-        return _init_static(degrees, (role_maker, is_collective, strategy, log_level))
+    if not dynamic:
+        return _init_static(degrees, arguments)
     if not is_collective:
-        return _fleet.init(role_maker, is_collective, strategy, log_level)
-    if degrees.pp > 1:
-        degrees.refuse_beyond(
-            PIPELINE_AXES, "use mp_degree, dp_degree or sharding_degree for these ranks"
-        )
-    if degrees.sharding > 1:
-        refuse_sharding_options(strategy)
+        return _fleet.init(*arguments)
     if strategy.amp and device_kind() == "cpu":
         log.once(
             _log.warning, "strategy.amp has no effect on CPU: Paddle computes in float32 there"
@@ -111,7 +115,7 @@ def init(
     running = current_job()
     if running is not None:
         return _change_strategy(running, degrees, strategy, config)
-    return _begin(degrees, world_size, (role_maker, is_collective, strategy, log_level), config)
+    return _begin(degrees, world_size, arguments, config)
 
 
 def _refuse_second_reading() -> None:
@@ -253,30 +257,53 @@ def _begin(
 ) -> Fleet:
     number = next(_numbers)
     _log.debug("job %d of this process begins: %s", number, degrees)
+    strategy = arguments[2]
+    if world_size == 1:
+        begun = _begin_alone(degrees, arguments, config.timeout, number)
+    else:
+        facts = {
+            **agreement.facts(degrees, config),
+            "hybrid_configs": repr(strategy.hybrid_configs),
+            "hybrid_configs['order']": repr(strategy.hybrid_parallel_order),
+        }
+        order = strategy.hybrid_parallel_order
+        groups = functools.partial(_make_groups, degrees, arguments)
+        begun = start.begin_together(degrees, order, facts, config.timeout, number, groups)
+    job.begin(begun)
+    tensor_parallel.connect_shards(begun)
+    return _fleet
+
+
+def _begin_alone(degrees: Degrees, arguments: tuple[Any, ...], timeout: float, number: int) -> Job:
     role_maker, is_collective, strategy, log_level = arguments
-    if world_size > 1:
-        facts = _facts(degrees, strategy, config)
-        init = functools.partial(paddle_fleet.init, role_maker, is_collective, log_level=log_level)
-        begun = start.begin_together(degrees, strategy, facts, config.timeout, number, init)
-        job.begin(begun)
-        tensor_parallel.connect_shards(begun)
-        return _fleet
     _init_alone(role_maker, is_collective, log_level)
     hcg = LocalTopology(degrees.pp)
     install_topology(hcg, copy.deepcopy(strategy))
     if degrees.pp > 1:
         _log.info("this one process plays all %d ranks of the pipeline", degrees.pp)
-    job.begin(Job(degrees, hcg, config.timeout, number))
-    return _fleet
+    return Job(degrees, hcg, timeout, number)
 
 
-def _facts(degrees: Degrees, strategy: Any, config: PipelineConfig) -> dict[str, str]:
-    """Returns what must be the same on all ranks before they make groups."""
-    return {
-        **agreement.facts(degrees, config),
-        "hybrid_configs": repr(strategy.hybrid_configs),
-        "hybrid_configs['order']": repr(strategy.hybrid_parallel_order),
-    }
+def _make_groups(degrees: Degrees, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Has Paddle make its groups. Collective over the job.
+
+    Returns:
+        Paddle's topology, and its group of all replicas where dp and sharding both split them.
+    """
+    role_maker, is_collective, strategy, log_level = arguments
+    strategy = copy.deepcopy(strategy)
+    # Fleet works out dp_degree=-1 from mp_degree and pp_degree alone.
+    strategy.hybrid_configs = {f"{axis}_degree": n for axis, n in asdict(degrees).items()}
+    drawn = paddle.get_rng_state()
+    paddle_fleet.init(role_maker, is_collective, strategy, log_level)
+    if strategy.tensor_parallel_configs["tensor_init_seed"] == -1:
+        # With mp_degree above 1 Paddle seeds every rank with a number of its own, over the user's.
+        paddle.set_rng_state(drawn)
+    hcg = paddle_fleet.get_hybrid_communicate_group()
+    if degrees.dp == 1 or degrees.sharding == 1:
+        return hcg, None
+    _, fused = hcg.create_fuse_group(["data", "sharding"])
+    return hcg, fused
 
 
 @functools.lru_cache(maxsize=1)

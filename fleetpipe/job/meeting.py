@@ -27,8 +27,7 @@ from fleetpipe.job.store import JobStore
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.topology import began_without_groups, open_tcp_store
 from fleetpipe.transport import Store
-from fleetpipe.transport.joining.rendezvous import await_keys
-from fleetpipe.transport.limit import Limit
+from fleetpipe.transport.limit import Limit, await_keys
 
 _POLL_SECONDS = 0.02
 #: Seconds that rank 0, which serves the store, stays for others that are about to fail as it does.
@@ -45,6 +44,33 @@ def world_size() -> int:
 def own_rank() -> int:
     """Returns this process's rank among those that the launcher started."""
     return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def come_together(number: int, timeout: float) -> JobStore:
+    """Waits until every rank is here. Collective over the job.
+
+    Args:
+        number: The number of the job, so that each has keys of its own.
+        timeout: Seconds to wait.
+
+    Returns:
+        The store that all jobs of this process share, opened by the first of them: rank 0 cannot
+        serve a second one at its endpoint.
+
+    Raises:
+        PipelineTimeout: Names the ranks that did not come.
+        FleetPipeError: As :func:`open_store`.
+    """
+    if not _stores:
+        _stores.append(open_store(timeout))
+    store = _stores[0]
+    store.timeout = timeout
+    store.check = lambda: None
+    meet(store, f"fleetpipe/{number}/here", timeout)
+    return store
+
+
+_stores: list[JobStore] = []
 
 
 def open_store(timeout: float) -> JobStore:
@@ -91,20 +117,6 @@ def _address() -> tuple[str, int]:
 _servers: list[Any] = []
 
 
-def wait_for_all(store: Store, number: int, timeout: float) -> None:
-    """Waits until every rank of the job is here. Collective over the job.
-
-    Args:
-        store: The job's store.
-        number: The number of the job, so that each has keys of its own.
-        timeout: Seconds to wait.
-
-    Raises:
-        PipelineTimeout: Names the ranks that did not come.
-    """
-    meet(store, f"fleetpipe/{number}/here", timeout)
-
-
 def meet(
     store: Store,
     key: str,
@@ -129,13 +141,12 @@ def meet(
         PipelineTimeout: Names the ranks that did not come; all that did raise it.
     """
     store.add(f"{key}/{own_rank()}", 1)
-    limit = Limit(timeout)
     everyone = range(world_size())
     keys = {rank: f"{key}/{rank}" for rank in (everyone if ranks is None else ranks)}
 
-    def over() -> bool:
+    def given_up() -> bool:
         # The others' time began at other moments; the first that gives up does it for all.
-        return limit.reached() or store.add(f"{key}/late", 0) > 0
+        return store.add(f"{key}/late", 0) > 0
 
     def failure(missing: list[int], ended: set[int]) -> FleetPipeError:
         if ended:
@@ -149,7 +160,7 @@ def meet(
         who = f"ranks {missing}" if missing[1:] else f"rank {missing[0]}"
         return _not_here(who, timeout, place=place)
 
-    for _ in await_keys(store, keys, over, failure, gone):
+    for _ in await_keys(store, keys, Limit(timeout), failure, gone, given_up):
         pass
 
 

@@ -2,8 +2,8 @@
 
 Names that need Paddle are loaded when first used, so that the interface is importable without.
 
-Entered by: ``base``, ``joining.connections``, ``joining.hosts``, ``joining.rendezvous``,
-``limit``, ``sockets.forks``, ``sockets.transport``, ``wire.bridge``, ``wire.message``,
+Entered by: ``base``, ``joining.connections``, ``joining.hosts``, ``limit``,
+``sockets.forks``, ``sockets.transport``, ``wire.bridge``, ``wire.message``,
 ``wire.parsing``, ``wire.seal``, ``wire.structure``.
 """
 

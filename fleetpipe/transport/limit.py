@@ -1,4 +1,4 @@
-"""The limit of a wait, in time that this process was there to see.
+"""The limit of a wait, in time that this process was there to see; and the wait at a store.
 
 A process that is stopped (a debugger, a batch system that suspends a whole job) wakes to clocks on
 which everybody else is long overdue. It is no witness of that: the others may not have run either.
@@ -7,11 +7,18 @@ which everybody else is long overdue. It is no witness of that: the others may n
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import Callable
+
+from fleetpipe.errors import FleetPipeError
+from fleetpipe.transport.base import Store
 
 #: A wait looks at its limit at least this often, in seconds.
 LOOK_SECONDS = 0.5
 #: A wait that did not look for so long was stopped; asking a store may take 2 s of them.
 STOPPED_SECONDS = 5.0
+_FIRST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.02
 
 
 class Limit:
@@ -42,3 +49,53 @@ class Limit:
     def nap(self) -> float:
         """Returns how long the wait may sleep before it looks again."""
         return max(0.0, min(self.left(), LOOK_SECONDS))
+
+
+def await_keys(
+    store: Store,
+    keys: Mapping[int, str],
+    limit: Limit,
+    failure: Callable[[list[int], set[int]], FleetPipeError],
+    gone: Callable[[], Collection[int]] = tuple,
+    given_up: Callable[[], bool] = lambda: False,
+) -> Iterator[int]:
+    """Waits until each rank has added to its key, and yields the ranks one after the other.
+
+    Every wait for other ranks at a store goes through here: its ``get`` may block for ever.
+    While all come, each key is asked for once: among many ranks, whoever waits looks only for the
+    first that is missing.
+
+    Args:
+        store: The store. One that knows of a failed rank raises that while somebody is missing.
+        keys: The key of each rank that is waited for.
+        limit: How long the wait may last.
+        failure: Makes the error, of the ranks that are missing, and of those that have ended.
+        gone: Says which ranks have ended, and so come to nothing more.
+        given_up: Whether another rank has reached its limit, which then ends this wait too.
+
+    Raises:
+        FleetPipeError: What ``failure`` returns: the limit is reached, or a missing rank has ended.
+    """
+    waiting = sorted(keys)
+    pause = _FIRST_PAUSE
+    failed = False
+    while waiting:
+        # Asked before the store: whoever has ended by now either stands there or never will.
+        ended = set(gone())
+        try:
+            while waiting and store.add(keys[waiting[0]], 0):
+                yield waiting.pop(0)
+            late = bool(waiting) and (limit.reached() or given_up())
+        except FleetPipeError:
+            # Whoever failed may have come since it was asked for, and have failed at what is next.
+            if failed:
+                raise
+            failed = True
+            continue
+        if late or ended.intersection(waiting):
+            missing = [rank for rank in waiting if not store.add(keys[rank], 0)]
+            if missing and (late or ended.intersection(missing)):
+                raise failure(missing, ended.intersection(missing))
+        if waiting:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)

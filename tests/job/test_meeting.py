@@ -75,7 +75,7 @@ def test_all_go_on_when_the_last_has_come(monkeypatch: pytest.MonkeyPatch) -> No
 
     def act(rank: int) -> float:
         time.sleep(0.1 * rank)
-        meeting.wait_for_all(store, 0, 5)
+        meeting.meet(store, "here", 5)
         return time.monotonic()
 
     moments = play(monkeypatch, 3, act)
@@ -87,7 +87,7 @@ def test_those_that_came_name_those_that_did_not(monkeypatch: pytest.MonkeyPatch
 
     def act(rank: int) -> None:
         # One whose limit is far gives up with the first, too.
-        meeting.wait_for_all(store, 0, 0.2 if rank else 60)
+        meeting.meet(store, "here", 0.2 if rank else 60)
 
     began = time.monotonic()
     raised = play(monkeypatch, 4, act, only=(0, 2))

@@ -31,8 +31,7 @@ from fleetpipe.paddle_api.topology import (
 )
 from fleetpipe.transport import Store
 from fleetpipe.transport.joining import hosts
-from fleetpipe.transport.joining.rendezvous import await_keys
-from fleetpipe.transport.limit import Limit
+from fleetpipe.transport.limit import Limit, await_keys
 
 _log = log.logger(__name__)
 
@@ -74,13 +73,15 @@ def _open(store: Store, rank: int, group: int, timeout: float) -> Any:
     if rank == 0:
         host = hosts.gloo_interface()[1] or hosts.own_address()
         port = _free_port(host)
-        opened = open_tcp_store(host, port, True, timeout)
+    else:
+        _await(store, group, {0: f"{key}/published"}, timeout)
+        host, _, text = store.get(f"{key}/address").decode().rpartition(":")
+        port = int(text)
+    opened = open_tcp_store(host, port, rank == 0, timeout)
+    if rank == 0:
         store.set(f"{key}/address", f"{host}:{port}")
         store.add(f"{key}/published", 1)
-        return opened
-    _await(store, group, {0: f"{key}/published"}, timeout)
-    host, _, text = store.get(f"{key}/address").decode().rpartition(":")
-    return open_tcp_store(host, int(text), False, timeout)
+    return opened
 
 
 def _choose_interface() -> None:
@@ -102,7 +103,6 @@ def _choose_interface() -> None:
 
 def _await(store: Store, group: int, keys: Mapping[int, str], timeout: float) -> None:
     """Waits until the members of a group have come to their keys."""
-    limit = Limit(timeout)
 
     def failure(missing: list[int], _: object) -> PipelineTimeout:
         who = f"members {missing}" if missing[1:] else f"member {missing[0]}"
@@ -111,7 +111,7 @@ def _await(store: Store, group: int, keys: Mapping[int, str], timeout: float) ->
             fix="see their logs; raise fleetpipe_configs['timeout'] if they are only slow",
         )
 
-    for _ in await_keys(store, keys, limit.reached, failure):
+    for _ in await_keys(store, keys, Limit(timeout), failure):
         pass
 
 

@@ -8,6 +8,7 @@ group keeps the options that it was first made with, those of NCCL for example.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,9 +43,9 @@ def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iter
     """
     made: Counter[tuple[int, ...]] = Counter()
     world = range(meeting.world_size())
-
-    def open_store() -> Any:
-        return meeting.paddles_client(timeout)
+    gloo.separate_stores(store, timeout)
+    limited = watch.limit(timeout, "making Paddle's groups", world)
+    open_store = functools.partial(meeting.paddles_client, timeout)
 
     def new_group(make: Callable[..., Any], ranks: list[int], **options: Any) -> Any:
         members = tuple(sorted(ranks))
@@ -62,10 +63,11 @@ def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iter
                 groups.append(make(ranks, **options))
         return groups[made[members] - 1]
 
-    gloo.separate_stores(store, timeout)
-    limited = watch.limit(timeout, "making Paddle's groups", world)
     with limited, _translated(), beginning(open_store, new_group):
         yield
+    # The first rank of a group serves its store: it must not leave while others make it.
+    meeting.meet(store, f"fleetpipe/{number}/groups", timeout)
+    meeting.let_others_go(store, f"fleetpipe/{number}/groups/going")
 
 
 def forget_where_in_doubt(number: int, store: JobStore, meet: Callable[[], None]) -> None:

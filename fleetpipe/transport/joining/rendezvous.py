@@ -1,73 +1,21 @@
 """How ranks find each other: each publishes a card in the job's store and reads the others'.
 
 A store's ``get`` of a key that is not there yet may block for ever, so each card has a counter
-next to it that is polled until the deadline, and only a card that is there is read. Every wait for
-other ranks at a store goes through :func:`await_keys`.
+next to it that is polled until the deadline, and only a card that is there is read.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Callable
+from collections.abc import Collection, Iterable, Mapping
 
-from fleetpipe.errors import FleetPipeError, PipelineTimeout, TransportError
+from fleetpipe.errors import PipelineTimeout, TransportError
 from fleetpipe.transport.base import Store
-from fleetpipe.transport.limit import Limit
+from fleetpipe.transport.limit import Limit, await_keys
 from fleetpipe.transport.wire.message import VERSION
 from fleetpipe.transport.wire.parsing import parse
 
-_FIRST_PAUSE = 0.001
-_LONGEST_PAUSE = 0.02
 _LARGEST_CARD = 1 << 16
-
-
-def await_keys(
-    store: Store,
-    keys: Mapping[int, str],
-    over: Callable[[], bool],
-    failure: Callable[[list[int], set[int]], FleetPipeError],
-    gone: Callable[[], Collection[int]] = tuple,
-) -> Iterator[int]:
-    """Waits until each rank has added to its key, and yields the ranks one after the other.
-
-    While all come, each key is asked for once: among many ranks, whoever waits looks only for the
-    first that is missing.
-
-    Args:
-        store: The store. One that knows of a failed rank raises that while somebody is missing.
-        keys: The key of each rank that is waited for.
-        over: Whether the wait has reached its limit.
-        failure: Makes the error, of the ranks that are missing, and of those that have ended.
-        gone: Says which ranks have ended, and so come to nothing more.
-
-    Raises:
-        FleetPipeError: What ``failure`` returns: the limit is reached, or a missing rank has ended.
-    """
-    waiting = sorted(keys)
-    pause = _FIRST_PAUSE
-    failed = False
-    while waiting:
-        # Asked before the store: whoever has ended by now either stands there or never will.
-        ended = set(gone())
-        try:
-            while waiting and store.add(keys[waiting[0]], 0):
-                yield waiting.pop(0)
-            late = bool(waiting) and over()
-        except FleetPipeError:
-            # Whoever failed may have come since it was asked for, and have failed at what is next.
-            if failed:
-                raise
-            failed = True
-            continue
-        if late or ended.intersection(waiting):
-            missing = [rank for rank in waiting if not store.add(keys[rank], 0)]
-            if missing and (late or ended.intersection(missing)):
-                raise failure(missing, ended.intersection(missing))
-        if waiting:
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 class Rendezvous:
@@ -124,7 +72,7 @@ class Rendezvous:
         keys = {rank: f"{self._namespace}/{rank}/{subject}" for rank in ranks}
         counters = {rank: f"{key}/ready" for rank, key in keys.items()}
         arriving = await_keys(
-            self._store, counters, self.limit.reached, lambda missing, _: self.late(missing)
+            self._store, counters, self.limit, lambda missing, _: self.late(missing)
         )
         return {rank: self._read(rank, keys[rank], names) for rank in arriving}
 

@@ -19,7 +19,8 @@ class FullStore(MemoryStore):
 
     def add(self, key: str, amount: int) -> int:
         value = super().add(key, amount)
-        return max(value, 1) if "/group/" in key else value
+        meeting = "/group/" in key or key.endswith(("/groups/1", "/groups/going"))
+        return max(value, 2) if meeting else value
 
 
 class NoWatch:

@@ -42,7 +42,7 @@ MEMBERS: list[Any] = []
 def start(over: str) -> Any:
     """Begins a job of Paddle's with mp_degree 2; returns its model-parallel group."""
     store = meeting.open_store(SECONDS)
-    meeting.wait_for_all(store, 0, SECONDS)
+    meeting.meet(store, "fleetpipe/0/here", SECONDS)
     gloo.separate_stores(store, SECONDS)
     strategy = paddle_fleet.DistributedStrategy()
     strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 2, "pp_degree": 1}
