@@ -2,7 +2,7 @@
 
 On CPU Paddle's layers have no kernels. Its random-state tracker works on both (2.6.2 and 3.3.1).
 
-Entered by: ``groups``, ``layer``.
+Entered by: ``groups``, ``layer``, ``operations``.
 """
 
 from __future__ import annotations

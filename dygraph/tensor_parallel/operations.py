@@ -50,7 +50,9 @@ def own_errors() -> Iterator[None]:
         raise
 
 
-def _noting(backward: Backward) -> Backward:
+def noting(backward: Backward) -> Backward:
+    """Has :func:`own_errors` know what is raised in the backward of an operation."""
+
     @functools.wraps(backward)
     def noted(ctx: Context, grad: Tensor) -> Tensor:
         try:
@@ -70,7 +72,7 @@ class _Identity(paddle.autograd.PyLayer):
         return tensor.view(tensor.shape)
 
     @staticmethod
-    @_noting
+    @noting
     def backward(ctx: Context, grad: Tensor) -> Tensor:
         return total(grad, ctx.members)
 
@@ -93,7 +95,7 @@ class _Split(paddle.autograd.PyLayer):
         return shard_of(tensor, -1, members.rank, members.ranks)
 
     @staticmethod
-    @_noting
+    @noting
     def backward(ctx: Context, grad: Tensor) -> Tensor:
         return paddle.concat(gathered(grad, ctx.members), axis=-1)
 

@@ -10,7 +10,7 @@ from typing import Callable
 
 from fleetpipe.aliases import Nest, Strategy, Tensor
 from fleetpipe.config import PipelineConfig, scale_strategy
-from fleetpipe.dygraph import tensor_parallel
+from fleetpipe.dygraph import experts, tensor_parallel
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
@@ -277,6 +277,7 @@ class Runtime:
         """Adds up gradients over the replicas and over the copies of shared weights. Collective."""
         with self.timing("allreduce_gradients"):
             parameters = self.layers.trained_parameters()
+            experts.fill_gradients(self.layers.state.own_parameters())
             replicas.reduce_gradients(parameters, self.job.replicas(), self.scale)
         # After the replicas: their sums differ in the last bit from stage to stage.
         with self.timing("allreduce_shared_weight_gradients"):

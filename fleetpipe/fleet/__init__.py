@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe import heap, numerics, static
+from fleetpipe.dygraph import experts
 from fleetpipe.fleet import overlay
 from fleetpipe.paddle_api import paddle_fleet
 from fleetpipe.paddle_api.topology import choose_backend
@@ -20,6 +21,7 @@ numerics.prepare()
 heap.prepare()
 overlay.install()
 static.install()
+experts.install()
 
 from fleetpipe.fleet import high_level, meta_parallel  # noqa: E402
 from fleetpipe.fleet.lifecycle import (  # noqa: E402

@@ -180,6 +180,10 @@ class Job:
         name = _PADDLE_GROUPS.get(split[0]) if len(split) == 1 else None
         return None if name is None else getattr(self.hcg, name)
 
+    def among(self, ranks: Sequence[int]) -> Group:
+        """Returns some ranks of the job as a group, in this order, which is the same on all."""
+        return self._group(f"ranks {list(ranks)}", lambda: list(ranks))
+
     def everyone(self) -> Group:
         """Returns all ranks of the job by rank, for small values only."""
         return self._group("everyone", lambda: list(range(self.hcg.nranks)))

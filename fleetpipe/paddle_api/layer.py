@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from paddle.incubate.distributed.models.moe import moe_layer as _moe_layer
+from paddle.incubate.distributed.models.moe import utils as _moe_utils
 from paddle.jit.dy2static.program_translator import StaticFunction
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.paddle_api.tensor import has_memory
+
+#: Those of a mixture of experts, and what helps them.
+_paddle_moe = (_moe_layer, _moe_utils)
 
 
 def forward_hooks(layer: Layer) -> list[dict[int, Any]]:
@@ -97,3 +102,10 @@ def has_hooks(layer: Layer) -> bool:
 def wrapped_layer(layer: Layer) -> Layer | None:
     """Returns the layer in one of Paddle's wrappers, as ``DataParallel``; None in another layer."""
     return layer._layers if list(sublayers_in(layer)) == ["_layers"] else None
+
+
+def replace_in_moe(**functions: Callable[..., Tensor]) -> None:
+    """Has Paddle's ``MoELayer`` and its gates call these functions in the place of their own."""
+    for module in _paddle_moe:
+        for name in functions.keys() & vars(module).keys():
+            setattr(module, name, functions[name])

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
 from types import BuiltinFunctionType, ModuleType
@@ -319,3 +319,26 @@ def _found_in(modules: frozenset[str]) -> list[tuple[Any, str, Function]]:
         for name, value in list(vars(module).items())
         if isinstance(value, BuiltinFunctionType) and value in types
     ]
+
+
+def provide(operations: Mapping[str, Function]) -> None:
+    """Has Paddle's functions do operations, of which it has no kernel for CPUs, by others.
+
+    Args:
+        operations: By Paddle's name; each takes the tensors, then the attributes by their names.
+    """
+    for module in (_C_ops, _legacy_C_ops):
+        for name in operations.keys() & vars(module).keys():
+            setattr(module, name, _provided(operations[name], vars(module)[name]))
+
+
+def _provided(function: Function, stock: Function) -> Function:
+    def operation(*args: Any) -> Any:
+        if not paddle.in_dynamic_mode():
+            return stock(*args)
+        # _legacy_C_ops is given the name of each attribute before its value.
+        ends = [index for index, value in enumerate(args) if isinstance(value, str)] or [len(args)]
+        attributes = dict(zip(args[ends[0] :: 2], args[ends[0] + 1 :: 2]))
+        return function(*args[: ends[0]], **attributes)
+
+    return operation

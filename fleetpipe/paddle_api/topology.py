@@ -188,6 +188,11 @@ def hybrid_topology() -> Topology:
     return _paddle_topology._HYBRID_PARALLEL_GROUP
 
 
+def group_of_ring(ring_id: int) -> PaddleGroup:
+    """Returns the group that operations know by this number; 0 is the default group."""
+    return _paddle_collective._get_group_map()[ring_id]
+
+
 def sole_group() -> PaddleGroup:
     """Returns a group of Paddle's whose one member is this process."""
     return Group(0, 0, [0])

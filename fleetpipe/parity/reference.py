@@ -13,6 +13,7 @@ from fleetpipe.dygraph import (
     PipelineOptimizer,
     PipelineParallel,
     SingleModel,
+    experts,
     random_keys,
     tensor_parallel,
     weighted,
@@ -164,6 +165,7 @@ class Reference:
             shares.append([weighted(loss, weight) for loss, weight in zip(losses, weights_of)])
             for last in range(number, number - slices, -1) if (number + 1) % slices == 0 else ():
                 _backward(states if slices > 1 else None, last, shares[last])
+        experts.fill_gradients({self.names[n]: p for n, p in self.model.named_parameters()})
         return [sum_in_order(share) for share in zip(*shares)]
 
     def take_gradients(self) -> list[Tensor | None]:

@@ -1,0 +1,129 @@
+"""Tokens on their way to experts on other ranks, and back: ``global_scatter``, ``global_gather``.
+
+A rank sorts its tokens by member and that member's expert; an expert takes all of its own, sorted
+by the member that they come from. ``counts_out`` and ``counts_in`` say how many go to, and come
+from, each (member, expert): int64 [members * experts of one member]. Each exchange is the gradient
+of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fleetpipe.aliases import Context, Tensor
+from fleetpipe.dygraph.tensor_parallel.operations import noting
+from fleetpipe.errors import UsageError
+from fleetpipe.mesh.groups import Group
+from fleetpipe.paddle_api import paddle
+
+#: By member, how many tokens there are for each expert of one member.
+Counts = Sequence[Sequence[int]]
+
+
+def scatter(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) -> Tensor:
+    """Returns the tokens that all members have for this one's experts, by expert. Collective.
+
+    Args:
+        tokens: [tokens, width], sorted by member and expert.
+        counts_out: How many of them go where.
+        counts_in: How many come from where.
+        group: The members.
+
+    Raises:
+        PipelineTimeout: Some member did not come within the limit.
+        UsageError: The counts are not those of ``tokens``.
+    """
+    return _exchanged(True, tokens, counts_out, counts_in, group)
+
+
+def gather(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) -> Tensor:
+    """Returns this member's tokens, as they were before :func:`scatter`. Collective.
+
+    Args:
+        tokens: [tokens, width], sorted by expert and member, as :func:`scatter` returned them.
+        counts_out: As for :func:`scatter`.
+        counts_in: Likewise.
+        group: The members.
+
+    Raises:
+        PipelineTimeout: Some member did not come within the limit.
+        UsageError: The counts are not those of ``tokens``.
+    """
+    return _exchanged(False, tokens, counts_out, counts_in, group)
+
+
+def _exchanged(
+    outward: bool, tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group
+) -> Tensor:
+    sent, received = (_by_member(counts, group) for counts in (counts_out, counts_in))
+    expected = sum(map(sum, sent if outward else received))
+    if tokens.shape[0] != expected:
+        raise UsageError(
+            "the counts are not those of the tokens",
+            expected=f"{expected} tokens",
+            got=f"{tokens.shape[0]} tokens",
+            fix="count the experts that the tokens were sorted by",
+        )
+    exchange: Callable[..., Tensor] = _Exchange.apply
+    return exchange(tokens, outward, sent, received, group)
+
+
+class _Exchange(paddle.autograd.PyLayer):
+    """Either way: ``outward`` is to the experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, tokens: Tensor, outward: bool, sent: Counts, received: Counts, group: Group
+    ) -> Tensor:
+        ctx.exchange = not outward, sent, received, group
+        return _exchange(tokens, outward, sent, received, group)
+
+    @staticmethod
+    @noting
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        return _exchange(grad, *ctx.exchange)
+
+
+def _exchange(
+    tokens: Tensor, outward: bool, sent: Counts, received: Counts, group: Group
+) -> Tensor:
+    if not outward:
+        tokens = _transposed(tokens, list(zip(*received)))
+    parts = _split(tokens, [sum(counts) for counts in (sent if outward else received)])
+    arrived = _joined(group.all_to_all(parts))
+    return _transposed(arrived, received) if outward else arrived
+
+
+def _transposed(tokens: Tensor, counts: Counts) -> Tensor:
+    """Returns tokens that are sorted by row and column of ``counts`` by column and row."""
+    flat = [count for row in counts for count in row]
+    columns = len(counts[0])
+    pieces = _split(tokens, flat)
+    return _joined([piece for column in range(columns) for piece in pieces[column::columns]])
+
+
+def _split(tokens: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    # Paddle's split takes no size of 0, nor does 2.6.2 a slice of that.
+    none = paddle.empty([0, *tokens.shape[1:]], tokens.dtype)
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(tokens[start : start + size] if size else none)
+        start += size
+    return pieces
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    filled = [piece for piece in pieces if piece.shape[0]]
+    return paddle.concat(filled) if filled else pieces[0]
+
+
+def _by_member(counts: Tensor, group: Group) -> list[list[int]]:
+    if counts.shape[0] % group.ranks:
+        raise UsageError(
+            "there is a count for each expert of each member",
+            expected=f"a multiple of {group.ranks} counts",
+            got=f"{counts.shape[0]} counts",
+            fix="give every member the same number of experts",
+        )
+    by_member: list[list[int]] = counts.reshape([group.ranks, -1]).tolist()
+    return by_member

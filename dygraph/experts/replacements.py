@@ -1,0 +1,80 @@
+"""Paddle's operations for mixtures of experts, under Paddle's names, on machines without a GPU.
+
+``paddle.incubate.distributed.models.moe.MoELayer`` and its gates call them, and libraries' layers.
+"""
+
+from __future__ import annotations
+
+from fleetpipe.aliases import DType, PaddleGroup, Tensor
+from fleetpipe.dygraph.experts import exchange, operations
+from fleetpipe.errors import StateError
+from fleetpipe.job.job import current_job
+from fleetpipe.mesh.groups import Group, SoleGroup
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.layer import replace_in_moe
+from fleetpipe.paddle_api.operations import provide
+from fleetpipe.paddle_api.topology import group_of_ring
+
+
+def _members(group: PaddleGroup) -> Group:
+    """Returns the ranks of a group of Paddle's, as this job reaches them.
+
+    Raises:
+        StateError: There are several, and no job.
+    """
+    job = current_job()
+    if len(group.ranks) == 1:
+        return SoleGroup()
+    if job is None:
+        raise StateError(
+            "tokens are exchanged between the ranks of a job, and there is none",
+            got=f"a group of ranks {list(group.ranks)}",
+            fix="call fleet.init(is_collective=True, strategy=strategy) first",
+        )
+    return job.among(group.ranks)
+
+
+def _global_scatter(
+    x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
+) -> Tensor:
+    return exchange.scatter(x, local_count, global_count, _members(group_of_ring(ring_id)))
+
+
+def _global_gather(
+    x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
+) -> Tensor:
+    return exchange.gather(x, local_count, global_count, _members(group_of_ring(ring_id)))
+
+
+def _alltoall(
+    in_tensor_list: Tensor, group: PaddleGroup = None, use_calc_stream: bool = True
+) -> Tensor:
+    """Returns one tensor of the equal parts that all members have for this one. Collective."""
+    members = _members(group_of_ring(0) if group is None else group)
+    return paddle.concat(members.all_to_all(paddle.split(in_tensor_list, members.ranks)))
+
+
+def _local_gather(
+    inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: bool = True
+) -> Tensor:
+    """Returns ``out_batch_size`` rows, of which each is the sum of those of ``inp`` that go there.
+
+    Paddle's own, of 2.6.2 and 3.3.1 alike, takes one of them for the sum. In the backward of
+    ``MoELayer`` a token with several experts then has the gradient of one.
+    """
+    zeros = paddle.zeros([out_batch_size, inp.shape[-1]], inp.dtype)
+    if 0 in pos.shape:
+        return zeros
+    exact: DType = "float64" if inp.dtype == paddle.float64 else "float32"
+    rows = paddle.scatter(zeros.astype(exact), pos, inp.astype(exact), overwrite=not maybe_overlap)
+    return rows.astype(inp.dtype)
+
+
+def install() -> None:
+    """Mends ``MoELayer``, and has Paddle's functions do these operations where there is no GPU."""
+    replace_in_moe(_local_gather=_local_gather)
+    if device_kind() == "cpu":
+        replace_in_moe(_alltoall=_alltoall)
+        routing = {name: getattr(operations, name) for name in operations.__all__}
+        provide({**routing, "global_scatter": _global_scatter, "global_gather": _global_gather})

@@ -1,0 +1,111 @@
+"""Paddle's operations for mixtures, against loops over tokens, and MoELayer against a dense one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.distributed.models.moe import utils
+from paddle.incubate.distributed.models.moe import GShardGate, MoELayer, NaiveGate, SwitchGate
+
+from fleetpipe import fleet as fleet  # puts the operations in their place
+from fleetpipe.errors import UsageError
+from tests.dygraph.experts.mixtures import DenseMixture, experts_of, room_left
+
+
+def tensor(values: Any, dtype: str = "int64") -> Any:
+    return paddle.to_tensor(np.asarray(values), dtype)
+
+
+def test_documented_results() -> None:
+    numbers = tensor([[0, 2], [0, 2]])
+    assert utils._number_count(numbers, 6).tolist() == [2, 0, 2, 0, 0, 0]
+    assert utils._assign_pos(numbers, tensor([2, 2, 4, 4])).tolist() == [2, 0, 3, 1]
+    limited = utils._limit_by_capacity(tensor([1, 2, 2, 8, 3, 6]), tensor([5, 5, 5]), 2)
+    assert limited.tolist() == [1, 2, 2, 4, 3, 3]
+    choices, room = tensor([1, 3, 3, 3, 3, 2, 1, 1]), tensor([0, 3, 1, 3, 0, 0, 0, 0])
+    pruned = utils._prune_gate_by_capacity(choices, room, 8, 1)
+    assert pruned.tolist() == [1, 3, 3, 3, -1, 2, 1, 1]
+    routed = utils._random_routing(
+        tensor([[0, 1], [2, 3]]),
+        tensor([[1, 0.3], [1, 0.3]], "float32"),
+        tensor([0.5, 0.7], "float32"),
+    )
+    assert routed.tolist() == [[0, 1], [2, -1]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_random_choices(seed: int, dtype: str) -> None:
+    draw = np.random.default_rng(seed)
+    experts, tokens = int(draw.integers(1, 6)), int(draw.integers(0, 40))
+    numbers = draw.integers(-1, experts, (tokens, 2))
+    choices = tensor(numbers, dtype)
+    counts = [int((numbers == expert).sum()) for expert in range(experts)]
+    assert utils._number_count(choices, experts).tolist() == counts
+
+    flat = numbers.flatten()
+    by_expert = [np.flatnonzero(flat == expert)[::-1] for expert in range(experts)]
+    places = utils._assign_pos(choices, tensor(np.cumsum(counts)))
+    assert places.tolist() == np.concatenate(by_expert).tolist()
+
+    capacity = int(draw.integers(1, 10))
+    pruned = utils._prune_gate_by_capacity(choices, tensor([capacity] * experts), experts, 1)
+    expected = room_left(choices, capacity) if tokens else choices
+    assert pruned.dtype == choices.dtype
+    assert pruned.tolist() == expected.tolist()
+
+
+def test_bad_choices() -> None:
+    with pytest.raises(UsageError, match=r"routed by whole numbers.*\n.*int64.*\n.*float32"):
+        utils._number_count(tensor([0.0], "float32"), 2)
+    with pytest.raises(UsageError, match="from 0 to 1, or -1"):
+        utils._number_count(tensor([0, 2]), 2)
+    with pytest.raises(UsageError, match="drops every token"):
+        utils._limit_by_capacity(tensor([3, 0]), tensor([0, 0]), 1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("capacity", [0.2, 1.0])
+@pytest.mark.parametrize(
+    ("kind", "top_k"), [("naive", 1), ("naive", 2), ("gshard", 2), ("switch", 1)]
+)
+def test_moe_layer_is_the_dense_mixture(
+    kind: str, top_k: int, capacity: float, training: bool
+) -> None:
+    compare(kind, top_k, experts=3, tokens=12, capacity=capacity, seed=4, training=training)
+
+
+def compare(
+    kind: str, top_k: int, experts: int, tokens: int, capacity: float, seed: int, training: bool
+) -> None:
+    """Compares output, loss of the gate and gradients with the dense mixture's."""
+    paddle.seed(seed)
+    options = {} if kind == "naive" else {"capacity": (capacity, capacity)}
+    gates = {"naive": NaiveGate, "gshard": GShardGate, "switch": SwitchGate}
+    gate = gates[kind](8, experts, 1, topk=top_k, **options)
+    layer = MoELayer(8, experts_of(experts), gate)
+    dense = DenseMixture(layer.experts, layer.gate.gate, kind, top_k, capacity)
+    # A gate that is far from even: the capacity drops some.
+    gate.gate.bias.set_value(paddle.linspace(0, 3, experts))
+    x = paddle.randn([2, tokens // 2, 8])
+    results = []
+    for model in (layer, dense):
+        model.train() if training else model.eval()
+        paddle.seed(seed)
+        inputs = x.clone()
+        inputs.stop_gradient = False
+        output = model(inputs * 1)
+        loss = gate.get_loss() if model is layer else model.loss
+        total = (output**2).sum() + (0 if loss is None else loss)
+        total.backward()
+        tensors = (inputs, *layer.parameters())
+        # An expert without tokens has no gradient in the one, and zeros in the other.
+        grads = [paddle.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+        results.append([output, total, *(grad.clone() for grad in grads)])
+        layer.clear_gradients()
+    for got, expected in zip(*results):
+        most = max(1.0, float(expected.abs().max()))
+        np.testing.assert_allclose(got.numpy(), expected.numpy(), rtol=1e-4, atol=1e-5 * most)
