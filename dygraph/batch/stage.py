@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Callable, NamedTuple, Optional, Protocol
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph import experts, random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
@@ -315,7 +315,7 @@ class DygraphStage:
         batch = self._batch
         index = self._within(micro_batch)
         if batch.losses is None:
-            batch.outputs[index] = output
+            batch.outputs[index] = experts.value_of(output)
             return output
         random_keys.enter_loss()
         share = batch.losses.take(index, output, batch.data.labels[index])

@@ -1,12 +1,14 @@
 """Mixtures of experts: which tokens go where, and how they get there.
 
 Start with ``operations.py``: which choices an expert has room for. ``exchange.py`` sends tokens to
-the experts of other ranks, ``replacements.py`` puts both in the place of Paddle's.
+the experts of other ranks, ``replacements.py`` puts both in the place of Paddle's. ``losses.py``
+carries the losses of gates to the loss of the pipeline.
 """
 
 from __future__ import annotations
 
+from fleetpipe.dygraph.experts.losses import AuxiliaryLoss, carrying, value_of
 from fleetpipe.dygraph.experts.parameters import fill_gradients
 from fleetpipe.dygraph.experts.replacements import install
 
-__all__ = ["fill_gradients", "install"]
+__all__ = ["AuxiliaryLoss", "carrying", "fill_gradients", "install", "value_of"]

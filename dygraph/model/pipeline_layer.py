@@ -16,6 +16,7 @@ from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors
 from fleetpipe.config import PipelineConfig
+from fleetpipe.dygraph import experts
 from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.companion import Companion
@@ -164,9 +165,9 @@ class PipelineLayer(paddle.nn.Layer):
         indices = [index for stage in self._owned for index in self._range(stage)]
         built = tied.build(self._layers_desc, indices, self._tied)
         built.register(self)
-        self._functions = built.functions
+        self._functions = experts.carrying(built.functions, losses.functions_in(self._loss_fn))
         self.runner = StageRunner(
-            built.functions, self.partition, self._recompute_interval, self._recompute
+            self._functions, self.partition, self._recompute_interval, self._recompute
         )
         shared = {index: layer for layer in self._tied for index in layer.indices}
         self.state = ModelState(
@@ -348,9 +349,9 @@ class PipelineLayer(paddle.nn.Layer):
         if chunk_id is None:
             for stage in self._owned:
                 input = self.function(stage)(input, None)
-            return input
+            return experts.value_of(input)
         self._require_chunk(chunk_id)
-        return self.function(self._owned[chunk_id])(input, None)
+        return experts.value_of(self.function(self._owned[chunk_id])(input, None))
 
     def take_loss(self, loss_fn: Any) -> None:
         """Takes another loss than the one given to the constructor, from the next batch on.
@@ -449,7 +450,7 @@ class PipelineLayer(paddle.nn.Layer):
 
     def single_model(self) -> Layer:
         """Builds the whole list of layers in this process as one Layer, with fresh weights."""
-        return single_model(self._layers_desc, self._tied)
+        return single_model(self._layers_desc, self._tied, losses.functions_in(self._loss_fn))
 
     def save_state_dict(self, path: str | Path) -> None:
         """Writes each layer of this process to a file of its own, named as Fleet names them.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Callable
 
 from fleetpipe.aliases import Nest
-from fleetpipe.dygraph import random_keys, tensor_parallel
+from fleetpipe.dygraph import experts, random_keys, tensor_parallel
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
 from fleetpipe.dygraph.state.hidden_buffers import Place, hidden_buffers
 from fleetpipe.paddle_api import paddle
@@ -18,10 +18,10 @@ from fleetpipe.paddle_api import paddle
 class SingleModel(paddle.nn.Layer):
     """All layers of a pipeline's list in one Layer, under the same names."""
 
-    def __init__(self, built: Built) -> None:
-        """Takes all layers and functions of the list."""
+    def __init__(self, built: Built, loss_fns: Sequence[Any] = ()) -> None:
+        """Takes all layers and functions of the list, and the loss functions of the model."""
         super().__init__()
-        self._functions = list(built.functions.values())
+        self._functions = list(experts.carrying(built.functions, loss_fns).values())
         built.register(self)
 
     @contextmanager
@@ -51,12 +51,15 @@ class SingleModel(paddle.nn.Layer):
         return value
 
 
-def single_model(entries: Sequence[Any], shared: Iterable[SharedLayer]) -> SingleModel:
+def single_model(
+    entries: Sequence[Any], shared: Iterable[SharedLayer], loss_fns: Sequence[Any] = ()
+) -> SingleModel:
     """Builds the whole list of layers in this process as one Layer, with fresh weights.
 
     Args:
         entries: The whole list; its built layers are copied.
         shared: The shared layers of the list.
+        loss_fns: The loss functions, which may take losses of the layers.
 
     Raises:
         ConfigError: A built layer holds shards, which cannot be made whole again.
@@ -66,7 +69,7 @@ def single_model(entries: Sequence[Any], shared: Iterable[SharedLayer]) -> Singl
     tensor_parallel.refuse_shards(ready)
     described.update(copy.deepcopy(ready))
     with tensor_parallel.alone():
-        return SingleModel(build([*described.values()], described, tuple(shared)))
+        return SingleModel(build([*described.values()], described, tuple(shared)), loss_fns)
 
 
 def _after(
