@@ -1,14 +1,11 @@
-"""A captured model of tensor-parallel layers on ranks: ``captured_slices_worker.py FOLDER AXIS``.
+"""A captured model of tensor-parallel layers, in one process or on ranks.
 
-``AXIS`` is "mp", of which two ranks share the layers' weights, or "sharding", of which two share
-the optimizer's state. Both take the same rows, so that each replica gets what one process gets.
+Two ranks share the layers' weights ("mp") or the optimizer's state ("sharding"). All take the same
+rows, so that each replica gets what one process gets.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +64,7 @@ def told(split_spec: Any, folder: Path) -> dict[str, Any]:
     ids, labels = (paddle.to_tensor(numbers.integers(0, WORDS, (8, 5))) for _ in range(2))
     paddle.seed(7)
     pipe = fleetpipe.pipeline(Language(), ids[:2], loss_fn, split_spec)
-    start = {name: tensor.numpy().tolist() for name, tensor in pipe.full_state_dict().items()}
+    start = {name: tensor.numpy() for name, tensor in pipe.full_state_dict().items()}
     model = fleet.distributed_model(pipe)
     optimizer = fleet.distributed_optimizer(
         paddle.optimizer.AdamW(0.01, parameters=pipe.parameters())
@@ -80,19 +77,15 @@ def told(split_spec: Any, folder: Path) -> dict[str, Any]:
         "start": start,
         "losses": losses,
         "evaluated": float(model.eval_batch([ids, labels], compute_loss=True)),
-        "state": {name: tensor.numpy().tolist() for name, tensor in state.items()},
+        "state": {name: tensor.numpy() for name, tensor in state.items()},
         "cut": pipe.segment_parts,
         "proof": str(pipe.proof),
     }
 
 
-def main(folder: Path, axis: str) -> None:
+def on_axis(folder: Path, axis: str) -> dict[str, Any]:
+    """Trains on two stages and two ranks along an axis."""
     begin(2, rows=2, **{axis: 2})
     found = told("auto" if axis == "mp" else ["blocks.2"], folder / "layers")
-    rank = os.environ.get("PADDLE_TRAINER_ID", "0")
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
     fleet.shutdown()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    return found

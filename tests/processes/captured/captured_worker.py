@@ -1,13 +1,10 @@
-"""A rank with its part of a captured model: ``captured_worker.py FOLDER DP``.
+"""A rank with its part of a captured model: `everything` tells what comes of it.
 
 Every replica trains on the same rows, so that each of them gets what one would.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,6 @@ import fleetpipe
 from fleetpipe import fleet
 from tests.capture.beside import CLASSES, images
 from tests.jobs import begin
-
-RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
 
 class Tied(nn.Layer):  # type: ignore[misc]
@@ -112,7 +107,8 @@ def told(build: Any, split_spec: Any, size: int, folder: Path) -> dict[str, Any]
     }
 
 
-def main(folder: Path, dp: int) -> None:
+def everything(folder: Path, dp: int) -> dict[str, Any]:
+    """Runs all cases in a job of two stages."""
     begin(2, dp=dp)
     found = {
         # First, for the peak.
@@ -125,9 +121,5 @@ def main(folder: Path, dp: int) -> None:
         ),
         "tied": told(Tied, ["body"], 8, folder / "tied"),
     }
-    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
     fleet.shutdown()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    return found

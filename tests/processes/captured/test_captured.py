@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,22 @@ from typing import Any
 import pytest
 
 from tests import byhand
-from tests.launching import Finished
-
-WORKER = Path(__file__).with_name("captured_worker.py")
+from tests.processes.captured.captured_worker import everything
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("alone")
-    byhand.run(WORKER, None, folder=folder, args=[str(folder), "1"])
-    return json.loads((folder / "rank0.json").read_text())
+    # In a process of its own, for the peak of its memory.
+    (found,) = byhand.call(everything, None, folder, 1, folder=folder)
+    return found
 
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_ranks_get_what_one_process_gets(
-    launch: Callable[..., Finished], tmp_path: Path, alone: Any, dp: int
+    on_ranks: Callable[..., Any], tmp_path: Path, alone: Any, dp: int
 ) -> None:
-    launch(WORKER, 2 * dp, args=[str(tmp_path), str(dp)])
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2 * dp)]
+    ranks = on_ranks(everything, 2 * dp, tmp_path, dp)
     for found in ranks:
         assert found["resnet18"]["reloaded"]
         assert found["tied"]["reloaded"]

@@ -1,13 +1,11 @@
-"""A rank that does wrong things one after another: ``refusals_worker.py FOLDER``; for 2 ranks.
+"""A rank that does wrong things one after another; for 2 ranks.
 
-Writes what each was refused with, and the losses of the job afterwards.
+Each part returns what it was refused with, and the losses of the job afterwards.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,17 +26,17 @@ from fleetpipe.fleet.meta_parallel import (
 from tests.pipelines import CLASSES, FEATURES, batch, job, mlp_layers, pipeline, sgd
 from tests.scalers import enabled_scaler, half_precision
 
-RANK = int(os.environ["PADDLE_TRAINER_ID"])
-FOLDER = Path(sys.argv[1])
+RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 #: Far above what a refusal takes. A rank that waits for the other one gets another error then.
 TIMEOUT = 20.0
 
 Found = dict[str, Any]
 
 
-def one_after_another(part: str, cases: dict[str, Callable[[], Any]]) -> Found:
+def one_after_another(folder: Path, cases: dict[str, Callable[[], Any]]) -> Found:
     """Runs the cases on rank 0 while rank 1 is elsewhere, then the other way round."""
-    done = [FOLDER / f"{part}{rank}" for rank in range(2)]
+    folder.mkdir(exist_ok=True)
+    done = [folder / str(rank) for rank in range(2)]
     if RANK == 1:
         wait_for(done[0])
     found = refused(cases)
@@ -67,18 +65,18 @@ def refused(cases: dict[str, Callable[[], Any]]) -> Found:
     return found
 
 
-def losses(model: Any, data: Any = None) -> list[str]:
+def losses(model: Any, data: Any = None) -> list[bytes]:
     """Trains three steps."""
     optimizer = sgd(model)
     steps = [model.train_batch(data or batch(seed=seed), optimizer) for seed in range(3)]
-    return [loss.numpy().tobytes().hex() for loss in steps]
+    return [loss.numpy().tobytes() for loss in steps]
 
 
 def shared(*sizes: int) -> Any:
     return SharedLayerDesc("k", nn.Linear, None, "weight", *sizes)
 
 
-def in_a_pipeline() -> Found:
+def in_a_pipeline(folder: Path) -> Found:
     """Each on both ranks, within one job that then goes on."""
     linear = LayerDesc(nn.Linear, FEATURES, CLASSES)
     inputs, labels = batch()
@@ -99,7 +97,7 @@ def in_a_pipeline() -> Found:
                 train(silent, optimizer=sgd(silent), scaler=enabled_scaler())
 
         found = one_after_another(
-            "pipeline",
+            folder / "pipeline",
             {
                 "shared shapes": lambda: pipeline([shared(6, 6), nn.functional.relu, shared(6, 4)]),
                 "too few layers": lambda: pipeline([linear]),
@@ -120,13 +118,13 @@ def in_a_pipeline() -> Found:
                 "no scaler": lambda: train(scaler=1024),
                 "a class": lambda: pipeline([nn.ReLU, linear]),
                 "wrapped twice": lambda: fleet.distributed_model(model),
-                "no folder": lambda: model.layers.set_state_dir(FOLDER / "nowhere"),
+                "no folder": lambda: model.layers.set_state_dir(folder / "nowhere"),
             },
         )
         return {"refused": found, "losses": losses(model)}
 
 
-def with_slices() -> Found:
+def with_slices(folder: Path) -> Found:
     """Each on both members, within one job that then goes on."""
     with job(mp=2, timeout=TIMEOUT):
 
@@ -134,7 +132,7 @@ def with_slices() -> Found:
             return lambda: pipeline([nn.functional.relu, description])
 
         found = one_after_another(
-            "slices",
+            folder / "slices",
             {
                 "heads": build(LayerDesc(ColumnParallelLinear, 6, 3 * 5, gather_output=True)),
                 "the heads' outputs": build(LayerDesc(RowParallelLinear, 15, 6)),
@@ -165,6 +163,7 @@ def at_a_boundary() -> Found:
         return {"refused": found, "losses": losses(pipeline())}
 
 
-if __name__ == "__main__":
-    result = {part.__name__: part() for part in (in_a_pipeline, with_slices, at_a_boundary)}
-    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(result))
+def everything(folder: Path) -> dict[str, Found]:
+    """All parts, by their names."""
+    parts = (in_a_pipeline(folder), with_slices(folder), at_a_boundary())
+    return dict(zip(("in_a_pipeline", "with_slices", "at_a_boundary"), parts))

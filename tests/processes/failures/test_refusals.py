@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launching import Finished
-from tests.pipelines import batch, job, pipeline, sgd
-
-WORKER = Path(__file__).with_name("refusals_worker.py")
+from tests.pipelines import train
+from tests.processes.failures.refusals_worker import everything
 
 PIPELINE = {
     "shared shapes": ("ConfigError", r"layers 0 and 2 of the list[\s\S]*\[6, 6\][\s\S]*\[6, 4\]"),
@@ -44,35 +40,24 @@ SLICES = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs the two ranks once, when the first test asks for what they found."""
+    """Runs the two ranks once, when the first test asks for what they return."""
     found: list[Any] = []
 
-    def run(launch: Callable[..., Finished]) -> list[Any]:
+    def run(on_ranks: Callable[..., Any]) -> list[Any]:
         if not found:
-            folder = tmp_path_factory.mktemp("refusals")
-            launch(WORKER, 2, args=[str(folder)])
-            found.extend(json.loads((folder / f"rank{r}.json").read_text()) for r in range(2))
+            found.extend(on_ranks(everything, 2, tmp_path_factory.mktemp("refusals")))
         return found
 
     return run
-
-
-def trained() -> list[str]:
-    """The losses of three steps in one process."""
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
-        losses = [model.train_batch(batch(seed=seed), optimizer) for seed in range(3)]
-        return [loss.numpy().tobytes().hex() for loss in losses]
 
 
 @pytest.mark.parametrize(
     ("part", "expected"), [("in_a_pipeline", PIPELINE), ("with_slices", SLICES)]
 )
 def test_each_rank_refuses_before_it_waits_and_trains_afterwards(
-    launch: Callable[..., Finished], ranks: Any, part: str, expected: dict[str, tuple[str, str]]
+    on_ranks: Callable[..., Any], ranks: Any, part: str, expected: dict[str, tuple[str, str]]
 ) -> None:
-    both = [found[part] for found in ranks(launch)]
+    both = [found[part] for found in ranks(on_ranks)]
     for found in both:
         assert found["refused"].keys() == expected.keys()
         for name, (kind, message) in expected.items():
@@ -81,17 +66,17 @@ def test_each_rank_refuses_before_it_waits_and_trains_afterwards(
             assert re.search(message, text), text
     assert both[0]["losses"] == both[1]["losses"]
     if part == "in_a_pipeline":
-        assert both[0]["losses"] == trained()
+        assert both[0]["losses"] == train(steps=3).losses
 
 
 def test_mixed_dtypes_at_a_boundary_end_the_batch_on_both_ranks_at_once(
-    launch: Callable[..., Finished], ranks: Any
+    on_ranks: Callable[..., Any], ranks: Any
 ) -> None:
-    both = [found["at_a_boundary"] for found in ranks(launch)]
+    both = [found["at_a_boundary"] for found in ranks(on_ranks)]
     (kind, text), (own_kind, own_text) = (f["refused"]["mixed dtypes"] for f in both)
     assert own_kind == "BoundaryError"
     assert "layer 1 (Half) cannot take what layer 0 returned" in own_text
     assert "float32[2, 8], from layer 0 (Linear)" in own_text
     assert kind == "PeerFailed"
     assert "rank 1 raised: BoundaryError: layer 1 (Half) cannot take" in text
-    assert both[0]["losses"] == both[1]["losses"] == trained()
+    assert both[0]["losses"] == both[1]["losses"] == train(steps=3).losses

@@ -3,82 +3,74 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
-
-from fleetpipe.paddle_api.static import is_pir
-from tests.launching import ROOT, Finished
-from tests.static.networks import batches, mlp, unsplit
-
-TRAIN = f"""
-import json, os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import numpy as np
-import paddle
+import pytest
 from paddle import nn
+
 from fleetpipe import fleet
+from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import full_state_dict, state_dict
-from tests.static.networks import MICRO_BATCHES, batches, mlp, strategy_of
+from tests.launching import ROOT, Finished, JobFailed
+from tests.static.networks import MICRO_BATCHES, batches, mlp, strategy_of, unsplit
 
-folder, stages, fetch, clip = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
-rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-replicas = int(os.environ.get("PADDLE_TRAINERS_NUM", str(stages))) // stages
-paddle.enable_static()
-paddle.seed(7 + rank // stages)  # replicas begin with what the first of them has
-fleet.init(is_collective=True)
-schedule = "ZBH1" if "--split" in sys.argv else "1F1B"
-strategy = strategy_of(schedule, fetch=fetch, fetch_broadcast="--broadcast" in sys.argv, timeout=40)
-loss, logits = mlp(stages, norm="--plain" not in sys.argv)()
-if clip:
-    for parameter in paddle.static.default_main_program().global_block().all_parameters():
-        parameter.need_clip = parameter.name != "linear_0.w_0"
-optimizer = paddle.optimizer.Momentum(
-    0.1, 0.9, grad_clip=nn.ClipGradByGlobalNorm(clip) if clip else None
-)
-fleet.distributed_optimizer(optimizer, strategy).minimize(loss)
-exe = paddle.static.Executor(paddle.CPUPlace())
-exe.run(paddle.static.default_startup_program())
-losses, more = [], []
-whole = batches(3, MICRO_BATCHES * replicas)
-rows = len(whole[0]["x"]) // replicas
-mine = slice(rank // stages * rows, (rank // stages + 1) * rows)
-for batch in whole:
-    feed = {{name: array[mine] for name, array in batch.items()}}
-    found = exe.run(paddle.static.default_main_program(), feed=feed, fetch_list=[loss, logits])
-    losses.append(None if found[0] is None else found[0].tolist())
-    more.append(None if found[1] is None else list(found[1].shape))
-saved = {{name: value.tobytes().hex() for name, value in state_dict().items()}}
-with open(os.path.join(folder, f"rank{{rank}}.json"), "w") as file:
-    whole = {{n: v.tobytes().hex() for n, v in full_state_dict().items()}}
-    json.dump({{"whole": whole, "losses": losses, "shapes": more, "state": saved}}, file)
-fleet.shutdown()
-"""
+Call = Callable[..., Any]
 
 
-def run(
-    launch: Callable[..., Finished], folder: Path, nproc: int | None, *args: object
-) -> list[dict]:
-    """Trains and returns what each rank wrote."""
-    launch(TRAIN, nproc, args=[str(folder), *map(str, args)])
-    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(nproc or 1)]
+def trained(
+    stages: int,
+    schedule: str = "1F1B",
+    *,
+    fetch: str = "mean",
+    broadcast: bool = False,
+    clip: float = 0.0,
+    norm: bool = True,
+) -> dict[str, Any]:
+    """Trains a program of so many stages, in as many replicas as the ranks allow."""
+    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    replicas = int(os.environ.get("PADDLE_TRAINERS_NUM", str(stages))) // stages
+    paddle.enable_static()
+    paddle.seed(7 + rank // stages)  # replicas begin with what the first of them has
+    fleet.init(is_collective=True)
+    strategy = strategy_of(schedule, fetch=fetch, fetch_broadcast=broadcast, timeout=40)
+    loss, logits = mlp(stages, norm=norm)()
+    main = paddle.static.default_main_program()
+    if clip:
+        for parameter in main.global_block().all_parameters():
+            parameter.need_clip = parameter.name != "linear_0.w_0"
+    grad_clip = nn.ClipGradByGlobalNorm(clip) if clip else None
+    optimizer = paddle.optimizer.Momentum(0.1, 0.9, grad_clip=grad_clip)
+    fleet.distributed_optimizer(optimizer, strategy).minimize(loss)
+    exe = paddle.static.Executor(paddle.CPUPlace())
+    exe.run(paddle.static.default_startup_program())
+    losses, shapes = [], []
+    for batch in batches(3, MICRO_BATCHES * replicas):
+        feed = {name: np.split(array, replicas)[rank // stages] for name, array in batch.items()}
+        found = exe.run(main, feed=feed, fetch_list=[loss, logits])
+        losses.append(None if found[0] is None else found[0].tolist())
+        shapes.append(None if found[1] is None else list(found[1].shape))
+    state = {name: value.tobytes() for name, value in state_dict().items()}
+    whole = {name: value.tobytes() for name, value in full_state_dict().items()}
+    fleet.shutdown()
+    return {"whole": whole, "losses": losses, "shapes": shapes, "state": state}
 
 
-def union(ranks: list[dict]) -> dict[str, str]:
+def union(ranks: list[dict[str, Any]]) -> dict[str, bytes]:
     """The state of all ranks together."""
     return {name: value for rank in ranks for name, value in rank["state"].items()}
 
 
-def test_four_ranks_and_one_process_agree_in_every_bit(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
-    (alone,) = run(launch, tmp_path, None, 4, "mean", 0)
+def test_four_ranks_and_one_process_agree_in_every_bit(on_ranks: Call) -> None:
+    (alone,) = on_ranks(trained, None, 4)
     # A backward that is split, where it can be, has the bits of a whole one.
-    split = ["--split"] if is_pir(paddle.static.Program()) else []
-    ranks = run(launch, tmp_path, 4, 4, "mean", 0, *split)
+    schedule = "ZBH1" if is_pir(paddle.static.Program()) else "1F1B"
+    ranks = on_ranks(trained, 4, 4, schedule)
     assert [rank["losses"] for rank in ranks[:3]] == [[None] * 3] * 3
     assert ranks[3]["losses"] == alone["losses"]
     assert ranks[3]["shapes"] == [[8, 4]] * 3
@@ -88,24 +80,20 @@ def test_four_ranks_and_one_process_agree_in_every_bit(
     assert sum(map(len, own)) == len(alone["state"])
 
 
-def test_two_ranks_clip_together_and_share_what_is_fetched(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
-    (alone,) = run(launch, tmp_path, None, 2, "all", 0.05)
-    ranks = run(launch, tmp_path, 2, 2, "all", 0.05, "--broadcast")
+def test_two_ranks_clip_together_and_share_what_is_fetched(on_ranks: Call) -> None:
+    (alone,) = on_ranks(partial(trained, 2, fetch="all", clip=0.05), None)
+    ranks = on_ranks(partial(trained, 2, fetch="all", clip=0.05, broadcast=True), 2)
     assert ranks[0]["losses"] == ranks[1]["losses"]
     assert np.shape(ranks[0]["losses"]) == (3, 4)
     np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=0, atol=1e-6)
     expected = alone["state"]
     for name, value in union(ranks).items():
-        got, wanted = (np.frombuffer(bytes.fromhex(v), "float32") for v in (value, expected[name]))
+        got, wanted = (np.frombuffer(v, "float32") for v in (value, expected[name]))
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
 
 
-def test_two_replicas_of_two_ranks_train_on_the_whole_batch(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
-    ranks = run(launch, tmp_path, 4, 2, "mean", 0, "--plain")
+def test_two_replicas_of_two_ranks_train_on_the_whole_batch(on_ranks: Call) -> None:
+    ranks = on_ranks(partial(trained, 2, norm=False), 4)
     assert ranks[0]["state"] == ranks[2]["state"]
     assert ranks[1]["state"] == ranks[3]["state"]
     means = np.mean([ranks[1]["losses"], ranks[3]["losses"]], axis=0)
@@ -115,37 +103,33 @@ def test_two_replicas_of_two_ranks_train_on_the_whole_batch(
 
     losses, state = unsplit(mlp(2), momentum, batches(3, 8), micro_batches=8)
     np.testing.assert_allclose(means, losses, rtol=0, atol=1e-6)
-    trained = union(ranks)
-    assert sorted(trained) == sorted(state)
-    for name, value in trained.items():
-        got = np.frombuffer(bytes.fromhex(value), "float32").reshape(state[name].shape)
+    found = union(ranks)
+    assert sorted(found) == sorted(state)
+    for name, value in found.items():
+        got = np.frombuffer(value, "float32").reshape(state[name].shape)
         np.testing.assert_allclose(got, state[name], rtol=0, atol=1e-6)
 
 
-DYING = f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import paddle
-from fleetpipe import fleet
-from tests.static.networks import batches, mlp, strategy_of
-
-paddle.enable_static()
-strategy = strategy_of("1F1B", timeout=60)
-fleet.init(is_collective=True, strategy=strategy)
-loss = mlp(2)()[0]
-fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy).minimize(loss)
-exe = paddle.static.Executor(paddle.CPUPlace())
-exe.run(paddle.static.default_startup_program())
-for step, feed in enumerate(batches(5)):
-    if step == 2 and os.environ["PADDLE_TRAINER_ID"] == "1":
-        os._exit(9)
-    exe.run(feed=feed, fetch_list=[loss])
-"""
+def dying() -> None:
+    """Trains; rank 1 dies before the third step."""
+    paddle.enable_static()
+    strategy = strategy_of("1F1B", timeout=60)
+    fleet.init(is_collective=True, strategy=strategy)
+    loss = mlp(2)()[0]
+    fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy).minimize(loss)
+    exe = paddle.static.Executor(paddle.CPUPlace())
+    exe.run(paddle.static.default_startup_program())
+    for step, feed in enumerate(batches(5)):
+        if step == 2 and os.environ["PADDLE_TRAINER_ID"] == "1":
+            os._exit(9)
+        exe.run(feed=feed, fetch_list=[loss])
 
 
-def test_a_rank_that_dies_ends_the_other(launch: Callable[..., Finished]) -> None:
-    job = launch(DYING, 2, timeout=90, check=False)
-    assert job.returncode != 0
+def test_a_rank_that_dies_ends_the_other(on_ranks: Call) -> None:
+    with pytest.raises(JobFailed) as failed:
+        on_ranks(dying, 2, timeout=90)
+    job = failed.value.job
+    assert isinstance(job, Finished)
     assert "PeerFailed" in job.logs[0]
     assert "rank 1" in job.logs[0]
     assert job.seconds < 40
@@ -168,26 +152,25 @@ def test_the_examples_equal_one_program(launch: Callable[..., Finished], tmp_pat
     assert f"[Epoch 0, batch 1] loss: {found['pipeline_loss'][1]:.5f}" in job.logs[3]
 
 
-OLDER = f"""
-import os, sys
-os.environ["FLAGS_enable_pir_api"] = "0"
-sys.path.insert(0, {str(ROOT)!r})
-import paddle
-from paddle import nn
-from paddle.static import device_guard
-from tests.static.networks import CLASSES, FEATURES, strategy_of
-from tests.static.run.test_training import compare, momentum
+OLDER = """
+    import os
+    os.environ["FLAGS_enable_pir_api"] = "0"
+    import paddle
+    from paddle import nn
+    from paddle.static import device_guard
+    from tests.static.networks import CLASSES, FEATURES, strategy_of
+    from tests.static.run.test_training import compare, momentum
 
-def build():
-    with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        first = nn.functional.relu(nn.Linear(FEATURES, 8)(x))
-    with device_guard("gpu:1"):
-        y = paddle.static.data("y", [-1, 1], "int64")
-        second = nn.functional.relu(nn.Linear(8, 8)(first)) + first
-        return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(second), y)]
+    def build():
+        with device_guard("gpu:0"):
+            x = paddle.static.data("x", [-1, FEATURES])
+            first = nn.functional.relu(nn.Linear(FEATURES, 8)(x))
+        with device_guard("gpu:1"):
+            y = paddle.static.data("y", [-1, 1], "int64")
+            second = nn.functional.relu(nn.Linear(8, 8)(first)) + first
+            return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(second), y)]
 
-compare(build, momentum, strategy_of())
+    compare(build, momentum, strategy_of())
 """
 
 
