@@ -12,6 +12,11 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.extras import INSTALLED_BY, missing
 
 
+def spelled(name: str) -> list[str]:
+    """Returns an option with ``-``, and with ``_`` as Paddle's launcher spells it."""
+    return [*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}"))]
+
+
 def number(text: str) -> float:
     """Reads a number; one without a point stays whole."""
     try:

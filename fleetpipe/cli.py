@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import FleetPipeError, ScheduleError, nearest, printable
+from fleetpipe.extras import needed_for
 from fleetpipe.launch.log_filter import DEFAULT_LEVEL, quiet
 from fleetpipe.version import __version__
 
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _open_closed_streams()
     lost: OSError | None = None
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = _without_help_command(sys.argv[1:] if argv is None else list(argv))
     try:
         parser = _parser(words)
         if not words:
@@ -159,6 +160,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code or 2
 
 
+def _without_help_command(words: list[str]) -> list[str]:
+    """Returns ``fleetpipe help COMMAND`` as ``fleetpipe COMMAND --help``."""
+    return [*words[1:2], "--help"] if words[:1] == ["help"] else words
+
+
 def _open_closed_streams() -> None:
     """Has a stream that was closed, as by ``>&-``, take all and give nothing.
 
@@ -184,15 +190,37 @@ def _flush(more: str = "") -> OSError | None:
     return None
 
 
+class _PrintCompletion(argparse.Action):
+    """Prints a completion of all commands, and ends."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        with needed_for("a completion is printed"):
+            import shtab
+        print(shtab.complete(parser, shell=values))
+        parser.exit()
+
+
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fleetpipe", description="Pipeline parallelism for PaddlePaddle."
     )
     parser.add_argument("--version", action="version", version=f"fleetpipe {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print what completes commands and options in this shell (needs shtab)",
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.help, description=command.help)
-        if command.name in words[:1]:
+        if command.name in words[:1] or "--print-completion" in words[:1]:
             _imported(command.configure)(sub)
             sub.set_defaults(run=command.run)
             _refuse_unknown_options(sub, words[1:])

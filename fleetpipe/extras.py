@@ -13,9 +13,12 @@ from fleetpipe.errors import PackageNotFound
 #: How each is installed, by the name under which it is imported.
 INSTALLED_BY = {
     "matplotlib": "pip install 'fleetpipe[examples]'",
+    "mlflow": "pip install mlflow-skinny",
     "ray": "pip install 'fleetpipe[ray]'",
+    "shtab": "pip install shtab",
     "sklearn": "pip install 'fleetpipe[examples]'",
     "tensorboardX": "pip install tensorboardX",
+    "wandb": "pip install wandb",
     "yaml": "pip install 'fleetpipe[project]'",
 }
 

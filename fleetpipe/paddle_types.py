@@ -41,7 +41,7 @@ if TYPE_CHECKING:
             """Returns what the optimizer keeps, by parameter."""
 
     #: Of :class:`fleetpipe.Model`'s methods.
-    FitCallbacks = Union[Callback, Sequence[Callback], None]
+    FitCallbacks = Union[Callback, str, Sequence[Union[Callback, str]], None]
     #: What yields batches, or is made into them.
     Data = Union[Dataset[Any], Iterable[Any], None]
     #: The arguments of a model's forward: one, several, or by name.

@@ -248,7 +248,8 @@ class Model(paddle.Model):
             drop_last: Whether a short last batch is left out.
             shuffle: Whether the order of a ``Dataset`` changes from epoch to epoch.
             num_workers: Processes that load a ``Dataset``.
-            callbacks: ``paddle.callbacks.Callback`` s; they run on every rank.
+            callbacks: ``paddle.callbacks.Callback`` s, which run on every rank; and ``"wandb"``,
+                ``"mlflow"`` or ``"tensorboard"`` for a ``MetricsLogger`` with that format.
             accumulate_grad_batches: Batches whose gradients are added up for one step.
             num_iters: Most batches in all epochs together, those of evaluations too, as in Paddle.
                 Where they end within the batches of a step, none is made of these.
@@ -305,6 +306,8 @@ class Model(paddle.Model):
             checkpoint.saved(callback_list.callbacks, position, save_dir, go_on) as saver,
         ):
             left = None if num_iters is None else num_iters - position.taken
+            if go_on and (position.epoch >= epochs or left == 0) and self.is_rank("first"):
+                rank_policy.say(f"all {epochs} epochs are trained: nothing is left to do")
             return Loop(self, runner, callback_list, left).train(
                 source,
                 position,

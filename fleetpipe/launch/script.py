@@ -54,19 +54,21 @@ def configure_profile(parser: argparse.ArgumentParser) -> None:
 def _configure(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--nproc",
+        *kinds.spelled("nproc_per_node"),
+        dest="nproc",
         type=kinds.processes,
         default=1,
         metavar="N",
         help="processes to launch (default: 1, which plays all ranks)",
     )
     parser.add_argument(
-        "--log-dir",
+        *kinds.spelled("log-dir"),
         default="log",
         metavar="FOLDER",
         help="where each of several processes leaves its log (default: %(default)s)",
     )
     parser.add_argument(
-        "--log-level",
+        *kinds.spelled("log-level"),
         choices=log_filter.LEVELS,
         default=log_filter.DEFAULT_LEVEL,
         help="least level of log lines to show: Paddle's, and fleetpipe's, whose notices stay at "
@@ -104,6 +106,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     """
     systems.require_ranks()
     kinds.require_folder("--log-dir", options.log_dir)
+    remove_logs_beyond(Path(options.log_dir), options.nproc)
     level = options.log_level
     command = [sys.executable, str(_LAUNCHER), "--nproc_per_node", str(options.nproc)]
     command += ["--log_dir", options.log_dir, "--log_level", level]
@@ -125,6 +128,14 @@ def launch(options: argparse.Namespace, *words: str) -> int:
         sys.stderr.write("fleetpipe: interrupted\n")
         return attempt_files.INTERRUPTED
     return in_a_shell(process.returncode)
+
+
+def remove_logs_beyond(folder: Path, ranks: int) -> None:
+    """Removes the logs that an earlier job with more ranks has left in a folder."""
+    for log in folder.glob("workerlog.*"):
+        number = log.suffix[1:]
+        if number.isdecimal() and int(number) >= ranks:
+            log.unlink(missing_ok=True)
 
 
 def signal_ranks(home: Path, number: int) -> None:

@@ -43,6 +43,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> s
 
 def test_ls_and_show(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = said(capsys, "ls", home).splitlines()
+    assert said(capsys, "list", home).splitlines() == [first, second]
     assert first.split()[0] == "1"
     assert "20 tensors" in first
     assert first.endswith("loss=0.25")

@@ -95,7 +95,7 @@ def test_costs_come_from_a_file_and_from_options(
         (["1F1B", "--ranks", "2", "--micro-batches", "2", "--comm", "x"], "invalid"),
         (["1F1B", "--ranks", "2", "--micro-batches", "2", "--groups", "1,1"], "no option 'groups'"),
         (["VPP", "--ranks", "2", "--micro-batches", "2", "--groups", "1,x"], "invalid"),
-        (["1F1B", "--ranks", "2", "--micro-batches", "2", "--plot", "a.pdf"], ".png or .svg"),
+        (["1F1B", "--ranks", "2", "--micro-batches", "2", "--plot", "a.gif"], ".png, .svg, .pdf"),
         (
             ["1F1B", "--ranks", "2", "--micro-batches", "2", "--costs", "missing.json"],
             "missing.json",

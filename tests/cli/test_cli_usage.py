@@ -27,6 +27,32 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"fleetpipe {fleetpipe.__version__}\n"
 
 
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, same in ((["help"], ["--help"]), (["help", "plan"], ["plan", "--help"])):
+        assert main(words) == main(same) == 0
+        first, second = capsys.readouterr().out.split("usage:")[1:]
+        assert first == second
+
+
+def test_completions_know_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["--print-completion", "bash"]) == 0
+    text = capsys.readouterr().out
+    for word in ("chaos", "checkpoint", "--micro-batches", "--memory-cap", "--keep-state"):
+        assert word in text
+
+
+def test_the_commands_that_start_ranks_spell_options_alike() -> None:
+    known = []
+    for name in ("run", "launch", "parity", "profile"):
+        parser = argparse.ArgumentParser()
+        cli._imported(next(c.configure for c in COMMANDS if c.name == name))(parser)
+        known.append(set(parser._option_string_actions))
+    alike = {"--nproc", "--nproc_per_node", "--nproc-per-node"}
+    alike |= {"--log-dir", "--log_dir", "--log-level", "--log_level"}
+    assert all(alike <= options for options in known)
+
+
 def test_no_word_at_all_is_answered_with_every_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -67,8 +93,8 @@ def test_a_wrong_name_is_answered_with_the_nearest(
     [
         (["run", "--nprc", "2", "{}"], "there is no option --nprc: did you mean '--nproc'"),
         (
-            ["run", "--nproc", "1", "--log_dir=a", "{}"],
-            "no option --log_dir: did you mean '--log-dir'",
+            ["run", "--nproc", "1", "--log_dirs=a", "{}"],
+            "no option --log_dirs: did you mean '--log_dir'",
         ),
         (["parity", "--reprot", "a.json", "{}"], "no option --reprot: did you mean '--report'"),
         (["schedule", *SMALL, "--micro-batchs", "3"], "did you mean '--micro-batches'"),
@@ -130,7 +156,7 @@ assert main(["run", train]) == 2  # this one needs it
     )
     assert done.returncode == 0, done.stderr
     assert "argument SCRIPT: there is no file missing.py; give a training script" in done.stderr
-    assert "argument --nproc: invalid number of processes: '0'; give 1 to 1024" in done.stderr
+    assert "--nproc_per_node: invalid number of processes: '0'; give 1 to 1024" in done.stderr
     assert "argument --report: there is no folder /nowhere" in done.stderr
     assert "pip install paddlepaddle" in done.stderr
 

@@ -82,7 +82,9 @@ def fit(model: Any, *callbacks: Any, **options: Any) -> Losses:
     return seen
 
 
-def test_checkpoints_are_where_and_as_often_as_asked(model: Any, tmp_path: Path) -> None:
+def test_checkpoints_are_where_and_as_often_as_asked(
+    model: Any, tmp_path: Path, capsys: Any
+) -> None:
     home = str(tmp_path / "run")
     fit(model, save_dir=home, save_steps=3, epochs=2)
     # Every third batch, and the two newest of these and of the ends of epochs are kept.
@@ -90,7 +92,9 @@ def test_checkpoints_are_where_and_as_often_as_asked(model: Any, tmp_path: Path)
     assert not list((tmp_path / "run").glob("*.pdparams"))
     with pytest.raises(ConfigError, match="another training"):
         fit(model, save_dir=home, save_steps=3)
+    capsys.readouterr()
     assert fit(model, save_dir=home, resume="auto", epochs=2).train == []
+    assert "all 2 epochs are trained: nothing is left to do\n" in capsys.readouterr().out
     assert [logs["step"] for logs in fit(model, save_dir=home, resume="auto", epochs=3).train] == [
         *range(4)
     ]

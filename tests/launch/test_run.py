@@ -19,6 +19,7 @@ from fleetpipe import fleet
 from fleetpipe.cli import main
 from fleetpipe.fleet.overlay import OVERLAYS
 from fleetpipe.job import attempt_files
+from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from tests.check_types import sources
 from tests.launching import ROOT, Finished
@@ -202,3 +203,11 @@ def test_a_script_that_is_not_there_and_a_wrong_number_are_refused(
     assert main(["run", "--nproc", "0", str(script)]) == 2
     assert "invalid number of processes: '0'; give 1 to 1024" in capsys.readouterr().err
     assert main(["run", str(script)]) == 0
+
+
+def test_logs_of_ranks_that_are_gone_are_removed(tmp_path: Path) -> None:
+    for name in ("workerlog.0", "workerlog.1", "workerlog.10", "workerlog.old", "default.log"):
+        (tmp_path / name).touch()
+    script.remove_logs_beyond(tmp_path, 2)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"workerlog.0", "workerlog.1", "workerlog.old", "default.log"}

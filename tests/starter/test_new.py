@@ -70,7 +70,7 @@ def test_two_processes_have_the_losses_of_one(
 
 def test_the_targets_of_its_makefile(project: Path) -> None:
     shown = done_in(project, "make", "--dry-run", "train", "launch", "test", "report", "clean")
-    assert "python -m fleetpipe launch --nproc_per_node 2 train.py" in shown
+    assert "python -m fleetpipe launch --nproc 2 train.py" in shown
     for line in shown.splitlines():
         words = line.split()
         if words[1:3] == ["-m", "fleetpipe"] and words[3] != "launch":

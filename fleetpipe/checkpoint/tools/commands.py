@@ -28,9 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=list(_ACTIONS),
-        help="ls: the steps of a run; show: what a step holds; verify: compare with the checksums; "
-        "diff: the first tensor of which two steps have other bits; merge: the model in one file; "
-        "convert: the layer files of Fleet to a run, or a step to layer files",
+        help="list, or ls: the steps of a run; show: what a step holds; verify: compare with the "
+        "checksums; diff: the first tensor of which two steps have other bits; merge: the model in "
+        "one file; convert: the layer files of Fleet to a run, or a step to layer files",
     )
     parser.add_argument("path", type=Path, help="the folder of a run, or of one of its steps")
     parser.add_argument(
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     return action(arguments)
 
 
-def _ls(arguments: argparse.Namespace) -> int:
+def _list(arguments: argparse.Namespace) -> int:
     steps = run_folder.complete_steps(arguments.path)
     if not steps:
         raise CheckpointError(
@@ -169,14 +169,15 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "ls": _ls,
+    "list": _list,
+    "ls": _list,
     "show": _show,
     "verify": _verify,
     "diff": _diff,
     "merge": _merge,
     "convert": _convert,
 }
-_ALONE = ("ls", "show", "verify")
+_ALONE = ("list", "ls", "show", "verify")
 
 
 def _converting() -> Any:

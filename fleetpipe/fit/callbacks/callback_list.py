@@ -11,6 +11,7 @@ from fleetpipe.aliases import Nest
 from fleetpipe.fit import arguments
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
+from fleetpipe.fit.callbacks.metrics_logger import MetricsLogger
 from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.paddle_api import paddle
 
@@ -32,7 +33,7 @@ def configured(
 
     Args:
         model: The ``fleetpipe.Model`` that calls.
-        callbacks: The user's: None, one, or several.
+        callbacks: The user's: None, one, or several; a word is a format of ``MetricsLogger``.
         epochs: Passed on to the callbacks.
         steps: Likewise.
         log_freq: Batches from one line of the progress to the next.
@@ -44,7 +45,7 @@ def configured(
         ConfigError: One is no callback, or a number does not fit.
     """
     arguments.require_numbers(log_freq=log_freq)
-    chosen = rank_policy.chosen(callbacks, model.is_rank)
+    chosen = rank_policy.chosen(_with_trackers(callbacks, save_dir), model.is_rank)
     # Where these are not among them, Paddle would add its own.
     if not any(isinstance(callback, rank_policy.ModelCheckpoint) for callback in chosen):
         whole = any(isinstance(callback, PipelineCheckpoint) for callback in chosen)
@@ -62,3 +63,13 @@ def configured(
         save_dir=save_dir,
         metrics=model.metric_names,
     )
+
+
+def _with_trackers(callbacks: Nest, save_dir: str | None) -> Nest:
+    """Returns the callbacks with one ``MetricsLogger`` in the place of the words among them."""
+    listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    words = [callback for callback in listed if isinstance(callback, str)]
+    if not words:
+        return callbacks
+    rest = [callback for callback in listed if not isinstance(callback, str)]
+    return [*rest, MetricsLogger(save_dir or "run", formats=("jsonl", *words))]

@@ -6,17 +6,16 @@ import csv
 import io
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from importlib.util import find_spec
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from fleetpipe import atomic_file
 from fleetpipe.arguments import require_folder
 from fleetpipe.errors import ConfigError, nearest
-from fleetpipe.extras import INSTALLED_BY
 from fleetpipe.fit.callbacks import rank_policy, run_files
 from fleetpipe.fit.callbacks.throughput import PER_RANK
+from fleetpipe.fit.callbacks.trackers import TRACKERS, numbers, require_packages
 from fleetpipe.report import files
 
 
@@ -54,8 +53,8 @@ class MetricsLogger(rank_policy.Callback):
         Args:
             folder: Made where it does not exist.
             log_freq: Training batches from one row to the next.
-            formats: One or several of ``"jsonl"``, ``"csv"`` and ``"tensorboard"``, which needs
-                tensorboardX.
+            formats: One or several of ``"jsonl"``, ``"csv"``, ``"tensorboard"``, ``"wandb"`` and
+                ``"mlflow"``; the last three need their packages.
             config: What you chose, for the record: kept in ``run.json``.
 
         Raises:
@@ -68,12 +67,7 @@ class MetricsLogger(rank_policy.Callback):
         for name in self._formats:
             if name not in _SINKS:
                 raise ConfigError(f"there is no format {name!r}", fix=nearest(name, _SINKS))
-        if "tensorboard" in self._formats and find_spec("tensorboardX") is None:
-            # On every rank, before the others wait for the first one, which alone writes.
-            raise ConfigError(
-                "the format 'tensorboard' needs tensorboardX",
-                fix=f"{INSTALLED_BY['tensorboardX']}, or leave that format out",
-            )
+        require_packages(self._formats)
         self._config = dict(config or {})
         self._sinks: list[Sink] = []
         self._epoch = 0
@@ -83,7 +77,8 @@ class MetricsLogger(rank_policy.Callback):
         require_folder("MetricsLogger(folder)", self._folder)
         run_files.write_about(self._folder, self.model, self.params, self._config)
         run_files.begin_attempt(self._folder, self.model.global_step)
-        self._sinks = [_SINKS[name](self._folder, self.model.global_step) for name in self._formats]
+        step = self.model.global_step
+        self._sinks = [_SINKS[name](self._folder, step, self._config) for name in self._formats]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Notes the epoch."""
@@ -119,7 +114,7 @@ class MetricsLogger(rank_policy.Callback):
 class _JsonLines:
     """One JSON object in each line."""
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
         path = folder / files.METRICS
         files.replace_lines(path, rows_up_to(path, step))
         self._file = path.open("a", encoding="utf-8")
@@ -137,7 +132,7 @@ class _Csv:
 
     _COLUMNS = ("step", "epoch", "phase", "time", "name", "value")
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
         path = folder / "metrics.csv"
         text = io.StringIO(newline="")
         table = csv.DictWriter(text, self._COLUMNS, extrasaction="ignore")
@@ -158,31 +153,14 @@ class _Csv:
 
     def write(self, row: dict[str, Any]) -> None:
         keys = {name: row[name] for name in self._COLUMNS[:4]}
-        self._table.writerows({**keys, "name": n, "value": v} for n, v in _numbers(row))
+        self._table.writerows({**keys, "name": n, "value": v} for n, v in numbers(row))
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-class _TensorBoard:
-    """Event files of TensorBoard; what lies beyond ``step`` in earlier files is hidden by them."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        from tensorboardX import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
-
-    def write(self, row: dict[str, Any]) -> None:
-        for name, value in _numbers(row):
-            self._writer.add_scalar(f"{row['phase']}/{name}", value, row["step"])
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-_SINKS: dict[str, Any] = {"jsonl": _JsonLines, "csv": _Csv, "tensorboard": _TensorBoard}
+_SINKS: dict[str, Any] = {"jsonl": _JsonLines, "csv": _Csv, **TRACKERS}
 
 
 def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
@@ -196,12 +174,3 @@ def _plain(name: str, value: Any) -> float | list[float]:
     if isinstance(value, list):
         return list(map(float, value)) if name in PER_RANK else float(value[0])
     return float(value)
-
-
-def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields the figures of a row by name; of a list each number by its place."""
-    for name, value in row.items():
-        if isinstance(value, list):
-            yield from ((f"{name}/{place}", number) for place, number in enumerate(value))
-        elif name not in ("step", "epoch", "phase", "time"):
-            yield name, value

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fleetpipe import systems
 from fleetpipe.job import attempt_files
-from fleetpipe.launch.script import LAUNCHED, signal_ranks
+from fleetpipe.launch.script import LAUNCHED, remove_logs_beyond, signal_ranks
 from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions
 from fleetpipe.launch.supervisor.verdict import Verdict, judge
 from fleetpipe.report import files
@@ -43,6 +43,8 @@ class Local:
         """Begins an attempt."""
         self._home = self._folder / f"attempt-{number}"
         self._home.mkdir()
+        if self._options.nproc_per_node is not None:
+            remove_logs_beyond(Path(self._options.log_dir), self._options.nproc_per_node)
         self._pods.start(Order(self._arguments(), self._environment(number)))
 
     def end(self) -> Verdict:

@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--nproc",
-        *_spelled("nproc_per_node"),
+        *kinds.spelled("nproc_per_node"),
         dest="nproc_per_node",
         type=kinds.processes,
         metavar="N",
@@ -33,22 +33,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="how many hosts take part, or between how many, with --ray (default: 1)",
     )
     for name in ("master", "host", "elastic_timeout", "neighbour_every"):
-        add(*_spelled(name), type=_of_several_hosts, help=argparse.SUPPRESS)
+        add(*kinds.spelled(name), type=_of_several_hosts, help=argparse.SUPPRESS)
     add(
-        *_spelled("max_restart"),
+        *kinds.spelled("max_restart"),
         type=kinds.count,
         default=3,
         metavar="R",
         help="how often a job that fails is started again (default: %(default)s)",
     )
     add(
-        *_spelled("checkpoint_dir"),
+        *kinds.spelled("checkpoint_dir"),
         metavar="FOLDER",
         help="where fleetpipe.resume keeps checkpoints (default: $FLEETPIPE_CHECKPOINT_DIR, "
         "else checkpoints)",
     )
     add(
-        *_spelled("keep_state"),
+        *kinds.spelled("keep_state"),
         action="store_true",
         help="keep the state after every step in this host's memory: no step is lost",
     )
@@ -61,13 +61,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     add(
-        *_spelled("log_dir"),
+        *kinds.spelled("log_dir"),
         default="log",
         metavar="FOLDER",
         help="where each process leaves its log (default: %(default)s)",
     )
     add(
-        *_spelled("log_level"),
+        *kinds.spelled("log_level"),
         choices=log_filter.LEVELS,
         default=log_filter.DEFAULT_LEVEL,
         help="least level of log lines to show: Paddle's, and fleetpipe's, whose notices stay at "
@@ -94,8 +94,3 @@ def _nodes(text: str) -> tuple[int, int]:
 def _of_several_hosts(_: str) -> None:
     """Refuses an option of the launcher of several hosts that went."""
     raise argparse.ArgumentTypeError("several hosts are nodes of a Ray cluster: give --ray ADDRESS")
-
-
-def _spelled(name: str) -> list[str]:
-    """Returns an option as Paddle spells it, and as fleetpipe's other commands do."""
-    return [*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))]
