@@ -13,7 +13,7 @@ from paddle.distributed.fleet import meta_parallel
 from paddle.distributed.fleet.layers import mpu
 
 from fleetpipe.aliases import Layer
-from fleetpipe.dygraph.tensor_parallel import cross_entropy, embedding, linear, wrapper
+from fleetpipe.dygraph.tensor_parallel import cross_entropy, embedding, linear, sequence, wrapper
 from fleetpipe.dygraph.tensor_parallel.dropout import dropout
 from fleetpipe.dygraph.tensor_parallel.groups import (
     alone,
@@ -36,8 +36,10 @@ from fleetpipe.dygraph.tensor_parallel.replacements import (
     install,
     uninstall,
 )
+from fleetpipe.dygraph.tensor_parallel.sequence import marked
 from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.meta_parallel import SEQUENCE_PARALLEL
 
 _layers: ModuleType = mpu
 _wrappers: ModuleType = meta_parallel
@@ -51,6 +53,9 @@ RowParallelLinear: type[Layer] = (_layers if _on_gpu else linear).RowParallelLin
 VocabParallelEmbedding: type[Layer] = (_layers if _on_gpu else embedding).VocabParallelEmbedding
 ParallelCrossEntropy: type[Layer] = (_layers if _on_gpu else cross_entropy).ParallelCrossEntropy
 TensorParallel: type[Layer] = (_wrappers if _on_gpu else wrapper).TensorParallel
+
+#: The module that gives Fleet's names of sequence parallelism.
+sequence_parallel_utils: ModuleType = SEQUENCE_PARALLEL if _on_gpu else sequence
 
 __all__ = [
     "OPERATIONS",
@@ -67,12 +72,14 @@ __all__ = [
     "dropout",
     "get_rng_state_tracker",
     "install",
+    "marked",
     "model_parallel_group",
     "model_parallel_random_seed",
     "own_errors",
     "own_value",
     "parallel_matmul",
     "refuse_shards",
+    "sequence_parallel_utils",
     "share_of",
     "share_whole_state",
     "shard_of",

@@ -47,6 +47,9 @@ class Members(Protocol):
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor by the sum of all members'. Collective."""
 
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the sum of the parts that all members have for this one. Collective."""
+
 
 class StockGroup:
     """Members that only Paddle's group reaches: over Gloo, which waits 30 s for the last one."""
@@ -71,6 +74,11 @@ class StockGroup:
 
         for tensor in tensors:
             all_reduce(tensor, group=self._group)
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the sum of the parts for this member. Collective; Gloo adds whole tensors."""
+        self.all_reduce(parts)
+        return parts[self.rank]
 
 
 def total(tensor: Tensor, members: Members) -> Tensor:

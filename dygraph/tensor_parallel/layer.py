@@ -97,7 +97,9 @@ class ParallelLayer(paddle.nn.Layer):
         # Paddle's copy of a parameter forgets what is not Paddle's own.
         for name, parameter in parameters_in(self).items():
             if parameter is not None:
-                _mark(parameters_in(other)[name], split_axis(parameter))
+                twin: Tensor = parameters_in(other)[name]
+                _mark(twin, split_axis(parameter))
+                twin.sequence_parallel = getattr(parameter, "sequence_parallel", False)
         return other
 
     if hasattr(paddle.nn.Layer, "sharded_state_dict"):  # not on 2.6.2

@@ -3,12 +3,15 @@
     forward                 backward
     identity                all_reduce
     all_reduce              identity
-    split (last axis)       gather
-    gather (last axis)      split
+    split                   gather
+    gather                  split
+    gather_parts            reduce_scatter
+    reduce_scatter          gather_parts
 
-These are f and g of Megatron-LM (arXiv:1909.08053). Every collective of a layer goes through this
-file, and so does every error of one: Paddle turns what is raised in backward into an ``OSError``,
-from which :func:`own_errors` brings back the error that was raised.
+The first four are f and g of Megatron-LM (arXiv:1909.08053), the others take their place where
+members hold parts of the sequence between layers (arXiv:2205.05198). Every collective of a layer
+goes through this file, and so does every error of one: Paddle turns what is raised in backward into
+an ``OSError``, from which :func:`own_errors` brings back the error that was raised.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Callable
+from typing import Any, Callable, TypeVar, cast
 
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import (
@@ -29,7 +32,7 @@ from fleetpipe.dygraph.tensor_parallel.groups import (
 from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.paddle_api import paddle
 
-Backward = Callable[[Context, Tensor], Tensor]
+Noted = TypeVar("Noted", bound=Callable[..., Any])
 _raised: list[FleetPipeError] = []
 
 
@@ -50,18 +53,18 @@ def own_errors() -> Iterator[None]:
         raise
 
 
-def noting(backward: Backward) -> Backward:
-    """Has :func:`own_errors` know what is raised in the backward of an operation."""
+def noting(function: Noted) -> Noted:
+    """Has :func:`own_errors` know what ``function``, which runs in backward, raises."""
 
-    @functools.wraps(backward)
-    def noted(ctx: Context, grad: Tensor) -> Tensor:
+    @functools.wraps(function)
+    def noted(*args: Any, **named: Any) -> Any:
         try:
-            return backward(ctx, grad)
+            return function(*args, **named)
         except FleetPipeError as error:
             _raised.append(error)
             raise
 
-    return noted
+    return cast("Noted", noted)
 
 
 class _Identity(paddle.autograd.PyLayer):
@@ -90,25 +93,49 @@ class _AllReduce(paddle.autograd.PyLayer):
 
 class _Split(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
-        ctx.members = members
-        return shard_of(tensor, -1, members.rank, members.ranks)
+    def forward(ctx: Context, tensor: Tensor, members: Members, axis: int) -> Tensor:
+        ctx.members, ctx.axis = members, axis
+        return shard_of(tensor, axis, members.rank, members.ranks)
 
     @staticmethod
     @noting
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return paddle.concat(gathered(grad, ctx.members), axis=-1)
+        return paddle.concat(gathered(grad, ctx.members), axis=ctx.axis)
 
 
 class _Gather(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
-        ctx.members = members
-        return paddle.concat(gathered(tensor, members), axis=-1)
+    def forward(ctx: Context, tensor: Tensor, members: Members, axis: int) -> Tensor:
+        ctx.members, ctx.axis = members, axis
+        return paddle.concat(gathered(tensor, members), axis=axis)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return shard_of(grad, -1, ctx.members.rank, ctx.members.ranks)
+        return shard_of(grad, ctx.axis, ctx.members.rank, ctx.members.ranks)
+
+
+class _GatherParts(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
+        ctx.members = members
+        return paddle.concat(gathered(tensor, members), axis=0)
+
+    @staticmethod
+    @noting
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        return part_of_total(grad, ctx.members)
+
+
+class _ReduceScatter(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
+        ctx.members = members
+        return part_of_total(tensor, members)
+
+    @staticmethod
+    @noting
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        return paddle.concat(gathered(grad, ctx.members), axis=0)
 
 
 def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -135,29 +162,62 @@ def all_reduce(tensor: Tensor, group: PaddleGroup) -> Tensor:
     return _apply(_AllReduce.apply, tensor, group)
 
 
-def split(tensor: Tensor, group: PaddleGroup) -> Tensor:
-    """Returns this member's shard of the last axis. Collective in backward.
+def split(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
+    """Returns this member's shard of an axis. Collective in backward.
 
     Args:
-        tensor: The same on every member; the number of members divides its last axis.
+        tensor: The same on every member; the number of members divides the axis.
         group: Paddle's group or fleetpipe's.
+        axis: The axis that is cut.
 
     Raises:
-        UsageError: The last axis cannot be cut in equal shards.
+        UsageError: The axis cannot be cut in equal shards.
     """
-    return _apply(_Split.apply, tensor, group)
+    return _apply(_Split.apply, tensor, group, axis)
 
 
-def gather(tensor: Tensor, group: PaddleGroup) -> Tensor:
-    """Returns all members' tensors joined along the last axis. Collective.
+def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
+    """Returns all members' tensors joined along an axis. Collective.
 
     What follows must be the same on every member: each keeps its shard of the gradient.
 
     Args:
         tensor: Of the same shape on every member.
         group: Paddle's group or fleetpipe's.
+        axis: The axis that is joined.
     """
-    return _apply(_Gather.apply, tensor, group)
+    return _apply(_Gather.apply, tensor, group, axis)
+
+
+def gather_parts(tensor: Tensor, group: PaddleGroup) -> Tensor:
+    """Returns all members' tensors joined along the first axis. Collective, in backward too.
+
+    What follows is another on every member: each gets its part of the sum of all gradients.
+
+    Args:
+        tensor: Of the same shape on every member.
+        group: Paddle's group or fleetpipe's.
+    """
+    return _apply(_GatherParts.apply, tensor, group)
+
+
+def reduce_scatter(tensor: Tensor, group: PaddleGroup) -> Tensor:
+    """Returns this member's part of the sum of all members' tensors. Collective, backward too.
+
+    Args:
+        tensor: Of the same shape on every member; the number of members divides its first axis.
+        group: Paddle's group or fleetpipe's.
+
+    Raises:
+        UsageError: The first axis cannot be cut in equal parts.
+    """
+    return _apply(_ReduceScatter.apply, tensor, group)
+
+
+def part_of_total(tensor: Tensor, members: Members) -> Tensor:
+    """Returns what :func:`reduce_scatter` does, without a gradient. Collective."""
+    parts = [shard_of(tensor, 0, rank, members.ranks) for rank in range(members.ranks)]
+    return members.reduce_scatter(parts)
 
 
 def parallel_matmul(
@@ -202,6 +262,8 @@ def shard_of(whole: Tensor, axis: int, rank: int, ranks: int) -> Tensor:
     return part.clone()
 
 
-def _apply(operation: Callable[..., Tensor], tensor: Tensor, group: PaddleGroup) -> Tensor:
+def _apply(
+    operation: Callable[..., Tensor], tensor: Tensor, group: PaddleGroup, *more: int
+) -> Tensor:
     members = members_of(group)
-    return tensor if members.ranks == 1 else operation(tensor, members)
+    return tensor if members.ranks == 1 else operation(tensor, members, *more)

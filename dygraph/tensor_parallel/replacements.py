@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Callable
+from typing import Any, Callable
 
 from fleetpipe.aliases import PaddleGroup, Tensor
-from fleetpipe.dygraph.tensor_parallel import operations
+from fleetpipe.dygraph.tensor_parallel import operations, sequence
 from fleetpipe.dygraph.tensor_parallel.cross_entropy import ParallelCrossEntropy
 from fleetpipe.dygraph.tensor_parallel.embedding import own_rows
 from fleetpipe.dygraph.tensor_parallel.groups import connect, disconnect, model_parallel_group
@@ -19,7 +19,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.meta_parallel import OPERATION_MODULES
+from fleetpipe.paddle_api.meta_parallel import OPERATION_MODULES, SEQUENCE_PARALLEL
 
 Operation = Callable[..., Tensor]
 
@@ -126,20 +126,38 @@ OPERATIONS: Mapping[str, Operation] = (
     }
 )
 
-_originals = {name: getattr(OPERATION_MODULES[0], name) for name in OPERATIONS}
+#: Likewise, what the classes of Paddle's sequence parallelism call.
+SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = (
+    {}
+    if device_kind() != "cpu"
+    else {
+        "scatter": sequence.scatter,
+        "all_gather": sequence.all_gather,
+        "reduce_scatter": sequence.reduce_scatter,
+        "register_sequence_parallel_allreduce_hooks": (
+            sequence.register_sequence_parallel_allreduce_hooks
+        ),
+    }
+)
+
+_places = [
+    *((module, OPERATIONS) for module in OPERATION_MODULES),
+    (SEQUENCE_PARALLEL, SEQUENCE_OPERATIONS),
+]
+_originals = [{name: getattr(module, name) for name in names} for module, names in _places]
 
 
 def install() -> None:
     """Has Paddle's modules give these operations, for scripts that take them from there."""
-    for module in OPERATION_MODULES:
-        for name, operation in OPERATIONS.items():
+    for module, operations_of in _places:
+        for name, operation in operations_of.items():
             setattr(module, name, operation)
 
 
 def uninstall() -> None:
     """Gives Paddle's modules their own operations back."""
-    for module in OPERATION_MODULES:
-        for name, original in _originals.items():
+    for (module, _), originals in zip(_places, _originals):
+        for name, original in originals.items():
             setattr(module, name, original)
 
 

@@ -278,6 +278,8 @@ class Runtime:
         with self.timing("allreduce_gradients"):
             parameters = self.layers.trained_parameters()
             experts.fill_gradients(self.layers.state.own_parameters())
+            of_parts = tensor_parallel.marked(parameters)
+            replicas.reduce_gradients(of_parts, self.job.model_parallel(), "sum")
             replicas.reduce_gradients(parameters, self.job.replicas(), self.scale)
         # After the replicas: their sums differ in the last bit from stage to stage.
         with self.timing("allreduce_shared_weight_gradients"):

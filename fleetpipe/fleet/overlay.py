@@ -77,6 +77,20 @@ OVERLAYS: Mapping[str, Mapping[str, object]] = {
         ),
     },
     "meta_parallel.tensor_parallel": _of(tensor_parallel, "TensorParallel"),
+    "utils": {},
+    "utils.sequence_parallel_utils": _of(
+        tensor_parallel.sequence_parallel_utils,
+        "AllGatherOp",
+        "ColumnSequenceParallelLinear",
+        "GatherOp",
+        "ReduceScatterOp",
+        "RowSequenceParallelLinear",
+        "ScatterOp",
+        "all_gather",
+        "reduce_scatter",
+        "register_sequence_parallel_allreduce_hooks",
+        "scatter",
+    ),
 }
 
 
@@ -112,8 +126,10 @@ class _Overlay(Loader):
         names = vars(module)
         names.update(OVERLAYS[self._path])
         names["__doc__"] = f"``{PADDLES}.{self._path}`` with names of fleetpipe's."
-        names["__all__"] = [*OVERLAYS[self._path], *_inside(self._path)]
-        names["__getattr__"], names["__dir__"] = over(names, _paddles_module(self._path))
+        paddles = _paddles_module(self._path)
+        replaced = [*OVERLAYS[self._path], *_inside(self._path)]
+        names["__all__"] = [*dict.fromkeys([*replaced, *getattr(paddles, "__all__", ())])]
+        names["__getattr__"], names["__dir__"] = over(names, paddles)
 
 
 def _inside(path: str) -> list[str]:

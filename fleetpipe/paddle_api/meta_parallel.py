@@ -16,6 +16,7 @@ from paddle.base import initializer as _defaults
 from paddle.base.param_attr import ParamAttr
 from paddle.distributed import collective as _collective
 from paddle.distributed.fleet.layers.mpu import mp_ops as _operations
+from paddle.distributed.fleet.utils import sequence_parallel_utils as _sequence_parallel
 
 from fleetpipe.aliases import Attribute, Layer, Nest, PaddleGroup, Tensor
 from fleetpipe.errors import UsageError
@@ -29,6 +30,8 @@ _pipelines: ModuleType = paddle_fleet.meta_parallel.pipeline_parallel
 LOSS_FUNCTIONS_ARE_A_LIST = hasattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc")
 #: The modules from which scripts take the operations of tensor-parallel layers.
 OPERATION_MODULES: tuple[ModuleType, ...] = (_operations, _collective)
+#: The module of sequence parallelism between tensor-parallel layers.
+SEQUENCE_PARALLEL: ModuleType = _sequence_parallel
 #: Takes the values of a location by name.
 Hook = Callable[..., object]
 

@@ -1,10 +1,16 @@
-"""Members of a model-parallel group in one process, where all have what the first one has."""
+"""Members of a group in one process: threads, or one where all have what the first one has."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from paddle.distributed.communication.group import Group
+
+from fleetpipe.mesh.groups import DirectGroup
+from tests.transport.helpers import LIMIT, join_all
 
 #: What each of two members sees of their group.
 MEMBERS = [Group(rank, 77, [0, 1]) for rank in range(2)]
@@ -32,3 +38,18 @@ class Twins:
         self.reduced += 1
         for tensor in tensors:
             tensor.set_value(tensor * self.ranks)
+
+
+@contextmanager
+def threads(ranks: int) -> Iterator[list[DirectGroup]]:
+    """Connects the members of a group by sockets, each for one thread."""
+    transports = join_all(ranks)
+    yield [DirectGroup(transport, LIMIT) for transport in transports]
+    for transport in transports:
+        transport.close()
+
+
+def on_all(members: list[Any], run: Callable[[Any], Any]) -> list[Any]:
+    """Returns what ``run(member)`` returns, each in a thread of its own."""
+    with ThreadPoolExecutor(len(members)) as executor:
+        return list(executor.map(run, members))

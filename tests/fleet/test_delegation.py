@@ -26,6 +26,7 @@ OWN = {
     "init",
     "layers",
     "meta_parallel",
+    "utils",
 }
 
 
@@ -36,7 +37,12 @@ def test_every_name_is_paddles_unless_fleetpipe_defines_it() -> None:
 
 
 def test_every_submodule_imports_as_paddles_own() -> None:
-    for path in ("utils", "base", "meta_parallel.parallel_layers.random", "utils.recompute"):
+    for path in (
+        "utils.log_util",
+        "base",
+        "meta_parallel.parallel_layers.random",
+        "utils.recompute",
+    ):
         try:
             real = importlib.import_module(f"paddle.distributed.fleet.{path}")
         except ModuleNotFoundError:
@@ -63,7 +69,7 @@ for info in pkgutil.walk_packages(theirs.__path__, "paddle.distributed.fleet."):
 own = ("meta_parallel", "meta_parallel.pipeline_parallel", "meta_parallel.parallel_layers",
        "meta_parallel.parallel_layers.pp_layers", "meta_parallel.parallel_layers.mp_layers",
        "meta_parallel.tensor_parallel", "layers", "layers.mpu", "layers.mpu.mp_layers",
-       "layers.mpu.mp_ops", "meta_parallel.dualpipev")
+       "layers.mpu.mp_ops", "meta_parallel.dualpipev", "utils", "utils.sequence_parallel_utils")
 for name, module in before.items():
     tail = name[len("paddle.distributed.fleet."):]
     ours = importlib.import_module("fleetpipe.fleet." + tail)

@@ -1,0 +1,220 @@
+"""Sequence parallelism among the members of a tensor-parallel layer, under Fleet's names.
+
+Between its layers each member holds a part of the sequence, the first axis, in the place of the
+whole: norms, dropout and residuals are computed once (Korthikanti et al., arXiv:2205.05198)::
+
+    ScatterOp | norm | ColumnSequenceParallelLinear .. RowSequenceParallelLinear | norm | GatherOp
+    parts       parts  gathers                          adds, and cuts in parts    parts  whole
+
+Whole parameters that are used on parts (those of the norms, the bias after the rows) get a part of
+their gradient on each member. They are marked, and a pipeline adds these up at the end of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fleetpipe.aliases import Attribute, Layer, PaddleGroup, Tensor
+from fleetpipe.dygraph.tensor_parallel import operations
+from fleetpipe.dygraph.tensor_parallel.groups import gathered, members_of, model_parallel_group
+from fleetpipe.dygraph.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.meta_parallel import SEQUENCE_PARALLEL
+
+mark_as_sequence_parallel_parameter = SEQUENCE_PARALLEL.mark_as_sequence_parallel_parameter
+is_sequence_parallel_parameter = SEQUENCE_PARALLEL.is_sequence_parallel_parameter
+
+
+@operations.noting
+def scatter(input: Tensor) -> Tensor:
+    """Returns this member's part of the first axis, without a gradient; not collective."""
+    group = model_parallel_group()
+    return operations.shard_of(input, 0, group.rank, group.nranks)
+
+
+@operations.noting
+def all_gather(input: Tensor) -> Tensor:
+    """Returns all members' parts joined, without a gradient. Collective."""
+    return paddle.concat(gathered(input, members_of(model_parallel_group())), axis=0)
+
+
+@operations.noting
+def reduce_scatter(input: Tensor) -> Tensor:
+    """Returns this member's part of the sum of all, without a gradient. Collective."""
+    return operations.part_of_total(input, members_of(model_parallel_group()))
+
+
+class ScatterOp:
+    """From a whole sequence, which all members have, to this member's part."""
+
+    @staticmethod
+    def apply(input: Tensor) -> Tensor:
+        """Returns ``[s / m, ..]`` of ``[s, ..]``. Collective in backward."""
+        return operations.split(input, model_parallel_group(), axis=0)
+
+
+class GatherOp:
+    """From the parts to the whole sequence, with which all members do the same."""
+
+    @staticmethod
+    def apply(input: Tensor) -> Tensor:
+        """Returns ``[s, ..]`` of ``[s / m, ..]``. Collective."""
+        return operations.gather(input, model_parallel_group(), axis=0)
+
+
+class AllGatherOp:
+    """From the parts to the whole sequence, with which each member does something else."""
+
+    @staticmethod
+    def apply(input: Tensor) -> Tensor:
+        """Returns ``[s, ..]`` of ``[s / m, ..]``. Collective, in backward too."""
+        return operations.gather_parts(input, model_parallel_group())
+
+
+class ReduceScatterOp:
+    """From whole sequences to this member's part of their sum."""
+
+    @staticmethod
+    def apply(input: Tensor) -> Tensor:
+        """Returns ``[s / m, ..]`` of ``[s, ..]``. Collective, in backward too."""
+        return operations.reduce_scatter(input, model_parallel_group())
+
+
+class ColumnSequenceParallelLinear(ColumnParallelLinear):
+    """``ColumnParallelLinear`` of a sequence of which each member gives a part."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weight_attr: Attribute = None,
+        has_bias: bool | None = None,
+        gather_output: bool = True,
+        fuse_matmul_bias: bool = False,
+        mp_group: PaddleGroup = None,
+        name: str | None = None,
+    ) -> None:
+        """As :class:`ColumnParallelLinear`; the output stays cut.
+
+        Raises:
+            ConfigError: ``gather_output`` is not False, or ``out_features`` cannot be cut.
+        """
+        if gather_output:
+            raise ConfigError(
+                "the columns of a ColumnSequenceParallelLinear stay on their members",
+                got="gather_output=True",
+                fix="pass gather_output=False",
+            )
+        super().__init__(
+            *(in_features, out_features, weight_attr, has_bias, False),
+            *(fuse_matmul_bias, mp_group, name),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Collective, in backward too.
+
+        Args:
+            x: ``[s / members, .., in_features]``: this member's part of the sequence.
+
+        Returns:
+            This member's columns of ``[s, .., out_features]``.
+        """
+        whole = operations.gather_parts(x, self.model_parallel_group)
+        return self.linear(whole, self.weight, self.bias, name=self._name)
+
+
+class RowSequenceParallelLinear(RowParallelLinear):
+    """``RowParallelLinear`` that gives each member a part of the sequence."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weight_attr: Attribute = None,
+        has_bias: bool = True,
+        input_is_parallel: bool = False,
+        fuse_matmul_bias: bool = False,
+        mp_group: PaddleGroup = None,
+        name: str | None = None,
+    ) -> None:
+        """As :class:`RowParallelLinear`; the input is cut, and the bias is marked.
+
+        Raises:
+            ConfigError: ``input_is_parallel`` is not True, or ``in_features`` cannot be cut.
+        """
+        if not input_is_parallel:
+            raise ConfigError(
+                "a RowSequenceParallelLinear takes the columns that each member has",
+                got="input_is_parallel=False",
+                fix="pass input_is_parallel=True",
+            )
+        super().__init__(
+            *(in_features, out_features, weight_attr, has_bias, True),
+            *(fuse_matmul_bias, mp_group, name),
+        )
+        if self.is_mp and self.bias is not None:
+            mark_as_sequence_parallel_parameter(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Collective, in backward too.
+
+        Args:
+            x: ``[s, .., in_features / members]``: this member's columns.
+
+        Returns:
+            ``[s / members, .., out_features]``: this member's part of the sequence.
+
+        Raises:
+            UsageError: The last axis of ``x`` has another size, or the first cannot be cut.
+        """
+        if not self.is_mp:
+            return self.linear(x, self.weight, self.bias, name=self._name)
+        self._check(x)
+        output = operations.reduce_scatter(
+            self.linear(x, self.weight, name=self._name), self.model_parallel_group
+        )
+        return output if self.bias is None else output + self.bias
+
+
+def marked(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Returns those of which each member has a part of the gradient."""
+    return [p for p in parameters if is_sequence_parallel_parameter(p) and not p.stop_gradient]
+
+
+def register_sequence_parallel_allreduce_hooks(
+    model: Layer, accumulation_steps: int, fuse_sequence_parallel_allreduce: bool = False
+) -> None:
+    """Has the gradients of marked parameters added up over the members; not collective.
+
+    A pipeline does so by itself, and nothing is registered. In any other model each of these
+    gradients is replaced by the members' sum in every ``accumulation_steps``-th backward.
+
+    Args:
+        model: The model.
+        accumulation_steps: Backwards before a step; 0 registers nothing.
+        fuse_sequence_parallel_allreduce: Accepted; without effect.
+    """
+    group, job = model_parallel_group(), current_job()
+    if accumulation_steps <= 0 or group.nranks == 1 or (job is not None and job.degrees.pp > 1):
+        return
+    for parameter in marked(model.parameters()):
+        parameter._register_backward_hook(_summing(parameter, accumulation_steps, group))
+
+
+def _summing(parameter: Tensor, accumulation_steps: int, group: PaddleGroup) -> Callable[[], None]:
+    done = [0]
+
+    @operations.noting
+    @paddle.no_grad()
+    def hook(*_: Any) -> None:
+        done[0] += 1
+        job = current_job()
+        pipelined = job is not None and job.trains([parameter])
+        if done[0] % accumulation_steps == 0 and not pipelined:
+            gradient = getattr(parameter, "main_grad", None)
+            members_of(group).all_reduce([parameter.grad if gradient is None else gradient])
+
+    return hook

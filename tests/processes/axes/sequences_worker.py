@@ -1,0 +1,229 @@
+"""A rank of jobs that split sequences: ``sequences_worker.py FOLDER CASE..`` trains each case.
+
+Beside each, every rank trains the plain model on whole sequences. Rank 0 writes to FOLDER/gaps.json
+how far losses and whole parameters are from that model's after each step of gradient descent: after
+the first one that is the gradients.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+import numpy as np
+import paddle
+from paddle import nn
+from paddle.distributed.fleet.utils import sequence_parallel_utils as paddles
+from paddle.nn import functional
+
+from fleetpipe import fleet
+from fleetpipe.dygraph.tensor_parallel import share_of
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from fleetpipe.job.job import current_job
+from tests import jobs
+
+VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 11, 8, 4, 16, 2
+MICRO_BATCHES, ROWS, STEPS, RATE = 2, 2, 3, 0.5
+#: By name: the degrees, the schedule, fleetpipe's options, and whose classes are used.
+CASES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
+    "mp": ({"pp": 2, "mp": 2}, "1F1B", {}),
+    "mp, split backward": ({"pp": 2, "mp": 2}, "ZBH1", {}),
+    "mp, Paddle's classes": ({"pp": 2, "mp": 2}, "1F1B", {}),
+}
+
+
+def plain_attention(query: Any, key: Any, value: Any, documents: Any) -> Any:
+    """Causal attention of ``[rows, length, heads, size]`` within documents, by one softmax."""
+    query, key, value = (t.transpose([0, 2, 1, 3]) for t in (query, key, value))
+    scores = paddle.matmul(query, key, transpose_y=True) / query.shape[-1] ** 0.5
+    seen = paddle.tril(paddle.ones(scores.shape[-2:], dtype="bool"))
+    same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).unsqueeze(1)
+    scores = paddle.where(paddle.logical_and(seen, same), scores, paddle.full([], -1e30))
+    return paddle.matmul(functional.softmax(scores), value).transpose([0, 2, 1, 3])
+
+
+class Embedding(nn.Layer):
+    """Tokens and their positions; the documents go along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, value: Any) -> Any:
+        ids, positions, documents = value
+        return self.tokens(ids) + self.positions(positions), documents
+
+
+class Block(nn.Layer):
+    """Attention and two products on whole sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.LayerList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias_attr=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def attend(self, query: Any, key: Any, value: Any, documents: Any) -> Any:
+        return plain_attention(query, key, value, documents)
+
+    def attention(self, x: Any, documents: Any) -> Any:
+        rows, length, _ = x.shape
+        size = WIDTH // HEADS
+        split = self.qkv(x).reshape([rows, length, -1, 3 * size]).split(3, axis=-1)
+        return self.out(self.attend(*split, documents).reshape([rows, length, -1]))
+
+    def forward(self, value: Any) -> Any:
+        x, documents = value
+        x = x + self.attention(self.norms[0](x), documents)
+        return x + self.down(functional.gelu(self.up(self.norms[1](x)))), documents
+
+
+class Head(nn.Layer):
+    """Logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, value: Any) -> Any:
+        return self.linear(value[0])
+
+
+class SequenceParallelEmbedding(Embedding):
+    """Gives each member a part of the sequence, which is the first axis from here on."""
+
+    names: Any = fleet.utils.sequence_parallel_utils
+
+    def forward(self, value: Any) -> Any:
+        x, documents = super().forward(value)
+        return self.names.ScatterOp.apply(x.transpose([1, 0, 2])), documents
+
+
+class SequenceParallelBlock(Block):
+    """Norms and residuals on parts of the sequence; products of shards on whole ones."""
+
+    names: Any = fleet.utils.sequence_parallel_utils
+
+    def __init__(self) -> None:
+        super().__init__()
+        column, row = (
+            getattr(self.names, f"{kind}SequenceParallelLinear") for kind in ("Column", "Row")
+        )
+        self.heads = share_of(HEADS, "num_heads")
+        self.qkv = column(WIDTH, 3 * WIDTH, has_bias=False, gather_output=False)
+        self.out = row(WIDTH, WIDTH, input_is_parallel=True)
+        self.up = column(WIDTH, 4 * WIDTH, has_bias=True, gather_output=False)
+        self.down = row(4 * WIDTH, WIDTH, input_is_parallel=True)
+        for parameter in self.norms.parameters():
+            self.names.mark_as_sequence_parallel_parameter(parameter)
+
+    def attention(self, x: Any, documents: Any) -> Any:
+        whole = self.qkv(x).transpose([1, 0, 2])
+        rows, length, _ = whole.shape
+        split = whole.reshape([rows, length, self.heads, -1]).split(3, axis=-1)
+        seen = self.attend(*split, documents).reshape([rows, length, -1])
+        return self.out(seen.transpose([1, 0, 2]))
+
+
+class SequenceParallelHead(Head):
+    """Logits of whole sequences, the same on all members."""
+
+    names: Any = fleet.utils.sequence_parallel_utils
+
+    def forward(self, value: Any) -> Any:
+        return super().forward([self.names.GatherOp.apply(value[0]).transpose([1, 0, 2])])
+
+
+class PaddlesEmbedding(SequenceParallelEmbedding):
+    names = paddles
+
+
+class PaddlesBlock(SequenceParallelBlock):
+    names = paddles
+
+
+class PaddlesHead(SequenceParallelHead):
+    names = paddles
+
+
+def layers(case: str) -> list[Any]:
+    kinds: tuple[Any, Any, Any] = (Embedding, Block, Head)
+    if case.startswith("mp"):
+        kinds = (SequenceParallelEmbedding, SequenceParallelBlock, SequenceParallelHead)
+    if "Paddle" in case:
+        kinds = (PaddlesEmbedding, PaddlesBlock, PaddlesHead)
+    embedding, block, head = kinds
+    return [LayerDesc(embedding), *[LayerDesc(block)] * BLOCKS, LayerDesc(head)]
+
+
+def data(step: int) -> tuple[Any, Any]:
+    """Packed sequences of documents of any length; labels of 0 do not count."""
+    numbers = np.random.default_rng(step)
+    size = (MICRO_BATCHES * ROWS, LENGTH)
+    ids, labels = (numbers.integers(0, VOCABULARY, size) for _ in range(2))
+    labels[numbers.random(size) < np.linspace(0.9, 0, LENGTH)] = 0
+    begins = numbers.random(size) < 0.2
+    begins[:, 0] = True
+    places = np.arange(LENGTH)
+    positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    inputs = (ids, positions, begins.cumsum(axis=1))
+    return tuple(map(paddle.to_tensor, inputs)), paddle.to_tensor(labels)
+
+
+def plain_step(model: Any, criterion: Any, step: int) -> float:
+    """Trains the plain model on whole sequences; returns the loss."""
+    inputs, labels = data(step)
+    total = 0.0
+    for number in range(MICRO_BATCHES):
+        rows = slice(number * ROWS, (number + 1) * ROWS)
+        value: Any = tuple(tensor[rows] for tensor in inputs)
+        for layer in model:
+            value = layer(value)
+        loss = criterion(value, labels[rows]) / MICRO_BATCHES
+        loss.backward()
+        total += float(loss)
+    for parameter in model.parameters():
+        parameter.set_value(parameter.detach() - RATE * parameter.grad)
+        parameter.clear_grad()
+    return total
+
+
+def gap(found: Any, expected: Any) -> float:
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def train(case: str) -> list[dict[str, float]]:
+    degrees, schedule, own = CASES[case]
+    jobs.begin(micro_batches=MICRO_BATCHES, schedule=schedule, rows=ROWS, **degrees, **own)
+    criterion = nn.CrossEntropyLoss(ignore_index=0)
+    model = PipelineLayer(layers(case), num_stages=degrees["pp"], loss_fn=criterion)
+    model = fleet.distributed_model(model)
+    plain = nn.LayerList([Embedding(), *[Block() for _ in range(BLOCKS)], Head()])
+    plain.set_state_dict(model.layers.full_state_dict())
+    optimizer = fleet.distributed_optimizer(
+        paddle.optimizer.SGD(RATE, parameters=model.parameters())
+    )
+    steps = []
+    for step in range(STEPS):
+        loss = float(model.train_batch(list(data(step)), optimizer))
+        expected = plain_step(plain, criterion, step)
+        state, whole = plain.state_dict(), model.layers.full_state_dict()
+        gaps = {name: gap(whole[name].numpy(), state[name].numpy()) for name in state}
+        steps.append({"loss": gap(loss, expected), **gaps})
+    return steps
+
+
+if __name__ == "__main__":
+    results = {}
+    for name in sys.argv[2:]:
+        results[name] = train(name)
+        first = current_job().hcg.global_rank == 0
+        fleet.shutdown()
+    if first:
+        (Path(sys.argv[1]) / "gaps.json").write_text(json.dumps(results))
