@@ -21,6 +21,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fleet.meta_parallel import PipelineLayer
 from fleetpipe.fleet.overlay import OVERLAYS
+from fleetpipe.mesh.axes import AXES
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.static import StaticOptimizer
 from tests.check_types import sources
@@ -264,7 +265,7 @@ def _trained(configs: str | None = None, name: str | None = None) -> list[bytes]
 OPTIONS_ELSEWHERE = {
     # Read by Paddle, or under another name.
     "order": "hybrid_parallel_order",
-    **{f"{axis}_degree": "_degree" for axis in ("dp", "mp", "pp", "sharding")},
+    **{f"{axis}_degree": "_degree" for axis in AXES},
 }
 
 

@@ -133,7 +133,7 @@ class PipelineLayer(paddle.nn.Layer):
         self._recompute_interval, self.recompute_ctx = interval, recompute_ctx
         self.use_cudagraph = use_cudagraph
         self._blueprints = entries.Blueprints(self._layers_desc)
-        if job is not None and job.degrees.mp > 1:
+        if job is not None and job.shard[1] > 1:
             # Sizes that cannot be cut are refused on every rank, before any waits for another.
             list(self._blueprints)
         self._tied = tied.find(self._layers_desc, self._blueprints)

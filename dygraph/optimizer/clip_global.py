@@ -214,9 +214,9 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         job = current_job()
         if job is None or job.local:
             return _Round(squares, None)
-        if job.degrees.mp > 1:
+        if job.model_parallel().ranks > 1:
             squares = _with_slices(squares, job.model_parallel())
-        if self.sharded and job.degrees.sharding > 1:
+        if self.sharded and job.sharding().ranks > 1:
             parts = job.sharding().all_gather(_packed(squares))
             squares = [square for part in parts for square in _unpacked(*part)]
         if job.degrees.pp == 1:
@@ -242,7 +242,7 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
             elif id(stock) not in clips:
                 clips[id(stock)] = GlobalNormClip(stock)
             place.put(clips[id(stock)])
-        elif type(stock) is paddle.nn.ClipGradByNorm and job is not None and job.degrees.mp > 1:
+        elif type(stock) is paddle.nn.ClipGradByNorm and job is not None and job.shard[1] > 1:
             place.put(SlicedNormClip(stock))
     return list(dict.fromkeys(clips.values()))
 

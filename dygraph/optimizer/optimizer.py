@@ -63,7 +63,7 @@ class PipelineOptimizer(FleetsType):
         self._later: PostValidation | None = None
         job = current_job()
         self._hcg = None if job is None else job.hcg
-        if job is not None and job.degrees.sharding > 1:
+        if job is not None and job.sharding().ranks > 1:
             self._shards = Shards(optimizer, job.sharding())
         self._replace_clips()
 
@@ -246,10 +246,10 @@ class PipelineOptimizer(FleetsType):
         A pipeline has done so at the end of its batch, and Paddle's ``DataParallel`` in backward.
         """
         job = current_job()
-        if job is None or job.degrees.replicas == 1 or in_data_parallel_mode(job.hcg):
+        if job is None or job.copies().ranks == 1 or in_data_parallel_mode(job.hcg):
             return
         if self._layers is None and not job.trains(parameters):
-            reduce_gradients(parameters, job.replicas(), "avg")
+            reduce_gradients(parameters, job.copies(), "avg")
 
     @property
     def _rate(self) -> float | Scheduler:

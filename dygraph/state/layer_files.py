@@ -93,7 +93,7 @@ class LayerFiles:
         """Returns this process's place among the tensor-parallel ranks, and their number."""
         if self._job is None:
             return 0, 1
-        return self._job.coordinate.mp, self._job.degrees.mp
+        return self._job.shard
 
 
 def files_of_list(

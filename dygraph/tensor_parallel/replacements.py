@@ -163,7 +163,7 @@ def uninstall() -> None:
 
 def connect_shards(job: Job) -> None:
     """Has tensor-parallel layers reach each other over a job's connections while it lasts."""
-    if job.degrees.mp == 1:
+    if job.shard[1] == 1:
         return
     paddle_group = job.hcg.get_model_parallel_group()
     connect(paddle_group, job.model_parallel())

@@ -41,7 +41,7 @@ class TensorParallel(paddle.nn.Layer):
         self._broadcasts_data = self._members.ranks > 1 and _asks_for_broadcasts(strategy)
         with job.guarded(lambda: "wrapping the model"):
             share_whole_state(layers.state_dict(), self._members)
-            broadcast_state(layers.state_dict(), job.replicas())
+            broadcast_state(layers.state_dict(), job.copies())
 
     def forward(self, *inputs: Nest, **named: Nest) -> Nest:
         """Calls the model. Collective over the members.

@@ -98,7 +98,7 @@ class Runtime:
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         self._check_finite = finite.asked_for()
         self._own_errors: Callable[[], AbstractContextManager[None]] = (
-            tensor_parallel.own_errors if job.degrees.mp > 1 else nullcontext
+            tensor_parallel.own_errors if job.shard[1] > 1 else nullcontext
         )
         self._observers: list[Observer] = []
         self._arrange(PipelineConfig.from_strategy(strategy))
@@ -110,7 +110,7 @@ class Runtime:
             losses = [layer.state_dict() for layer in layers.loss_layers()]
             for state in (layers.state.local_tensors(), *losses):
                 tensor_parallel.share_whole_state(state, job.model_parallel())
-                broadcast_state(state, job.replicas())
+                broadcast_state(state, job.copies())
 
     @property
     def weights(self) -> list[Fraction]:
@@ -128,8 +128,8 @@ class Runtime:
 
     @property
     def first_micro_batch(self) -> int:
-        """The global number of this replica's micro-batch 0."""
-        return self.job.replicas().rank * self.config.micro_batches
+        """The global number of this process's micro-batch 0: no copy draws another's numbers."""
+        return self.job.copy * self.config.micro_batches
 
     def plays(self, rank: int) -> bool:
         """Whether this process is that rank of the pipeline, or plays all ranks."""
@@ -256,7 +256,7 @@ class Runtime:
             self.stage.end()
 
     def share_losses(self, losses: Losses, by_micro_batch: bool) -> Nest:
-        """Gives the mean losses of the replicas' last stages to every rank. Collective.
+        """Gives the mean losses of the last stages' copies to every rank. Collective.
 
         Args:
             losses: What the owner of the last stage has.
@@ -269,18 +269,18 @@ class Runtime:
             total = None
             if self.plays(self.last_owner):
                 losses_here = losses.by_micro_batch() if by_micro_batch else losses.totals()
-                total = [replicas.mean_loss(loss, self.job.replicas()) for loss in losses_here]
+                total = [replicas.mean_loss(loss, self.job.copies()) for loss in losses_here]
             shared: list[Tensor] = self.job.group().broadcast(total, self.last_owner)
         return shared[0] if len(shared) == 1 else shared
 
     def reduce_gradients(self) -> None:
-        """Adds up gradients over the replicas and over the copies of shared weights. Collective."""
+        """Adds up gradients over all copies of the stages, then of shared weights. Collective."""
         with self.timing("allreduce_gradients"):
             parameters = self.layers.trained_parameters()
             experts.fill_gradients(self.layers.state.own_parameters())
             of_parts = tensor_parallel.marked(parameters)
             replicas.reduce_gradients(of_parts, self.job.model_parallel(), "sum")
-            replicas.reduce_gradients(parameters, self.job.replicas(), self.scale)
+            replicas.reduce_gradients(parameters, self.job.copies(), self.scale)
         # After the replicas: their sums differ in the last bit from stage to stage.
         with self.timing("allreduce_shared_weight_gradients"):
             self.layers.allreduce_shared_weight_gradients()

@@ -97,7 +97,7 @@ class TrainingBatch:
                 companion.begin(
                     BatchBeside(data, self._keys, weights, loss_fn_idx, optimizer, self._scaler)
                 )
-        if runtime.job.replicas().ranks == 1:
+        if runtime.job.copies().ranks == 1:
             # Replicas add their losses up, which none of them is to wait for between actions.
             self._losses.complete = self._share_losses
         try:

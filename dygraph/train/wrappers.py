@@ -44,9 +44,9 @@ class NoPipelineParallel(PipelineParallel):
 
     def _bind(self, optimizer: Optimizer) -> None:
         """Takes a bare optimizer too, as Fleet does, where the rank has whole parameters."""
-        degrees = self._runtime.job.degrees
-        wrapped = isinstance(optimizer, PipelineOptimizer)
-        if wrapped or degrees.mp > 1 or degrees.sharding > 1:
+        job = self._runtime.job
+        whole = job.model_parallel().ranks == job.sharding().ranks == 1
+        if isinstance(optimizer, PipelineOptimizer) or not whole:
             super()._bind(optimizer)
 
 

@@ -12,6 +12,7 @@ from fleetpipe.aliases import Tensor
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.mesh.axes import AXES, COPIES
 from fleetpipe.mesh.groups import DirectGroup, Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.transport import MessageKey
@@ -81,13 +82,12 @@ class Ranks:
     def layout(self) -> dict[str, int]:
         """How the ranks are split."""
         degrees = None if self.job is None else self.job.degrees
-        axes = ("pp", "dp", "sharding", "mp")
-        return {axis: 1 if degrees is None else getattr(degrees, axis) for axis in axes}
+        return {axis: 1 if degrees is None else degrees.split(axis) for axis in AXES}
 
     @property
     def replicas(self) -> int:
-        """How many replicas of the model there are."""
-        return self.layout["dp"] * self.layout["sharding"]
+        """How many ranks hold the same parameters."""
+        return 1 if self.job is None else self.job.degrees.split(*COPIES)
 
     @property
     def place(self) -> Place:
@@ -97,8 +97,8 @@ class Ranks:
             return Place()
         at, degrees = job.coordinate, job.degrees
         return Place(
-            shard=Part(at.mp, degrees.mp),
-            replica=Part(job.replica, degrees.replicas),
+            shard=Part(*job.shard),
+            replica=Part(job.copy, self.replicas),
             stages=Part(at.pp, degrees.pp),
         )
 

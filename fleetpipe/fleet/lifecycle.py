@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import sys
 import warnings
-from dataclasses import asdict
 from typing import Any
 
 from fleetpipe import log, static
@@ -19,14 +18,11 @@ from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError, StateError
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import agreement, job, meeting, slurm, start
+from fleetpipe.job.groups import topology as fleet_topology
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.watching import process_exit
-from fleetpipe.mesh.axes import (
-    PIPELINE_AXES,
-    Degrees,
-    refuse_sharding_options,
-    runs_without_pipeline,
-)
+from fleetpipe.mesh.axes import Degrees, Mesh
+from fleetpipe.mesh.degree_checks import refuse_sharding_options
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
 from fleetpipe.paddle_api.topology import (
@@ -84,8 +80,6 @@ def init(
     slurm.adopt()
     world_size = meeting.world_size()
     choose_backend()
-    if runs_without_pipeline(strategy.hybrid_configs):
-        return _fleet.init(role_maker, is_collective, strategy, log_level)
     _refuse_other_launchers()
     degrees = Degrees.resolve(strategy.hybrid_configs, world_size)
     if degrees.pp > 1 and not is_collective:
@@ -96,13 +90,8 @@ def init(
         )
     arguments = (role_maker, is_collective, strategy, log_level)
     dynamic = paddle.in_dynamic_mode()
-    if dynamic and is_collective:
-        if degrees.pp > 1:
-            degrees.refuse_beyond(
-                PIPELINE_AXES, "use mp_degree, dp_degree or sharding_degree for these ranks"
-            )
-        if degrees.sharding > 1:
-            refuse_sharding_options(strategy)
+    if dynamic and is_collective and degrees.split(*degrees.state_axes) > 1:
+        refuse_sharding_options(strategy)
     static.install()
     if not dynamic:
         return _init_static(degrees, arguments)
@@ -266,9 +255,9 @@ def _begin(
             "hybrid_configs": repr(strategy.hybrid_configs),
             "hybrid_configs['order']": repr(strategy.hybrid_parallel_order),
         }
-        order = strategy.hybrid_parallel_order
-        groups = functools.partial(_make_groups, degrees, arguments)
-        begun = start.begin_together(degrees, order, facts, config.timeout, number, groups)
+        mesh = Mesh.in_order(degrees, strategy.hybrid_parallel_order)
+        groups = functools.partial(_make_groups, mesh, arguments)
+        begun = start.begin_together(mesh, facts, config.timeout, number, groups)
     job.begin(begun)
     tensor_parallel.connect_shards(begun)
     return _fleet
@@ -284,26 +273,25 @@ def _begin_alone(degrees: Degrees, arguments: tuple[Any, ...], timeout: float, n
     return Job(degrees, hcg, timeout, number)
 
 
-def _make_groups(degrees: Degrees, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     """Has Paddle make its groups. Collective over the job.
 
     Returns:
-        Paddle's topology, and its group of all replicas where dp and sharding both split them.
+        Paddle's topology, and its group of those that hold the same parameters where several axes
+        span them.
     """
     role_maker, is_collective, strategy, log_level = arguments
     strategy = copy.deepcopy(strategy)
-    # Fleet works out dp_degree=-1 from mp_degree and pp_degree alone.
-    strategy.hybrid_configs = {f"{axis}_degree": n for axis, n in asdict(degrees).items()}
+    # Fleet works out dp_degree=-1 from mp_degree and pp_degree alone; 2.6.2 has fewer axes.
+    options, degrees = {*strategy.hybrid_configs}, mesh.degrees.configs()
+    strategy.hybrid_configs = {name: n for name, n in degrees.items() if name in options}
     drawn = paddle.get_rng_state()
-    paddle_fleet.init(role_maker, is_collective, strategy, log_level)
+    with fleet_topology.of_mesh(mesh):
+        paddle_fleet.init(role_maker, is_collective, strategy, log_level)
     if strategy.tensor_parallel_configs["tensor_init_seed"] == -1:
         # With mp_degree above 1 Paddle seeds every rank with a number of its own, over the user's.
         paddle.set_rng_state(drawn)
-    hcg = paddle_fleet.get_hybrid_communicate_group()
-    if degrees.dp == 1 or degrees.sharding == 1:
-        return hcg, None
-    _, fused = hcg.create_fuse_group(["data", "sharding"])
-    return hcg, fused
+    return paddle_fleet.get_hybrid_communicate_group(), fleet_topology.group_of_copies(mesh)
 
 
 @functools.lru_cache(maxsize=1)

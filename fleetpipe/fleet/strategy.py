@@ -12,7 +12,8 @@ from paddle.distributed import fleet as paddle_fleet
 
 from fleetpipe.config import FLEETPIPE_DEFAULTS, merge_fleetpipe_configs
 from fleetpipe.errors import ConfigError, nearest
-from fleetpipe.mesh.axes import AXES, require_degree
+from fleetpipe.mesh.axes import AXES
+from fleetpipe.mesh.degree_checks import require_degree
 
 _stock: Mapping[str, Any] = vars(paddle_fleet.DistributedStrategy)
 

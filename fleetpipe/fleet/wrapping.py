@@ -17,7 +17,6 @@ from fleetpipe.fleet._library_options import refuse_library_options
 from fleetpipe.fleet.lifecycle import begin_static
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
-from fleetpipe.mesh.axes import PIPELINE_AXES
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.layer import wrapped_layer
 from fleetpipe.paddle_api.topology import install_topology, user_strategy
@@ -55,8 +54,6 @@ def distributed_model(model: Any) -> Any:
         # It has put its hooks on the parameters; calling the layers needs nothing more of it.
         model = wrapped_layer(model)
     if isinstance(model, PipelineLayer):
-        if job is not None:
-            job.degrees.refuse_beyond(PIPELINE_AXES, "write the model as an nn.Layer")
         refuse_library_options(model)
         return wrap(_decorated(model))
     if isinstance(model, PipelineParallel):
@@ -84,7 +81,7 @@ def distributed_model(model: Any) -> Any:
         return model
     if job is None:
         return paddle_fleet.distributed_model(model)
-    if job.degrees.mp > 1:
+    if job.degrees.split("mp", "cp", "ep") > 1:
         return TensorParallel(model, job.hcg, strategy=user_strategy())
     with job.guarded(lambda: "wrapping the model"):
         # Gloo gives up after 30 s: nobody enters it before all ranks are here.
@@ -109,8 +106,8 @@ def distributed_optimizer(
 ) -> PipelineOptimizer:
     """Wraps an optimizer for ``train_batch``, or in static graph for ``minimize``.
 
-    Without a pipeline (a job in dynamic graph, ``strategy.pipeline`` in static graph), and with
-    ``sep_degree``, it is passed on to Paddle.
+    Without a pipeline (a job in dynamic graph, ``strategy.pipeline`` in static graph) it is passed
+    on to Paddle.
 
     Args:
         optimizer: Any Paddle optimizer, in dynamic graph built on ``model.parameters()``.
@@ -137,7 +134,7 @@ def _wrapped(optimizer: Optimizer, strategy: DistributedStrategy | None) -> Any:
         refuse_stages(paddle.static.default_main_program())
         return paddle_fleet.distributed_optimizer(optimizer, strategy)
     job = current_job()
-    if job is None or job.degrees.sep > 1:
+    if job is None:
         return paddle_fleet.distributed_optimizer(optimizer, strategy)
     if strategy is not None:
         install_topology(job.hcg, copy.deepcopy(strategy))

@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.watching.watch import Watch
-from fleetpipe.mesh.axes import AXES, REPLICA, Coordinate, Degrees, Mesh
+from fleetpipe.mesh.axes import COPIES, REPLICA, SHARDS, Coordinate, Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
 from fleetpipe.transport import (
     MemoryHub,
@@ -33,9 +33,14 @@ from fleetpipe.transport import (
 
 #: Methods of Paddle's topology that return the group, which adds large tensors, along an axis.
 _PADDLE_GROUPS = {
-    "dp": "get_data_parallel_group",
-    "sharding": "get_sharding_parallel_group",
-    "mp": "get_model_parallel_group",
+    ("dp",): "get_data_parallel_group",
+    ("sharding",): "get_sharding_parallel_group",
+    ("sharding", "cp"): "get_sharding_parallel_group",
+    ("sep",): "get_sep_parallel_group",
+    ("cp",): "get_context_parallel_group",
+    ("mp",): "get_model_parallel_group",
+    ("moe_sharding",): "get_moe_sharding_parallel_group",
+    ("ep",): "get_expert_parallel_group",
 }
 
 
@@ -44,6 +49,7 @@ class Job:
 
     Attributes:
         degrees: How the ranks are split.
+        mesh: The places of all ranks.
         hcg: Paddle's ``HybridCommunicateGroup``, or a ``LocalTopology``.
         timeout: Seconds that any wait for another rank may last.
         local: Whether this one process plays all ranks.
@@ -61,9 +67,9 @@ class Job:
         store: Store | None = None,
         watch: Watch | None = None,
         connections: SocketTransport | None = None,
-        fused_replicas: Any = None,
+        fused_copies: Any = None,
         run: str = "",
-        order: Iterable[str] = AXES,
+        mesh: Mesh | None = None,
     ) -> None:
         """Describes a job.
 
@@ -75,11 +81,11 @@ class Job:
             store: The job's key-value store; None where one process plays all ranks.
             watch: The connections over which its ranks watch each other; None likewise.
             connections: Those for everything else, to all ranks of the job; None likewise.
-            fused_replicas: Paddle's group of all replicas, where both dp and sharding split them.
+            fused_copies: Paddle's group of :meth:`copies`, where several axes span them.
             run: A name that no other job has, the same on all ranks; by default a new one.
-            order: The axes in the order in which ranks are numbered, the last one first.
+            mesh: The places of all ranks; by default in Paddle's order.
         """
-        self._mesh = Mesh.in_order(degrees, order)
+        self.mesh = Mesh(degrees) if mesh is None else mesh
         self.degrees = degrees
         self.hcg = hcg
         self.timeout = timeout
@@ -89,7 +95,7 @@ class Job:
         self._prefix = f"fleetpipe/{number}"
         self._transports: dict[int, Transport] = {}
         self._groups: dict[str, Group] = {}
-        self._fused_replicas = fused_replicas
+        self._fused_copies = fused_copies
         self.endings: list[Callable[[], None]] = []
         self.pipelines: list[weakref.ref[Any]] = []
         self._watch = watch
@@ -138,7 +144,7 @@ class Job:
         """This process's place on each axis; the first rank's where it plays all."""
         if self.local:
             return Coordinate()
-        return self._mesh.coordinate(self.hcg.get_global_rank())
+        return self.mesh.coordinate(self.hcg.get_global_rank())
 
     def leads(self, *but: str) -> bool:
         """Whether this process is the one of many that writes: see :meth:`Coordinate.leads`."""
@@ -147,38 +153,57 @@ class Job:
     @property
     def replica(self) -> int:
         """The number of this process's replica of the model: its dp and sharding coordinates."""
-        return self._mesh.replica(self.coordinate)
+        return self.mesh.replica(self.coordinate)
+
+    @property
+    def copy(self) -> int:
+        """The number of this process in :meth:`copies`."""
+        return self.mesh.number(self.coordinate, COPIES)
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """Which shard of tensor-parallel layers this process holds, and of how many."""
+        return self.mesh.number(self.coordinate, SHARDS), self.degrees.split(*SHARDS)
 
     def replicas(self) -> Group:
-        """Returns the ranks that hold the same parameters of the same stages, by replica.
+        """Returns the ranks that do this one's part of the model for other samples, by replica.
 
-        These are all dp x sharding ranks with this rank's place in the pipeline and its shard of
-        tensor-parallel layers; each sees other data.
+        These are all dp x sharding ranks with this rank's place on every other axis.
         """
         return self.along(*REPLICA)
 
+    def copies(self) -> Group:
+        """Returns the ranks that hold the same parameters of the same stages.
+
+        These are the replicas, and with sep or cp those that have other parts of their sequences:
+        gradients are averaged over all of them.
+        """
+        return self.along(*COPIES)
+
     def model_parallel(self) -> Group:
         """Returns the ranks that hold the shards of this replica's stages, by shard."""
-        return self.along("mp")
+        return self.along(*SHARDS)
 
     def sharding(self) -> Group:
         """Returns the ranks that share the optimizer's state of their stages, by shard."""
-        return self.along("sharding")
+        return self.along(*self.degrees.state_axes)
 
     def along(self, *axes: str) -> Group:
         """Returns the ranks whose places differ from this process's on these axes only."""
         return self._group("+".join(axes), lambda: self._along(axes), self._paddle_group(axes))
 
     def _along(self, axes: Sequence[str]) -> list[int]:
-        return self._mesh.along(self.coordinate, axes)
+        return self.mesh.along(self.coordinate, axes)
 
     def _paddle_group(self, axes: Sequence[str]) -> Callable[[], Any] | None:
         """Returns what returns Paddle's group along some axes; None where sums go without it."""
-        split = [axis for axis in axes if getattr(self.degrees, axis) > 1]
-        if split == [*REPLICA]:
-            return lambda: self._fused_replicas
-        name = _PADDLE_GROUPS.get(split[0]) if len(split) == 1 else None
-        return None if name is None else getattr(self.hcg, name)
+        split = tuple(axis for axis in axes if getattr(self.degrees, axis) > 1)
+        name = _PADDLE_GROUPS.get(split)
+        if name is not None:
+            method: Callable[[], Any] = getattr(self.hcg, name)
+            return method
+        copies = tuple(axis for axis in COPIES if getattr(self.degrees, axis) > 1)
+        return (lambda: self._fused_copies) if split == copies else None
 
     def among(self, ranks: Sequence[int]) -> Group:
         """Returns some ranks of the job as a group, in this order, which is the same on all."""
@@ -294,10 +319,11 @@ class Job:
 
     def _describe(self, text: str) -> str:
         """Adds to what this rank is doing which replica it is, and for which rank it waits."""
-        if self.degrees.replicas * self.degrees.mp == 1:
+        if self.degrees.size == self.degrees.pp:
             text = text.removeprefix(f"rank {self.coordinate.pp}, ")
-        if self.degrees.mp > 1:
-            text = f"slice {self.coordinate.mp}, {text}"
+        for axis, name in (("mp", "shard"), ("cp", "cp rank"), ("sep", "sep rank")):
+            if getattr(self.degrees, axis) > 1:
+                text = f"{name} {getattr(self.coordinate, axis)}, {text}"
         if self.degrees.replicas > 1:
             text = f"replica {self.replica}, {text}"
         awaited = None if self._connections is None else self._connections.awaited

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fleetpipe import systems
@@ -17,14 +17,13 @@ from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.groups import gloo, paddle_groups
 from fleetpipe.job.job import Job
 from fleetpipe.job.watching.watch import Watch
-from fleetpipe.mesh.axes import Degrees
+from fleetpipe.mesh.axes import Mesh
 from fleetpipe.transport import SocketTransport
 from fleetpipe.transport.joining.connections import join
 
 
 def begin_together(
-    degrees: Degrees,
-    order: Iterable[str],
+    mesh: Mesh,
     facts: Mapping[str, str],
     timeout: float,
     number: int,
@@ -33,13 +32,12 @@ def begin_together(
     """Begins a job, whose ranks watch each other from the first moment on. Collective over the job.
 
     Args:
-        degrees: How the ranks are split.
-        order: The axes in the order in which ranks are numbered, the last one first.
+        mesh: The places of all ranks.
         facts: What must be the same on all ranks before they make groups, by subject.
         timeout: Seconds that any wait for another rank may last.
         number: How many jobs the processes began before.
-        make_groups: Has Paddle make its groups; returns its topology, and its group of all
-            replicas where dp and sharding both split them.
+        make_groups: Has Paddle make its groups; returns its topology, and its group of those that
+            hold the same parameters where several axes span them.
 
     Raises:
         ConfigError: The ranks differ in ``facts``.
@@ -48,8 +46,9 @@ def begin_together(
         UsageError: This system runs no ranks.
     """
     systems.require_ranks()
-    in_a_stage = degrees.mp * degrees.sep
-    attempt_files.tell_replica(degrees.pp * in_a_stage, alone=in_a_stage == 1)
+    degrees = mesh.degrees
+    of_replica = degrees.size // degrees.replicas
+    attempt_files.tell_replica(of_replica, alone=of_replica == degrees.pp)
     rank, ranks = meeting.own_rank(), meeting.world_size()
     prefix = f"fleetpipe/{number}"
     store = meeting.come_together(number, timeout)
@@ -77,16 +76,16 @@ def begin_together(
             meeting.give_paddle_an_address(store, timeout)
             paddle_groups.forget_where_in_doubt(number, store, agree)
             with paddle_groups.made_for(number, store, watch, timeout):
-                hcg, fused = make_groups()
+                hcg, copies = make_groups()
     except BaseException:
         gloo.share_store_again()
         connections.close()
         watch.close()
         raise
     job = Job(
-        *(degrees, hcg, timeout, number, store, watch, connections, fused),
+        *(degrees, hcg, timeout, number, store, watch, connections, copies),
         run=store.get(f"{prefix}/run").decode(),
-        order=order,
+        mesh=mesh,
     )
     job.endings += [
         gloo.share_store_again,

@@ -3,14 +3,15 @@
 Start with ``axes.py``: the names, their degrees, and every rank's place on each. ``groups.py`` has
 the collective operations.
 
-Entered by: ``axes``, ``groups``.
+Entered by: ``axes``, ``degree_checks``, ``groups``.
 """
 
-from fleetpipe.mesh.axes import AXES, REPLICA, Coordinate, Degrees, Mesh
+from fleetpipe.mesh.axes import AXES, COPIES, REPLICA, Coordinate, Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
 
 __all__ = [
     "AXES",
+    "COPIES",
     "REPLICA",
     "Coordinate",
     "Degrees",

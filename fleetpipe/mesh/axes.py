@@ -1,81 +1,124 @@
 """The axes along which the ranks of a job are split, and every rank's place on each.
 
-An axis that a job may have is a field of :class:`Degrees` and of :class:`Coordinate`. Those in
-``FOREIGN`` are Fleet's, and no pipeline has them yet.
+An axis is a field of :class:`Degrees` and of :class:`Coordinate`. Those of ``DENSE`` number the
+ranks: their degrees multiply to the size of the job. Those of ``EXPERT`` split the ranks of one
+stage of all replicas a second time, as Fleet does for the layers that are experts::
+
+    8 ranks of a stage     dp 2 x sep 2 x mp 2      moe_sharding 2 x ep 4
+    their places           (0,0,0) (0,0,1) ..       (0,0) (0,1) (0,2) (0,3) (1,0) ..
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from numbers import Integral
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError
+from fleetpipe.mesh.degree_checks import (
+    data_parallel,
+    expert_degrees,
+    refuse_alone,
+    require_degree,
+    take_context_out,
+    text_of,
+)
 
-#: Those of a replica of the model: the ranks along them hold the same parameters.
+#: The axes that number the ranks, in Paddle's order: along the last one first.
+DENSE = ("dp", "pp", "sharding", "sep", "cp", "mp")
+#: Those that split the ranks of a stage again, for experts.
+EXPERT = ("moe_sharding", "ep")
+AXES = (*DENSE, *EXPERT)
+#: Those of a replica of the model: the ranks along them take different samples.
 REPLICA = ("dp", "sharding")
-#: Those that a pipeline in dynamic graph may be combined with, and itself.
-PIPELINE_AXES = ("pp", "dp", "sharding", "mp")
+#: Those along which ranks hold the same parameters: replicas, and parts of the same sequences.
+COPIES = (*REPLICA, "sep", "cp")
+#: Those along which ranks hold parts of the same layers.
+SHARDS = ("mp",)
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ways each axis of ``hybrid_configs`` is split; their product is the world size."""
+    """How many ways each axis is split.
+
+    Attributes:
+        sharding: Ranks that take different samples and share the optimizer's state; where
+            ``hybrid_configs`` has cp within sharding, ``sharding_degree / cp_degree``.
+        cp_in_sharding: Whether the ranks along cp share the optimizer's state too, and are part
+            of Fleet's ``sharding_degree``: so it is beside ``ep_degree``.
+    """
 
     dp: int = 1
     pp: int = 1
     sharding: int = 1
     sep: int = 1
+    cp: int = 1
     mp: int = 1
+    moe_sharding: int = 1
+    ep: int = 1
+    cp_in_sharding: bool = False
 
     @classmethod
     def resolve(cls, configs: Mapping[str, Any], world_size: int) -> Degrees:
-        """Reads ``hybrid_configs``, works out ``dp_degree=-1`` and checks the product.
+        """Reads ``hybrid_configs``, works out what is left open and checks the products.
 
-        A single process may ask for any ``pp_degree``: it then plays all ranks itself.
+        ``dp_degree=-1`` is what all others leave, ``moe_sharding_degree=1`` what ``ep_degree``
+        leaves. A single process may ask for any ``pp_degree``: it then plays all ranks itself.
 
         Args:
             configs: ``strategy.hybrid_configs``.
             world_size: Number of processes of the job.
 
         Raises:
-            ConfigError: The degrees do not multiply to ``world_size``, or one is below 1.
+            ConfigError: The degrees do not multiply to ``world_size``, one is below 1, or one does
+                not divide what it splits.
         """
         wanted = {axis: configs.get(f"{axis}_degree", 1) for axis in AXES}
-        rest = {axis: n for axis, n in wanted.items() if axis != "dp"}
-        for axis, degree in rest.items():
-            require_degree(f"{axis}_degree", degree)
-        ranks_per_replica = 1
-        for degree in rest.values():
-            ranks_per_replica *= degree
-        if world_size == 1 and rest["pp"] == ranks_per_replica and wanted["dp"] in (-1, 0, 1):
-            return cls(dp=1, **rest)
-        needed = ranks_per_replica * max(wanted["dp"], 1)
-        if world_size % ranks_per_replica:
-            text = _text(rest) + (f", dp_degree={wanted['dp']}" if wanted["dp"] > 1 else "")
-            raise ConfigError(
-                f"the degrees (={text}) do not divide the world size (={world_size})",
-                expected=f"a multiple of {ranks_per_replica} processes",
-                got=f"{world_size} processes",
-                fix=f"launch with --nproc_per_node {needed}, or lower a degree",
-            )
-        inferred = world_size // ranks_per_replica
-        dp = inferred if wanted["dp"] < 1 else wanted["dp"]
-        if dp != inferred:
-            raise ConfigError(
-                f"the degrees multiply to {needed}, the job has {world_size} ranks",
-                expected=f"dp_degree={inferred}, or -1 to have it worked out",
-                got=f"dp_degree={dp} with {_text(rest)}",
-                fix=f"launch with --nproc_per_node {needed}, or change a degree",
-            )
-        return cls(dp=dp, **rest)
+        for axis, degree in wanted.items():
+            if axis != "dp":
+                require_degree(f"{axis}_degree", degree)
+        within = take_context_out(wanted, configs.get("cp_sharding_degree", 1))
+        rest = {axis: wanted[axis] for axis in DENSE if axis != "dp"}
+        product = math.prod(rest.values())
+        if world_size == 1 and wanted["dp"] in (-1, 0, 1):
+            if rest["pp"] == product and wanted["ep"] * wanted["moe_sharding"] == 1:
+                return cls(dp=1, **rest)
+            refuse_alone({**rest, "ep": wanted["ep"]})
+        dp = data_parallel(wanted["dp"], rest, world_size)
+        experts = expert_degrees(wanted, world_size // rest["pp"])
+        return cls(dp=dp, **rest, **experts, cp_in_sharding=within)
 
     @property
     def replicas(self) -> int:
-        """The ranks that hold the same parameters of the same stages: dp x sharding."""
+        """The ranks of the same stage that take different samples: dp x sharding."""
         return self.dp * self.sharding
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(getattr(self, axis) for axis in DENSE)
+
+    @property
+    def state_axes(self) -> tuple[str, ...]:
+        """The axes along which the optimizer's state is split: Fleet's sharding."""
+        return ("sharding", "cp") if self.cp_in_sharding else ("sharding",)
+
+    @property
+    def layer_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks compute a layer together; beside experts all of a stage."""
+        return tuple(a for a in DENSE if a != "pp" and (self.ep > 1 or a not in REPLICA))
+
+    def split(self, *axes: str) -> int:
+        """Returns the number of ranks along some axes."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def configs(self) -> dict[str, int]:
+        """Returns these degrees as Fleet's ``hybrid_configs`` has them."""
+        degrees = {f"{axis}_degree": getattr(self, axis) for axis in AXES}
+        return {**degrees, "sharding_degree": self.split(*self.state_axes)}
 
     def refuse_beyond(self, supported: Sequence[str], fix: str) -> None:
         """Refuses degrees that a graph mode does not run.
@@ -91,14 +134,10 @@ class Degrees:
         if beyond:
             names = ", ".join(f"{axis}_degree" for axis in supported)
             raise ConfigError(
-                f"this version does not run a pipeline with {_text(beyond)}",
+                f"this version does not run a pipeline with {text_of(beyond)}",
                 expected=f"every degree 1 except {names}",
                 fix=fix,
             )
-
-
-#: By name, in Paddle's order: ranks are numbered along the last one first.
-AXES = tuple(field.name for field in fields(Degrees))
 
 
 class Coordinate(NamedTuple):
@@ -108,23 +147,35 @@ class Coordinate(NamedTuple):
     pp: int = 0
     sharding: int = 0
     sep: int = 0
+    cp: int = 0
     mp: int = 0
+    moe_sharding: int = 0
+    ep: int = 0
 
     def leads(self, *but: str) -> bool:
-        """Whether the rank is the first on every axis, or on every one but some.
+        """Whether the rank is the first on every axis that numbers ranks, or on all but some.
 
         Args:
             but: The axes on which its place does not matter.
         """
-        return not any(place for axis, place in self._asdict().items() if axis not in but)
+        return not any(getattr(self, axis) for axis in DENSE if axis not in but)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All places of a job, and the ranks that have them."""
+    """All places of a job, and the ranks that have them.
+
+    Attributes:
+        order: The axes of :data:`DENSE`, the one along which ranks are numbered first last.
+        outer: Of the ranks of a stage, the axis of :data:`EXPERT` that changes last.
+        before: Whether moe_sharding splits the ranks before pp does, as in Fleet's order of
+            ``["sharding", "moe_sharding", "pp", ..]``.
+    """
 
     degrees: Degrees
-    order: tuple[str, ...] = AXES
+    order: tuple[str, ...] = DENSE
+    outer: str = "moe_sharding"
+    before: bool = False
 
     @classmethod
     def in_order(cls, degrees: Degrees, order: Iterable[str]) -> Mesh:
@@ -132,112 +183,123 @@ class Mesh:
 
         Args:
             degrees: How many ways each axis is split.
-            order: The axes, the one along which ranks are numbered first last; others are left out.
+            order: Axes, the one along which ranks are numbered first last.
         """
-        return cls(degrees, tuple(axis for axis in order if axis in AXES))
+        names = complete_order(order)
+        first, *_ = (axis for axis in names if axis in EXPERT)
+        before = names.index("moe_sharding") < names.index("pp")
+        return cls(degrees, tuple(axis for axis in names if axis in DENSE), first, before)
+
+    @functools.cached_property
+    def digits(self) -> list[tuple[str, int]]:
+        """The axes and sizes by which ranks are numbered, the first one outermost.
+
+        Beside experts sharding has two digits, as in Fleet: moe_sharding's, and what is left of it.
+        """
+        sizes = [(axis, getattr(self.degrees, axis)) for axis in self.order]
+        state, outer = self.degrees.split(*self.degrees.state_axes), self.degrees.moe_sharding
+        if self.degrees.ep == 1 or state % outer:
+            return sizes
+        sizes = [(a, n) for a, n in sizes if a not in ("sharding", *self.degrees.state_axes)]
+        place = sizes.index(("pp", self.degrees.pp))
+        inner = ("sharding", state // outer)
+        sizes.insert(place + 1, inner)
+        sizes.insert(place if self.before else place + 1, ("sharding", outer))
+        return sizes
 
     def coordinate(self, rank: int) -> Coordinate:
         """Returns a rank's place on each axis."""
-        places = {}
-        for axis in reversed(self.order):
-            rank, places[axis] = divmod(rank, getattr(self.degrees, axis))
+        places, scale = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)
+        in_stage, weight = 0, 1
+        for axis, size in reversed(self.digits):
+            rank, digit = divmod(rank, size)
+            places[axis] += digit * scale[axis]
+            scale[axis] *= size
+            if axis != "pp":
+                in_stage += digit * weight
+                weight *= size
+        if self._shares_digit:
+            places["sharding"], places["cp"] = divmod(places["sharding"], self.degrees.cp)
+        inner = "ep" if self.outer == "moe_sharding" else "moe_sharding"
+        if self.degrees.ep > 1:
+            places[self.outer], places[inner] = divmod(in_stage, getattr(self.degrees, inner))
         return Coordinate(**places)
 
+    @property
+    def _shares_digit(self) -> bool:
+        """Whether the digits of sharding are those of cp too."""
+        return self.degrees.cp_in_sharding and ("cp", self.degrees.cp) not in self.digits
+
     def rank(self, coordinate: Coordinate) -> int:
-        """Returns the rank with some place."""
-        rank = 0
-        for axis in self.order:
-            rank = rank * getattr(self.degrees, axis) + getattr(coordinate, axis)
-        return rank
+        """Returns the rank with some place on the axes of :data:`DENSE`."""
+        return self._ranks[coordinate[: len(DENSE)]]
+
+    @functools.cached_property
+    def _coordinates(self) -> list[Coordinate]:
+        return [self.coordinate(rank) for rank in range(self.degrees.size)]
+
+    @functools.cached_property
+    def _ranks(self) -> dict[tuple[int, ...], int]:
+        return {place[: len(DENSE)]: rank for rank, place in enumerate(self._coordinates)}
+
+    @functools.cached_property
+    def _expert_ranks(self) -> dict[tuple[int, ...], int]:
+        return {(c.pp, c.moe_sharding, c.ep): rank for rank, c in enumerate(self._coordinates)}
 
     def along(self, coordinate: Coordinate, axes: Sequence[str]) -> list[int]:
         """Returns the ranks whose places differ from one on some axes only.
 
         Args:
             coordinate: The place of one of them.
-            axes: The axes that they span; their order is that of the places on the last axis, then
-                on the one before.
+            axes: The axes that they span, of :data:`DENSE`, or of :data:`EXPERT` and pp; their
+                order is that of the places on the last axis, then on the one before.
         """
         spans = itertools.product(*(range(getattr(self.degrees, axis)) for axis in axes))
-        return [self.rank(coordinate._replace(**dict(zip(axes, places)))) for places in spans]
+        places = [coordinate._replace(**dict(zip(axes, span))) for span in spans]
+        if {*axes} & {*EXPERT} and self.degrees.ep > 1:
+            return [self._expert_ranks[place.pp, place.moe_sharding, place.ep] for place in places]
+        return [self.rank(place) for place in places]
 
-    def replica(self, coordinate: Coordinate) -> int:
-        """Returns the number of the replica that the rank with some place is part of."""
+    def groups(self, axes: Sequence[str]) -> list[list[int]]:
+        """Returns the ranks of each group along some axes, those of rank 0 first."""
+        made: dict[int, list[int]] = {}
+        for place in self._coordinates:
+            ranks = self.along(place, axes)
+            made.setdefault(min(ranks), ranks)
+        return list(made.values())
+
+    def number(self, coordinate: Coordinate, axes: Sequence[str]) -> int:
+        """Returns where the rank with some place is in :meth:`along`, by its places on the axes."""
         number = 0
-        for axis in REPLICA:
+        for axis in axes:
             number = number * getattr(self.degrees, axis) + getattr(coordinate, axis)
         return number
 
+    def replica(self, coordinate: Coordinate) -> int:
+        """Returns the number of the replica that the rank with some place is part of."""
+        return self.number(coordinate, REPLICA)
 
-def require_degree(name: str, degree: Any, least: int = 1) -> None:
-    """Refuses a degree that is no number of ranks.
 
-    Args:
-        name: Its name in ``hybrid_configs``.
-        degree: Its value there.
-        least: The smallest that is taken.
+def complete_order(order: Iterable[str]) -> list[str]:
+    """Returns an order of ``hybrid_configs`` with the axes that it leaves out, as Fleet has them.
 
-    Raises:
-        ConfigError: It is no int, or below ``least``.
+    Paddle ignores the degree of an axis that the order leaves out.
     """
-    if isinstance(degree, bool) or not isinstance(degree, Integral) or degree < least:
-        raise ConfigError(
-            f"{name} must be a whole number of at least {least}",
-            where="strategy.hybrid_configs",
-            got=f"{name}={degree!r}",
-            fix=f"set strategy.hybrid_configs = {{{name!r}: 2}}, or leave it out",
-        )
+    names = [axis for axis in order if axis in AXES]
+    for axis, follower in _FOLLOWERS.items():
+        if axis not in names:
+            names.insert(names.index(follower) if follower in names else len(names), axis)
+    return names
 
 
-def runs_without_pipeline(configs: Mapping[str, Any]) -> bool:
-    """Whether the ranks are split along axes of Fleet's that no pipeline of fleetpipe's has.
-
-    Args:
-        configs: ``strategy.hybrid_configs``.
-
-    Raises:
-        ConfigError: ``pp_degree`` is above 1 as well.
-    """
-    refused = {axis: n for axis in FOREIGN if (n := configs.get(f"{axis}_degree", 1)) > 1}
-    if refused and configs.get("pp_degree", 1) > 1:
-        raise ConfigError(
-            f"a pipeline does not run with {_text(refused)}",
-            expected="every degree 1 except pp_degree, dp_degree, sharding_degree and mp_degree",
-            fix="use mp_degree, dp_degree or sharding_degree for these ranks",
-        )
-    return bool(refused)
-
-
-#: Axes that 3.3 has beside those of :data:`AXES`.
-FOREIGN = ("cp", "ep", "moe_sharding")
-
-
-def refuse_sharding_options(strategy: Any) -> None:
-    """Refuses what shards more than the optimizer's state, or shards it in another way.
-
-    Raises:
-        ConfigError: The strategy asks for it.
-    """
-    if strategy.sharding and strategy.sharding_configs.get("stage", 1) > 1:
-        _refuse_sharding(f"sharding_configs['stage'] = {strategy.sharding_configs['stage']}")
-    configs = strategy.hybrid_configs.get("sharding_configs")
-    for option in _SHARDING_BY_REDUCE_SCATTER:
-        if getattr(configs, option, False):
-            _refuse_sharding(f"hybrid_configs['sharding_configs'].{option} = True")
-
-
-#: split_param is Fleet's version 2 of the sharded optimizer.
-_SHARDING_BY_REDUCE_SCATTER = ("split_param", "tensor_fusion", "comm_overlap")
-
-
-def _refuse_sharding(got: str) -> None:
-    raise ConfigError(
-        "sharding_degree above 1 runs stage 1: each rank keeps the state of whole parameters",
-        got=got,
-        cause="that needs reduce_scatter, which Gloo, Paddle's CPU backend, does not have",
-        fix="leave it out: every rank then still holds 1/sharding_degree of the optimizer's state",
-    )
-
-
-def _text(degrees: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis}_degree={degree}" for axis, degree in degrees.items())
+#: Before which axis one stands that an order leaves out.
+_FOLLOWERS = {
+    "mp": "",
+    "cp": "mp",
+    "sep": "cp",
+    "sharding": "sep",
+    "pp": "sharding",
+    "dp": "pp",
+    "moe_sharding": "sharding",
+    "ep": "mp",
+}

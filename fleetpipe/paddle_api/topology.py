@@ -6,10 +6,11 @@ Holds for 2.6.2 and 3.3.x alike.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +60,75 @@ class LocalTopology(_topology.HybridCommunicateGroup):
         alone = Group(0, 0, [0])
         self._pp_comm_group = self._dp_comm_group = self._mp_comm_group = alone
         self._sharding_comm_group = self._check_comm_group = alone
+
+
+#: Fleet's topology where there are experts; 2.6.2 has none.
+_EPTopology: Any = getattr(_topology, "EPHybridCommunicateGroup", _topology.HybridCommunicateGroup)
+
+
+class MeshTopology(_EPTopology):  # type: ignore[misc]
+    """Fleet's topology of a job with axes or degrees for which Paddle's constructors have no place.
+
+    They refuse cp without ep, and ep beside dp or sep. What Paddle's attributes hold is the same
+    where both can make one; its methods answer from them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        degrees: Mapping[str, int],
+        places: Mapping[str, int],
+        numbering: Sequence[tuple[str, int]],
+        groups: Mapping[str, Sequence[Sequence[int]]],
+    ) -> None:
+        """Makes Paddle's groups. Collective over the job.
+
+        Args:
+            rank: This process's.
+            degrees: By axis, sharding as Fleet counts it, and ``cp_sharding``.
+            places: This rank's, likewise.
+            numbering: Fleet's names and sizes of what numbers ranks, the outermost first.
+            groups: By Paddle's name, the ranks of all groups of a kind.
+        """
+        self.nranks, self.global_rank = math.prod(size for _, size in numbering), rank
+        names, sizes = [name for name, _ in numbering], [size for _, size in numbering]
+        self._topo = self._dense_topo = _topology.CommunicateTopology(names, sizes)
+        for axis, degree in degrees.items():
+            setattr(self, f"_{axis}_degree", degree)
+        for axis, name in _PLACES.items():
+            setattr(self, name, places[axis])
+        for name, lists in groups.items():
+            made = [(ranks, paddle.distributed.new_group(ranks=[*ranks])) for ranks in lists]
+            ranks, group = next((ranks, group) for ranks, group in made if rank in ranks)
+            setattr(self, f"{name}_group", [*ranks])
+            setattr(self, f"{name}_comm_group", group)
+        self._moe_pp_degree = self._pp_degree
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self._pp_degree - 1
+        self._set_p2p_prev_next()
+        if _paddle_topology._use_four_directions:
+            self._set_four_directions_p2p_group()
+
+    def get_parallel_mode(self) -> Any:
+        """Returns Paddle's name for what the job does; cp counts as a split of sequences."""
+        mode, kinds = super().get_parallel_mode(), paddle.distributed.ParallelMode
+        split = self._cp_degree > 1 and mode in (None, kinds.DATA_PARALLEL)
+        # paddle.distributed's own class lacks the newest of these names.
+        return _paddle_topology.ParallelMode.SEGMENT_PARALLEL if split else mode
+
+
+#: Paddle's attributes for a rank's places.
+_PLACES = {
+    "dp": "_data_parallel_id",
+    "mp": "_model_parallel_id",
+    "sharding": "_sharding_parallel_id",
+    "sep": "_sep_parallel_id",
+    "cp": "_cp_parallel_id",
+    "cp_sharding": "_cp_sharding_parallel_id",
+    "ep": "_expert_parallel_id",
+    "moe_sharding": "_moe_sharding_parallel_id",
+    "pp": "stage_id",
+}
 
 
 #: Paddle's modules with all their names: their stubs hide what this package reaches for.
@@ -152,6 +222,23 @@ def beginning(
         core.create_or_get_global_tcp_store = stock_store
         paddle.distributed.new_group = stock_group
         _paddle_topology.check_nccl_version_for_p2p = stock_check
+
+
+@contextmanager
+def topology_made_by(make: Callable[[], Topology]) -> Iterator[None]:
+    """Within it, Paddle's ``fleet.init`` takes its topology from a function."""
+    names = ("HybridCommunicateGroup", "EPHybridCommunicateGroup")
+    stock = {name: getattr(_paddle_topology, name) for name in names}
+
+    def made(*_: object) -> Topology:
+        _paddle_topology._HYBRID_PARALLEL_GROUP = hcg = make()
+        return hcg
+
+    vars(_paddle_topology).update(dict.fromkeys(stock, made))
+    try:
+        yield
+    finally:
+        vars(_paddle_topology).update(stock)
 
 
 def began_without_groups() -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray.train
 
-from fleetpipe.mesh.axes import AXES, Degrees, Mesh
+from fleetpipe.mesh.axes import DENSE, Degrees, Mesh
 
 
 def replicas(hybrid_configs: Mapping[str, Any], ranks: int) -> list[int]:
@@ -23,7 +23,7 @@ def replicas(hybrid_configs: Mapping[str, Any], ranks: int) -> list[int]:
     degrees = Degrees.resolve({"dp_degree": -1, **hybrid_configs}, ranks)
     if ranks == 1:
         return [0]
-    mesh = Mesh.in_order(degrees, hybrid_configs.get("order") or AXES)
+    mesh = Mesh.in_order(degrees, hybrid_configs.get("order") or DENSE)
     return [mesh.replica(mesh.coordinate(rank)) for rank in range(ranks)]
 
 

@@ -241,9 +241,10 @@ def test_a_schedule_may_be_spelled_in_several_ways(spelling: str) -> None:
         ({"pp_degree": 2, "dp_degree": 1}, 4, "dp_degree=2"),
         ({"pp_degree": 2, "dp_degree": 2}, 1, "--nproc_per_node 4"),
         ({"pp_degree": 8}, 4, "--nproc_per_node 8"),
-        ({"pp_degree": 2, "sep_degree": 2}, 4, "sep_degree=2"),
+        ({"pp_degree": 2, "sep_degree": 3}, 4, "set sep_degree=2"),
+        ({"pp_degree": 2, "ep_degree": 4}, 4, "set ep_degree=2"),
         ({"pp_degree": 2, "mp_degree": 3}, 4, "--nproc_per_node 6"),
-        ({"pp_degree": 2, "mp_degree": 2}, 1, "do not divide"),
+        ({"pp_degree": 2, "mp_degree": 2}, 1, "--nproc 4 train.py"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_before_any_process_waits(

@@ -13,17 +13,18 @@ from paddle.distributed.fleet.base.topology import CommunicateTopology
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.mesh import axes
-from fleetpipe.mesh.axes import (
-    Coordinate,
-    Degrees,
-    Mesh,
-    refuse_sharding_options,
-    runs_without_pipeline,
-)
+from fleetpipe.mesh.axes import AXES, DENSE, Coordinate, Degrees, Mesh
+from fleetpipe.mesh.degree_checks import refuse_sharding_options
 from fleetpipe.mesh.groups import SoleGroup
 
-AXES = {"dp": "data", "pp": "pipe", "sharding": "sharding", "sep": "sep", "mp": "model"}
+NAMES = {
+    "dp": "data",
+    "pp": "pipe",
+    "sharding": "sharding",
+    "sep": "sep",
+    "cp": "context",
+    "mp": "model",
+}
 
 
 @pytest.mark.parametrize(
@@ -66,11 +67,36 @@ def test_all_degrees_are_named_where_they_do_not_divide_the_ranks() -> None:
         Degrees.resolve({"dp_degree": 2, "pp_degree": 2}, 3)
 
 
-def test_axes_of_fleets_without_a_pipeline_are_left_to_it() -> None:
-    assert not runs_without_pipeline({"pp_degree": 4, "cp_degree": 1})
-    assert runs_without_pipeline({"pp_degree": 1, "cp_degree": 2})
-    with pytest.raises(ConfigError, match="does not run with cp_degree=2"):
-        runs_without_pipeline({"pp_degree": 2, "cp_degree": 2})
+@pytest.mark.parametrize(
+    ("wanted", "world", "message"),
+    [
+        ({"pp": 3}, 8, "set pp_degree=2, the nearest that divides"),
+        ({"pp": 2, "cp": 3}, 8, "set cp_degree=2, the nearest that divides"),
+        ({"pp": 2, "ep": 3}, 8, "set ep_degree=2, the nearest that divides"),
+        ({"pp": 2, "ep": 2, "moe_sharding": 4}, 8, "set moe_sharding_degree=2, or leave it out"),
+        ({"sharding": 4, "cp": 3, "ep": 4}, 4, "set cp_degree=2"),
+        ({"sharding": 4, "cp": 2, "cp_sharding": 4}, 4, "cp_sharding_degree=2, or leave it out"),
+        ({"pp": 2, "cp": 2}, 1, "fleetpipe run --nproc 4"),
+        ({"pp": 2, "ep": 2}, 1, "fleetpipe run --nproc 4"),
+    ],
+)
+def test_a_degree_that_does_not_divide_is_refused_with_one_that_does(
+    wanted: dict[str, int], world: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Degrees.resolve({"dp_degree": -1, **{f"{a}_degree": n for a, n in wanted.items()}}, world)
+
+
+def test_experts_are_spread_over_all_ranks_of_a_stage() -> None:
+    configs = {"dp_degree": -1, "pp_degree": 2, "ep_degree": 2}
+    assert Degrees.resolve(configs, 8) == Degrees(dp=4, pp=2, ep=2, moe_sharding=2)
+    # Beside experts Fleet's sharding_degree has cp within; cp_sharding_degree says so elsewhere.
+    configs = {"dp_degree": -1, "sharding_degree": 4, "cp_degree": 2}
+    assert Degrees.resolve(configs, 8) == Degrees(sharding=4, cp=2)
+    for more in ({"ep_degree": 4}, {"cp_sharding_degree": 2}):
+        degrees = Degrees.resolve({**configs, **more}, 4)
+        assert (degrees.sharding, degrees.cp, degrees.state_axes) == (2, 2, ("sharding", "cp"))
+        assert degrees.configs()["sharding_degree"] == 4
 
 
 @pytest.mark.parametrize("option", ["split_param", "tensor_fusion", "comm_overlap"])
@@ -97,7 +123,7 @@ class Topology:
 
     def __init__(self, degrees: Degrees, order: list[str], rank: int) -> None:
         self._topo = CommunicateTopology(
-            [AXES[axis] for axis in order], [getattr(degrees, axis) for axis in order]
+            [NAMES[axis] for axis in order], [getattr(degrees, axis) for axis in order]
         )
         self.global_rank, self.nranks = rank, self._topo.world_size()
         self.place = self._topo.get_coord(rank)
@@ -122,10 +148,10 @@ class Topology:
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[Mesh, CommunicateTopology]:
     """A mesh and Paddle's topology of the same degrees, in some order, or of fewer axes."""
-    order = draw(st.permutations([*AXES]))[draw(st.integers(0, 2)) :]
+    order = draw(st.permutations([*NAMES]))[draw(st.integers(0, 2)) :]
     degrees = Degrees(**{axis: draw(st.integers(1, 3)) for axis in order})
-    names, dims = [AXES[axis] for axis in order], [getattr(degrees, axis) for axis in order]
-    return Mesh.in_order(degrees, [*order, "cp"]), CommunicateTopology(names, dims)
+    names, dims = [NAMES[axis] for axis in order], [getattr(degrees, axis) for axis in order]
+    return Mesh.in_order(degrees, order), CommunicateTopology(names, dims)
 
 
 @given(meshes())
@@ -135,7 +161,10 @@ def test_ranks_have_the_places_that_paddle_gives_them(
     mesh, topology = both
     for rank in range(topology.world_size()):
         here, there = mesh.coordinate(rank), topology.get_coord(rank)
-        assert {AXES[a]: getattr(here, a) for a in mesh.order} == there._asdict()
+        assert {NAMES[a]: getattr(here, a) for a in DENSE} == {
+            **dict.fromkeys(NAMES.values(), 0),
+            **there._asdict(),
+        }
         assert mesh.rank(here) == rank
         assert here.leads() == (rank == 0)
 
@@ -146,12 +175,14 @@ def test_ranks_along_axes_are_those_of_paddles_groups(
 ) -> None:
     mesh, topology = both
     for axis in mesh.order:
-        lists = topology.get_comm_list(AXES[axis])
+        if NAMES[axis] not in topology.get_hybrid_group_names():
+            continue
+        lists = topology.get_comm_list(NAMES[axis])
         for rank in range(topology.world_size()):
             along = mesh.along(mesh.coordinate(rank), [axis])
             assert along in lists
             assert rank in along
-    if {"dp", "sharding"} <= {*mesh.order}:
+    if {"data", "sharding"} <= {*topology.get_hybrid_group_names()}:
         fused = topology.get_fused_ranks(["data", "sharding"])
         for rank in range(topology.world_size()):
             along = mesh.along(mesh.coordinate(rank), ["dp", "sharding"])
@@ -160,7 +191,7 @@ def test_ranks_along_axes_are_those_of_paddles_groups(
 
 
 def test_a_coordinate_has_the_axes_of_the_degrees() -> None:
-    assert Coordinate._fields == tuple(AXES) == axes.AXES
+    assert Coordinate._fields == AXES == tuple(Degrees.__dataclass_fields__)[: len(AXES)]
 
 
 def test_one_of_many_leads() -> None:
@@ -196,10 +227,17 @@ def test_groups_have_the_right_ranks_in_every_order(
             *(degrees, topology, 10.0),
             store=store,
             connections=connections,
-            fused_replicas="fused",
-            order=order,
+            fused_copies="fused",
+            mesh=Mesh.in_order(degrees, order),
         )
-        for group in (job.group, job.replicas, job.model_parallel, job.sharding, job.everyone):
+        for group in (
+            job.group,
+            job.copies,
+            job.replicas,
+            job.model_parallel,
+            job.sharding,
+            job.everyone,
+        ):
             made: Any = group()
             assert group() is made
             stock = getattr(made, "paddle_group", "fused")
@@ -218,14 +256,14 @@ def test_groups_have_the_right_ranks_in_every_order(
     for groups in named.values():
         # Everyone who is named names the same.
         assert all(sorted(members) == ranks for members, ranks in groups.items())
-    assert [*map(len, named.values())] == [8, 4, 8, 8, 1]
+    assert [*map(len, named.values())] == [8, 4, 4, 8, 8, 1]
     for number, found in replicas.items():
         assert {(2 * place.data + place.sharding) for place in found} == {number}
 
 
 def test_a_process_alone_is_every_group() -> None:
-    topology = Topology(Degrees(), list(AXES), 0)
+    topology = Topology(Degrees(), list(NAMES), 0)
     job = Job(Degrees(pp=3), topology, 10.0)
-    for group in (job.replicas(), job.model_parallel(), job.sharding(), job.everyone()):
+    for group in (job.copies(), job.model_parallel(), job.sharding(), job.everyone()):
         assert isinstance(group, SoleGroup)
     assert job.replica == 0

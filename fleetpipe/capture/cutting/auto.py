@@ -125,9 +125,7 @@ def agreed(job: Job | None, measure: Callable[[], Profile]) -> Profile:
     """
     if job is None or job.local:
         return measure()
-    pipeline, replicas = job.group(), job.replicas()
     with job.guarded(lambda: "measuring the nodes of the model"):
-        text = measure().dumps() if job.leads("mp") else None
-        text = replicas.broadcast(pipeline.broadcast(text, 0), 0)
-        # The ranks that hold slices have measured together, each by its own clock.
-        return Profile.loads(job.model_parallel().broadcast(text, 0))
+        # Those that compute a layer together measure together, each by its own clock.
+        text = measure().dumps() if job.leads(*job.degrees.layer_axes) else None
+        return Profile.loads(job.everyone().broadcast(text, 0))

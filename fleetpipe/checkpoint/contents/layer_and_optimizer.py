@@ -157,7 +157,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 def mp_shard() -> tuple[int, int]:
     """Returns which mp shard of tensor-parallel layers this process holds, and of how many."""
     job = current_job()
-    return (0, 1) if job is None else (job.coordinate.mp, job.degrees.mp)
+    return (0, 1) if job is None else job.shard
 
 
 def _inside(layer: Layer) -> Layer:

@@ -7,6 +7,7 @@ the parts in which each tensor was written cover every byte. All checksums are C
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, Saved, TensorName
 from fleetpipe.checkpoint.files.tensors import CODES, Described, Region, is_whole
 from fleetpipe.errors import CheckpointError
 from fleetpipe.json_value import JsonValue, Source, parse, read_text
+from fleetpipe.mesh.axes import COPIES
 
 MANIFEST = "manifest.json"
 #: Of the format, not of the package. A reader refuses what is newer.
@@ -88,7 +90,7 @@ class Manifest:
     def saved(self) -> Saved:
         """What a part is shown of it."""
         described = {name: entry.tensor for name, entry in self.tensors.items()}
-        replicas = self.layout.get("dp", 1) * self.layout.get("sharding", 1)
+        replicas = math.prod(self.layout.get(axis, 1) for axis in COPIES)
         return Saved(described, self.order, self.optimizer, replicas)
 
     def to_text(self) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from fleetpipe import atomic_file, version
 from fleetpipe.fit.networks import required_job
 from fleetpipe.job import attempt_files
+from fleetpipe.mesh.axes import AXES
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.optimizer import base_optimizer
@@ -57,10 +58,7 @@ def write_about(
         "environment": {name: os.environ.get(name) for name in _VARIABLES},
         "layout": {
             "processes": job.everyone().ranks,
-            "pp": degrees.pp,
-            "dp": degrees.dp,
-            "mp": degrees.mp,
-            "sharding": degrees.sharding,
+            **{axis: degrees.split(axis) for axis in AXES},
             "device": device_kind(),
         },
         "training": {

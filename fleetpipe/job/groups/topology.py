@@ -1,0 +1,95 @@
+"""Fleet's topology made of the mesh, where Paddle's constructors refuse the degrees."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from fleetpipe.aliases import PaddleGroup, Topology
+from fleetpipe.mesh.axes import AXES, COPIES, DENSE, Mesh
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.topology import MeshTopology, topology_made_by
+
+#: Fleet's names of the axes that number ranks.
+_NAMES = {
+    "dp": "data",
+    "pp": "pipe",
+    "sharding": "sharding",
+    "sep": "sep",
+    "cp": "context",
+    "mp": "model",
+}
+
+
+@contextlib.contextmanager
+def of_mesh(mesh: Mesh) -> Iterator[None]:
+    """Within it, Paddle's ``fleet.init`` has the mesh's topology, where its own cannot be.
+
+    Paddle's refuses cp without experts, and experts beside dp or sep; for some orders the groups
+    of its topology of experts contradict each other.
+    """
+    if mesh.degrees.cp == mesh.degrees.ep == 1:
+        yield
+        return
+    with topology_made_by(lambda: mesh_topology(mesh, paddle.distributed.get_rank())):
+        yield
+
+
+def group_of_copies(mesh: Mesh) -> PaddleGroup:
+    """Makes Paddle's group of this rank and its copies, if several axes span them. Collective."""
+    mine = None
+    if sum(getattr(mesh.degrees, axis) > 1 for axis in COPIES) > 1:
+        for ranks in mesh.groups(COPIES):
+            group = paddle.distributed.new_group(ranks=ranks)
+            mine = group if paddle.distributed.get_rank() in ranks else mine
+    return mine
+
+
+def mesh_topology(mesh: Mesh, rank: int) -> Topology:
+    """Makes Fleet's topology, and Paddle's groups of it. Collective over the job.
+
+    Args:
+        mesh: The places of all ranks.
+        rank: This process's.
+    """
+    degrees, place = mesh.degrees, mesh.coordinate(rank)
+    sizes = {axis: getattr(degrees, axis) for axis in AXES}
+    places = place._asdict()
+    sizes["cp_sharding"], places["cp_sharding"] = sizes["sharding"], places["sharding"]
+    state = degrees.state_axes
+    sizes["sharding"] = degrees.split(*state)
+    places["sharding"] = mesh.along(place, state).index(rank)
+    return MeshTopology(rank, sizes, places, _numbering(mesh), _groups(mesh))
+
+
+def _numbering(mesh: Mesh) -> list[tuple[str, int]]:
+    """Returns the axes that number ranks in Fleet's words."""
+    digits = [(_NAMES[axis], size) for axis, size in mesh.digits]
+    places = [index for index, (name, _) in enumerate(digits) if name == "sharding"]
+    if len(places) > 1:
+        for index, name in zip(places, ("moe_sharding", "dense_sharding")):
+            digits[index] = name, digits[index][1]
+    return digits
+
+
+def _groups(mesh: Mesh) -> dict[str, list[list[int]]]:
+    """Returns the ranks of the groups of each kind, in the order in which they are made."""
+    state = mesh.degrees.state_axes
+    axes = {
+        "_pp": ("pp",),
+        "_ep": ("ep",),
+        "_moe_sharding": ("moe_sharding",),
+        "_dp": ("dp",),
+        "_sep": ("sep",),
+        "_mp": ("mp",),
+        "_sharding": state,
+        "_cp": ("cp",),
+        "_cp_mp": ("cp", "mp"),
+        "_cp_sharding": ("sharding",),
+        "_dp_sep": ("dp", "sep"),
+        "_pp_mp": ("pp", "mp"),
+        "_check": tuple(axis for axis in DENSE if axis != "dp"),
+        "sharding_check": tuple(axis for axis in DENSE if axis not in state),
+    }
+    # As Paddle has them: by rank.
+    return {name: [sorted(ranks) for ranks in mesh.groups(along)] for name, along in axes.items()}

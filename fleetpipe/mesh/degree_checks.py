@@ -1,0 +1,166 @@
+"""What the degrees of ``hybrid_configs`` have to be; each refusal names one that would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+from fleetpipe.errors import ConfigError
+
+
+def take_context_out(wanted: dict[str, int], cp_sharding: Any) -> bool:
+    """Makes sharding what cp leaves of it, where cp is within it; returns whether it is.
+
+    In Fleet's topology of experts ``sharding_degree`` covers ``cp_degree``; elsewhere cp is an axis
+    beside it, unless ``cp_sharding_degree`` says what cp leaves.
+    """
+    require_degree("cp_sharding_degree", cp_sharding)
+    cp, sharding = wanted["cp"], wanted["sharding"]
+    if cp_sharding > 1 and cp_sharding * cp != sharding:
+        raise ConfigError(
+            "cp_sharding_degree is what cp_degree leaves of sharding_degree",
+            where="strategy.hybrid_configs",
+            expected=f"cp_degree x cp_sharding_degree = {sharding}, the sharding_degree",
+            got=f"{cp} x {cp_sharding}",
+            fix=f"cp_sharding_degree={max(sharding // cp, 1)}, or leave it out",
+        )
+    within = 1 < cp <= sharding and (wanted["ep"] > 1 or cp_sharding > 1)
+    if within and sharding % cp:
+        raise ConfigError(
+            f"cp_degree (={cp}) must divide sharding_degree (={sharding}) beside ep_degree",
+            where="strategy.hybrid_configs",
+            cause="there the ranks along cp are part of those along sharding, as in Fleet",
+            fix=f"set cp_degree={nearest_divisor(sharding, cp)}",
+        )
+    if within:
+        wanted["sharding"] = sharding // cp
+    return within
+
+
+def data_parallel(wanted: int, rest: Mapping[str, int], world_size: int) -> int:
+    """Returns dp_degree, which may be left open."""
+    product = math.prod(rest.values())
+    needed = product * max(wanted, 1)
+    if world_size % product:
+        text = text_of(rest) + (f", dp_degree={wanted}" if wanted > 1 else "")
+        raise ConfigError(
+            f"the degrees (={text}) do not divide the world size (={world_size})",
+            expected=f"a multiple of {product} processes",
+            got=f"{world_size} processes",
+            fix=f"launch with --nproc_per_node {needed}, or " + _lower(rest, world_size),
+        )
+    inferred = world_size // product
+    if wanted >= 1 and wanted != inferred:
+        raise ConfigError(
+            f"the degrees multiply to {needed}, the job has {world_size} ranks",
+            expected=f"dp_degree={inferred}, or -1 to have it worked out",
+            got=f"dp_degree={wanted} with {text_of(rest)}",
+            fix=f"launch with --nproc_per_node {needed}, or change a degree",
+        )
+    return inferred
+
+
+def _lower(rest: Mapping[str, int], world_size: int) -> str:
+    """Says which one degree, made another, would let all divide the ranks."""
+    product = math.prod(rest.values())
+    for axis, degree in rest.items():
+        rest_of_product = product // degree
+        if degree > 1 and world_size % rest_of_product == 0:
+            nearest = nearest_divisor(world_size // rest_of_product, degree)
+            return f"set {axis}_degree={nearest}, the nearest that divides"
+    return "lower a degree"
+
+
+def expert_degrees(wanted: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Returns how the ranks of a stage are split for experts."""
+    ep, moe_sharding = wanted["ep"], wanted["moe_sharding"]
+    if ep == moe_sharding == 1:
+        return {}
+    if ranks % ep:
+        raise ConfigError(
+            f"ep_degree (={ep}) must divide the {ranks} ranks of a stage",
+            where="strategy.hybrid_configs",
+            cause="experts are spread over the ranks along dp, sharding, sep, cp and mp",
+            fix=f"set ep_degree={nearest_divisor(ranks, ep)}, the nearest that divides",
+        )
+    if moe_sharding not in (1, ranks // ep):
+        raise ConfigError(
+            f"ep_degree x moe_sharding_degree must be the {ranks} ranks of a stage",
+            where="strategy.hybrid_configs",
+            got=f"{ep} x {moe_sharding}",
+            fix=f"set moe_sharding_degree={ranks // ep}, or leave it out",
+        )
+    return {"ep": ep, "moe_sharding": ranks // ep}
+
+
+def refuse_alone(degrees: Mapping[str, int]) -> None:
+    """Refuses the axes that one process does not play, and says how many ranks they need."""
+    split = {axis: degree for axis, degree in degrees.items() if degree > 1}
+    ranks = math.prod(degree for axis, degree in split.items() if axis != "ep")
+    ranks = math.lcm(ranks, split.get("pp", 1) * split.get("ep", 1))
+    raise ConfigError(
+        "one process plays all ranks of a pipeline, but not those of another axis",
+        expected="every degree 1 except pp_degree",
+        got=text_of(split),
+        fix=f"fleetpipe run --nproc {ranks} train.py",
+    )
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Returns the divisor of a number that is nearest to one that may not divide it."""
+    divisors = (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+    return min(divisors, key=lambda divisor: abs(divisor - wanted))
+
+
+def require_degree(name: str, degree: Any, least: int = 1) -> None:
+    """Refuses a degree that is no number of ranks.
+
+    Args:
+        name: Its name in ``hybrid_configs``.
+        degree: Its value there.
+        least: The smallest that is taken.
+
+    Raises:
+        ConfigError: It is no int, or below ``least``.
+    """
+    if isinstance(degree, bool) or not isinstance(degree, Integral) or degree < least:
+        raise ConfigError(
+            f"{name} must be a whole number of at least {least}",
+            where="strategy.hybrid_configs",
+            got=f"{name}={degree!r}",
+            fix=f"set strategy.hybrid_configs = {{{name!r}: 2}}, or leave it out",
+        )
+
+
+def refuse_sharding_options(strategy: Any) -> None:
+    """Refuses what shards more than the optimizer's state, or shards it in another way.
+
+    Raises:
+        ConfigError: The strategy asks for it.
+    """
+    if strategy.sharding and strategy.sharding_configs.get("stage", 1) > 1:
+        _refuse_sharding(f"sharding_configs['stage'] = {strategy.sharding_configs['stage']}")
+    configs = strategy.hybrid_configs.get("sharding_configs")
+    for option in _SHARDING_BY_REDUCE_SCATTER:
+        if getattr(configs, option, False):
+            _refuse_sharding(f"hybrid_configs['sharding_configs'].{option} = True")
+
+
+#: split_param is Fleet's version 2 of the sharded optimizer.
+_SHARDING_BY_REDUCE_SCATTER = ("split_param", "tensor_fusion", "comm_overlap")
+
+
+def _refuse_sharding(got: str) -> None:
+    raise ConfigError(
+        "sharding_degree above 1 runs stage 1: each rank keeps the state of whole parameters",
+        got=got,
+        cause="that needs reduce_scatter, which Gloo, Paddle's CPU backend, does not have",
+        fix="leave it out: every rank then still holds 1/sharding_degree of the optimizer's state",
+    )
+
+
+def text_of(degrees: Mapping[str, int]) -> str:
+    """Returns degrees as ``hybrid_configs`` names them, for messages."""
+    return ", ".join(f"{axis}_degree={degree}" for axis, degree in degrees.items())
