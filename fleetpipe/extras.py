@@ -13,7 +13,7 @@ from fleetpipe.errors import PackageNotFound
 #: How each is installed, by the name under which it is imported.
 INSTALLED_BY = {
     "matplotlib": "pip install 'fleetpipe[examples]'",
-    "mlflow": "pip install mlflow-skinny",
+    "mlflow": "pip install mlflow",
     "ray": "pip install 'fleetpipe[ray]'",
     "shtab": "pip install shtab",
     "sklearn": "pip install 'fleetpipe[examples]'",
