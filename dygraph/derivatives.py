@@ -25,13 +25,7 @@ def is_refusal(error: Exception) -> bool:
 
 
 def refusal(error: Exception, where: str, value: Nest) -> BoundaryError:
-    """Returns what to raise in the place of an error of ``paddle.grad``.
-
-    Args:
-        error: The error.
-        where: What differentiates.
-        value: What it was given.
-    """
+    """Returns what to raise in the place of an error of ``paddle.grad``."""
     return BoundaryError(
         f"{where} differentiates by a tensor from which nothing leads to the result in this stage",
         where=_line_of(error),

@@ -171,10 +171,6 @@ class JsonValue:
 def parse(text: str | bytes, source: Source) -> JsonValue:
     """Reads JSON.
 
-    Args:
-        text: A JSON text.
-        source: What it is, for errors.
-
     Raises:
         FleetPipeError: It is no JSON, or nested too deeply; of the class that the source says.
     """

@@ -26,11 +26,7 @@ _turn = threading.Lock()
 
 
 def logger(name: str) -> logging.Logger:
-    """Returns the logger of a module; its records have the ``rank`` of the job.
-
-    Args:
-        name: The module's ``__name__``.
-    """
+    """Returns the logger of a module; its records have the ``rank`` of the job."""
     log = logging.getLogger(name)
     log.addFilter(_add_rank)
     return log

@@ -21,12 +21,7 @@ class PipelineLayerChunk(paddle.nn.Layer):
         functions: Mapping[int, Callable[[Nest], Nest]],
         keys: Mapping[int, str],
     ) -> None:
-        """Takes built layers and functions by their number in the whole list, in order.
-
-        Args:
-            functions: The layers and functions.
-            keys: The keys of those that are shared layers.
-        """
+        """Takes built layers and functions by their number in the whole list, in order."""
         super().__init__()
         self.run_function = list(functions.values())
         for index, function in functions.items():

@@ -21,11 +21,6 @@ def is_refusal(error: Exception, value: Nest, caller: str) -> bool:
 
     So it is where Paddle or the call itself refused the value, and where the layer's code could not
     unpack it or found it of another kind.
-
-    Args:
-        error: What the layer raised.
-        value: What it was called with.
-        caller: The file that called it.
     """
     text = str(error)
     # Of all else that Paddle raises, a kernel that is not there for the value's dtype.

@@ -300,11 +300,6 @@ def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[Sha
     A shared layer is built under the seed of its first entry in the whole list, so that its values
     do not depend on where it is built. All random states are as before in the end, so that ranks
     that build different layers draw the same afterwards.
-
-    Args:
-        entries: The whole list.
-        indices: Numbers of the entries to build.
-        shared: The shared layers of the list.
     """
     built = Built({}, {}, {}, {})
     layer_of = {index: layer for layer in shared for index in layer.indices}
@@ -355,9 +350,5 @@ def _tie(layer: Layer, shared: SharedLayer, weights: dict[str, Tensor]) -> None:
 
 
 def called_through(function: Callable[[Nest], Nest]) -> tuple[Layer, ...]:
-    """Returns the shared layer that ``function`` calls through a ``forward_func``; () for others.
-
-    Args:
-        function: One of the functions that :func:`build` made.
-    """
+    """Returns the shared layer that ``function`` calls through a ``forward_func``, else ()."""
     return function.args if isinstance(function, functools.partial) else ()

@@ -356,9 +356,6 @@ class PipelineLayer(paddle.nn.Layer):
     def take_loss(self, loss_fn: Any) -> None:
         """Takes another loss than the one given to the constructor, from the next batch on.
 
-        Args:
-            loss_fn: As for the constructor.
-
         Raises:
             ConfigError: It cannot be called.
         """

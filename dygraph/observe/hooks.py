@@ -112,12 +112,7 @@ class HookCalls:
     """Calls the hooks around what a stage runs; counts for each rank that this process plays."""
 
     def __init__(self, hooks: UserHooks, schedule: Schedule) -> None:
-        """Begins before a first batch.
-
-        Args:
-            hooks: The numbered hooks.
-            schedule: The schedule that is run.
-        """
+        """Begins before a first batch."""
         self._hooks = hooks
         self._rank_of = schedule.placement.rank_of
         self._bubbles = [

@@ -73,11 +73,7 @@ class PipelineOptimizer(FleetsType):
         return self._inner_opt
 
     def owns_state(self, parameter: Tensor) -> bool:
-        """Whether this process keeps the optimizer's state of a parameter, and not another shard.
-
-        Args:
-            parameter: One of the optimizer's.
-        """
+        """Whether this process keeps the optimizer's state of a parameter, not another shard."""
         return self._shards is None or self._shards.owns(parameter)
 
     @property
@@ -148,9 +144,6 @@ class PipelineOptimizer(FleetsType):
 
     def _step(self, parameters_list: Sequence[Tensor]) -> None:
         """Does what :meth:`step` does, for a trainer that lists what it trains.
-
-        Args:
-            parameters_list: All parameters of the optimizer.
 
         Raises:
             ConfigError: They are others.

@@ -31,10 +31,6 @@ class StageArguments(NamedTuple):
     def ranks_of(self, stages: int, cut: str) -> int:
         """Returns the ranks for as many stages as there are.
 
-        Args:
-            stages: Their number.
-            cut: Where they begin, for the message.
-
         Raises:
             ConfigError: They are not as many as were asked for.
         """
@@ -105,10 +101,6 @@ def plain_model(model: Layer) -> Layer:
 
 def classes_of(model: Layer, no_split: Sequence[type | str]) -> list[type]:
     """Returns the classes that ``no_split`` means.
-
-    Args:
-        model: The model.
-        no_split: Classes, or names of classes of its sublayers.
 
     Raises:
         ConfigError: It is no sequence of such, or the model has no sublayer of that class.

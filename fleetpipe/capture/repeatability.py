@@ -47,9 +47,6 @@ def require_same_calls(capturing: Capturing) -> None:
     A sublayer that does not always call the same is not opened any more: as a whole it may do
     anything.
 
-    Args:
-        capturing: The model, with an example of its inputs.
-
     Raises:
         CaptureError: It is the model's own forward that does not.
     """

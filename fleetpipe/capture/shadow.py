@@ -70,13 +70,7 @@ class Shadow:
     """The companion of a captured pipeline, for as many batches as it is asked to be."""
 
     def __init__(self, pipeline: PipelineParallel, forms: Forms, batches: int) -> None:
-        """Begins before the first batch.
-
-        Args:
-            pipeline: The wrapped model.
-            forms: The runs of its forward.
-            batches: How many batches it accompanies.
-        """
+        """Begins before the first batch."""
         self._pipeline, self._pipe = pipeline, pipeline.layers
         self._forms, self._batches = forms, batches
         self._reference: Reference | None = None

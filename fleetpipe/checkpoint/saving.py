@@ -241,11 +241,6 @@ def _with_statistics(
     replica's are the model's; another one's stand in a group of their own, as ``1/model/3._mean``.
     Collective where there are replicas.
 
-    Args:
-        ranks: All ranks of the job.
-        what: What is done, for messages.
-        held: What this rank holds.
-
     Raises:
         CheckpointError: Some rank cannot read its memory; every rank raises.
     """

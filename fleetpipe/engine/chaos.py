@@ -52,11 +52,6 @@ class Chaos:
     def asked_for(cls, plan: Plan, rank: int, rank_of_job: int) -> Chaos | None:
         """Returns what strikes this process, where the environment asks for it.
 
-        Args:
-            plan: What is trained with.
-            rank: This process's rank in the pipeline.
-            rank_of_job: Its rank in the job.
-
         Raises:
             ConfigError: The rank never comes to the operation.
         """

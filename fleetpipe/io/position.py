@@ -150,9 +150,6 @@ class BatchesInTurn:
     def read(self, begin: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """Yields the batches of a pass, and counts each when the training takes it.
 
-        Args:
-            begin: Begins to load the data.
-
         Raises:
             CheckpointError: The data end before the restored position.
             StateError: They are an iterator that was begun before.

@@ -93,10 +93,6 @@ def to_be_launched(options: argparse.Namespace) -> bool:
 def launch(options: argparse.Namespace, *words: str) -> int:
     """Runs a ``fleetpipe`` command on several ranks under Paddle's launcher.
 
-    Args:
-        options: The parsed arguments of the command.
-        words: The command and its own options.
-
     Returns:
         The exit code of the first rank that failed, 128 + n where signal n ended it; else 0.
 
@@ -156,10 +152,6 @@ def execute(script: Path, arguments: Sequence[str]) -> None:
     """Runs a script in this process as ``__main__``; what it raises passes through.
 
     It finds ``sys.argv``, ``sys.path[0]``, ``__file__`` and its module as under ``python SCRIPT``.
-
-    Args:
-        script: The script's file.
-        arguments: Its arguments.
     """
     with _as_main(script, arguments) as (module, code):
         exec(code, vars(module))
@@ -167,10 +159,6 @@ def execute(script: Path, arguments: Sequence[str]) -> None:
 
 def execute_to_the_end(script: Path, arguments: Sequence[str]) -> int:
     """Runs a script as the last thing that this process does.
-
-    Args:
-        script: The script's file.
-        arguments: Its arguments.
 
     Returns:
         The exit code that ``python SCRIPT`` has. What nobody caught is printed as Python prints

@@ -52,11 +52,7 @@ def resource() -> str:
 
 
 def staying(resource: str) -> list[RayNode]:
-    """Returns the cluster's nodes that live, save for those that are about to be taken away.
-
-    Args:
-        resource: What each rank takes one of.
-    """
+    """Returns the cluster's nodes that live, save for those that are about to be taken away."""
     # What Ray Train itself asks for preemption: its answer to a train loop is collective.
     leaving = state.get_draining_nodes()
     return [

@@ -54,11 +54,6 @@ def marked(
 def mark(split: Split, reader: GraphReader, checkpoints: Sequence[Variable | str] | None) -> Split:
     """Returns the cut with its checkpoints.
 
-    Args:
-        split: The cut of the program.
-        reader: The program.
-        checkpoints: What :func:`marked` returned.
-
     Raises:
         ConfigError: A checkpoint is no value of the program.
     """

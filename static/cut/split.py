@@ -88,9 +88,6 @@ def split(graph: Graph) -> Split:
     An operation without a guard, or under ``device_guard("cpu")``, belongs to the latest stage that
     it takes a value from, else to stage 0.
 
-    Args:
-        graph: The forward program.
-
     Raises:
         PartitionError: No operation has a guard, a stage has none, or a value would have to travel
             to an earlier stage.

@@ -134,13 +134,7 @@ class StaticPipeline:
         return {} if self._compiled is None else self._compiled.engine.peak_held
 
     def start(self, run: Callable[[Program], object], startup: Program, scope: Scope) -> None:
-        """Initialises what this process's stages need, and the optimizer's state. Collective.
-
-        Args:
-            run: Runs a plain program in ``scope``.
-            startup: The user's startup program.
-            scope: Where the variables go.
-        """
+        """Initialises what this process's stages need, and the optimizer's state. Collective."""
         self.require_current()
         local = self._job.local
         run(startup if local else self._reader.startup(startup, self.persistable))

@@ -47,10 +47,6 @@ class Choice(NamedTuple):
 def places(training: Capture, evaluation: Capture) -> tuple[dict[int, Border], dict[int, str]]:
     """Returns the nodes with which a stage may begin, and why it may not with others.
 
-    Args:
-        training: The run of the forward in training.
-        evaluation: That in evaluation.
-
     Returns:
         What names each place, and the reasons, by the number of the node.
     """
@@ -117,12 +113,7 @@ def chosen(
 
 
 def agreed(job: Job | None, measure: Callable[[], Profile]) -> Profile:
-    """Returns what one rank measures, on every rank. Collective over the job.
-
-    Args:
-        job: The current job.
-        measure: Measures the nodes.
-    """
+    """Returns what one rank measures, on every rank. Collective over the job."""
     if job is None or job.local:
         return measure()
     with job.guarded(lambda: "measuring the nodes of the model"):

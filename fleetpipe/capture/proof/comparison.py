@@ -62,13 +62,7 @@ class Digests:
     """
 
     def __init__(self, model: Layer, plain: PlainLoop, course: Course) -> None:
-        """Trains the model, which is to be put back afterwards; see :func:`kept`.
-
-        Args:
-            model: The model.
-            plain: What runs it.
-            course: What to do.
-        """
+        """Trains the model, which is to be put back afterwards; see :func:`kept`."""
         self._model, self._plain, self.course = model, plain, course
         self.moments: list[Moment] = []
         self.digests: list[dict[str, bytes]] = []
@@ -125,13 +119,7 @@ class Comparison:
     """
 
     def __init__(self, model: Layer, expected: Digests, initial: State) -> None:
-        """Begins before the second training.
-
-        Args:
-            model: The model, as both begin.
-            expected: The first training.
-            initial: Its parameters and buffers.
-        """
+        """Begins before the second training."""
         self.rounded: dict[str, float] = {}
         self._model, self._expected, self._initial = model, expected, initial
         self._start = initial

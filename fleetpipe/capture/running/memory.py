@@ -47,10 +47,6 @@ def initialize(model: Layer, parameters: Mapping[str, Tensor]) -> None:
 
     Each is drawn under a seed of its own, by its place in the whole model: they do not depend on
     which of them a rank has.
-
-    Args:
-        model: The whole model.
-        parameters: The parameters to initialize, by name.
     """
     with random_states_kept():
         for number, (name, tensor) in enumerate(model.state_dict().items()):

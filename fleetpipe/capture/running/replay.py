@@ -37,10 +37,6 @@ def entries(trace: Capture, signature: Signature) -> list[Callable[[Nest], Nest]
 
     That of a node which calls a layer, or takes parameters of layers, is a ``partial`` with these
     layers as arguments.
-
-    Args:
-        trace: The run.
-        signature: The look of its inputs.
     """
     needed = _needed_after(trace)
     functions: list[Callable[[Nest], Nest]] = [_Inputs(trace, needed[0], signature)]

@@ -18,12 +18,7 @@ class CapturedStages:
     """What runs the stages, and what crosses between them: the ``Borders`` of dygraph's stage."""
 
     def __init__(self, forms: Forms, training: Callable[[], bool]) -> None:
-        """Takes the runs that are known.
-
-        Args:
-            forms: The runs of the forward.
-            training: Whether the model is in training now.
-        """
+        """Takes the runs that are known."""
         self._forms = forms
         self._training = training
 

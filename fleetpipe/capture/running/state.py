@@ -87,11 +87,6 @@ def stages_of(
     """Returns, by name, the stages that use a parameter or buffer of a model.
 
     What no node uses is in stage 0.
-
-    Args:
-        model: The model.
-        nodes_of: Returns the nodes of a stage.
-        stages: The number of stages.
     """
     users: dict[int, list[int]] = {}
     for stage in range(stages):

@@ -20,11 +20,7 @@ class RunState:
     """The parameters and buffers of a model, while its forward runs once."""
 
     def __init__(self, model: Layer) -> None:
-        """Begins before the run.
-
-        Args:
-            model: The model.
-        """
+        """Begins before the run."""
         self._owned: dict[int, Owned] = {}
         self._tensors: list[tuple[Tensor, int]] = []
         self._places: Counter[int] = Counter()
@@ -55,13 +51,7 @@ class RunState:
         return self._owned.get(id(tensor))
 
     def of(self, function: Function, tensors: Sequence[Tensor], number: int) -> frozenset[str]:
-        """Returns the names of what a node has, or takes.
-
-        Args:
-            function: What it calls.
-            tensors: The tensors that it takes.
-            number: The number of the node.
-        """
+        """Returns the names of what a node has, or takes."""
         names = set(self._of_layer.get(id(function), _NONE))
         names.update(self._owned[id(t)].path for t in tensors if id(t) in self._owned)
         by_view = frozenset().union(*(self._views.get(id(tensor), _NONE) for tensor in tensors))
@@ -117,11 +107,7 @@ class RunState:
             self._wrote(args[0])
 
     def changed(self, ids: Collection[int]) -> dict[str, Owned]:
-        """Returns what the run has written into, by name.
-
-        Args:
-            ids: The tensors that are no more what they were.
-        """
+        """Returns what the run has written into, by name."""
         self._written.update(
             self._owned[id(tensor)].path
             for tensor, version in self._tensors

@@ -15,10 +15,6 @@ _MOST_SHOWN = 5
 def differences(one: StepReader, other: StepReader) -> list[str]:
     """Returns lines about what is not the same: none where all tensors have the same bits.
 
-    Args:
-        one: A checkpoint.
-        other: Another one.
-
     Raises:
         CheckpointError: One cannot be read.
     """

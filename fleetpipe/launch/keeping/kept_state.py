@@ -40,13 +40,7 @@ class KeptState:
     """This rank's state after its last steps."""
 
     def __init__(self, folder: Path, objects: Objects, ranks: Ranks) -> None:
-        """Takes what an earlier attempt has left in the folder.
-
-        Args:
-            folder: A folder in memory.
-            objects: What makes the state.
-            ranks: All ranks of the job.
-        """
+        """Takes what an earlier attempt has left in the folder."""
         self._folder = folder
         self._objects = objects
         self._ranks = ranks

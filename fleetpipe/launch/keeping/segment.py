@@ -23,12 +23,7 @@ class Segment:
     """The tensors of one rank as blocks of bytes, and a text beside them, once for each slot."""
 
     def __init__(self, slots: Slots, sizes: Sequence[int]) -> None:
-        """Takes slots that :meth:`create` made.
-
-        Args:
-            slots: The slots.
-            sizes: Bytes of each block.
-        """
+        """Takes slots that :meth:`create` made."""
         self._slots = slots
         text_bytes = slots.form.text_bytes
         self._blocks = [
@@ -61,13 +56,7 @@ class Segment:
         return len(text) <= self._slots.form.text_bytes
 
     def write(self, step: int, blocks: Sequence[memoryview], text: bytes) -> None:
-        """Puts a state into the slot with the oldest one.
-
-        Args:
-            step: After how many steps it is.
-            blocks: Bytes, as many as each block has.
-            text: What goes beside them.
-        """
+        """Puts a state into the slot with the oldest one."""
         slot = self._slots.begin()
         for place, block in zip(self._blocks[slot], blocks):
             place[:] = np.frombuffer(block, np.uint8)

@@ -88,11 +88,6 @@ def record(home: Path, number: int, verdict: Verdict) -> None:
     """Writes how an attempt ended where its run is recorded, for ``fleetpipe report``.
 
     One that did its work has written so itself.
-
-    Args:
-        home: What the ranks of the attempt have left.
-        number: Of the attempt.
-        verdict: How it ended.
     """
     if verdict == Verdict(0):
         return

@@ -40,12 +40,7 @@ class Pods:
     """A process that has loaded Paddle's launcher, and runs one attempt after another."""
 
     def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
-        """Starts the process.
-
-        Args:
-            environment: Its environment.
-            folder: For a file of its own.
-        """
+        """Starts the process."""
         self._environment = dict(environment)
         self._loading = folder / "loading"
         self._begin()

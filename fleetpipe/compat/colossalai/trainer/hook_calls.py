@@ -66,13 +66,7 @@ class TrainerHookCalls(paddle.callbacks.Callback):
     model: Any
 
     def __init__(self, trainer: Hooked, seen: Seen, timer: MultiTimer | None) -> None:
-        """Takes what is called.
-
-        Args:
-            trainer: Has the hooks.
-            seen: Has the outputs of a batch.
-            timer: The user's.
-        """
+        """Takes what is called."""
         super().__init__()
         self._trainer = trainer
         self._seen = seen
