@@ -17,17 +17,15 @@ import ray
 from ray._private import ray_constants, ray_logging
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from fleetpipe.errors import ConfigError, reason
+from fleetpipe.errors import ConfigError
+from fleetpipe.ray import nodes
 from fleetpipe.version import __version__
 
 #: Seconds in which a cluster answers.
 _ANSWER_SECONDS = 5.0
 #: By default Ray asks twenty times, each for 40 s, what does not answer as a cluster.
 _AT_ONCE = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeout_s": "3"}
-#: Seconds that a node may take to start a process.
-_LOOK_SECONDS = 60.0
 #: What a worker imports, and in which version where that has to be this one.
 NEEDED = {"fleetpipe": __version__, "paddle": ""}
 _MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
@@ -175,14 +173,14 @@ def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> N
     """
     deadline = time.monotonic() + seconds
     while True:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        places = sum(_fitting(bundle, node["Resources"]) for node in nodes)
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        places = sum(_fitting(bundle, node["Resources"]) for node in alive)
         if places >= workers:
             return
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
-    each = [f"{node['NodeManagerAddress']}: {_shown(node['Resources'])}" for node in nodes]
+    each = [f"{node['NodeManagerAddress']}: {_shown(node['Resources'])}" for node in alive]
     raise ConfigError(
         f"the cluster has room for {places} worker(s), {workers} are asked for",
         expected=f"{_shown(bundle)} for each of {workers}",
@@ -209,7 +207,7 @@ def require_packages(runtime_env: Mapping[str, Any] | None = None) -> None:
         runtime_env: The environment that workers are given besides that of the job.
 
     Raises:
-        ConfigError: A node has no Paddle, or not this version of fleetpipe.
+        ConfigError: A node has no Paddle, or not this version of fleetpipe, or starts no process.
     """
 
     def missing(needed: Mapping[str, str]) -> str:
@@ -224,30 +222,17 @@ def require_packages(runtime_env: Mapping[str, Any] | None = None) -> None:
                 return f"another version of {package} than {version}"
         return ""
 
-    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     look = ray.remote(num_cpus=0, runtime_env=dict(runtime_env or {}))(missing)
-    answers = {
-        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            NEEDED
-        ): address
-        for node, address in nodes.items()
-    }
-    answered, _ = ray.wait(list(answers), num_returns=len(answers), timeout=_LOOK_SECONDS)
-    for ref, address in answers.items():
-        if ref not in answered:
-            versions = f"no answer in {_LOOK_SECONDS:g} s"
-        else:
-            versions = _result(ref)
-        if versions:
+    lacking = nodes.answers(
+        {
+            node: look.options(label_selector=node.label).remote(NEEDED)
+            for node in nodes.staying("CPU")
+        }
+    )
+    for node, lack in lacking.items():
+        if lack:
             raise ConfigError(
-                f"no worker can begin on the node {address}: {versions}",
+                f"no worker can begin on the node {node.address}: {lack}",
                 fix="install the same packages on every node, or have Ray do it: RunConfig("
                 "worker_runtime_env={'pip': [..]})",
             )
-
-
-def _result(ref: Any) -> str:
-    try:
-        return str(ray.get(ref))
-    except RayError as error:
-        return reason(error)

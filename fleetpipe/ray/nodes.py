@@ -29,6 +29,11 @@ class RayNode(NamedTuple):
     address: str
     places: int
 
+    @property
+    def label(self) -> dict[str, str]:
+        """By which Ray starts something on this node alone."""
+        return {"ray.io/node-id": self.name}
+
 
 class ClusterSize(NamedTuple):
     """How many ranks a job may have.
@@ -107,11 +112,9 @@ def check(nodes: Collection[RayNode], script: Path) -> None:
         TransportError: A node cannot reach another.
     """
     actor = ray.remote(num_cpus=0)(_probe())
-    probes = {
-        node: actor.options(label_selector={"ray.io/node-id": node.name}).remote() for node in nodes
-    }
+    probes = {node: actor.options(label_selector=node.label).remote() for node in nodes}
     try:
-        facts = _answers(
+        facts = answers(
             {node: probe.facts.remote(str(script), node.address) for node, probe in probes.items()}
         )
         first, *rest = facts
@@ -132,7 +135,7 @@ def check(nodes: Collection[RayNode], script: Path) -> None:
                     fix="install the same packages on every node",
                 )
         ports = {node: (node.address, facts[node]["port"]) for node in facts}
-        unreached = _answers(
+        unreached = answers(
             {
                 node: probe.unreached.remote([at for other, at in ports.items() if other != node])
                 for node, probe in probes.items()
@@ -150,7 +153,12 @@ def check(nodes: Collection[RayNode], script: Path) -> None:
             ray.kill(probe)
 
 
-def _answers(references: dict[RayNode, Any]) -> dict[RayNode, Any]:
+def answers(references: dict[RayNode, Any]) -> dict[RayNode, Any]:
+    """Returns what the processes on some nodes return.
+
+    Raises:
+        ConfigError: A node starts no process in time, or cannot run this one.
+    """
     done, _ = ray.wait(
         list(references.values()), num_returns=len(references), timeout=_CHECK_SECONDS
     )
