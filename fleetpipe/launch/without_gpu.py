@@ -7,17 +7,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Callable
 
-from fleetpipe.aliases import Tensor
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
-
-#: The package of Paddle 3.3 whose calls are answered; 2.6.2 has none of that name.
-CHECKPOINTS = "paddle.distributed.flex_checkpoint"
+from fleetpipe.paddle_api.meta_parallel import resharding_within
 
 
 @contextmanager
@@ -27,34 +23,29 @@ def without_gpu() -> Iterator[None]:
     Everybody else's ``Tensor.cuda`` and ``pin_memory`` are Paddle's. Nothing happens where this
     process computes on a GPU.
     """
-    with ExitStack() as changes:
-        if device_kind() == "cpu":
-            for name in ("cuda", "pin_memory"):
-                changes.enter_context(_replaced(paddle.Tensor, name, _copying))
-            changes.enter_context(_replaced(paddle.device, "synchronize", _skipping))
+    if device_kind() == "cpu":
+        skipping = _skipping(paddle.device.synchronize)
+        with resharding_within(_copying), _replaced(paddle.device, "synchronize", skipping):
+            yield
+    else:
         yield
 
 
 @contextmanager
-def _replaced(
-    owner: object, name: str, change: Callable[[Callable[..., Any]], object]
-) -> Iterator[None]:
+def _replaced(owner: object, name: str, function: Callable[..., Any]) -> Iterator[None]:
     stock = getattr(owner, name)
-    setattr(owner, name, change(stock))
+    setattr(owner, name, function)
     try:
         yield
     finally:
         setattr(owner, name, stock)
 
 
-def _copying(method: Callable[..., Any]) -> Callable[..., Tensor]:
-    def copied(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        caller: str = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith(CHECKPOINTS):
-            return tensor.clone()
-        return method(tensor, *arguments, **named)
-
-    return copied
+@contextmanager
+def _copying() -> Iterator[None]:
+    clone = paddle.Tensor.clone
+    with _replaced(paddle.Tensor, "cuda", clone), _replaced(paddle.Tensor, "pin_memory", clone):
+        yield
 
 
 def _skipping(function: Callable[..., Any]) -> Callable[..., None]:

@@ -1,13 +1,17 @@
 """Fleet's ``meta_parallel``: pipelines, and the layers of tensor parallelism.
 
 2.6.2 lacks some names of the pipeline (:class:`LocalSharedLayerDesc` and those after it); they are
-Paddle's own where it has them. ``flex_checkpoint`` (:func:`sharded`) is 3.3's alone.
+Paddle's own where it has them. ``flex_checkpoint`` (:func:`sharded`, :func:`resharding_within`) is
+3.3's alone.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ContextDecorator, contextmanager
 from enum import Enum
 from types import ModuleType
 from typing import Any
@@ -68,6 +72,32 @@ def sharded(
         else:
             weights[key] = shards.make_replicated_sharded_weight(key, tensor)
     return weights
+
+
+@contextmanager
+def resharding_within(context: Callable[[], ContextDecorator]) -> Iterator[None]:
+    """Within it ``flex_checkpoint`` sends what it loads and gathers in a ``context()`` of its own.
+
+    Nothing changes on 2.6.2.
+    """
+    if "paddle.distributed.flex_checkpoint" not in sys.modules:
+        yield
+        return
+    from paddle.distributed.flex_checkpoint.dcp import full_param, load_state_dict
+
+    loading: Any = load_state_dict
+    gathering: Any = full_param.BaseAssembler
+    load, gather = loading._load_state_dict, gathering.__iter__
+
+    def gathered(assembler: object) -> Iterator[tuple[str, Tensor]]:
+        take = context()(functools.partial(next, gather(assembler), None))
+        return iter(take, None)
+
+    loading._load_state_dict, gathering.__iter__ = context()(load), gathered
+    try:
+        yield
+    finally:
+        loading._load_state_dict, gathering.__iter__ = load, gather
 
 
 class _LocalSharedLayerDesc(paddle_fleet.meta_parallel.LayerDesc):  # type: ignore[name-defined, misc]

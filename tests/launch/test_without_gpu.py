@@ -2,38 +2,55 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import paddle
 import pytest
 
-from fleetpipe.launch.without_gpu import CHECKPOINTS, without_gpu
+from fleetpipe.launch.without_gpu import without_gpu
 from fleetpipe.paddle_api.device import device_kind
 
 pytestmark = pytest.mark.skipif(device_kind() == "gpu", reason="a GPU has these methods")
 
 
-def caller(module: str) -> Any:
-    """A function of a module that moves a value as Paddle's checkpoints do."""
-    names: dict[str, Any] = {"__name__": module}
-    exec("def move(tensor): return tensor.cuda().pin_memory()", names)
-    return names["move"]
+def moved(tensor: Any) -> Any:
+    return tensor.cuda().pin_memory()
 
 
+@pytest.mark.skipif(
+    "paddle.distributed.flex_checkpoint" not in sys.modules, reason="2.6.2 has no flex_checkpoint"
+)
 def test_checkpoints_get_a_copy_and_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paddle.distributed.flex_checkpoint.dcp import full_param, load_state_dict
+
     def refused(_: Any) -> None:
-        raise ValueError("Paddle's own")  # 2.6.2 ends the process here
+        raise ValueError("Paddle's own")
+
+    class Assembler(full_param.BaseAssembler):  # type: ignore[misc, unused-ignore]
+        """Gathers one tensor."""
+
+        __init__ = prepare = all_gather_fn = lambda *_: None
+
+        def run(self) -> Iterator[tuple[str, Any]]:
+            yield "weight", moved(value)
 
     monkeypatch.setattr(paddle.Tensor, "cuda", refused)
+    monkeypatch.setattr(load_state_dict, "_load_state_dict", moved)
     value = paddle.to_tensor([1.0, 2.0])
     with without_gpu():
-        moved = caller(f"{CHECKPOINTS}.dcp.reshard_comm")(value)
-        assert moved.tolist() == [1.0, 2.0]
-        moved[0] = 5.0
+        loaded = load_state_dict._load_state_dict(value)
+        for name, gathered in Assembler():
+            assert (name, gathered.tolist()) == ("weight", [1.0, 2.0])
+            with pytest.raises(ValueError, match="Paddle's own"):
+                moved(value)
+        loaded[0] = gathered[0] = 5.0
         assert value.tolist() == [1.0, 2.0]
         with pytest.raises(ValueError, match="Paddle's own"):
-            caller("script")(value)
+            moved(value)
     assert paddle.Tensor.cuda is refused
+    assert load_state_dict._load_state_dict is moved
 
 
 def test_to_synchronize_a_cpu_is_nothing() -> None:
