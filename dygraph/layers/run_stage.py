@@ -62,9 +62,6 @@ class StageRunner:
         """Returns what runs the layers of ``stage`` now, with gradients or without.
 
         It raises a ``BoundaryError`` where a layer cannot take what the one before returned.
-
-        Args:
-            stage: A global stage of this process.
         """
         kind = stage, paddle.is_grad_enabled()
         return self._stage_runs.get(kind) or functools.partial(self._first_run, kind)

@@ -25,9 +25,6 @@ _PADDLES = ("paddle.nn.", "paddle.distributed.", "fleetpipe.dygraph.tensor_paral
 def require_sliceable(entries: Sequence[Any]) -> None:
     """Refuses a list of layers of which one might not be right for a slice of a sequence.
 
-    Args:
-        entries: The whole list, as the user gave it.
-
     Raises:
         ConfigError: A layer, or function, is neither of Paddle's that see one place at a time, nor
             says ``takes_slices = True``.

@@ -243,11 +243,7 @@ def clock_for(job: Job) -> Callable[[], float]:
 
 
 def latencies(events: Iterable[Event]) -> list[float]:
-    """Returns the seconds from the begin of each send to the end of its receive.
-
-    Args:
-        events: Transfers of all ranks in a step, in seconds.
-    """
+    """Returns the seconds from the begin of each send to the end of its receive."""
     sent: dict[str, float] = {}
     arrived: dict[str, float] = {}
     for event in events:

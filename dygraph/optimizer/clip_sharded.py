@@ -25,9 +25,6 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
     def __call__(self, params_grads: Pairs) -> Pairs:
         """Returns the pairs with clipped gradients. Collective where some of them are shards.
 
-        Args:
-            params_grads: Parameters of this member and their gradients.
-
         Raises:
             PipelineTimeout: Some member did not come within the limit.
         """

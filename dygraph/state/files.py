@@ -49,10 +49,6 @@ def written_at(shared: SharedLayer, entries: Sequence[Any]) -> int:
     """Returns the entry of a shared layer whose file counts when it is read.
 
     Fleet writes a file for each entry that calls the layer itself, none for a ``forward_func``.
-
-    Args:
-        shared: The layer.
-        entries: The whole list.
     """
     plain = [index for index in shared.indices if entries[index].forward_func is None]
     return plain[0] if plain else shared.indices[0]

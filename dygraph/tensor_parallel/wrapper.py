@@ -62,10 +62,6 @@ def share_whole_state(state: dict[str, Tensor], members: Group) -> None:
 
     Collective over the members. Those that say ``is_distributed`` are each member's own, as Fleet
     has it.
-
-    Args:
-        state: Parameters and buffers by name.
-        members: The ranks that hold the shards of the others.
     """
     broadcast_state(
         {name: t for name, t in state.items() if not getattr(t, "is_distributed", False)}, members

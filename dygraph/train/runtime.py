@@ -77,12 +77,6 @@ class Runtime:
     ) -> None:
         """Builds, verifies and lowers the schedule, and connects the ranks. Collective.
 
-        Args:
-            layers: The model.
-            strategy: The options.
-            job: The current job.
-            has_bubble_hooks: Whether a rank's bubbles can be hooked.
-
         Raises:
             ConfigError: An option is wrong.
             ScheduleError: The schedule passes the memory cap.
@@ -195,10 +189,6 @@ class Runtime:
 
     def require_data(self, batches: MicroBatches, labelled: bool) -> None:
         """Refuses a batch that lacks what this process's stages need.
-
-        Args:
-            batches: The batch.
-            labelled: Whether the last stage needs labels.
 
         Raises:
             ConfigError: It has no inputs for the first stage, or no labels for the last.

@@ -82,13 +82,7 @@ def require_same(name: str, here: object, saved: object, of: str, fix: str) -> N
 
 
 def foreign(of: str, expected: str, got: str) -> CheckpointError:
-    """Returns the error for what was not saved by a sampler or loader like this one.
-
-    Args:
-        of: What the position should belong to.
-        expected: What it would have.
-        got: What it has instead.
-    """
+    """Returns the error for what was not saved by a sampler or loader like this one."""
     return CheckpointError(
         f"this is no saved position of a {of}",
         expected=expected,
@@ -253,11 +247,7 @@ class DrawnBatches:
             yield [Key(self._seed, self._sampler.epoch, index) for index in batch]
 
     def read(self, begin: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-        """Yields the batches of a pass, and counts each when the training takes it.
-
-        Args:
-            begin: Begins to load what this draws.
-        """
+        """Yields the batches of a pass, and counts each when the training takes it."""
         batches = iter(begin())
         ahead = self._ahead
         for batch in batches:

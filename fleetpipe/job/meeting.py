@@ -185,10 +185,6 @@ def give_paddle_an_address(store: Store, timeout: float) -> None:
 
     A job does not need that store, but other functions of Paddle's open it. Where the launcher did
     not give it an address, they would take the one that the job's store has.
-
-    Args:
-        store: The job's store.
-        timeout: Seconds that rank 0 may take.
     """
     if not _paddle_has_an_address():
         if own_rank() == 0:

@@ -82,11 +82,7 @@ def _configure(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def to_be_launched(options: argparse.Namespace) -> bool:
-    """Returns whether this process is to start the ranks, and is not one of them.
-
-    Args:
-        options: The parsed arguments of the command.
-    """
+    """Returns whether this process is to start the ranks, and is not one of them."""
     return bool(options.nproc > 1 and "PADDLE_TRAINER_ID" not in os.environ)
 
 

@@ -102,10 +102,6 @@ def too_few(nodes: Iterable[RayNode], size: ClusterSize, resource: str) -> Confi
 def check(nodes: Collection[RayNode], script: Path) -> None:
     """Checks that every node has what the ranks need, and reaches the others' ports.
 
-    Args:
-        nodes: Those that are to take part.
-        script: The training script.
-
     Raises:
         ConfigError: A node lacks a package or the script, has another version of one, or starts no
             process at all.

@@ -21,13 +21,7 @@ class Streams:
     """
 
     def __init__(self, drawing: Iterable[int], stages: Iterable[int], place: Place) -> None:
-        """Begins the streams.
-
-        Args:
-            drawing: The stages of the program that draw random numbers.
-            stages: The stages of this process.
-            place: The device.
-        """
+        """Begins the streams."""
         self._generator = generator_of(place)
         self._stages = sorted(set(sorted(drawing)[1:]).intersection(stages))
         self._states: dict[int, Any] = {}
@@ -39,11 +33,7 @@ class Streams:
         return self._states
 
     def begin(self, states: Mapping[int, Any]) -> None:
-        """Begins the streams anew.
-
-        Args:
-            states: Those of :attr:`states` to go on from.
-        """
+        """Begins the streams anew."""
         now = self._generator.get_state()
         seed = self._generator.initial_seed()
         for stage in self._stages:

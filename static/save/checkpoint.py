@@ -131,12 +131,6 @@ class ProgramOptimizer:
     ) -> None:
         """Describes them.
 
-        Args:
-            pipeline: The pipeline.
-            scope: Where they are.
-            model: Its parameters.
-            names: The lasting name of each parameter.
-
         Raises:
             ConfigError: The optimizer keeps what belongs to no parameter.
         """

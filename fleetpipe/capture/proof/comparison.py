@@ -72,12 +72,7 @@ class Digests:
             self.digests.append(digests_of(moment))
 
     def tensors(self, number: int, initial: State) -> State:
-        """Returns the tensors of a moment; what the model has by now stays.
-
-        Args:
-            number: The number of the moment.
-            initial: The parameters and buffers at the beginning.
-        """
+        """Returns the tensors of a moment; what the model has by now stays."""
         if number not in self._whole:
             with _beside(self._model, initial):
                 again = enumerate(moments(self._model, self._plain, self.course))

@@ -17,10 +17,6 @@ from fleetpipe.paddle_api.operations import GRAD_HOOKS
 def at_makers(nodes: Sequence[Node], marks: Sequence[int]) -> tuple[list[Node], list[int]]:
     """Returns nodes with each that puts or removes a hook right behind the one that made the value.
 
-    Args:
-        nodes: The nodes of a run, in order.
-        marks: Numbers of nodes at which something begins.
-
     Returns:
         The nodes in their new order, and the marks in it.
     """

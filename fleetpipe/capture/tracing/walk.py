@@ -114,12 +114,7 @@ class Walk:
     """Finds the nodes in what it hears: a listener of :mod:`fleetpipe.paddle_api.operations`."""
 
     def __init__(self, model: Layer, unopened: Unopened) -> None:
-        """Begins before a run.
-
-        Args:
-            model: The model.
-            unopened: Which layers are nodes as a whole.
-        """
+        """Begins before a run."""
         self._model = model
         self._unopened = unopened
         self._paths = {id(part): path for path, part in model.named_sublayers(include_self=True)}

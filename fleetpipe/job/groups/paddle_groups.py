@@ -31,12 +31,6 @@ _in_doubt = False
 def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iterator[None]:
     """Within it, Paddle's ``fleet.init`` makes the groups of a job. Collective over the job.
 
-    Args:
-        number: The number of the job.
-        store: The job's store.
-        watch: The watch over the other ranks.
-        timeout: Seconds that each step may take.
-
     Raises:
         PeerFailed: Paddle could not make them.
         PipelineTimeout: Some rank did not come to a group that it is a member of.
@@ -74,11 +68,6 @@ def forget_where_in_doubt(number: int, store: JobStore, meet: Callable[[], None]
     """Keeps the groups of earlier jobs only where no rank doubts them. Collective over the job.
 
     From here on they are in doubt until the job has ended well, see :func:`trust`.
-
-    Args:
-        number: The number of the job that begins.
-        store: The job's store.
-        meet: Returns when all ranks have called it.
     """
     global _in_doubt
     key = f"fleetpipe/{number}/groups/in_doubt"

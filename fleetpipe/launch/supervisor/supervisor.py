@@ -57,13 +57,7 @@ class Supervisor:
     """One job, from its first attempt to its last."""
 
     def __init__(self, options: argparse.Namespace, local: Local, signals: Signals) -> None:
-        """Starts nothing yet.
-
-        Args:
-            options: Of the command.
-            local: The ranks.
-            signals: What asks the job to stop.
-        """
+        """Starts nothing yet."""
         self._options = options
         self._local = local
         self._signals = signals

@@ -72,12 +72,7 @@ class Verdict:
 
 
 def judge(home: Path, code: int) -> Verdict:
-    """Judges an attempt by what its ranks and its launcher left in its folder.
-
-    Args:
-        home: The folder.
-        code: The exit code of Paddle's launcher.
-    """
+    """Judges an attempt by what its ranks and its launcher left in its folder."""
     saved = attempt_files.preempted_at(home)
     if code == 0 or saved is not None:
         return Verdict(code, saved)

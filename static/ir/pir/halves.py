@@ -75,12 +75,7 @@ def pass_through(ops: Sequence[Op], forward: Collection[int]) -> None:
 
 
 def divide(ops: Sequence[Op], forward: Collection[int]) -> Halves:
-    """Divides the backward of a stage in two halves.
-
-    Args:
-        ops: The operations of the stage's program.
-        forward: The indices of those of the forward.
-    """
+    """Divides the backward of a stage in two halves."""
     return _Division(ops, forward).halves()
 
 

@@ -73,15 +73,7 @@ class PirStage:
         stage: int,
         loss: tuple[int, float],
     ) -> None:
-        """Builds the stage from the whole forward program, which stays as it is.
-
-        Args:
-            program: The forward program.
-            places: Operation and result of each value number.
-            split: The cut.
-            stage: The stage to build.
-            loss: The loss, and what its gradient is.
-        """
+        """Builds the stage from the whole forward program, which stays as it is."""
         self._stage = stage
         self._split = split
         self._program = program.clone()

@@ -32,12 +32,7 @@ def belongs_to_loader(op: Op) -> bool:
 
 
 def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator[Item] | None:
-    """Returns the micro-batches that a program reads by itself; None where it reads none.
-
-    Args:
-        program: The program of a pipeline.
-        run: Runs a plain program, as ``Executor.run`` does.
-    """
+    """Returns the micro-batches that a program reads by itself; None where it reads none."""
     if not hasattr(program, _ITEMS):
         setattr(program, _ITEMS, None if is_pir(program) else _reading(program))
     reading = getattr(program, _ITEMS)

@@ -139,10 +139,6 @@ class PipelinableContext:
     def parts(self, num_chunks: int, pipeline_size: int) -> dict[int, Parts]:
         """Returns the layers of each rank, ``(start, end)`` for each of its chunks.
 
-        Args:
-            num_chunks: Chunks of each rank.
-            pipeline_size: Ranks of the pipeline.
-
         Raises:
             PartitionError: The policy has no such cut.
             StateError: :meth:`to_layer_list` was not called.
