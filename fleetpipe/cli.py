@@ -106,6 +106,12 @@ COMMANDS = (
         "fleetpipe.report.command:run",
     ),
     Command(
+        "watch",
+        "show a job that runs: what each rank does, which is slow, when it ends",
+        "fleetpipe.watch.command:configure",
+        "fleetpipe.watch.command:run",
+    ),
+    Command(
         "why",
         "say from a trace why steps were slow: which rank, stage, link or micro-batch",
         "fleetpipe.why.command:configure",

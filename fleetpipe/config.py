@@ -20,6 +20,7 @@ from fleetpipe.schedules import (
     canonical_name,
     option_names,
 )
+from fleetpipe.watch.address import SERVE, Address
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -33,6 +34,7 @@ FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     "memory_cap": None,
     "post_validation": False,
     "rng": "keyed",
+    "serve": None,
     "timeout": None,
     "trace": None,
     "warmup_slack": None,
@@ -54,6 +56,7 @@ class PipelineConfig:
             known; it takes back what was clipped.
         rng: What random operations of layers draw from: ``"keyed"``, a stream of each layer and
             micro-batch, or ``"fleet"``, Paddle's generator as it is.
+        serve: Where the first rank serves the job's board; None: nowhere.
         timeout: Seconds that any wait for another rank may last.
         fetch: Static graph: ``"mean"``, ``"last"`` or ``"all"`` of a value of the micro-batches.
         fetch_broadcast: Static graph: whether every rank gets what is fetched.
@@ -72,6 +75,7 @@ class PipelineConfig:
     memory_cap: int | None = None
     post_validation: bool = False
     rng: str = "keyed"
+    serve: Address | None = None
     timeout: float = DEFAULT_TIMEOUT
     trace: str | None = None
     fetch: str = "mean"
@@ -100,6 +104,7 @@ class PipelineConfig:
             memory_cap=_memory_cap(options["memory_cap"]),
             post_validation=_switch("post_validation", options["post_validation"]),
             rng=_choice("rng", options["rng"], ("keyed", "fleet")),
+            serve=_serve(options["serve"]),
             timeout=_timeout(options["timeout"]),
             fetch=_choice("fetch", options["fetch"], ("mean", "last", "all")),
             fetch_broadcast=_switch("fetch_broadcast", options["fetch_broadcast"]),
@@ -307,6 +312,12 @@ def _trace(value: object, strategy: Strategy) -> str | None:
             fix="set strategy.fleetpipe_configs = {'trace': 'pipeline_trace'}",
         )
     return os.fspath(value)
+
+
+def _serve(value: object) -> Address | None:
+    """Returns where the first rank serves; a command may say so where the script does not."""
+    value = os.environ.get(SERVE) if value is None else value
+    return None if value in (None, "") else Address.parse(value)
 
 
 def _costs(value: object) -> Costs | None:

@@ -14,7 +14,9 @@ from fleetpipe.errors import PackageNotFound
 INSTALLED_BY = {
     "matplotlib": "pip install 'fleetpipe[examples]'",
     "mlflow": "pip install mlflow",
+    "prometheus_client": "pip install 'fleetpipe[watch]'",
     "ray": "pip install 'fleetpipe[ray]'",
+    "rich": "pip install 'fleetpipe[watch]'",
     "shtab": "pip install shtab",
     "sklearn": "pip install 'fleetpipe[examples]'",
     "tensorboardX": "pip install tensorboardX",

@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -77,11 +78,11 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def peak_resident_bytes() -> int:
-    """Returns the most bytes of memory that this process had; 0 where it is not told.
+def resident_bytes(peak: bool = False) -> int:
+    """Returns the bytes of memory that this process has, or the most that it had.
 
     On Linux that is no figure of ``getrusage``, which is at least what the process had that
-    started this one.
+    started this one. 0 where it is not told; on macOS it is always the most.
     """
     if sys.platform == "darwin":
         import resource
@@ -90,8 +91,27 @@ def peak_resident_bytes() -> int:
     text = ""
     with contextlib.suppress(OSError):
         text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    matches = (line.split()[1] for line in text.splitlines() if line.startswith("VmHWM:"))
+    name = "VmHWM:" if peak else "VmRSS:"
+    matches = (line.split()[1] for line in text.splitlines() if line.startswith(name))
     return int(next(matches, "0")) * 1024
+
+
+class ProcessorQueue:
+    """How long the thread that made this waited for a processor, though it could have run."""
+
+    def __init__(self) -> None:
+        """Opens what the kernel keeps of this thread, where it does."""
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+
+    def seconds(self) -> float:
+        """Returns the seconds of its whole life; always 0 where that is not told."""
+        if self._file is None:
+            return 0.0
+        fields = os.pread(self._file, 100, 0).split()
+        return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
 
 def anonymous_memory(size: int) -> mmap.mmap:

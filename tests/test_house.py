@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("schedules/commands", "profiling", "report", "starter", "transport", "why"),
         "static/graph static/source_lines static/tags",
     ),
-    ("mesh",),
+    ("mesh", "watch"),
     (
         *("config", "engine", "job", "static/cut"),
         "dygraph/nest dygraph/random_keys dygraph/gradients"
@@ -88,6 +88,11 @@ CLOSED = {
         *("fleetpipe.schedules", "fleetpipe.version", "jinja2"),
     ),
     "starter": ("fleetpipe.arguments", "fleetpipe.errors"),
+    "watch": (
+        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras", "fleetpipe.json_value"),
+        *("fleetpipe.report", "fleetpipe.version", "fleetpipe.watch", "jinja2"),
+        *("prometheus_client", "rich"),
+    ),
     "why": (
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras", "fleetpipe.schedules"),
         *("fleetpipe.why", "numpy", "pyarrow"),

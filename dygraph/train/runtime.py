@@ -30,6 +30,7 @@ from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.engine.chaos import Chaos
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.observer import Observer
+from fleetpipe.engine.step_meter import StepMeter
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import agreement, meeting
@@ -56,6 +57,7 @@ class Runtime:
         hooks: The user's numbered hooks.
         hook_calls: Calls these and the ones by location.
         engine: Walks the plan of a training batch.
+        meter: Times the steps that it runs, for the job's board.
         evaluation: The engines that run forwards only.
         losses: Those of the last batch, where this process owns the last stage.
         companion: What is trained beside each batch; None for nothing.
@@ -70,6 +72,7 @@ class Runtime:
     hooks: UserHooks
     hook_calls: HookCalls
     engine: Engine
+    meter: StepMeter
     evaluation: Evaluation
 
     def __init__(
@@ -234,7 +237,8 @@ class Runtime:
             with self.job.guarded(engine.where), self._own_errors():
                 if trace is not None:
                     trace.begin_step()
-                yield
+                with self.job.progress.step_of(self.meter) if training else nullcontext():
+                    yield
                 if trace is not None:
                     trace.end_step()
         except BaseException:
@@ -329,9 +333,15 @@ class Runtime:
         """Makes the engines. Collective over the pipeline the first time in a job."""
         chaos = Chaos.asked_for(self._plan, self.job.hcg.get_stage_id(), meeting.own_rank())
         training = [observer for observer in (self.trace, chaos) if observer is not None]
-        self.engine = self._engine(self._plan, training)
+        placement = self.schedule.placement
+        self.meter = StepMeter(self._plan, self.job.pipeline_ranks())
+        self.job.describe_steps(
+            (s for s in range(placement.stages) if self.plays(placement.rank_of(s))),
+            self.config.micro_batches * self.config.micro_batch_size,
+        )
+        self.engine = self._engine(self._plan, [*training, self.meter])
         edges = self.layers.edges(training=False)
-        self.evaluation = Evaluation(self.schedule.placement, edges, self._engine)
+        self.evaluation = Evaluation(placement, edges, self._engine)
 
     def _engine(self, plan: Plan, training: Sequence[Observer] = ()) -> Engine:
         observers = [*self._observers]

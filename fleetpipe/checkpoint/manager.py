@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import Restored, restore
 from fleetpipe.checkpoint.saving import Saver, Saving
 from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import current_job
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
 from fleetpipe.representation import shows
 
@@ -135,7 +137,9 @@ class CheckpointManager:
             return None
         self._retention.require(metrics)
         objects = Objects(model, optimizer, lr_scheduler, scaler, data, names=self._names)
-        return self._saver.save(Ranks.of_job(), step, objects, metrics or {}, extra or {})
+        job = current_job()
+        with nullcontext() if job is None else job.progress.saving(int(step)):
+            return self._saver.save(Ranks.of_job(), step, objects, metrics or {}, extra or {})
 
     def restore(
         self,

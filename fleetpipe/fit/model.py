@@ -306,6 +306,7 @@ class Model(paddle.Model):
             checkpoint.saved(callback_list.callbacks, position, save_dir, go_on) as saver,
         ):
             left = None if num_iters is None else num_iters - position.taken
+            self._expect(position, epochs, source.steps, left, accumulate_grad_batches)
             if go_on and (position.epoch >= epochs or left == 0) and self.is_rank("first"):
                 rank_policy.say(f"all {epochs} epochs are trained: nothing is left to do")
             return Loop(self, runner, callback_list, left).train(
@@ -317,6 +318,16 @@ class Model(paddle.Model):
                 evaluation=evaluation,
                 eval_freq=eval_freq,
             )
+
+    def _expect(
+        self, position: Position, epochs: int, each: int | None, left: int | None, accumulate: int
+    ) -> None:
+        """Says how many steps lie behind and before the training, for whoever watches it."""
+        done, whole = self._prepared().trained, None
+        if each is not None:
+            ahead = (epochs - position.epoch) * each - position.step
+            whole = (done + (ahead if left is None else min(ahead, left))) // accumulate
+        self._job.progress.expect(done // accumulate, whole)
 
     def evaluate(
         self,

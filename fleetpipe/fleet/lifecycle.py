@@ -17,7 +17,7 @@ from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError, StateError
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import agreement, job, meeting, slurm, start
+from fleetpipe.job import agreement, job, meeting, reporting, slurm, start
 from fleetpipe.job.groups import topology as fleet_topology
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.watching import process_exit
@@ -259,6 +259,7 @@ def _begin(
         groups = functools.partial(_make_groups, mesh, arguments)
         begun = start.begin_together(mesh, facts, config.timeout, number, groups)
     job.begin(begun)
+    reporting.begin(begun, config.serve)
     tensor_parallel.connect_shards(begun)
     return _fleet
 

@@ -24,12 +24,13 @@ def facts(*options: Any) -> dict[str, str]:
 
     Args:
         *options: Options, as dataclasses. Of ``trace``, a folder, ranks need only agree on whether
-            there is one: which it is matters to rank 0 alone.
+            there is one: which it is matters to rank 0 alone, as all of ``serve`` does.
     """
     settings = {**numerics.settings(), "fleetpipe": __version__}
     for options_of in options:
         for name, value in asdict(options_of).items():
-            settings[name] = str(value is not None) if name == "trace" else repr(value)
+            if name != "serve":
+                settings[name] = str(value is not None) if name == "trace" else repr(value)
     return settings
 
 

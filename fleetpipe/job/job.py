@@ -15,14 +15,16 @@ from __future__ import annotations
 import functools
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from fleetpipe.job.agreement import require_agreement
+from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.mesh.axes import COPIES, REPLICA, SHARDS, Coordinate, Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
+from fleetpipe.paddle_api.device import process_bytes
 from fleetpipe.transport import (
     MemoryHub,
     SocketTransport,
@@ -30,6 +32,7 @@ from fleetpipe.transport import (
     Transport,
     View,
 )
+from fleetpipe.watch.board import Heard
 
 #: Methods of Paddle's topology that return the group, which adds large tensors, along an axis.
 _PADDLE_GROUPS = {
@@ -56,6 +59,8 @@ class Job:
         run: A name that no other job has, the same on all ranks.
         endings: Called when the job ends, before its connections are closed.
         pipelines: The models that were wrapped for training, as weak references.
+        progress: How far this process is, and what its steps take.
+        keeps_board: Whether this process keeps the job's board.
     """
 
     def __init__(
@@ -101,6 +106,33 @@ class Job:
         self._watch = watch
         self._connections = connections
         self._agreements = 0
+        self.keeps_board = False
+        self.progress = RunProgress() if watch is None else watch.progress
+        self.progress.memory = process_bytes
+        if connections is not None:
+            self.progress.awaited = lambda: connections.awaited
+            self.progress.queues = connections.queues
+
+    def heard(self) -> Mapping[int, Heard]:
+        """Returns what is known of every process of the job, for its board."""
+        if self._watch is not None:
+            return self._watch.heard()
+        return {0: Heard(self.progress.record(0, self.progress.action(), with_rows=True))}
+
+    def describe_steps(self, stages: Iterable[int], samples: int) -> None:
+        """Says what this process runs in each step, for the job's board.
+
+        Args:
+            stages: Its stages.
+            samples: Rows of a step of one replica.
+        """
+        progress = self.progress
+        progress.stages, progress.shard = tuple(stages), self.shard[0]
+        progress.replica, progress.samples = self.replica, samples * self.degrees.replicas
+
+    def pipeline_ranks(self) -> list[int]:
+        """Returns the ranks of the job that are those of this process's pipeline, in order."""
+        return [0] * self.degrees.pp if self.local else self._along(["pp"])
 
     def connect(self) -> dict[int, Transport]:
         """Returns the transport of each rank of the pipeline that this process plays.
@@ -264,6 +296,7 @@ class Job:
             PipelineTimeout: A wait reached its limit; the message says where every rank is.
         """
         if self._watch is None:
+            self.progress.action = where
             return nullcontext()
         return self._watch.guarding(lambda: self._describe(where()))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
+from fleetpipe.watch.address import SERVE
 
 
 def run(options: argparse.Namespace) -> int:
@@ -16,5 +18,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if script.to_be_launched(options):
         return script.launch(options, "run")
+    if options.serve is not None:
+        os.environ[SERVE] = str(options.serve)
     with in_place_of_paddles():
         return script.execute_to_the_end(options.script, options.arguments)

@@ -84,6 +84,9 @@ class Run:
             SystemExit: The job was asked to stop; see :meth:`done`.
         """
         self._catch_signals()
+        current = job.current_job()
+        if current is not None:
+            current.progress.expect(self.step, until)
         try:
             while self.step < until:
                 self._page.note(self.step)

@@ -20,6 +20,8 @@ from fleetpipe import arguments as kinds
 from fleetpipe import systems
 from fleetpipe.job import attempt_files
 from fleetpipe.launch import log_filter
+from fleetpipe.launch.serving import serving
+from fleetpipe.watch.address import configure_serve
 
 LAUNCHED = Path(__file__).with_name("rank_main.py")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -27,6 +29,7 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 def configure_run(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe run`` to its parser."""
+    configure_serve(parser)
     _configure(parser, "a training script that uses paddle.distributed.fleet")
 
 
@@ -105,7 +108,11 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     command += [str(LAUNCHED), *words, "--log-level", level, str(options.script)]
     command += options.arguments
     interrupted = False
-    with tempfile.TemporaryDirectory(prefix="fleetpipe-") as folder:
+    with (
+        serving(getattr(options, "serve", None)) as board,
+        tempfile.TemporaryDirectory(prefix="fleetpipe-") as folder,
+    ):
+        board.begin(Path(folder))
         environment = {**log_filter.environment(level), attempt_files.FOLDER: folder}
         process = subprocess.Popen(command, env=environment)
         # Each rank has a session of its own, which a terminal's Ctrl-C does not reach.

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from paddle.base import core
 from paddle.base.dygraph.base import guard
 
+from fleetpipe import systems
 from fleetpipe.paddle_api import paddle
 
 
@@ -65,3 +66,8 @@ def peak_bytes() -> int:
     if not hasattr(core, "host_memory_stat_reset_peak_value"):
         return allocated_bytes()
     return int(core.host_memory_stat_peak_value("Allocated", 0))
+
+
+def process_bytes() -> int:
+    """Returns what this process has in use: the GPU's memory where it has one, else the host's."""
+    return allocated_bytes() if device_kind() == "gpu" else systems.resident_bytes()

@@ -38,6 +38,7 @@ from fleetpipe.ray.cluster import connected
 from fleetpipe.ray.group import WorkerGroup, mailbox
 from fleetpipe.ray.nodes import ClusterSize
 from fleetpipe.ray.state_stores import StateStores
+from fleetpipe.watch.address import SERVE
 
 #: Seconds that ranks may take to end by themselves after one has failed.
 END_SECONDS = 8.0
@@ -334,6 +335,9 @@ def run(options: argparse.Namespace) -> int:
         os.environ.setdefault(name, value)
     # What the first rank says is shown as it is; what Ray says is in its own logs.
     ray_worker.print_worker_logs = lambda *_: None
+    if options.serve is not None:
+        # The first rank serves, on its node.
+        os.environ[SERVE] = str(options.serve)
     with ExitStack() as ends:
         folder = ends.enter_context(state_folder())
         address = None if options.ray == "local" else options.ray

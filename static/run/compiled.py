@@ -9,6 +9,7 @@ import numpy as np
 
 from fleetpipe.aliases import Optimizer, Place, Scope
 from fleetpipe.engine.engine import Engine
+from fleetpipe.engine.step_meter import StepMeter
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
@@ -127,6 +128,7 @@ class Compiled:
             for stage, program in recipe.stages.items()
         }
         self.stage = StaticStage(runners, streams)
+        self.meter = StepMeter(recipe.plan, recipe.job.pipeline_ranks())
         self.engine = self._engine()
         self._run_step = None
         if recipe.update is not None:
@@ -138,7 +140,7 @@ class Compiled:
 
     def _engine(self) -> Engine:
         job, trace = self._recipe.job, self._recipe.trace
-        observers = () if trace is None else (trace,)
+        observers = (self.meter,) if trace is None else (trace, self.meter)
         return Engine(self._recipe.plan, self.stage, job.connect(), job.timeout, observers)
 
     def reduce(self) -> None:

@@ -210,7 +210,8 @@ class StaticPipeline:
             compiled.stage.begin(batch.put, first)
             if self._recipe.trace is not None:
                 self._recipe.trace.begin_step()
-            compiled.engine.run({"REDUCE": compiled.reduce, "STEP": compiled.step}, first)
+            with self._job.progress.step_of(compiled.meter):
+                compiled.engine.run({"REDUCE": compiled.reduce, "STEP": compiled.step}, first)
             if self._recipe.trace is not None:
                 self._recipe.trace.end_step()
             results = [self._result(one, compiled, scope) for one in wanted]

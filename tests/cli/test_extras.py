@@ -17,7 +17,12 @@ from fleetpipe.errors import ConfigError, PackageNotFound
 from fleetpipe.extras import needed_for
 from tests.launching import ROOT
 
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "PyYAML", "ray": "ray[train]==2.60.*;"}
+DISTRIBUTIONS = {
+    "prometheus_client": "prometheus-client",
+    "ray": "ray[train]==2.60.*;",
+    "sklearn": "scikit-learn",
+    "yaml": "PyYAML",
+}
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from fleetpipe import atomic_file, version
 from fleetpipe.fit.networks import required_job
-from fleetpipe.job import attempt_files
+from fleetpipe.job import attempt_files, reporting
 from fleetpipe.mesh.axes import AXES
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
@@ -93,6 +93,7 @@ def begin_attempt(folder: Path, step: int) -> None:
         files.replace_lines(folder / files.ATTEMPTS, ())
     _tell(folder, "begin", step)
     attempt_files.tell_record(folder)
+    reporting.record_in(folder)
 
 
 def end_attempt(folder: Path, step: int) -> None:

@@ -144,4 +144,4 @@ def peak_memory() -> int:
     """
     if device_kind() == "gpu":
         return int(paddle.device.cuda.max_memory_allocated())
-    return systems.peak_resident_bytes()
+    return systems.resident_bytes(peak=True)

@@ -10,14 +10,19 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+from fleetpipe.errors import ConfigError
 from fleetpipe.job.watching.failure import KINDS
 from fleetpipe.transport.wire.parsing import parse
 from fleetpipe.transport.wire.seal import SEAL_BYTES, Seal
+from fleetpipe.watch.records import MOST_ROWS, RankRecord
 
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 20
+#: Lists and objects of a message within each other, and in all: those of a record with its rows.
+_DEEPEST, _MOST_PARTS = 5, 4 + 3 * MOST_ROWS
+_MOST_STRINGS = 32
 _FIELDS: dict[str, dict[str, type]] = {
-    "status": {"text": str},
+    "status": {"record": dict},
     "goodbye": {},
     "failure": {"rank": int, "what": str, "text": str, "details": str, "permanent": bool},
 }
@@ -49,7 +54,7 @@ def unpack(received: bytearray, seal: Seal | None) -> Iterator[dict[str, Any]]:
         if seal is not None:
             seal.check([frame], received[end:whole])
         del received[:whole]
-        yield _checked(parse(frame[_LENGTH.size :], 1, 1, 16))
+        yield _checked(parse(frame[_LENGTH.size :], _DEEPEST, _MOST_PARTS, _MOST_STRINGS))
 
 
 def _checked(message: Any) -> dict[str, Any]:
@@ -63,4 +68,9 @@ def _checked(message: Any) -> dict[str, Any]:
         raise ValueError(f"fields of other types than {fields}")
     if kind == "failure" and message["what"] not in KINDS:
         raise ValueError(f"a failure of another kind: {message['what'][:40]!r}")
+    if kind == "status":
+        try:
+            return {"kind": kind, "record": RankRecord.of(message["record"])}
+        except ConfigError as error:
+            raise ValueError(" ".join(str(error).split())[:200]) from error
     return message

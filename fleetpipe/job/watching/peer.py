@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,9 @@ from fleetpipe import systems
 from fleetpipe.job.watching import news
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.transport.wire.seal import Seals
+from fleetpipe.watch.records import MOST_ROWS, RankRecord, StepRow
 
-#: A rank that was not heard for so long is called silent, and gets no lines, which would fill its
+#: A rank that was not heard for so long is called silent, and gets no records, which would fill its
 #: socket.
 SILENT_SECONDS = 2.0
 
@@ -24,7 +26,8 @@ class Peer:
     Attributes:
         rank: Its rank in the job.
         sock: The connection to it.
-        status: What it was doing when it was last heard of.
+        record: What it last said of itself.
+        rows: Steps of it that nobody has looked at.
         heard: When that was (``time.monotonic()``).
         left: Whether it said that it ends; nothing more comes from it.
         ended: Whether the connection has ended.
@@ -36,7 +39,8 @@ class Peer:
         sock.setblocking(False)
         self.rank = rank
         self.sock = sock
-        self.status = "nothing heard yet"
+        self.record = RankRecord(rank, "nothing heard yet")
+        self.rows: deque[StepRow] = deque(maxlen=4 * MOST_ROWS)
         self.heard = time.monotonic()
         self.left = False
         self.ended = False
@@ -48,7 +52,7 @@ class Peer:
     def tell(self, message: dict[str, Any]) -> None:
         """Sends a message, without waiting where the rank does not read.
 
-        What the kernel does not take stays for :meth:`send`; a line about what this rank is doing
+        What the kernel does not take stays for :meth:`send`; a record of what this rank is doing
         is left out where others still wait.
         """
         if message["kind"] != "status" or not (self.silent or self.unsent):
@@ -80,12 +84,18 @@ class Peer:
             self.heard = time.monotonic()
             kind = message.pop("kind")
             if kind == "status":
-                self.status = message["text"]
+                self._note(message["record"])
                 continue
             # It leaves because of the failure, where it tells of one; its own end is no news.
             self.left = True
             if kind == "failure":
                 yield Failure(**message)
+
+    def _note(self, record: RankRecord) -> None:
+        if record.rank != self.rank:
+            raise ValueError(f"a record of rank {record.rank}")
+        self.record = record.lean
+        self.rows.extend(record.rows)
 
     @property
     def silence(self) -> float:
@@ -102,9 +112,9 @@ class Peer:
         if self.silent:
             return (
                 f"rank {self.rank} is silent for {self.silence:.1f} s: stopped, or its host or "
-                f"network is gone; it was at: {self.status}"
+                f"network is gone; it was at: {self.record.action}"
             )
-        return f"rank {self.rank} is at: {self.status}"
+        return f"rank {self.rank} is at: {self.record.action}"
 
     def end(self) -> None:
         """Ends the sending half of the connection; what was sent is still delivered."""

@@ -1,7 +1,7 @@
 """Tells every rank of a job when another one fails, and where each of them is.
 
 A thread of each rank holds a connection to every other rank. Through it pass what a rank is doing
-(a line five times a second), why a rank gives up, and goodbyes; a connection that ends without a
+(a record five times a second), why a rank gives up, and goodbyes; a connection that ends without a
 goodbye is a death. A failure ends every wait of this rank at once; a rank that is not waiting but
 computes, or hangs in something else, is ended by the thread itself a moment later. Whoever learns
 of a failure passes it on before it leaves, so that all ranks name the one that failed first.
@@ -19,18 +19,20 @@ import threading
 import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.job import attempt_files
+from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.job.watching.peer import Peer
 from fleetpipe.transport.limit import STOPPED_SECONDS
 from fleetpipe.transport.sockets import forks
 from fleetpipe.transport.wire.seal import Seals
+from fleetpipe.watch.board import Heard
 
-#: Seconds between two lines about what a rank is doing.
+#: Seconds between two records of what a rank is doing.
 STATUS_SECONDS = 0.2
 #: Seconds that the main thread has to notice a failure before the process is ended.
 GRACE_SECONDS = 1.0
@@ -58,6 +60,7 @@ class Watch:
     Attributes:
         rank: This process's rank in the job.
         failure: What ended the job before its time, once that is known.
+        progress: What this rank's records are made of.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Watch:
         """
         self.rank = rank
         self.failure: Failure | None = None
-        self._where: Callable[[], str] = lambda: "outside of the pipeline"
+        self.progress = RunProgress()
         self._limit: _Limit | None = None
         self._interrupts: list[Callable[[], None]] = []
         self._lock = threading.RLock()
@@ -133,7 +136,7 @@ class Watch:
             PeerFailed: Another rank failed; the message has its error and traceback.
             PipelineTimeout: A wait reached its limit; the message says where every rank is.
         """
-        self._where = where
+        self.progress.action = where
         self.check()
         try:
             yield
@@ -237,7 +240,7 @@ class Watch:
     def _status(self) -> str:
         try:
             limit = self._limit
-            return self._where() + ("" if limit is None else f": {limit.what}")
+            return self.progress.action() + ("" if limit is None else f": {limit.what}")
         except Exception as error:
             return f"unknown ({error!r})"
 
@@ -262,6 +265,26 @@ class Watch:
             for peer in self._peers.values():
                 peer.tell(message)
 
+    def _tell_record(self) -> None:
+        """Says what this rank is doing; to the first rank, which keeps the board, its steps too."""
+        record = self.progress.record(self.rank, self._status(), with_rows=self.rank != 0)
+        content, lean = record.content(), record.lean.content()
+        with self._lock:
+            for peer in self._peers.values():
+                peer.tell({"kind": "status", "record": lean if peer.rank else content})
+                if peer.unsent:
+                    peer.send()
+
+    def heard(self) -> dict[int, Heard]:
+        """Returns what is known of every rank, with the steps that are new since the last call."""
+        record = self.progress.record(self.rank, self._status(), with_rows=True)
+        everyone = {self.rank: Heard(record)}
+        for peer in self._peers.values():
+            rows = tuple(peer.rows.popleft() for _ in range(len(peer.rows)))
+            record = replace(peer.record, rows=rows)
+            everyone[peer.rank] = Heard(record, peer.silence, peer.left)
+        return everyone
+
     def _run(self) -> None:
         try:
             while not self._closed:
@@ -281,11 +304,7 @@ class Watch:
         self._turned = now
         if now >= self._status_at:
             self._status_at = now + STATUS_SECONDS
-            self._tell({"kind": "status", "text": self._status()})
-            with self._lock:
-                for peer in self._peers.values():
-                    if peer.unsent:
-                        peer.send()
+            self._tell_record()
         self._give_up_if_late()
         self._end_if_unnoticed()
         for key, _ in self._selector.select(max(0.0, min(self._status_at, self._end_at) - now)):
@@ -311,7 +330,7 @@ class Watch:
         if damage:
             self._fail(Failure(peer.rank, "sent bytes that are no message", damage))
         elif peer.ended and not peer.left:
-            last = f"last heard {peer.silence:.1f} s before, at: {peer.status}"
+            last = f"last heard {peer.silence:.1f} s before, at: {peer.record.action}"
             self._fail(Failure(peer.rank, "died", f"it ended without a goodbye; {last}"))
 
     def _fail(self, failure: Failure) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from fleetpipe import systems
 from fleetpipe.job import attempt_files
 from fleetpipe.launch.script import LAUNCHED, remove_logs_beyond, signal_ranks
+from fleetpipe.launch.serving import AttemptBoard
+from fleetpipe.launch.supervisor.attempts import Attempt
 from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions
 from fleetpipe.launch.supervisor.verdict import Verdict, judge
 from fleetpipe.report import files
@@ -19,17 +21,21 @@ from fleetpipe.report import files
 class Local:
     """The ranks of this host, one attempt after another."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, pods: Pods) -> None:
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, pods: Pods, board: AttemptBoard
+    ) -> None:
         """Describes them; starts none.
 
         Args:
             options: Of the command.
             folder: The supervisor's folder in memory.
             pods: The process in which Paddle's launcher runs.
+            board: Shows the attempts.
         """
         self._options = options
         self._folder = folder
         self._pods = pods
+        self._board = board
         self._kept = folder / "kept"
         self._kept.mkdir()
         #: The folder of the attempt that runs.
@@ -39,13 +45,16 @@ class Local:
         """Returns the descriptor that can be read when an attempt has ended."""
         return self._pods.fileno()
 
-    def start(self, number: int) -> None:
+    def start(self, attempt: Attempt) -> None:
         """Begins an attempt."""
-        self._home = self._folder / f"attempt-{number}"
+        self._home = self._folder / f"attempt-{attempt.number}"
         self._home.mkdir()
         if self._options.nproc_per_node is not None:
             remove_logs_beyond(Path(self._options.log_dir), self._options.nproc_per_node)
-        self._pods.start(Order(self._arguments(), self._environment(number)))
+        culprit = "" if attempt.failed is None else attempt.failed.culprit.partition(": ")[0]
+        news = f"attempt {attempt.number}, since {culprit}" if culprit else ""
+        self._board.begin(self._home, attempt.restarts, news)
+        self._pods.start(Order(self._arguments(), self._environment(attempt.number)))
 
     def end(self) -> Verdict:
         """Judges the attempt, once it has ended, and ends what is left of it."""

@@ -7,6 +7,7 @@ import argparse
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
 from fleetpipe.launch import log_filter
+from fleetpipe.watch.address import configure_serve
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="least level of log lines to show: Paddle's, and fleetpipe's, whose notices stay at "
         "%(default)s, the default",
     )
+    configure_serve(parser)
     add("script", type=kinds.script, metavar="SCRIPT", help="a training script")
     rest = add(
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of the script"

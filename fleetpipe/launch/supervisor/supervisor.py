@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from fleetpipe.arguments import require_folder
 from fleetpipe.errors import ConfigError
 from fleetpipe.launch import log_filter
+from fleetpipe.launch.serving import serving
 from fleetpipe.launch.supervisor.attempts import Attempt, End, after, interrupted
 from fleetpipe.launch.supervisor.local_ranks import Local
 from fleetpipe.launch.supervisor.pods import Pods
@@ -50,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         signals = ends.enter_context(caught())
         pods = Pods(log_filter.environment(options.log_level), folder)
         ends.callback(pods.close)
-        return Supervisor(options, Local(options, folder, pods), signals).run()
+        board = ends.enter_context(serving(options.serve))
+        return Supervisor(options, Local(options, folder, pods, board), signals).run()
 
 
 class Supervisor:
@@ -71,7 +73,7 @@ class Supervisor:
         attempt = Attempt()
         while True:
             self._deadline = None
-            self._local.start(attempt.number)
+            self._local.start(attempt)
             verdict = interrupted(self._verdict(), self._stopped_by)
             self._local.record(attempt.number, verdict)
             then = after(attempt, verdict, self._options.max_restart, self._stopped_by)

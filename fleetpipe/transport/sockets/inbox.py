@@ -132,6 +132,11 @@ class Inbox:
         self._by_key: dict[tuple[Any, ...], _Channel] = {}
         self._kept: dict[MessageKey, deque[tuple[Any, int]]] = {}
 
+    @property
+    def messages(self) -> int:
+        """Messages of different keys that are kept for later; for any thread."""
+        return len(self._kept)
+
     def take(self, key: MessageKey) -> tuple[bool, Any]:
         """Returns (True, value) of the oldest message of ``key``, reading what has arrived.
 

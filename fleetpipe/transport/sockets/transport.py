@@ -175,6 +175,12 @@ class SocketTransport:
             if not self._wait(limit, awaited=peer):
                 raise self._late(peer, key, timeout)
 
+    def queues(self) -> tuple[int, int]:
+        """Returns how many messages are not taken, and bytes not sent; for any thread."""
+        connections = self._connections.values()
+        messages = sum(connection.inbox.messages for connection in connections)
+        return messages, sum(connection.outbox.backlog for connection in connections)
+
     def flush(self, timeout: float) -> None:
         """Waits until the kernel has taken everything; see :meth:`base.Transport.flush`."""
         limit = Limit(timeout)

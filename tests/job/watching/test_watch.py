@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -18,6 +19,7 @@ from fleetpipe.job.watching import watch as module
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.transport.wire.seal import Seal, Seals
+from fleetpipe.watch.records import MOST_ROWS, RankRecord
 
 Begin = Callable[[int], "list[Watch]"]
 
@@ -160,8 +162,8 @@ def test_a_timeout_says_where_all_are_and_is_one_on_every_rank(
     begin: Begin, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = begin(3)
-    second._where = lambda: "operation F1.2"
-    third._where = lambda: "operation B2.0, waiting for rank 1"
+    second.progress.action = lambda: "operation F1.2"
+    third.progress.action = lambda: "operation B2.0, waiting for rank 1"
     assert soon(lambda: "F1.2" in first._whereabouts()[0] and "B2.0" in first._whereabouts()[1])
     with pytest.raises(PipelineTimeout) as raised, first.guarding(lambda: ""):
         raise PipelineTimeout("rank 0 waited 5 s", cause="unknown")
@@ -178,7 +180,7 @@ def test_a_timeout_says_where_all_are_and_is_one_on_every_rank(
 
 def test_a_silent_rank_is_called_so(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = begin(2)
-    assert soon(lambda: first._peers[1].status != "nothing heard yet")
+    assert soon(lambda: first._peers[1].record.action != "nothing heard yet")
     first._peers[1].heard -= 7
     monkeypatch.setattr(module, "STATUS_SECONDS", 60)
     second._status_at = float("inf")
@@ -191,10 +193,12 @@ def test_the_thread_gives_up_for_a_main_thread_that_hangs_beyond_its_limit(
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(peers, "SILENT_SECONDS", 0.6)
     first, second, third = begin(3)
-    second._where = lambda: "elsewhere"
+    second.progress.action = lambda: "elsewhere"
     third._status_at = time.monotonic() + 3600  # stopped
     with first.limit(1.0, "making a group", range(3)):
-        assert soon(lambda: "outside of the pipeline: making a group" in second._peers[0].status)
+        assert soon(
+            lambda: "outside of the pipeline: making a group" in second._peers[0].record.action
+        )
         assert soon(lambda: module.EXIT_CODE in exits)
     assert soon(lambda: second.failure)
     for watch in (first, second):
@@ -252,9 +256,15 @@ def test_a_peer_that_does_not_read_holds_up_nobody(begin: Begin) -> None:
     peer = first._peers[1]
     with first._lock:
         while not peer.unsent:
-            peer.tell({"kind": "status", "text": "x" * 100})
+            peer.tell({"kind": "status", "record": RankRecord(0, "x" * 100).content()})
     fail(first, ValueError("boom"))
     assert soon(lambda: third.failure)
+
+
+def record(rank: int = 1, **fields: object) -> bytes:
+    """The frame of a record that is none, or of another rank."""
+    fields = {"rank": rank, **fields} if fields else {"rank": rank, "action": "F", "step": None}
+    return framed(json.dumps({"kind": "status", "record": fields}).encode())
 
 
 FAILURE = (
@@ -272,9 +282,18 @@ FAILURE = (
         framed(b"7"),
         framed(b'"goodbye"'),
         framed(b"[" * 1000 + b"]" * 1000),
-        framed(b'{"kind":"status","text":' + b"[" * 1000 + b"]" * 1000 + b"}"),
-        framed(b'{"kind": "status", "text": 7}'),
-        framed(b'{"kind": ["status"], "text": ""}'),
+        framed(b'{"kind":"status","record":' + b"[" * 1000 + b"]" * 1000 + b"}"),
+        framed(b'{"kind": "status", "record": 7}'),
+        framed(b'{"kind": ["status"], "record": {}}'),
+        record(),
+        record(rank=2),
+        record(action=7),
+        record(action="F0.1", step=-1),
+        record(action="F0.1", step=1.5),
+        record(action="F0.1", busy="1"),
+        record(action="F0.1", news=1),
+        record(action="F0.1", rows=[[0, 1, 1, 1, 0, [], []]]),
+        record(action="F0.1", rows=[[0, 1, 1, 1, 0, 0, [], []]] * (MOST_ROWS + 1)),
         framed(FAILURE.replace(b"died", b"?")),
         framed(FAILURE.replace(b"1", b'"1"')),
         framed(FAILURE.replace(b"false", b"0")),
@@ -310,8 +329,8 @@ def test_a_process_that_was_stopped_does_not_hold_the_time_against_others(
 
 def test_an_error_in_the_description_does_not_stop_the_watch(begin: Begin) -> None:
     first, second = begin(2)
-    first._where = lambda: str(1 / 0)
-    assert soon(lambda: "unknown (ZeroDivisionError" in second._peers[0].status)
+    first.progress.action = lambda: str(1 / 0)
+    assert soon(lambda: "unknown (ZeroDivisionError" in second._peers[0].record.action)
     assert first._thread.is_alive()
 
 
@@ -386,8 +405,8 @@ def test_sealed_news_pass_and_forged_ones_end_all() -> None:
     ends = sockets_of(2)
     keys = Seals(Seal(b"a"), Seal(b"b")), Seals(Seal(b"b"), Seal(b"a"))
     first, second = (Watch(r, ends[r], {1 - r: keys[r]}) for r in range(2))
-    second._where = lambda: "operation F1.2"
-    assert soon(lambda: first._peers[1].status == "operation F1.2")
+    second.progress.action = lambda: "operation F1.2"
+    assert soon(lambda: first._peers[1].record.action == "operation F1.2")
     second._peers[0].sock.send(framed(b'{"kind": "goodbye"}') + b"s" * 16)
     assert soon(lambda: first.failure)
     with pytest.raises(TransportError, match="does not have the seal"):

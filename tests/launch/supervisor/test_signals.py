@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from fleetpipe.launch.supervisor.attempts import Attempt
 from fleetpipe.launch.supervisor.signals import caught
 from fleetpipe.launch.supervisor.supervisor import Supervisor
 from fleetpipe.launch.supervisor.verdict import Verdict
@@ -27,8 +28,8 @@ class Ranks:
     def fileno(self) -> int:
         return self._ended
 
-    def start(self, number: int) -> None:
-        self.started.append(number)
+    def start(self, attempt: Attempt) -> None:
+        self.started.append(attempt.number)
 
     def end(self) -> Verdict:
         os.close(self._ended)

@@ -1,0 +1,120 @@
+"""How far this process is in its run, and what its steps take: what its records are made of."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from fleetpipe.watch.records import MOST_ROWS, RankRecord, StepRow
+
+#: Steps whose mean is the time of a step.
+_STEPS = 10
+
+
+class Meter(Protocol):
+    """What times the actions of a step; see :class:`fleetpipe.engine.step_meter.StepMeter`."""
+
+    def begin(self) -> None:
+        """Begins a step."""
+
+    def take(self) -> tuple[float, float, float, tuple[float, ...], tuple[float, ...]]:
+        """Returns ``cpu``, ``wall``, ``data`` with what was saved, ``sent``, ``taken`` of a row."""
+
+
+class RunProgress:
+    """One process's account of its steps. The main thread writes it, another one reads.
+
+    Attributes:
+        action: Says what the process does now; called on any thread.
+        awaited: Says for which rank's message it waits; None for none.
+        queues: Says how many messages and bytes it has not taken, and not sent.
+        memory: Says how many bytes it holds.
+        folders: Where the run is recorded.
+        stages: The stages that it runs.
+        replica: The number of its replica.
+        shard: Its place among the ranks that share its layers.
+        samples: Rows of a step, of all replicas.
+        step: Steps that are done, in all attempts.
+        steps: Steps of the whole run; None where nobody says.
+    """
+
+    def __init__(self) -> None:
+        """Begins before the first step."""
+        self.action: Callable[[], str] = lambda: "outside of the pipeline"
+        self.awaited: Callable[[], int | None] = lambda: None
+        self.queues: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.memory: Callable[[], int] = lambda: 0
+        self.folders: list[Path] = []
+        self.stages: tuple[int, ...] = ()
+        self.replica = self.shard = self.samples = self.step = 0
+        self.steps: int | None = None
+        self._ended: float | None = None
+        self._save = 0.0
+        self._saved: tuple[int, float] | None = None
+        self._last: deque[StepRow] = deque(maxlen=_STEPS)
+        self._rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
+
+    def expect(self, step: int, steps: int | None) -> None:
+        """Says that the run has so many steps behind it, and how many it has in all."""
+        self.step, self.steps = step, steps
+
+    @contextmanager
+    def step_of(self, meter: Meter) -> Iterator[None]:
+        """Within it, the actions of a step run; what passed since the last one went to its data.
+
+        Args:
+            meter: Times them.
+        """
+        meter.begin()
+        yield
+        cpu, wall, passed, sent, taken = meter.take()
+        data = max(0.0, passed - self._save)
+        now = time.monotonic()
+        if self._ended is not None:
+            row = StepRow(self.step, now - self._ended, cpu, wall, data, self._save, sent, taken)
+            self._last.append(row)
+            self._rows.append(row)
+        self._ended, self._save = now, 0.0
+        self.step += 1
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Within it, a step is saved."""
+        begin = time.monotonic()
+        yield
+        end = time.monotonic()
+        self._save += end - begin
+        self._saved = step, end
+
+    def record(self, rank: int, action: str, with_rows: bool) -> RankRecord:
+        """Returns what the process says of itself now, and forgets the rows that are in it."""
+        now, last = time.monotonic(), list(self._last)
+        spans = sum(row.span for row in last)
+        rows: tuple[StepRow, ...] = ()
+        if with_rows:
+            rows = tuple(self._rows.popleft() for _ in range(len(self._rows)))
+        incoming, outgoing = self.queues()
+        return RankRecord(
+            rank,
+            action,
+            self.stages,
+            self.replica,
+            self.shard,
+            self.awaited(),
+            self.step,
+            self.steps,
+            None if self._ended is None else now - self._ended,
+            spans / len(last) if last else 0.0,
+            min(1.0, sum(row.wall for row in last) / spans) if spans else 0.0,
+            self.samples,
+            self.memory(),
+            incoming,
+            outgoing,
+            None if self._saved is None else self._saved[0],
+            None if self._saved is None else now - self._saved[1],
+            rows,
+        )

@@ -1,0 +1,80 @@
+"""Where a board is served: a port of this host, or with a token one that others reach."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import secrets
+from typing import NamedTuple
+
+from fleetpipe.errors import ConfigError
+
+#: Has the token that whoever looks from elsewhere must show.
+TOKEN = "FLEETPIPE_WATCH_TOKEN"
+#: Has the address where the first rank serves, for a command whose script says nothing.
+SERVE = "FLEETPIPE_SERVE"
+
+
+class Address(NamedTuple):
+    """An address to serve at, or to look at.
+
+    Attributes:
+        host: A name, or an address of IP.
+        port: 0 for any that is free.
+    """
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, value: object) -> Address:
+        """Reads a port, or HOST:PORT.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        host, _, port = str(value).rpartition(":")
+        if isinstance(value, bool) or not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(
+                "a job is served at a port, or at HOST:PORT",
+                got=repr(value),
+                fix="give 9100, or 0.0.0.0:9100 for others too, who need a token",
+            )
+        return cls(host.strip("[]") or "127.0.0.1", int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether this host alone reaches it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def token(self) -> str:
+        """Returns what a request has to show: nothing within this host, else a token.
+
+        That is the one of ``FLEETPIPE_WATCH_TOKEN``; where there is none, a new one.
+        """
+        chosen = os.environ.get(TOKEN, "")
+        return chosen or ("" if self.is_loopback else secrets.token_urlsafe(16))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def configure_serve(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--serve`` to the parser of a command."""
+    parser.add_argument(
+        "--serve",
+        type=_argument,
+        metavar="[HOST:]PORT",
+        help="serve the job as a page that updates by itself, with /metrics and /status.json",
+    )
+
+
+def _argument(text: str) -> Address:
+    try:
+        return Address.parse(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"invalid: {text!r}; give 9100, or HOST:9100") from error

@@ -1,0 +1,145 @@
+"""What a rank says of itself, five times a second, as a record that is checked where it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.json_value import JsonValue, Source
+
+#: Most rows that a record carries: what a rank does in shorter steps is a sample.
+MOST_ROWS = 16
+_MOST_RANKS = 1 << 20
+
+SOURCE = Source("this is no record of a rank", ConfigError, "give all ranks the same fleetpipe")
+
+
+class StepRow(NamedTuple):
+    """How long the parts of a step took on one rank, in seconds.
+
+    Attributes:
+        step: Its number, from 0.
+        span: From the end of the step before to its own.
+        cpu: Processor time of the rank's actions.
+        wall: The same by the clock, without what it waited for messages, or for a processor.
+        data: From the step before to the first action, without saving, or waiting for a processor.
+        save: What saving took since.
+        sent: The first message to each rank: its rank and the moment, one pair after another.
+        taken: The first message of each rank that this one waited for, likewise.
+    """
+
+    step: int
+    span: float
+    cpu: float
+    wall: float
+    data: float
+    save: float
+    sent: tuple[float, ...] = ()
+    taken: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank does, and how it gets on.
+
+    Attributes:
+        rank: Its rank in the job.
+        action: What it does now, in words.
+        stages: The stages that it runs; none before a model is wrapped.
+        replica: The number of its replica.
+        shard: Its place among the ranks that share its layers.
+        awaited: The rank for whose message it waits; None where it waits for none.
+        step: Steps that are done, in all attempts.
+        steps: Steps of the whole run; None where nobody says.
+        step_age: Seconds since the last one was done; None before the first.
+        step_time: Seconds of a step, the mean of the last ones.
+        busy: The share of them in which it computed.
+        samples: Rows of a step, of all replicas.
+        memory: Bytes that the process holds.
+        incoming: Messages that have arrived and that it has not taken.
+        outgoing: Bytes that it has handed over and that are not sent.
+        saved: The last step that was saved; None where none was.
+        saved_age: Seconds since.
+        rows: Steps that were done since the last record.
+    """
+
+    rank: int
+    action: str
+    stages: tuple[int, ...] = ()
+    replica: int = 0
+    shard: int = 0
+    awaited: int | None = None
+    step: int = 0
+    steps: int | None = None
+    step_age: float | None = None
+    step_time: float = 0.0
+    busy: float = 0.0
+    samples: int = 0
+    memory: int = 0
+    incoming: int = 0
+    outgoing: int = 0
+    saved: int | None = None
+    saved_age: float | None = None
+    rows: tuple[StepRow, ...] = ()
+
+    @property
+    def lean(self) -> RankRecord:
+        """The record without its rows."""
+        return replace(self, rows=())
+
+    def content(self) -> dict[str, Any]:
+        """Returns it as a value of JSON, with times to the microsecond."""
+        return {field.name: _rounded(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def of(cls, content: Mapping[str, object]) -> RankRecord:
+        """Reads what :meth:`content` returned, written by whom it may.
+
+        Raises:
+            ConfigError: It is no such record.
+        """
+        value = JsonValue(content, SOURCE)
+        record = value.record(cls, JsonValue.count, **_READERS)
+        if record.rank >= _MOST_RANKS or len(record.rows) > MOST_ROWS:
+            raise value.refused("a record of one rank")
+        return record
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_rounded(item) for item in value]
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def _row(value: JsonValue) -> StepRow:
+    items = value.items()
+    if len(items) != len(StepRow._fields):
+        raise value.refused(f"a list of {len(StepRow._fields)} values")
+    step, span, cpu, wall, data, save, sent, taken = items
+    return StepRow(
+        step.count(),
+        span.figure(),
+        cpu.figure(),
+        wall.figure(),
+        data.figure(),
+        save.figure(),
+        sent.figures(),
+        taken.figures(),
+    )
+
+
+def _rows(value: JsonValue) -> tuple[StepRow, ...]:
+    return tuple(map(_row, value.items()))
+
+
+_READERS = {
+    "action": JsonValue.text,
+    "stages": JsonValue.counts,
+    "step_age": JsonValue.figure,
+    "step_time": JsonValue.figure,
+    "busy": JsonValue.figure,
+    "saved_age": JsonValue.figure,
+    "rows": _rows,
+}

@@ -1,0 +1,173 @@
+"""Serves a board over HTTP: a page, ``/status.json``, and ``/metrics`` for Prometheus.
+
+One thread answers all, from texts that are made at most five times a second, however many ask. Who
+connects and sends nothing, or reads nothing, is dropped; so is the oldest where too many come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from urllib.parse import parse_qs, urlsplit
+
+from fleetpipe.arguments import using
+from fleetpipe.watch import metrics
+from fleetpipe.watch.address import Address
+from fleetpipe.watch.board import PERIOD, JobBoard
+from fleetpipe.watch.page import page
+
+#: Connections that may be open at once: the descriptors are the training's too.
+MOST_CONNECTIONS = 64
+#: Seconds that a request, and the reading of its answer, may take.
+PATIENCE = 3.0
+_MOST_BYTES = 8192
+#: Bytes that the kernel keeps for one that does not read; the rest waits here.
+_HEADERS = (
+    "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
+    "Referrer-Policy: no-referrer\r\nConnection: close\r\n"
+)
+
+
+class Server:
+    """Serves a board from a thread until it is closed.
+
+    Attributes:
+        url: Where it is to be seen, with the token that is needed.
+    """
+
+    def __init__(self, address: Address, board: Callable[[], JobBoard]) -> None:
+        """Begins to serve.
+
+        Args:
+            address: Where.
+            board: Returns the board as it is; called at most five times a second.
+
+        Raises:
+            ConfigError: Nothing can be served there.
+            PackageNotFound: prometheus-client is not installed.
+        """
+        metrics.require_package()
+        self._board = board
+        self._token = address.token()
+        self._texts: dict[str, tuple[float, str, bytes]] = {}
+        self._open: dict[asyncio.Task[None], None] = {}
+        self._loop = asyncio.new_event_loop()
+        try:
+            with using("--serve", str(address), "a port that is free"):
+                serving = asyncio.start_server(
+                    self._connected, address.host, address.port, limit=_MOST_BYTES, backlog=64
+                )
+                self._server = self._loop.run_until_complete(serving)
+        except BaseException:
+            self._loop.close()
+            raise
+        port = self._server.sockets[0].getsockname()[1]
+        token = f"/?token={self._token}" if self._token else "/"
+        self.url = f"http://{address._replace(port=port)}{token}"
+        self._thread = threading.Thread(target=self._run, name="fleetpipe-serve", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and all connections."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._server.close()
+            for task in list(self._open):
+                task.cancel()
+            self._loop.run_until_complete(_finished(list(self._open)))
+            self._loop.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._open) >= MOST_CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.cancel()
+        self._open[task] = None
+        try:
+            with contextlib.suppress(OSError, ValueError, EOFError, asyncio.LimitOverrunError):
+                await asyncio.wait_for(self._answer(reader, writer), PATIENCE)
+        except (asyncio.TimeoutError, asyncio.CancelledError):
+            pass
+        finally:
+            self._open.pop(task, None)
+            # What is not read by now is not sent either.
+            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        request, *lines = head.split("\r\n")
+        method, target, *_ = [*request.split(), "", ""]
+        headers = {
+            name.strip().lower(): text.strip()
+            for name, _, text in (x.partition(":") for x in lines)
+        }
+        status, kind, body = self._respond(method, target, headers)
+        more = 'WWW-Authenticate: Bearer realm="fleetpipe"\r\n' if status == 401 else ""
+        writer.write(
+            f"HTTP/1.1 {status:d} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n"
+            f"Content-Length: {len(body)}\r\n{more}{_HEADERS}\r\n".encode()
+        )
+        if method != "HEAD":
+            writer.write(body)
+        await writer.drain()
+
+    def _respond(self, method: str, target: str, headers: dict[str, str]) -> tuple[int, str, bytes]:
+        """Returns the code of an answer, its type and its body."""
+        parts = urlsplit(target)
+        if self._token:
+            shown = parse_qs(parts.query).get("token", [""])[0]
+            shown = headers.get("authorization", "").removeprefix("Bearer ") or shown
+            if not hmac.compare_digest(shown.encode(), self._token.encode()):
+                return _text(403 if shown else 401, "this job is shown to those with its token")
+        if method not in ("GET", "HEAD"):
+            return _text(405, "only GET")
+        if parts.path not in _PAGES:
+            return _text(404, "there are /, /status.json and /metrics")
+        kind, body = self._page(parts.path)
+        return 200, kind, body
+
+    def _page(self, path: str) -> tuple[str, bytes]:
+        now = time.monotonic()
+        made, kind, body = self._texts.get(path, (-PERIOD, "", b""))
+        if now - made >= PERIOD:
+            kind, make = _PAGES[path]
+            body = make(self._board().seen_at(time.time()))
+            self._texts[path] = now, kind, body
+        return kind, body
+
+
+async def _finished(tasks: Sequence[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _text(code: int, text: str) -> tuple[int, str, bytes]:
+    return code, "text/plain; charset=utf-8", f"{text}\n".encode()
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content).encode() + b"\n"
+
+
+#: The type of each page, and what makes it. ``/board.json`` is what the page itself reads.
+_PAGES: dict[str, tuple[str, Callable[[JobBoard], bytes]]] = {
+    "/": ("text/html; charset=utf-8", lambda board: page(board).encode()),
+    "/status.json": ("application/json", lambda board: _json(board.status())),
+    "/board.json": (
+        "application/json",
+        lambda board: _json(board.content()),
+    ),
+    "/metrics": (metrics.CONTENT_TYPE, metrics.text),
+}

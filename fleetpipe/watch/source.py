@@ -1,0 +1,72 @@
+"""Where a board is read: the folder of a run, or the address where a job is served."""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.watch.address import TOKEN, Address
+from fleetpipe.watch.board import FILE, JobBoard, board_of, read_board
+
+#: Gives the board as it is now.
+Source = Callable[[], JobBoard]
+_PATIENCE = 2.0
+_LARGEST = 1 << 24
+
+
+def source_of(text: str) -> Source:
+    """Returns what reads the board of a job.
+
+    Args:
+        text: The folder of its run, or HOST:PORT.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    folder = Path(text)
+    if folder.is_dir():
+        if not (folder / FILE).is_file():
+            raise ConfigError(
+                "nobody keeps the board of a job in this folder",
+                expected=f"{FILE}, which a job writes while it runs",
+                got=str(folder),
+                fix="train with callbacks=MetricsLogger(folder), or give the HOST:PORT of --serve",
+            )
+        return lambda: read_board(folder / FILE).seen_at(time.time())
+    if ":" not in text and not text.isdecimal():
+        raise ConfigError(
+            "there is no such folder, and this is no HOST:PORT",
+            got=text,
+            fix="give the folder of a run, or the HOST:PORT of --serve",
+        )
+    address = Address.parse(text)
+    return lambda: _fetched(address)
+
+
+def _fetched(address: Address) -> JobBoard:
+    token = os.environ.get(TOKEN)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        # A proxy of the environment is not for what is nearby.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        request = urllib.request.Request(f"http://{address}/board.json", headers=headers)
+        with opener.open(request, timeout=_PATIENCE) as answer:
+            return board_of(answer.read(_LARGEST))
+    except urllib.error.HTTPError as error:
+        wrong = error.code in (401, 403)
+        raise ConfigError(
+            "the job is not shown to this user" if wrong else "this is no served job",
+            got=f"{error.code} {error.reason} from {address}",
+            fix=f"set {TOKEN}=TOKEN, as the job says where it begins" if wrong else None,
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"no job is served at {address}",
+            cause=str(getattr(error, "reason", error)),
+            fix="start it with fleetpipe launch --serve PORT",
+        ) from error
