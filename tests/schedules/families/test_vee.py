@@ -26,13 +26,6 @@ def test_two_chunks_and_no_other_number(name: str) -> None:
             build(name, ranks=3, micro_batches=4, chunks=chunks)
 
 
-@pytest.mark.parametrize(("m", "span"), [(7, 42), (8, 48), (16, 96)])
-def test_zbv_has_no_bubble(m: int, span: int) -> None:
-    timeline = play("ZBV", 4, m)
-    assert (timeline.span, timeline.makespan, timeline.bubble) == (span, span + 3, 0)
-    assert timeline.peak_activations == (8, 8, 8, 8)
-
-
 @pytest.mark.parametrize("m", range(1, 7))
 def test_zbv_with_fewer_micro_batches_is_its_pattern_trimmed(m: int) -> None:
     whole, trimmed = build("ZBV", ranks=4, micro_batches=7), build("ZBV", ranks=4, micro_batches=m)
@@ -40,20 +33,6 @@ def test_zbv_with_fewer_micro_batches_is_its_pattern_trimmed(m: int) -> None:
         tuple(action for action in flatten(row) if action.micro_batch < m) for row in whole.actions
     )
     assert trimmed.simulate().bubble == 2 * (7 - m)
-
-
-@pytest.mark.parametrize(
-    ("name", "p", "m", "span", "peak"),
-    [
-        ("VHalf", 4, 16, 101, 6),
-        ("VHalf", 8, 32, 209, 10),
-        ("VMin", 4, 16, 107, 4),
-        ("VMin", 6, 24, 161, 6),
-    ],
-)
-def test_controllable_memory(name: str, p: int, m: int, span: int, peak: int) -> None:
-    timeline = play(name, p, m)
-    assert (timeline.span, timeline.peak_activations) == (span, (peak,) * p)
 
 
 @pytest.mark.parametrize("p", range(3, 13))
@@ -69,15 +48,6 @@ def test_controllable_memory_for_every_number_of_ranks(p: int) -> None:
 def test_more_ranks_than_a_drawing_shows(name: str) -> None:
     for p in (24, 33):
         assert play(name, p, 5).peak_activations <= (10,) * p
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "makespan", "bubble", "peak"), [(4, 10, 66, 6, 9), (2, 4, 26, 2, 5)]
-)
-def test_dualpipev(p: int, m: int, makespan: int, bubble: int, peak: int) -> None:
-    timeline = play("DualPipeV", p, m, Costs(overlapped=3))
-    assert (timeline.makespan, timeline.bubble) == (makespan, bubble)
-    assert timeline.peak_activations == (peak,) * p
 
 
 @pytest.mark.parametrize(

@@ -11,39 +11,6 @@ def play(name: str, p: int, m: int, costs: Costs | None = None, chunks: int = 1)
     return schedule.simulate(costs)
 
 
-def test_golden_cases() -> None:
-    h1, h2 = play("ZBH1", 4, 8), play("ZBH2", 4, 8)
-    assert (h1.makespan, h1.span, h1.bubble, h1.peak_activations) == (27, 27, 3, (4, 4, 4, 4))
-    assert (h2.makespan, h2.span, h2.bubble, h2.peak_activations) == (27, 24, 0, (7, 7, 7, 7))
-
-
-def test_few_micro_batches_are_no_case_for_h2() -> None:
-    h1, h2 = play("ZBH1", 4, 4), play("ZBH2", 4, 4)
-    assert (h1.makespan, h2.makespan, h2.bubble) == (15, 16, 3)
-
-
-# Zero Bubble paper (arXiv:2401.10241), profiled times in ms; bubble rates of 1F1B, ZB-H1, ZB-H2.
-PAPER = [
-    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.1083),
-    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674, 0.0444),
-    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323, 0.0698),
-    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554, 0.0294),
-    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397, 0.0672),
-    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251, 0.0576, 0.0266),
-    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1421, 0.0641),
-    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352, 0.0594, 0.0257),
-]
-
-
-@pytest.mark.parametrize(("p", "m", "f", "i", "w", "comm", "rate", "h1", "h2"), PAPER)
-def test_the_rates_of_the_zero_bubble_paper(
-    p: int, m: int, f: float, i: float, w: float, comm: float, rate: float, h1: float, h2: float
-) -> None:
-    costs = Costs(forward=f, input_grad=i, weight_grad=w, comm=comm)
-    rates = [play(name, p, m, costs).bubble_rate for name in ("1F1B", "ZBH1", "ZBH2")]
-    assert [round(found, 4) for found in rates] == [rate, h1, h2]
-
-
 @pytest.mark.parametrize(
     ("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 1), (3, 5, 3), (4, 5, 2)]
 )
