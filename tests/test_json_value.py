@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 
 from fleetpipe.checkpoint.files import manifest
 from fleetpipe.dygraph.state import manifest as layers_manifest
-from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
+from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, ScheduleError
 from fleetpipe.json_value import JsonValue, Source, parse, read
 from fleetpipe.profiling import PipelinePlan, Profile
-from fleetpipe.schedules import Costs
+from fleetpipe.report import run
+from fleetpipe.schedules import Costs, Schedule, build
+from fleetpipe.why import read_trace
 
 DATA = Path(__file__).parent / "data"
 SOURCE = Source("this is no shelf", ConfigError, "build one")
@@ -43,11 +46,13 @@ class Format(NamedTuple):
         name: Its name.
         valid: A value that is read.
         read: Reads the file.
+        refuses: Whether what is no JSON is an error; a report of a run leaves it out with a note.
     """
 
     name: str
     valid: Any
     read: Callable[[Path], object]
+    refuses: bool = True
 
 
 def stored(name: str) -> Any:
@@ -62,6 +67,29 @@ def read_manifest(path: Path) -> object:
     return manifest.read(path.parent)
 
 
+def run_with(name: str) -> Callable[[Path], object]:
+    """Reads the report of a recorded run, one file of which is another."""
+
+    def read_run(path: Path) -> object:
+        folder = path.parent / "run"
+        if not folder.exists():
+            shutil.copytree(DATA / "run", folder)
+        shutil.copy(path, folder / name)
+        return run.read(folder)
+
+    return read_run
+
+
+#: The options of a schedule stand in the header of its text form.
+SCHEDULE = str(build("kFkB", ranks=2, micro_batches=4, groups=[3, 1]))
+
+
+def read_schedule(path: Path) -> object:
+    """Reads a schedule whose options are what a file holds."""
+    text = path.read_text(encoding="latin-1").replace(", ", ",").replace(": ", ":")
+    return Schedule.parse(SCHEDULE.replace('{"groups":[3,1]}', text.replace(" ", "\\u0020")))
+
+
 FORMATS = [
     Format("profile.json", stored("profile.json"), Profile.read),
     Format("plan.json", stored("plan.json"), PipelinePlan.read),
@@ -72,6 +100,18 @@ FORMATS = [
         {"save": "a", "files": {"layer": "digest"}},
         lambda path: layers_manifest.digests_of_one_save(path.parent),
     ),
+    Format("trace.json", stored("run/trace/trace.json"), read_trace),
+    Format("run.json", stored("run/run.json"), run_with("run.json"), False),
+    *(
+        Format(
+            name,
+            json.loads((DATA / "run" / name).read_text().splitlines()[0]),
+            run_with(name),
+            refuses=False,
+        )
+        for name in ("metrics.jsonl", "lives.jsonl")
+    ),
+    Format("options", {"groups": [3, 1]}, read_schedule),
 ]
 
 
@@ -114,8 +154,10 @@ def test_what_is_no_json_is_refused_and_what_is_valid_is_read(form: Format, tmp_
     path = tmp_path / form.name
     for text in (b"", b"{", b"[" * 200_000, b"\xff", b"1" * 5000):
         path.write_bytes(text)
-        if form.read is not read_manifest:
-            with pytest.raises((ConfigError, CheckpointError), match=form.name):
+        if not form.refuses:
+            form.read(path)
+        elif form.read is not read_manifest:
+            with pytest.raises((ConfigError, CheckpointError, ScheduleError), match=form.name):
                 form.read(path)
     path.write_text(json.dumps(form.valid))
     form.read(path)
