@@ -11,7 +11,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from tests.dygraph.backward.test_split import fused_and_split, numbers
+from tests.dygraph.backward.leaves import fused_and_split, numbers
 
 
 class Hooked(nn.Layer):

@@ -12,7 +12,7 @@ from paddle import nn
 
 from fleetpipe.dygraph.backward import product
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS
-from tests.dygraph.backward.test_split import Steps, grads_of, numbers, score
+from tests.dygraph.backward.leaves import Steps, grads_of, numbers, score
 
 MICRO_BATCHES = 3
 #: Shapes of inputs, and numbers of a row of the output.

@@ -1,4 +1,4 @@
-"""I and W of single layers against autograd: bits, what waits, what does not and why, bytes."""
+"""I and W of single layers against autograd: bits, what waits, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -13,87 +13,21 @@ import pytest
 from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
-from fleetpipe.dygraph.backward.deferral_report import DeferralReport
-from fleetpipe.dygraph.backward.split import SplitBackward
-from fleetpipe.errors import BoundaryError, ConfigError
-from fleetpipe.fleet.meta_parallel import LayerDesc
-from fleetpipe.schedules import Schedule, build
-from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd, train
-
-ONE_STAGE: Schedule = build("ZBH1", ranks=1, micro_batches=3)
-
-
-def numbers(*shape: int, seed: int = 0) -> Any:
-    """A tensor that needs a gradient."""
-    values = np.random.default_rng(seed).standard_normal(shape).astype("float32")
-    return paddle.to_tensor(values, stop_gradient=False)
+from tests.dygraph.backward.leaves import (
+    Leaf,
+    Steps,
+    fused_and_split,
+    grads_of,
+    numbers,
+    score,
+    shaken,
+    shifted,
+)
 
 
-def shaken(layer: Any) -> Any:
-    """The layer with parameters that are no longer what it began with."""
-    for seed, parameter in enumerate(layer.parameters()):
-        if not parameter.stop_gradient:
-            moved = numbers(*parameter.shape, seed=seed + 9).detach()
-            parameter.set_value(parameter + moved.astype(parameter.dtype))
-    return layer
-
-
-class Steps:
-    """Runs forward, I and W of one layer as a stage does."""
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-        self.split = SplitBackward(ONE_STAGE, lambda stage: {0: layer})
-
-    def forward(self, micro_batch: int, *inputs: Any) -> Any:
-        with self.split.recording(0, micro_batch):
-            return self.layer(*inputs)
-
-    def input_grads(self, micro_batch: int, root: Any) -> None:
-        with self.split.input_grads(0, micro_batch):
-            root.backward()
-
-    def weight_grads(self, micro_batch: int) -> None:
-        self.split.weight_grads(0, micro_batch)
-        self.split.release(0, micro_batch)
-
-    def report(self) -> DeferralReport:
-        return self.split.report()
-
-
-def score(output: Any) -> Any:
-    """A number whose gradient differs from element to element."""
-    if isinstance(output, (tuple, list)):
-        return sum(map(score, output), paddle.zeros([]))
-    weights = paddle.arange(output.size, dtype="float32").reshape(output.shape)
-    return (output * paddle.sin(weights + 1)).sum()
-
-
-def grads_of(layer: Any) -> list[bytes | None]:
-    return [None if p.grad is None else p.grad.numpy().tobytes() for p in layer.parameters()]
-
-
-class Scaled(nn.Layer):
+def scaled() -> Leaf:
     """Parameters of its own, used without any layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = self.create_parameter([4])
-        self.shift = self.create_parameter([4], is_bias=True)
-
-    def forward(self, x: Any) -> Any:
-        return x * self.scale + self.shift
-
-
-class Shifted(nn.Layer):
-    """Its input's gradient is its output's gradient itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = self.create_parameter([4])
-
-    def forward(self, x: Any) -> Any:
-        return x + self.shift
+    return Leaf(lambda x, scale, shift: x * scale + shift, scale=[4], shift=[4])
 
 
 class Twice(nn.Layer):
@@ -101,7 +35,7 @@ class Twice(nn.Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.shifted = nn.Linear(4, 4), Shifted()
+        self.linear, self.shifted = nn.Linear(4, 4), shifted()
 
     def forward(self, x: Any) -> Any:
         y = x + paddle.tanh(self.linear(x))
@@ -157,8 +91,8 @@ APART: dict[str, Case] = {
     "LSTMCell": (lambda: nn.LSTMCell(3, 4), (2, 3)),
     "GRUCell": (lambda: nn.GRUCell(3, 4), (2, 3)),
     "MultiHeadAttention": (lambda: nn.MultiHeadAttention(8, 2), (2, 3, 8)),
-    "own parameters": (Scaled, (3, 4)),
-    "alias of its gradient": (Shifted, (3, 4)),
+    "own parameters": (scaled, (3, 4)),
+    "alias of its gradient": (shifted, (3, 4)),
     "called three times": (Twice, (3, 4)),
     "tied weights": (Tied, (3, 4)),
 }
@@ -176,33 +110,6 @@ TOGETHER: dict[str, Case] = {
     "PReLU": (lambda: nn.PReLU(4), (2, 4, 3, 3)),
     "weight_norm": (lambda: nn.utils.weight_norm(nn.Linear(4, 5)), (3, 4)),
 }
-
-
-def fused_and_split(
-    make: Callable[[], Any], inputs: list[Any], all_wait: bool = True
-) -> tuple[Any, Any, Steps]:
-    """Gradients of inputs and parameters, and buffers: by autograd, and with all W at the end."""
-    paddle.seed(5)
-    plain = shaken(make())
-    paddle.seed(5)
-    steps = Steps(shaken(make()))
-    results = []
-    for x in inputs:
-        y = x.detach()
-        y.stop_gradient = x.stop_gradient
-        score(plain(y)).backward()
-        results.append(y)
-    for k, x in enumerate(inputs):
-        root = score(steps.forward(k, x))
-        steps.input_grads(k, root)
-    assert all(grad is None for grad in grads_of(steps.layer)) == all_wait
-    for k in range(len(inputs)):
-        steps.weight_grads(k)
-    expected = ([x.grad for x in results], grads_of(plain), bits(plain.state_dict()))
-    got = ([x.grad for x in inputs], grads_of(steps.layer), bits(steps.layer.state_dict()))
-    for pair in (expected, got):
-        pair[0][:] = [None if grad is None else grad.numpy().tobytes() for grad in pair[0]]
-    return expected, got, steps
 
 
 @pytest.mark.parametrize("kind", APART)
@@ -278,15 +185,12 @@ def test_a_layer_is_looked_at_again_when_the_one_before_is_unfrozen() -> None:
         assert grads_of(steps.layer) == grads_of(plain)
 
 
-class RootMeanSquare(nn.Layer):
+def root_mean_square() -> Leaf:
     """A vector of its own, and an input that it uses twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = self.create_parameter([4])
-
-    def forward(self, x: Any) -> Any:
-        return x * paddle.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * self.weight
+    return Leaf(
+        lambda x, weight: x * paddle.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight,
+        weight=[4],
+    )
 
 
 def attention(x: Any, query: Any, key: Any, value: Any) -> Any:
@@ -305,8 +209,10 @@ SUMS: dict[str, Callable[[], Any]] = {
     "Conv1D": lambda: Chain(
         lambda x, conv: (conv(x[None]) + x[None] * 0.5 + x[None])[0], nn.Conv1D(8, 8, 1)
     ),
-    "own parameters": lambda: Chain(lambda x, own: x * 3 + own(x) + paddle.tanh(x * 0.5), Scaled()),
-    "RMSNorm": lambda: Chain(lambda x, norm, fc: x + fc(norm(x)), RootMeanSquare(), without_bias()),
+    "own parameters": lambda: Chain(lambda x, own: x * 3 + own(x) + paddle.tanh(x * 0.5), scaled()),
+    "RMSNorm": lambda: Chain(
+        lambda x, norm, fc: x + fc(norm(x)), root_mean_square(), without_bias()
+    ),
     "parallel blocks": lambda: Chain(
         lambda x, norm, up, down, *qkv: (
             attention(norm(x), *qkv) + down(nn.functional.gelu(up(norm(x)))) + x
@@ -359,272 +265,6 @@ def test_inputs_without_gradient_need_none() -> None:
     expected, got, steps = fused_and_split(lambda: nn.Linear(4, 5), inputs)
     assert got == expected
     assert steps.report().immediate == {}
-
-
-class Direct(nn.Layer):
-    """Uses a sublayer's weight around the sublayer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Any) -> Any:
-        return self.linear(x) @ self.linear.weight
-
-
-class Parent(nn.Layer):
-    """Has a parameter of its own beside a sublayer's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.shift = self.create_parameter([4])
-
-    def forward(self, x: Any) -> Any:
-        return self.linear(x) + self.shift
-
-
-class Borrows(nn.Layer):
-    """Uses a parameter that is registered elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.head = BorrowedHead(self.linear)
-
-    def forward(self, x: Any) -> Any:
-        return self.head(self.linear(x))
-
-
-class BorrowedHead(nn.Layer):
-    def __init__(self, owner: Any) -> None:
-        super().__init__()
-        self.weights = [owner]
-        self.bias = self.create_parameter([4])
-
-    def forward(self, x: Any) -> Any:
-        return nn.functional.dropout(x @ self.weights[0].weight, 0.5) + self.bias
-
-
-class Remembers(nn.Layer):
-    """Hands a tensor on where nobody sees it, beside running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Remembering()
-
-    def forward(self, x: Any) -> Any:
-        self.inner.memory = [x * 3]
-        return self.inner(x)
-
-
-class Remembering(nn.BatchNorm1D):
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.memory: list[Any] = []
-
-    def forward(self, x: Any) -> Any:
-        return super().forward(x) + self.memory[0]
-
-
-class Box:
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-
-class Boxed(nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Opens()
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(Box(x))
-
-
-class Opens(nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = self.create_parameter([4, 4])
-
-    def forward(self, box: Any) -> Any:
-        return box.tensor @ self.weight
-
-
-class Boxes(Opens):
-    def forward(self, x: Any) -> Any:
-        return Box(x @ self.weight)
-
-
-class ReturnsBox(nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Boxes()
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(x).tensor
-
-
-class InPlace(nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = AddsInPlace()
-
-    def forward(self, x: Any) -> Any:
-        y = x * 2
-        return self.inner(y) + y
-
-
-class AddsInPlace(Shifted):
-    def forward(self, x: Any) -> Any:
-        return x.add_(self.shift)
-
-
-class Around(nn.Layer):
-    """A leaf, whose argument is used behind it."""
-
-    def __init__(self, kind: Callable[[], Any]) -> None:
-        super().__init__()
-        self.inner = kind()
-
-    def forward(self, x: Any) -> Any:
-        y = x * 2
-        return self.inner(y) + y
-
-
-class WritesNumbers(Shifted):
-    def forward(self, x: Any) -> Any:
-        x.set_value(x.detach() * 0.5)
-        return x + self.shift
-
-
-class Decays(Shifted):
-    """Writes into its parameter, in each call once."""
-
-    def forward(self, x: Any) -> Any:
-        self.shift.set_value(self.shift.detach() * 0.5)
-        return x + self.shift
-
-
-class Stops(Shifted):
-    def forward(self, x: Any) -> Any:
-        y = x + self.shift
-        x.stop_gradient = True
-        return y
-
-
-class HooksInside(Shifted):
-    def forward(self, x: Any) -> Any:
-        y = x * self.shift
-        y.register_hook(lambda grad: grad * 2)
-        return y + self.shift
-
-
-class ReturnsParameter(nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Position()
-
-    def forward(self, x: Any) -> Any:
-        return x + self.inner(x)
-
-
-class Position(Shifted):
-    def forward(self, x: Any) -> Any:
-        return self.shift
-
-
-class Compiled(nn.Layer):
-    """A static graph around a leaf layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = paddle.jit.to_static(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(x) * 2
-
-
-IMMEDIATE = {
-    "in a static graph": (Compiled, "0.inner.0.weight", "within paddle.jit.to_static"),
-    "used around its layer": (Direct, "0.linear.weight", "outside of its layer's own forward"),
-    "beside a sublayer's": (Parent, "0.shift", "sublayers with parameters of their own"),
-    "borrowed parameter": (Borrows, "0.head.bias", "neither its argument nor its own"),
-    "hidden tensor": (Remembers, "0.inner.weight", "neither its argument nor its own"),
-    "boxed argument": (Boxed, "0.inner.weight", "called with an object of class Box"),
-    "boxed result": (ReturnsBox, "0.inner.weight", "returned an object of class Box"),
-    "in place": (InPlace, "0.inner.shift", "cannot run on stand-ins"),
-    "numbers in place": (lambda: Around(WritesNumbers), "0.inner.shift", "into its argument"),
-    "parameter in place": (lambda: Around(Decays), "0.inner.shift", "into its parameter"),
-    "gradient off": (lambda: Around(Stops), "0.inner.shift", "of its argument on or off"),
-    "hook inside": (lambda: Around(HooksInside), "0.inner.shift", "puts a hook"),
-    "returned parameter": (ReturnsParameter, "0.inner.shift", "returns a parameter"),
-}
-
-
-@pytest.mark.parametrize("kind", IMMEDIATE)
-def test_what_cannot_wait_gets_its_gradient_in_i_and_is_reported(kind: str) -> None:
-    make, name, reason = IMMEDIATE[kind]
-    inputs = [numbers(6, 4, seed=k) for k in range(3)]
-    paddle.seed(5)
-    plain = shaken(make())
-    steps = Steps(make())
-    steps.layer.set_state_dict(plain.state_dict())
-    for k, x in enumerate(inputs):
-        y = x.detach()
-        y.stop_gradient = False
-        paddle.seed(k)
-        score(plain(y)).backward()
-        paddle.seed(k)
-        steps.input_grads(k, score(steps.forward(k, x)))
-        assert x.grad.numpy().tobytes() == y.grad.numpy().tobytes()
-        steps.weight_grads(k)
-    assert reason in steps.report().immediate[name]
-    trained = [p for p in steps.layer.parameters() if not p.stop_gradient]
-    for ours, theirs in zip(trained, (p for p in plain.parameters() if not p.stop_gradient)):
-        np.testing.assert_allclose(ours.grad.numpy(), theirs.grad.numpy(), rtol=1e-6, atol=1e-6)
-    assert {k: v for k, v in bits(steps.layer.state_dict()).items() if "_mean" in k} == {
-        k: v for k, v in bits(plain.state_dict()).items() if "_mean" in k
-    }
-
-
-class Fickle(nn.Layer):
-    """Begins to hand its sublayer a box, or to be given one, in its second call."""
-
-    def __init__(self, inner: Any, later: Any) -> None:
-        super().__init__()
-        self.inner = inner
-        self.later = later
-        self.calls = 0
-
-    def forward(self, x: Any) -> Any:
-        self.calls += 1
-        return self.inner(x if self.calls == 1 else self.later(x))
-
-
-class Either(Opens):
-    def forward(self, value: Any) -> Any:
-        box = isinstance(value, Box)
-        output = (value.tensor if box else value) @ self.weight
-        return output if box or value.shape[0] == 3 else Box(output)
-
-
-def test_a_layer_that_is_handed_a_box_later_gets_its_gradient_in_i_then() -> None:
-    inputs = [numbers(3, 4, seed=k) for k in range(3)]
-    steps, plain = Steps(Fickle(Either(), Box)), Fickle(Either(), Box)
-    plain.set_state_dict(steps.layer.state_dict())
-    for k, x in enumerate(inputs):
-        score(plain(x)).backward()
-        steps.input_grads(k, score(steps.forward(k, x)))
-        steps.weight_grads(k)
-    assert grads_of(steps.layer) == grads_of(plain)
-    assert "object of class Box" in steps.report().immediate["0.inner.weight"]
-
-
-def test_a_layer_that_returns_a_box_later_is_refused_rather_than_wrong() -> None:
-    steps = Steps(Fickle(Either(), lambda x: x[:2]))
-    steps.forward(0, numbers(3, 4))
-    with pytest.raises(ConfigError, match=r"'0\.inner' could wait for W, and now cannot"):
-        steps.forward(1, numbers(3, 4))
 
 
 class Counts(nn.Linear):
@@ -708,59 +348,6 @@ def test_a_forward_of_the_instances_own_is_kept() -> None:
     expected = layer(x).numpy().tobytes()
     assert Steps(layer).forward(0, x).numpy().tobytes() == expected
     assert layer.forward is mine
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "FThenB", "Interleaved1F1B"])
-def test_schedules_with_a_full_backward_are_left_alone(schedule: str) -> None:
-    seen = []
-
-    class Looks(nn.Linear):
-        def forward(self, x: Any) -> Any:
-            seen.append("forward" in self.__dict__)
-            return super().forward(x)
-
-    with job(2, 4, schedule):
-        model = pipeline([LayerDesc(Looks, 6, 6) for _ in range(3)] + [LayerDesc(nn.Linear, 6, 4)])
-        model.train_batch(batch(), sgd(model))
-        assert seen
-        assert not any(seen)
-        assert model.deferral_report().parameters == ()
-        assert str(model.deferral_report()) == f"{schedule}: no backward was split yet"
-
-
-class Branch(nn.Linear):
-    """Hands on what it received beside what it computes."""
-
-    def forward(self, x: Any) -> Any:
-        return super().forward(x), x
-
-
-class Merge(nn.Linear):
-    """Takes both."""
-
-    def forward(self, both: Any) -> Any:
-        return super().forward(both[0]) * nn.functional.tanh(both[1])
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_skip_connection_across_a_border_has_the_bits_of_a_whole_backward(ranks: int) -> None:
-    layers = [
-        *(LayerDesc(nn.Linear, 6, 8), nn.functional.tanh, LayerDesc(Branch, 8, 8)),
-        *(lambda both: both, LayerDesc(Merge, 8, 8), nn.functional.tanh),
-        *(LayerDesc(nn.Linear, 8, 8), LayerDesc(nn.Linear, 8, 4)),
-    ]
-    assert train(layers, ranks, "ZBH1") == train(layers, 1)
-
-
-def test_evaluation_under_a_split_schedule_is_as_ever() -> None:
-    with job(2, 4, "ZBH1"):
-        model = pipeline()
-        inputs, labels = batch()
-        outputs = paddle.concat(model.eval_batch([inputs, labels]))
-        model.train_batch([inputs, labels], sgd(model, rate=0.0))
-        again = paddle.concat(model.eval_batch([inputs, labels]))
-        assert outputs.numpy().tobytes() == again.numpy().tobytes()
-        assert model._runtime.split._tapes == {}
 
 
 def test_hooks_of_parameters_run_once_for_each_micro_batch_in_w() -> None:
@@ -856,55 +443,3 @@ def test_layers_whose_gradients_come_together_keep_nothing() -> None:
     steps.input_grads(0, score(steps.forward(0, numbers(4096, 8))))
     steps.weight_grads(0)
     assert steps.report().peaks[0].bytes == 0
-
-
-def test_everything_is_dropped_after_w() -> None:
-    from fleetpipe.paddle_api.device import allocated_bytes
-
-    with job(2, 8, "ZBH1"):
-        model = pipeline(mlp_layers(hidden=64))
-        data = batch(8)
-        for _ in range(2):
-            model.forward_backward_pipeline(data)
-        before = allocated_bytes()
-        for _ in range(3):
-            model.forward_backward_pipeline(data)
-        assert allocated_bytes() == before
-
-
-def test_the_report_says_where_each_gradient_was_computed() -> None:
-    layers = [
-        LayerDesc(nn.Linear, 6, 4),
-        LayerDesc(nn.LayerNorm, 4),
-        LayerDesc(Parent),
-        LayerDesc(nn.Linear, 4, 4),
-    ]
-    with job(2, 4, "ZBV"):
-        model = pipeline(layers)
-        assert "no backward was split yet" in str(model.deferral_report())
-        model.train_batch(batch(), sgd(model))
-        report = model.deferral_report()
-    linears = ("0.weight", "0.bias", "2.linear.weight", "2.linear.bias", "3.weight", "3.bias")
-    assert report.deferred == linears
-    assert list(report.immediate) == ["1.weight", "1.bias", "2.shift"]
-    lines = str(report).splitlines()
-    assert lines[0] == "ZBV: the gradients of 6 of 9 parameters are computed in W"
-    assert "  1.weight: computed in I, added in I: Paddle gives it together" in lines[1]
-    assert lines[3].startswith("  2.shift: computed in I, added in I: ")
-    assert [line.split()[1] for line in lines[4:]] == ["0:", "1:", "2:", "3:"]
-
-
-def test_an_unfinished_batch_leaves_nothing_to_the_next() -> None:
-    with job(2, 4, "ZBH1"):
-        model = pipeline()
-        inputs, labels = batch()
-        wrong = labels.astype("float32").reshape([-1, 1, 1])
-        with pytest.raises(BoundaryError):
-            model.train_batch([inputs, wrong], sgd(model))
-        model.layers.clear_gradients()
-        loss = model.train_batch([inputs, labels], sgd(model))
-        assert model._runtime.split._tapes == {}
-    with job(2, 4, "1F1B"):
-        other = pipeline()
-        assert other.train_batch([inputs, labels], sgd(other)).numpy() == loss.numpy()
-        assert bits(other.layers.state_dict()) == bits(model.layers.state_dict())

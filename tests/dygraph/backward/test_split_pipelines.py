@@ -1,0 +1,119 @@
+"""A split backward in a pipeline: what is left alone, skips, evaluation, memory, the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe.errors import BoundaryError
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.dygraph.backward.leaves import Parent
+from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd, train
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "FThenB", "Interleaved1F1B"])
+def test_schedules_with_a_full_backward_are_left_alone(schedule: str) -> None:
+    seen = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            seen.append("forward" in self.__dict__)
+            return super().forward(x)
+
+    with job(2, 4, schedule):
+        model = pipeline([LayerDesc(Looks, 6, 6) for _ in range(3)] + [LayerDesc(nn.Linear, 6, 4)])
+        model.train_batch(batch(), sgd(model))
+        assert seen
+        assert not any(seen)
+        assert model.deferral_report().parameters == ()
+        assert str(model.deferral_report()) == f"{schedule}: no backward was split yet"
+
+
+class Branch(nn.Linear):
+    """Hands on what it received beside what it computes."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x), x
+
+
+class Merge(nn.Linear):
+    """Takes both."""
+
+    def forward(self, both: Any) -> Any:
+        return super().forward(both[0]) * nn.functional.tanh(both[1])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_skip_connection_across_a_border_has_the_bits_of_a_whole_backward(ranks: int) -> None:
+    layers = [
+        *(LayerDesc(nn.Linear, 6, 8), nn.functional.tanh, LayerDesc(Branch, 8, 8)),
+        *(lambda both: both, LayerDesc(Merge, 8, 8), nn.functional.tanh),
+        *(LayerDesc(nn.Linear, 8, 8), LayerDesc(nn.Linear, 8, 4)),
+    ]
+    assert train(layers, ranks, "ZBH1") == train(layers, 1)
+
+
+def test_evaluation_under_a_split_schedule_is_as_ever() -> None:
+    with job(2, 4, "ZBH1"):
+        model = pipeline()
+        inputs, labels = batch()
+        outputs = paddle.concat(model.eval_batch([inputs, labels]))
+        model.train_batch([inputs, labels], sgd(model, rate=0.0))
+        again = paddle.concat(model.eval_batch([inputs, labels]))
+        assert outputs.numpy().tobytes() == again.numpy().tobytes()
+        assert model._runtime.split._tapes == {}
+
+
+def test_everything_is_dropped_after_w() -> None:
+    from fleetpipe.paddle_api.device import allocated_bytes
+
+    with job(2, 8, "ZBH1"):
+        model = pipeline(mlp_layers(hidden=64))
+        data = batch(8)
+        for _ in range(2):
+            model.forward_backward_pipeline(data)
+        before = allocated_bytes()
+        for _ in range(3):
+            model.forward_backward_pipeline(data)
+        assert allocated_bytes() == before
+
+
+def test_the_report_says_where_each_gradient_was_computed() -> None:
+    layers = [
+        LayerDesc(nn.Linear, 6, 4),
+        LayerDesc(nn.LayerNorm, 4),
+        LayerDesc(Parent),
+        LayerDesc(nn.Linear, 4, 4),
+    ]
+    with job(2, 4, "ZBV"):
+        model = pipeline(layers)
+        assert "no backward was split yet" in str(model.deferral_report())
+        model.train_batch(batch(), sgd(model))
+        report = model.deferral_report()
+    linears = ("0.weight", "0.bias", "2.linear.weight", "2.linear.bias", "3.weight", "3.bias")
+    assert report.deferred == linears
+    assert list(report.immediate) == ["1.weight", "1.bias", "2.shift"]
+    lines = str(report).splitlines()
+    assert lines[0] == "ZBV: the gradients of 6 of 9 parameters are computed in W"
+    assert "  1.weight: computed in I, added in I: Paddle gives it together" in lines[1]
+    assert lines[3].startswith("  2.shift: computed in I, added in I: ")
+    assert [line.split()[1] for line in lines[4:]] == ["0:", "1:", "2:", "3:"]
+
+
+def test_an_unfinished_batch_leaves_nothing_to_the_next() -> None:
+    with job(2, 4, "ZBH1"):
+        model = pipeline()
+        inputs, labels = batch()
+        wrong = labels.astype("float32").reshape([-1, 1, 1])
+        with pytest.raises(BoundaryError):
+            model.train_batch([inputs, wrong], sgd(model))
+        model.layers.clear_gradients()
+        loss = model.train_batch([inputs, labels], sgd(model))
+        assert model._runtime.split._tapes == {}
+    with job(2, 4, "1F1B"):
+        other = pipeline()
+        assert other.train_batch([inputs, labels], sgd(other)).numpy() == loss.numpy()
+        assert bits(other.layers.state_dict()) == bits(model.layers.state_dict())
