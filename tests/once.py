@@ -14,13 +14,22 @@ ONCE: dict[str, tuple[str, ...]] = {
     NO_PADDLE: (
         *("launch/supervisor", "partition", "profiling", "report/test_page.py"),
         *("report/test_run.py", "schedules/check", "schedules/families", "schedules/forms"),
-        *("schedules/search", "schedules/simulation", "test_log.py"),
+        *("schedules/search", "schedules/simulation", "schedules/test_action.py"),
+        *("schedules/test_api.py", "schedules/test_costs.py", "schedules/test_edges.py"),
+        *(
+            "schedules/test_documentation.py",
+            "schedules/test_pages.py",
+            "schedules/test_placement.py",
+        ),
+        *("schedules/test_registry.py", "why", "job/watching", "job/test_attempt_files.py"),
+        *("launch/keeping/test_segment.py", "launch/keeping/test_slots.py"),
+        *("engine/test_stopwatch.py", "test_atomic_file.py", "test_heap.py", "test_log.py"),
         *("cli/test_arguments.py", "cli/test_cli_schedules.py", "cli/test_cli_streams.py"),
         "cli/test_cli_usage.py",
     ),
     "reads the repository's files or builds its packages": (
         *("test_environment.py", "test_errors.py", "test_house.py", "test_kubernetes.py"),
-        *("test_packaging.py", "test_repository.py", "style"),
+        *("test_packaging.py", "test_repository.py", "style", "paddle_api/test_private_names.py"),
     ),
     "checks what tests are started with, and every started test uses": (
         *("test_forking.py", "test_launching.py", "test_systems.py"),
