@@ -132,7 +132,7 @@ test-libraries-short: $(SHORT:%=.venv-%/.installed)
 	export FLEETPIPE_TEST_FAMILIES=llama; \
 	.venv-libraries/$(BIN)/python -m pytest -m libraries tests/libraries/test_models.py; \
 	.venv-libraries-formers-1.2.0/$(BIN)/python -m pytest -m libraries \
-	    tests/libraries/paddleformers/test_formers_models.py
+	    tests/libraries/formers/test_formers_models.py
 
 # Every model of paddle.vision, for as long as that takes.
 test-models: .venv/.installed

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+#: What either library is tested with.
+OF_BOTH = ("test_preferences.py",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,7 +18,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE not in item.path.parents:
             continue
         item.add_marker(pytest.mark.libraries)
-        formers = item.path.name.startswith("test_formers")
-        name, title = ("paddleformers", "PaddleFormers") if formers else ("paddlenlp", "PaddleNLP")
-        if find_spec(name) is None:
-            item.add_marker(pytest.mark.skip(reason=f"{title} is not installed"))
+        names = ("paddlenlp", "paddleformers")
+        if item.path.name.startswith("test_formers"):
+            names = ("paddleformers",)
+        elif item.path.name not in OF_BOTH:
+            names = ("paddlenlp",)
+        if not any(map(find_spec, names)):
+            reason = f"{' or '.join(names)} is not installed"
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,4 +1,4 @@
-"""PaddleNLP's DPOTrainer: pairs of answers, and a model that stays as it is beside the trained."""
+"""A library's DPOTrainer: pairs of answers, and a model that stays as it is beside the trained."""
 
 import fleetpipe
 
@@ -12,10 +12,14 @@ from typing import Any  # noqa: E402
 
 import numpy as np  # noqa: E402
 import paddle  # noqa: E402
-from paddlenlp.trainer import PdArgumentParser, TrainerCallback, TrainingArguments  # noqa: E402
-from paddlenlp.trl import DPOTrainer  # noqa: E402
 
-from tests.libraries.models import LENGTH, batches, class_of  # noqa: E402
+from tests.libraries.formers.models import version  # noqa: E402
+from tests.libraries.installed import FORMERS, STAGES, class_of, mask, module  # noqa: E402
+from tests.libraries.models import LENGTH, batches  # noqa: E402
+
+NEWER = version() == "1.2.0"
+library = module("trainer")
+DPOTrainer = module("cli.train.dpo.dpo_trainer" if NEWER else "trl").DPOTrainer
 
 #: The last token of the question, and how many each of the two answers has.
 ASKED, ANSWERED = 6, 4
@@ -30,7 +34,9 @@ class Preferences:
     label_smoothing: float = 0.0
     pref_loss_ratio: float = 1.0
     sft_loss_ratio: float = 0.0
+    offset_alpha: float = 0.0
     normalize_logps: bool = False
+    ignore_eos_token: bool = False
     reference_free: bool = False
     lora: bool = False
     ref_model_update_steps: int = -1
@@ -50,12 +56,16 @@ class Pairs(paddle.io.Dataset):  # type: ignore[misc]
         middle, end = ASKED + ANSWERED, ASKED + 2 * ANSWERED
         chosen, rejected = np.zeros((2, LENGTH), "int64")
         chosen[ASKED:middle], rejected[middle:end] = row[1:][ASKED:middle], row[1:][middle:end]
+        # The newer version has one row of labels for both.
+        labels = {"chosen_labels": chosen, "rejected_labels": rejected}
+        masks = mask(1)
         return {
             "input_ids": row[:-1],
             "position_ids": np.arange(LENGTH),
-            "attention_mask": np.tril(np.ones((1, LENGTH, LENGTH), "bool")),
-            "chosen_labels": chosen,
-            "rejected_labels": rejected,
+            "attention_mask": np.tril(np.ones((1, LENGTH, LENGTH), "bool"))
+            if masks is None
+            else masks[0],
+            **({"response_labels": chosen + rejected} if NEWER else labels),
             "response_indexs": np.array([0, ASKED, middle, end]),
         }
 
@@ -71,12 +81,14 @@ class InOrder(DPOTrainer):  # type: ignore[misc]
     """Takes the pairs in their order."""
 
     def _get_train_sampler(self) -> Any:
+        if FORMERS:
+            return super()._get_train_sampler()  # which an option keeps from shuffling
         return paddle.io.BatchSampler(
             self.train_dataset, batch_size=self.args.per_device_train_batch_size
         )
 
 
-class Found(TrainerCallback):  # type: ignore[misc]
+class Found(library.TrainerCallback):  # type: ignore[misc, name-defined]
     """Keeps the loss of each step, and how much better the first answer was rated."""
 
     def __init__(self) -> None:
@@ -89,14 +101,15 @@ class Found(TrainerCallback):  # type: ignore[misc]
 
 
 folder, name = sys.argv[1], sys.argv[2]
-(arguments,) = PdArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[3:])
-single = arguments.pipeline_parallel_degree <= 1
+parser = library.PdArgumentParser(library.TrainingArguments)
+(arguments,) = parser.parse_args_into_dataclasses(sys.argv[3:])
+single = getattr(arguments, STAGES) <= 1
 
 
 def model() -> Any:
     """Reads the model; a pipeline has its criterion from the configuration."""
     config = class_of(name, "Config").from_pretrained(f"{folder}/{name}", dtype="float32")
-    config.dpo_config = None if single else Preferences()
+    config.dpo_config = None if single and not FORMERS else Preferences()
     config.use_sparse_head_and_loss_fn = False
     kind = class_of(name, "ForCausalLM" if single else "ForCausalLMPipe")
     return kind.from_pretrained(f"{folder}/{name}", config=config)

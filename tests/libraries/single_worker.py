@@ -9,17 +9,20 @@ from typing import Any
 
 import paddle
 
-from tests.libraries.models import MICRO_BATCHES, MODELS, adamw, batches, class_of
+from tests.libraries.installed import class_of, configuration, mask
+from tests.libraries.models import MICRO_BATCHES, ROWS, adamw, batches
 
 
 def train(model: Any) -> list[float]:
     """Returns the mean loss of each step's micro-batches."""
     optimizer, losses = adamw(model.parameters()), []
+    masks = mask(ROWS)
+    options = {} if masks is None else {"attention_mask": paddle.to_tensor(masks)}
     model.train()
     for rows in batches():
         total = 0.0
         for part in paddle.to_tensor(rows).split(MICRO_BATCHES):
-            loss = model(part[:, :-1], labels=part[:, 1:])
+            loss = model(part[:, :-1], labels=part[:, 1:], **options)
             loss = loss[0] if isinstance(loss, tuple) else loss
             (loss / MICRO_BATCHES).backward()
             total += float(loss) / MICRO_BATCHES
@@ -33,8 +36,8 @@ folder, *names = sys.argv[1:]
 found = {}
 for name in names:
     paddle.seed(1)
-    model = class_of(name, "ForCausalLM")(class_of(name, "Config")(**MODELS[name].options))
-    model.save_pretrained(f"{folder}/{name}")
+    kind = class_of(name, "ForCausalLM")
+    kind(configuration(name)).save_pretrained(f"{folder}/{name}")
     # Trained as it is read: what is not saved is the library's own matter.
-    found[name] = train(class_of(name, "ForCausalLM").from_pretrained(f"{folder}/{name}"))
+    found[name] = train(kind.from_pretrained(f"{folder}/{name}", dtype="float32"))
 Path(folder, "single.json").write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""PaddleNLP's Trainer on a pipeline, as a user's script has it; the options are the Trainer's."""
+"""A library's Trainer on a pipeline, as a user's script has it; the options are the Trainer's."""
 
 import fleetpipe
 
@@ -12,15 +12,11 @@ from typing import Any  # noqa: E402
 
 import numpy as np  # noqa: E402
 import paddle  # noqa: E402
-from paddlenlp.peft import LoRAConfig, LoRAModel  # noqa: E402
-from paddlenlp.trainer import (  # noqa: E402
-    PdArgumentParser,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
 
-from tests.libraries.models import batches, class_of  # noqa: E402
+from tests.libraries.installed import FORMERS, STAGES, class_of, mask, module  # noqa: E402
+from tests.libraries.models import batches  # noqa: E402
+
+peft, library = module("peft"), module("trainer")
 
 
 @dataclass
@@ -40,13 +36,17 @@ class Rows(paddle.io.Dataset):  # type: ignore[misc]
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self._rows[index][:-1], "labels": self._rows[index][1:]}
+        row, masks = self._rows[index], mask(1)
+        item = {"input_ids": row[:-1], "labels": row[1:]}
+        return item if masks is None else {**item, "attention_mask": masks[0]}
 
 
-class InOrder(Trainer):  # type: ignore[misc]
+class InOrder(library.Trainer):  # type: ignore[misc, name-defined]
     """Takes the rows in their order: how the Trainer shuffles depends on the degrees."""
 
     def _get_train_sampler(self) -> Any:
+        if FORMERS:
+            return super()._get_train_sampler()  # which an option keeps from shuffling
         return paddle.io.DistributedBatchSampler(
             self.train_dataset,
             self.args.per_device_train_batch_size,
@@ -55,7 +55,7 @@ class InOrder(Trainer):  # type: ignore[misc]
         )
 
 
-class Losses(TrainerCallback):  # type: ignore[misc]
+class Losses(library.TrainerCallback):  # type: ignore[misc, name-defined]
     """Keeps what is logged of each step: the Trainer's own history stays empty."""
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class Losses(TrainerCallback):  # type: ignore[misc]
 
 def adapted(model: Any) -> Any:
     """Puts adapters into a model, with the same values on any number of ranks."""
-    config = LoRAConfig(target_modules=[".*q_proj.*", ".*v_proj.*"], r=4, dtype="float32")
-    model = LoRAModel(model, config)
+    config = peft.LoRAConfig(target_modules=[".*q_proj.*", ".*v_proj.*"], r=4, dtype="float32")
+    model = peft.LoRAModel(model, config)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             numbers = np.random.default_rng(len(parameter.shape) + parameter.shape[0])
@@ -79,14 +79,14 @@ def adapted(model: Any) -> Any:
 
 
 folder, name = sys.argv[1], sys.argv[2]
-parser = PdArgumentParser((TrainingArguments, Adapters))
+parser = library.PdArgumentParser((library.TrainingArguments, Adapters))
 arguments, adapters = parser.parse_args_into_dataclasses(sys.argv[3:])
-single = arguments.pipeline_parallel_degree <= 1
+single = getattr(arguments, STAGES) <= 1
+degrees = () if FORMERS else ("tensor_parallel_degree", "tensor_parallel_rank")
 model = class_of(name, "ForCausalLM" if single else "ForCausalLMPipe").from_pretrained(
     f"{folder}/{name}",
     dtype="float32",
-    tensor_parallel_degree=arguments.tensor_parallel_degree,
-    tensor_parallel_rank=arguments.tensor_parallel_rank,
+    **{degree: getattr(arguments, degree) for degree in degrees},
 )
 losses = Losses()
 trainer = InOrder(
@@ -97,7 +97,7 @@ trainer = InOrder(
     callbacks=[losses],
 )
 trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
-evaluated = trainer.evaluate()["eval_loss"]
+evaluated = trainer.evaluate()["eval_loss"] if arguments.do_eval else None
 if paddle.distributed.get_rank() == 0:
     text = json.dumps({"losses": losses.found, "evaluated": evaluated})
     Path(arguments.output_dir, "losses.json").write_text(text)
