@@ -137,6 +137,7 @@ class PipelineConfig:
         chunks: int | None,
         edges: Iterable[Edge] | None = None,
         placed: str | None = None,
+        head: bool = False,
     ) -> Schedule:
         """Builds the schedule that these options ask for, verified against the memory cap.
 
@@ -145,12 +146,14 @@ class PipelineConfig:
             chunks: Model parts of each rank, v; None for the schedule's own default.
             edges: The edges of the model; None for a chain of stages.
             placed: The placement of a model that stands, which ``auto`` keeps.
+            head: Whether the model has a vocabulary head.
 
         Raises:
             ConfigError: The schedule does not take that number of chunks or micro-batches.
             ScheduleError: It needs more memory than the cap allows, or cannot run on these edges.
         """
-        return _schedule_for(self, ranks, chunks, None if edges is None else tuple(edges), placed)
+        checked = None if edges is None else tuple(edges)
+        return _schedule_for(self, ranks, chunks, checked, placed, head)
 
 
 def scale_strategy(strategy: Strategy) -> str:
@@ -176,6 +179,7 @@ def _schedule_for(
     chunks: int | None,
     edges: tuple[Edge, ...] | None,
     placed: str | None,
+    head: bool,
 ) -> Schedule:
     costs = config.costs
     if isinstance(config.slices, tuple) and (costs is None or costs.each_slice is None):
@@ -195,6 +199,7 @@ def _schedule_for(
             costs=costs,
             edges=edges,
             placed=placed,
+            head=head,
         )
     except ScheduleError:
         raise

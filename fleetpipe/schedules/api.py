@@ -73,7 +73,8 @@ class Schedule(ScheduleRows):
         """Returns when every action begins and ends.
 
         Args:
-            costs: What each action costs; None means F = I = W = 1, B = 2, no latency.
+            costs: What each action costs; None means F = I = W = 1, B = 2, no latency. A figure
+                for all stages is not of the loss behind a head, which takes no time then.
             edges: As for :meth:`verify`.
 
         Raises:

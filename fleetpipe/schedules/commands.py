@@ -86,6 +86,12 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
         help="most that a rank may hold: forwards of a chunk, or bytes where --costs has bytes;"
         " `auto` keeps within it, any other schedule fails where it does not",
     )
+    parser.add_argument(
+        "--head",
+        action="store_true",
+        help="put a part of a vocabulary head on each rank, behind the stages: with p stages, stage"
+        " p+r is the part of rank r, and stage 2p the loss",
+    )
     _add_costs(parser)
     _add_output(parser)
 
@@ -159,6 +165,7 @@ def run_schedule(arguments: argparse.Namespace) -> int:
         options={name: getattr(arguments, name) for name in ("groups", "warmup_slack", "slices")},
         memory_cap=arguments.memory_cap,
         costs=costs,
+        head=arguments.head,
     )
     if canonical_name(arguments.name) == AUTO:
         costs = searched_costs(schedule, costs)

@@ -12,6 +12,7 @@ from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.json_value import MOST, JsonValue, Source, parse, read
 from fleetpipe.representation import shows
 from fleetpipe.schedules.action import Action, Fused
+from fleetpipe.schedules.placement import Placement
 
 #: One figure for every stage, or one for each stage in order.
 PerStage = Union[float, tuple[float, ...]]
@@ -139,6 +140,22 @@ class Costs:
                     got=f"{len(value)}",
                     fix=f"give {stages} figures, or one number for all stages",
                 )
+
+    def without_loss(self, placement: Placement) -> Costs:
+        """Returns these costs with no time for the loss behind a head, where one figure is of all.
+
+        Args:
+            placement: Where the stages are. Without a head the costs are returned as they are.
+        """
+        if not placement.has_head:
+            return self
+        stages = placement.stages - 1
+        changes: dict[str, Any] = {
+            name: (value,) * stages + (0,)
+            for name in ("forward", "input_grad", "weight_grad", "backward")
+            if not isinstance(value := getattr(self, name), tuple) and value is not None
+        }
+        return replace(self, **changes)
 
     def by_slice(self, slices: int) -> tuple[Costs, ...]:
         """Returns the costs of each slice of a schedule, or of its whole micro-batches.

@@ -44,15 +44,16 @@ def chain(stages: int) -> tuple[Edge, ...]:
     return tuple(Edge(stage, stage + 1) for stage in range(stages - 1))
 
 
-def checked_edges(edges: Iterable[Edge] | None, stages: int) -> tuple[Edge, ...]:
-    """Returns ``edges`` sorted, or the chain for None.
+def checked_edges(edges: Iterable[Edge] | None, placement: Placement) -> tuple[Edge, ...]:
+    """Returns ``edges`` sorted; for None the chain, with the parts of a head between it and a loss.
 
     Raises:
         ConfigError: An edge that runs backwards, leaves the model, stands twice, or has a name
             that the text form cannot hold.
     """
+    stages = placement.stages
     if edges is None:
-        return chain(stages)
+        return tuple(Edge(*ends) for ends in placement.chain())
     ordered = tuple(sorted(Edge(*edge) for edge in edges))
     for edge, following in zip(ordered, (*ordered[1:], None)):
         if not 0 <= edge.source < edge.target < stages:

@@ -10,6 +10,9 @@ from fleetpipe.errors import ConfigError, nearest
 #: ``wave``: like a vee, again and again.
 PLACEMENTS = ("loop", "vee", "wave")
 
+#: Ends the name of a placement with a vocabulary head: ``loop+head``.
+HEAD = "+head"
+
 
 def check_count(label: str, value: object) -> None:
     """Raises ConfigError where ``value`` is not a whole number of at least 1."""
@@ -30,10 +33,13 @@ class Placement:
     the last stage. Under ``wave`` it is that of s % 2p under ``vee``: v is even, and every second
     chunk runs back from rank p-1 to rank 0.
 
+    With ``+head`` after the name there are p+1 further stages: S+r on rank r, its part of the
+    model's head, and last the stage of the loss, on the rank of stage S-1.
+
     Args:
-        name: "loop", "vee" or "wave".
+        name: "loop", "vee" or "wave", or one of them with a head: "loop+head".
         ranks: Ranks of the pipeline, p.
-        chunks: Stages that each rank owns, v.
+        chunks: Stages that each rank owns, v, parts of a head not counted.
 
     Raises:
         ConfigError: An unknown name, a number below 1, a vee with v other than 2, or a wave
@@ -45,20 +51,19 @@ class Placement:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        if self.name not in PLACEMENTS:
-            raise ConfigError(
-                f"there is no placement {self.name!r}", fix=nearest(self.name, PLACEMENTS)
-            )
+        names = [*PLACEMENTS, *(name + HEAD for name in PLACEMENTS)]
+        if self.name not in names:
+            raise ConfigError(f"there is no placement {self.name!r}", fix=nearest(self.name, names))
         check_count("ranks", self.ranks)
         check_count("chunks", self.chunks)
-        if self.name == "vee" and self.chunks != 2:
+        if self.shape == "vee" and self.chunks != 2:
             raise ConfigError(
                 "a vee places exactly two chunks on each rank",
                 expected="chunks=2",
                 got=f"chunks={self.chunks}",
                 fix="give chunks=2, or the placement 'loop'",
             )
-        if self.name == "wave" and self.chunks % 2:
+        if self.shape == "wave" and self.chunks % 2:
             raise ConfigError(
                 "a wave places two chunks on each rank for each time that it comes and goes",
                 expected="an even number of chunks",
@@ -67,9 +72,32 @@ class Placement:
             )
 
     @property
-    def stages(self) -> int:
-        """Number of stages, S = ranks * chunks."""
+    def shape(self) -> str:
+        """The name without what it says of a head."""
+        return self.name.partition("+")[0]
+
+    @property
+    def has_head(self) -> bool:
+        """Whether parts of a head and the loss are stages of their own, behind the others."""
+        return self.name.endswith(HEAD)
+
+    @property
+    def body(self) -> int:
+        """Number of stages without those of a head, S = ranks * chunks."""
         return self.ranks * self.chunks
+
+    @property
+    def stages(self) -> int:
+        """Number of all stages: S, and p + 1 more with a head."""
+        return self.body + (self.ranks + 1 if self.has_head else 0)
+
+    def chain(self) -> tuple[tuple[int, int], ...]:
+        """Returns source and target of what passes between stages, without skip connections."""
+        last = self.body - 1
+        ends = [(stage, stage + 1) for stage in range(last)]
+        for part in range(self.body, self.stages - 1):
+            ends += [(last, part), (part, self.stages - 1)]
+        return tuple(sorted(ends))
 
     def rank_of(self, stage: int) -> int:
         """Returns the rank that owns ``stage``.
@@ -77,14 +105,15 @@ class Placement:
         Raises:
             ConfigError: ``stage`` is not in 0..stages-1.
         """
-        stages = self.ranks * self.chunks
-        if not 0 <= stage < stages:
+        if not 0 <= stage < self.stages:
             raise ConfigError(
                 f"there is no stage {stage}",
-                expected=f"a stage in 0..{stages - 1}",
+                expected=f"a stage in 0..{self.stages - 1}",
                 fix="ask for one of these stages",
             )
-        if self.name == "loop":
+        if stage >= self.body:
+            return self.rank_of(self.body - 1) if stage == self.stages - 1 else stage - self.body
+        if self.shape == "loop":
             return stage % self.ranks
         along = stage % (2 * self.ranks)
         return min(along, 2 * self.ranks - 1 - along)
@@ -101,8 +130,12 @@ class Placement:
                 expected=f"a rank in 0..{self.ranks - 1}",
                 fix="ask for one of these ranks",
             )
-        if self.name == "loop":
-            return tuple(range(rank, self.stages, self.ranks))
+        head = range(self.body, self.stages)
+        return (*self._body_of(rank), *(stage for stage in head if self.rank_of(stage) == rank))
+
+    def _body_of(self, rank: int) -> tuple[int, ...]:
+        if self.shape == "loop":
+            return tuple(range(rank, self.body, self.ranks))
         round_trip = 2 * self.ranks
-        turns = range(0, self.stages, round_trip)
+        turns = range(0, self.body, round_trip)
         return tuple(turn + stage for turn in turns for stage in (rank, round_trip - 1 - rank))

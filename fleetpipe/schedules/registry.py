@@ -19,6 +19,7 @@ from fleetpipe.schedules.families.table import (
     Family,
     Rows,
     check_options,
+    headed,
     schedule_rows,
     slices_of,
 )
@@ -153,7 +154,13 @@ def _verified(name: str, rows: Rows) -> Rows:
 
 
 def build(
-    name: str, *, ranks: int, micro_batches: int, chunks: int | None = None, **options: Any
+    name: str,
+    *,
+    ranks: int,
+    micro_batches: int,
+    chunks: int | None = None,
+    head: bool = False,
+    **options: Any,
 ) -> Schedule:
     """Builds a schedule by name.
 
@@ -164,6 +171,8 @@ def build(
         micro_batches: Micro-batches of a batch, m; any number, also fewer than ranks.
         chunks: Model parts that each rank owns, v; None means the schedule's own default: 2 for
             Interleaved1F1B, on a vee and a wave, else 1.
+        head: Whether the model has a vocabulary head: with S = p stages before it, stage S+r is the
+            part of rank r, and stage S+p the loss. For schedules with one stage on each rank.
         **options: Options of that schedule: ``groups`` and ``warmup_slack`` of Interleaved1F1B,
             ``groups`` of kFkB, ``slices`` of Seq1F1B; ``memory_cap``, ``costs``, ``placed`` and
             ``slices`` of auto.
@@ -178,6 +187,13 @@ def build(
     """
     canonical = canonical_name(name)
     check_count("micro_batches", micro_batches)
+    if canonical == AUTO and head:
+        raise ConfigError(
+            "the search cannot place the parts of a vocabulary head",
+            expected=f"one of {', '.join(headed())}",
+            got=AUTO,
+            fix="choose one of these",
+        )
     if canonical == AUTO:
         placement = Placement("loop", ranks, 1 if chunks is None else chunks)
         check_options(AUTO, auto, options)
@@ -188,7 +204,7 @@ def build(
         costs = searched_costs(schedule, options.get("costs"))
         schedule.verify(memory_cap=options.get("memory_cap"), costs=costs)
         return schedule
-    schedule = Schedule.of(schedule_rows(canonical, ranks, micro_batches, chunks, options))
+    schedule = Schedule.of(schedule_rows(canonical, ranks, micro_batches, chunks, options, head))
     if schedule.name == _INTERLEAVED and options.get("groups") is not None:
         refuse_groups(schedule, options["groups"])
     return schedule
@@ -218,6 +234,7 @@ def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
         ranks=schedule.placement.ranks,
         micro_batches=micro_batches,
         chunks=schedule.placement.chunks,
+        head=schedule.placement.has_head,
         **options,
     )
 

@@ -21,6 +21,7 @@ def build_verified(
     costs: Costs | None = None,
     edges: Iterable[Edge] | None = None,
     placed: str | None = None,
+    head: bool = False,
 ) -> Schedule:
     """Builds a schedule of which every option may be left out, and verifies it.
 
@@ -37,6 +38,7 @@ def build_verified(
         costs: What actions cost, for a search, and what the stages hold.
         edges: The edges of the model; None for a chain of stages.
         placed: The placement of a model that stands, which a search keeps.
+        head: Whether the model has a vocabulary head.
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.
@@ -46,7 +48,9 @@ def build_verified(
     if canonical_name(name) == AUTO:
         wanted.update(memory_cap=memory_cap, costs=costs, placed=placed)
     wanted = {option: value for option, value in wanted.items() if value is not None}
-    schedule = build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks, **wanted)
+    schedule = build(
+        name, ranks=ranks, micro_batches=micro_batches, chunks=chunks, head=head, **wanted
+    )
     if canonical_name(name) == AUTO:
         costs = searched_costs(schedule, costs)
     schedule.verify(edges, memory_cap=memory_cap, costs=costs)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.schedules import Dependencies, Edge, chain
+from fleetpipe.schedules import Dependencies, Edge, Placement, chain
 from fleetpipe.schedules.edges import checked_edges, parse_edge
 
 
@@ -44,4 +44,4 @@ def test_what_is_no_edge_is_not_read(text: str) -> None:
 )
 def test_edges_that_cannot_be_are_refused(edges: list[Edge], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        checked_edges(edges, 3)
+        checked_edges(edges, Placement("loop", 3))

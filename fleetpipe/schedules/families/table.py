@@ -12,6 +12,7 @@ from fleetpipe.schedules.families.controllable_memory import v_half, v_min
 from fleetpipe.schedules.families.dualpipev import dual_pipe_v
 from fleetpipe.schedules.families.f_then_b import f_then_b
 from fleetpipe.schedules.families.hanayo import hanayo
+from fleetpipe.schedules.families.head import AHEAD, with_head
 from fleetpipe.schedules.families.interleaved import interleaved_one_f_one_b
 from fleetpipe.schedules.families.k_f_k_b import k_f_k_b
 from fleetpipe.schedules.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
@@ -20,7 +21,7 @@ from fleetpipe.schedules.families.zbv import zb_v
 from fleetpipe.schedules.families.zero_bubble import zb_h1, zb_h2
 from fleetpipe.schedules.garbage import collector_paused
 from fleetpipe.schedules.options import kept, names_of
-from fleetpipe.schedules.placement import Placement, check_count
+from fleetpipe.schedules.placement import HEAD, Placement, check_count
 from fleetpipe.schedules.rows import ScheduleRows
 
 #: Makes the rows of all ranks from a placement, m, and options of its own given by keyword.
@@ -73,7 +74,12 @@ FAMILIES: dict[str, Family] = {
 
 
 def schedule_rows(
-    name: str, ranks: int, micro_batches: int, chunks: int | None, options: Mapping[str, object]
+    name: str,
+    ranks: int,
+    micro_batches: int,
+    chunks: int | None,
+    options: Mapping[str, object],
+    head: bool = False,
 ) -> ScheduleRows:
     """Returns the schedule of a family, or of the one that its name means for several chunks.
 
@@ -83,9 +89,11 @@ def schedule_rows(
         micro_batches: Micro-batches of a batch, m.
         chunks: Chunks on a rank; None means the family's own number.
         options: Options of the family.
+        head: Whether the model has a vocabulary head.
 
     Raises:
-        ConfigError: An unknown option, or numbers that the family does not take.
+        ConfigError: An unknown option, numbers that the family does not take, or a head where it
+            takes none.
     """
     if chunks is not None and chunks != 1:
         name = FAMILIES[name].interleaved or name
@@ -104,9 +112,37 @@ def schedule_rows(
     # The slices of a family are a field of their own.
     family_options = {option: value for option, value in options.items() if option != "slices"}
     kept_options = kept(name, family.rows, family_options if family.sliced else options)
+    if head:
+        _require_headed(name, placement)
+        longer = Placement(family.placement, ranks + AHEAD)
+        placement = Placement(family.placement + HEAD, ranks)
+        body = family.rows(longer, micro_batches, **options)[:ranks]
+        rows = tuple(map(tuple, with_head(body, placement, micro_batches)))
+        return ScheduleRows(name, placement, micro_batches, rows, options=kept_options)
     with collector_paused():
         rows = tuple(map(tuple, family.rows(placement, micro_batches, **options)))
     return ScheduleRows(name, placement, micro_batches, rows, slices=slices, options=kept_options)
+
+
+def headed() -> list[str]:
+    """Returns the families whose rows take a head: those with one stage on each rank of a loop."""
+    return [
+        name
+        for name, family in FAMILIES.items()
+        if family.placement == "loop"
+        and family.chunks == 1
+        and not (family.sliced or family.registered)
+    ]
+
+
+def _require_headed(name: str, placement: Placement) -> None:
+    if name not in headed() or placement.chunks > 1:
+        raise ConfigError(
+            f"{name} cannot place the parts of a vocabulary head",
+            expected=f"one of {', '.join(headed())}, with one chunk on each rank",
+            got=f"{name} with chunks={placement.chunks}",
+            fix="choose one of these, or describe the head as a layer like the others",
+        )
 
 
 def slices_of(name: str, options: Mapping[str, object]) -> Any:

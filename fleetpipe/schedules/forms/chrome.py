@@ -62,7 +62,7 @@ def chrome_trace(
         A value for :func:`json.dumps`.
     """
     scales = {name: (microseconds or {}).get(name, MICROSECONDS_PER_UNIT) for name in tracks}
-    values = checked_edges(edges, placement.stages)
+    values = checked_edges(edges, placement)
     records: list[_Json] = []
     for index, (name, events) in enumerate(tracks.items()):
         pids = [1 + rank * len(tracks) + index for rank in range(placement.ranks)]

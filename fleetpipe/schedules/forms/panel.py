@@ -171,4 +171,4 @@ def _bars(event: Event, placement: Placement) -> Iterator[Bar]:
 def _lateness(action: Action, rank: int, placement: Placement) -> float:
     """Returns 0 for a rank's first stage and 1 for its last, which has most white mixed in."""
     chunk = placement.stages_of(rank).index(action.stage)
-    return chunk / max(1, placement.chunks - 1)
+    return min(1, chunk / max(1, placement.chunks - 1))

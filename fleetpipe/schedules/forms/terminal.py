@@ -103,7 +103,7 @@ class _Drawing:
             stage
             for rank in range(placement.ranks)
             for stage in placement.stages_of(rank)[1:]
-            if placement.chunks == 2
+            if placement.chunks == 2 or placement.has_head
         }
         lengths: set[float] = set()
         for starts, ends in zip(timeline.starts, timeline.ends):

@@ -91,7 +91,7 @@ def read_plan(text: str) -> PlanRows:
         _PLAN, text, parse_op, "F0.3, SF0>1.3, RF0>1.3, SB.., RB.., FREE0.3, REDUCE or STEP"
     )
     header, rows = document
-    edges = _read_edges(header.edges or "", header.placement.stages)
+    edges = _read_edges(header.edges or "", header.placement)
     return PlanRows(
         header.name,
         header.placement,
@@ -249,7 +249,7 @@ def _without_lists(value: object) -> object:
     return tuple(map(_without_lists, value)) if isinstance(value, list) else value
 
 
-def _read_edges(text: str, stages: int) -> tuple[Edge, ...]:
+def _read_edges(text: str, placement: Placement) -> tuple[Edge, ...]:
     edges = []
     for word in text.split(",") if text else ():
         edge = parse_edge(word)
@@ -262,7 +262,7 @@ def _read_edges(text: str, stages: int) -> tuple[Edge, ...]:
             )
         edges.append(edge)
     try:
-        ordered = checked_edges(edges, stages)
+        ordered = checked_edges(edges, placement)
     except ConfigError as error:
         raise ScheduleError(str(error), where=_HEADER) from error
     if list(ordered) != edges:

@@ -32,7 +32,7 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
     """
     placement = schedule.placement
     ends = replay(schedule, edges, Costs()).ends
-    ordered_edges = checked_edges(edges, placement.stages)
+    ordered_edges = checked_edges(edges, placement)
     times = list(concatenate.from_iterable(ends))
     owners = [rank for rank, row in enumerate(ends) for _ in row]
     items = [iter(row) for row in schedule.actions]

@@ -40,7 +40,7 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
     """
     stages = encoding_of(schedule).stages
     # Costs of 1 and of 1.0 are equal, but times of one are whole numbers.
-    key = checked_edges(edges, stages), repr(asdict(costs))
+    key = checked_edges(edges, schedule.placement), repr(asdict(costs))
     kept: tuple[object, Replay] | None = vars(schedule).get("_replay")
     if kept is None or kept[0] != key:
         # Read back from the schedule, it might be another thread's.

@@ -72,8 +72,8 @@ def simulate(
     schedule: ScheduleRows, costs: Costs | None = None, edges: Iterable[Edge] | None = None
 ) -> Timeline:
     """Plays a schedule; see ``Schedule.simulate``."""
-    costs = costs or Costs()
     placement = schedule.placement
+    costs = (costs or Costs()).without_loss(placement)
     costs.check_stages(placement.stages)
     times = replay(schedule, edges, costs)
     ranks = range(placement.ranks)
