@@ -45,7 +45,7 @@ class Side:
             lambda stage: dict(enumerate(self.layers)),
         )
         self.split = schedule == "ZBH1"
-        self.stage = DygraphStage(lambda stage: self._run, 1, split)
+        self.stage = DygraphStage(lambda stage: self._run, schedules.Placement("loop", 1), split)
         self.kept = 0
 
     def _run(self, value: Any, micro_batch: int) -> Any:

@@ -10,6 +10,11 @@ from fleetpipe import paddle_api as paddle_api
 from fleetpipe.dygraph.backward.crossings import Crossing, reordered
 from fleetpipe.dygraph.batch.fake_micro_dataset import FakeMicroDataset
 from fleetpipe.dygraph.batch.losses import weighted
+from fleetpipe.dygraph.layers.vocabulary import (
+    VocabularyHead,
+    VocabularyLoss,
+    vocabulary_cross_entropy,
+)
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
@@ -36,8 +41,11 @@ __all__ = [
     "PipelineOptimizer",
     "PipelineParallel",
     "SingleModel",
+    "VocabularyHead",
+    "VocabularyLoss",
     "reordered",
     "tensors_of",
+    "vocabulary_cross_entropy",
     "weighted",
     "wrap",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Callable, NamedTuple, Optional, Protocol
 
@@ -14,13 +14,13 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.gradients import cause_of_backward
-from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped
+from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import run_backward
-from fleetpipe.schedules import Edge
+from fleetpipe.schedules import Edge, Placement
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 
 #: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
@@ -90,15 +90,27 @@ class Borders(Protocol):
 
 
 class Chain:
-    """The borders of a list of layers: what one stage returns is what the next takes."""
+    """The borders of a list of layers: what one stage returns is what the next takes.
+
+    Where there is a vocabulary head, all its parts take what the last stage before it returns,
+    and the loss takes what these return, in order.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        """Serves stages that are placed like this."""
+        self._loss = placement.stages - 1 if placement.has_head else None
+        self._edges: dict[int, list[Edge]] = {}
+        for ends in placement.chain():
+            self._edges.setdefault(ends[0], []).append(Edge(*ends))
 
     def joined(self, values: Values) -> Nest:
-        """Returns the value of the one edge."""
-        return next(iter(values.values()))
+        """Returns the value of the one edge, or those of all parts of a head."""
+        edge, value = next(iter(values.items()))
+        return tuple(values.values()) if edge.target == self._loss else value
 
     def parted(self, stage: int, output: Nest) -> Values:
-        """Returns the output as the value of the one edge."""
-        return {Edge(stage, stage + 1): output}
+        """Returns the output as the value of each edge."""
+        return dict.fromkeys(self._edges[stage], output)
 
 
 class _Kept(NamedTuple):
@@ -131,7 +143,7 @@ class DygraphStage:
     def __init__(
         self,
         run_of: RunOf,
-        stages: int,
+        placement: Placement,
         split: SplitBackward,
         borders: Borders | None = None,
     ) -> None:
@@ -139,14 +151,16 @@ class DygraphStage:
 
         Args:
             run_of: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
-            stages: The number of stages.
+            placement: Where the stages are.
             split: Keeps what weight gradients need from I to W.
             borders: What crosses between stages; None for a chain.
         """
         self._run_of = run_of
         self._split = split
-        self._last = stages - 1
-        self._borders = borders or Chain()
+        self._last = placement.stages - 1
+        #: The stage whose output goes to the parts of a head, with the labels.
+        self._before_head = placement.body - 1 if placement.has_head else None
+        self._borders = borders or Chain(placement)
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._batch = _NO_BATCH
         self._hooks: StageHooks | None = None
@@ -204,6 +218,8 @@ class DygraphStage:
             if stage == self._last:
                 output = self._finish(micro_batch, output)
             else:
+                if stage == self._before_head:
+                    output = output, _classes(self._batch.data.labels, number)
                 handed = self._borders.parted(stage, output)
         leaving = {edge: differentiable(part) for edge, part in handed.items()}
         self._kept[stage, micro_batch] = _Kept(value, output, leaves, leaving)
@@ -329,6 +345,23 @@ def _received(value: Nest) -> Nest:
     what it received and returns as it is. This stage's gradients are none of those.
     """
     return leaf_like(value) if isinstance(value, paddle.Tensor) else mapped(leaf_like, value)
+
+
+def _classes(labels: Sequence[Nest] | None, number: int) -> Tensor:
+    """Returns the first tensor among the labels of micro-batch ``number``: a head's classes.
+
+    Raises:
+        BoundaryError: There is none.
+    """
+    classes = next(tensors_of(None if labels is None else labels[number]), None)
+    if classes is None:
+        raise BoundaryError(
+            "a VocabularyHead computes with the labels, and there are none",
+            where="last stage before the head",
+            cause="eval_batch without compute_loss, or predict_batch: no rank has whole logits",
+            fix="use eval_batch(.., compute_loss=True)",
+        )
+    return classes
 
 
 def _roots(

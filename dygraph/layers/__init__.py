@@ -2,5 +2,6 @@
 
 Start with ``entries.py``.
 
-Entered by: ``chunk``, ``entries``, ``run_stage``, ``sliceable``, ``tied``.
+Entered by: ``chunk``, ``entries``, ``run_stage``, ``sliceable``, ``tied``,
+``vocabulary``.
 """

@@ -27,6 +27,7 @@ class Arrangement:
         chunks: int | None,
         use_dualpipev: bool,
         plan: PipelinePlan | None = None,
+        head: bool = False,
     ) -> None:
         """Places the stages as the schedule of the current job has them.
 
@@ -35,6 +36,7 @@ class Arrangement:
             chunks: Chunks on each rank; None for the schedule's own number.
             use_dualpipev: Means the schedule DualPipeV.
             plan: Has the schedule.
+            head: Whether the layers end in the parts of a vocabulary head.
 
         Raises:
             ConfigError: The schedule cannot have that number of chunks, or the plan is for others.
@@ -43,6 +45,7 @@ class Arrangement:
         self._chunks = chunks
         self._use_dualpipev = use_dualpipev
         self._plan = plan
+        self._head = head
         # Without a job the defaults.
         config = PipelineConfig()
         if current_job() is not None:
@@ -88,7 +91,7 @@ class Arrangement:
             return _planned(self._plan, config, (self._ranks, self._chunks, self._use_dualpipev))
         if self._use_dualpipev:
             config = _dualpipev(config, self._chunks)
-        return config.schedule_for(self._ranks, self._chunks, placed=placed)
+        return config.schedule_for(self._ranks, self._chunks, placed=placed, head=self._head)
 
 
 def _planned(

@@ -22,7 +22,7 @@ from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.stage import Borders
-from fleetpipe.dygraph.layers import entries, tied
+from fleetpipe.dygraph.layers import entries, tied, vocabulary
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner, checked_interval
 from fleetpipe.dygraph.model import fleet_face
@@ -113,9 +113,10 @@ class PipelineLayer(paddle.nn.Layer):
             PartitionError: The layers cannot be cut as asked.
         """
         super().__init__()
-        self._layers_desc = entries.checked(layers)
         job = current_job()
         self._num_stages = number_of_stages(num_stages, topology, job)
+        described = entries.checked(layers)
+        self._layers_desc = vocabulary.with_parts(described, self._num_stages)
         self._topo = topology_of(topology, self._num_stages, job)
         # With one stage in a job of several the whole model is here, and the others do not matter.
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
@@ -138,7 +139,8 @@ class PipelineLayer(paddle.nn.Layer):
             list(self._blueprints)
         self._tied = tied.find(self._layers_desc, self._blueprints)
         self._arrangement = Arrangement(
-            self._num_stages, num_virtual_pipeline_stages, use_dualpipev, plan
+            *(self._num_stages, num_virtual_pipeline_stages, use_dualpipev, plan),
+            head=len(self._layers_desc) > len(described),
         )
         self.placement = self._arrangement.placement
         if plan is not None:
@@ -294,7 +296,14 @@ class PipelineLayer(paddle.nn.Layer):
             if method == "balanced"
             else [LayerInfo(entries.class_name(entry)) for entry in self._layers_desc]
         )
-        return segment(layers, self.placement.stages, method)
+        # Each part of a head is a stage of its own, and so is the loss.
+        cut = segment(layers[: len(layers) - self._head_stages], self.placement.body, method)
+        ends = range(cut.boundaries[-1] + 1, len(layers) + 1)
+        return Partition((*cut.boundaries, *ends), cut.method, tuple(layers))
+
+    @property
+    def _head_stages(self) -> int:
+        return self.placement.stages - self.placement.body
 
     def _layer_infos(self) -> list[LayerInfo]:
         return [

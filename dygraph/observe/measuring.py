@@ -216,7 +216,7 @@ class Runs:
     ) -> tuple[Engine, DygraphStage]:
         layers, job = self._layers, self._job
         split = SplitBackward(schedule, layers.stage_layers)
-        stage = DygraphStage(run_of, layers.placement.stages, split, layers.borders)
+        stage = DygraphStage(run_of, layers.placement, split, layers.borders)
         plan = schedule.lower(layers.edges(training=True))
         return Engine(plan, stage, job.connect(), job.timeout, observers), stage
 

@@ -304,9 +304,7 @@ class Runtime:
         self.hooks = UserHooks(schedule, self._bubbles)
         self.hook_calls = HookCalls(self.hooks, schedule)
         self.split = SplitBackward(schedule, self.layers.stage_layers)
-        self.stage = DygraphStage(
-            self.layers.function, placement.stages, self.split, self.layers.borders
-        )
+        self.stage = DygraphStage(self.layers.function, placement, self.split, self.layers.borders)
 
     def _refuse_beside_slices(self, schedule: Schedule, config: PipelineConfig) -> None:
         """Refuses what cannot be had together with slices of sequences."""

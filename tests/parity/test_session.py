@@ -10,6 +10,7 @@ from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
 from fleetpipe import fleet, parity
+from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.errors import CheckpointError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
@@ -55,6 +56,13 @@ def test_the_reference_gets_a_twin_of_any_optimizer(make: Any) -> None:
         report = compared(model, optimizer)
     assert report.passed, report.verdict()
     assert report.pipeline_loss[0] != report.pipeline_loss[-1]
+
+
+def test_a_head_in_parts_has_the_bits_of_its_single_model() -> None:
+    with job(3):
+        model = pipeline([*mlp_layers()[:-1], VocabularyHead(8, 4)], loss_fn=VocabularyLoss())
+        report = compared(model, sgd(model))
+    assert report.bit_exact, report.verdict()
 
 
 class Rerun(nn.Layer):  # type: ignore[misc]

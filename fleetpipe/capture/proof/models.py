@@ -119,7 +119,8 @@ class CapturedRun:
     def _stage(self, schedule: Schedule) -> DygraphStage:
         form = self._forms.example(training=True)
         split = SplitBackward(schedule, form.layers)
-        return DygraphStage(self._parts.function, self._forms.stages, split, self._parts)
+        placement = Placement("loop", self._forms.stages)
+        return DygraphStage(self._parts.function, placement, split, self._parts)
 
 
 def _engine(plan: Plan, stage: DygraphStage) -> Engine:

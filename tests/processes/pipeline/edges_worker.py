@@ -10,9 +10,10 @@ import paddle
 from paddle import nn
 
 from fleetpipe import fleet
+from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.jobs import begin
-from tests.pipelines import ROWS, batch, job, pipeline, sgd
+from tests.pipelines import ROWS, batch, job, mlp_layers, pipeline, sgd
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 ALONE = "PADDLE_TRAINER_ID" not in os.environ
@@ -77,6 +78,20 @@ def of_a_vee() -> Any:
         return losses, evaluated
 
 
+def of_a_head() -> Any:
+    """The parts of a head get labels from the last rank, and the norm counts each once."""
+    layers = [*mlp_layers()[:-1], VocabularyHead(8, 4)]
+    with job(2):
+        model = pipeline(layers, loss_fn=VocabularyLoss())
+        clip = nn.ClipGradByGlobalNorm(0.01)
+        adam = paddle.optimizer.Adam(0.1, parameters=model.parameters(), grad_clip=clip)
+        optimizer, data = fleet.distributed_optimizer(adam), given(*batch())
+        losses = [told(model.train_batch(data, optimizer)) for _ in range(2)]
+        losses.append(told(model.eval_batch(data, compute_loss=True)))
+        state = model._layers.full_state_dict()
+        return losses, {name: told(value) for name, value in state.items()}
+
+
 def of_a_topology_of_its_own() -> Any:
     """Shared layers with num_stages alone; the second stage does not use one that it has."""
 
@@ -136,6 +151,6 @@ def of_plain_models() -> Any:
 
 def everything() -> dict[str, Any]:
     """What each of the parts gives, by its name."""
-    parts = [of_losses, of_iterators, of_a_vee]
+    parts = [of_losses, of_iterators, of_a_vee, of_a_head]
     parts += [of_a_topology_of_its_own, of_replicas, of_plain_models]
     return {part.__name__: part() for part in parts}

@@ -1,0 +1,253 @@
+"""A head over a large vocabulary, in parts: its products, and the cross-entropy over all of them.
+
+With hidden values x [rows, hidden] and the rows W_r [vocabulary / p, hidden] of part r its logits
+are z_r = x W_r^T. Of each row only two numbers leave a part: log(sum(exp(z_r))), and the label's
+logit, 0 where the label is in another part. The loss of a row is the logarithm of the summed
+exponentials of the first, less the sum of the second.
+
+A pipeline computes each part on a rank of its own. One process has them all, and computes each
+in the same products and sums, when the loss asks for it: until then the logits are deferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Callable, NamedTuple
+
+from fleetpipe.aliases import Context, Nest, Tensor
+from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.paddle_api import paddle, paddle_fleet
+
+# Typed: Paddle's own is not.
+_multiply: Callable[..., Tensor] = paddle.matmul
+
+
+class VocabularyHead:
+    """Describes the last entry of a list of layers: the product with a vocabulary, in parts.
+
+    Each rank of the pipeline holds the weights of one part, [vocabulary / p, hidden]. The loss
+    function takes what the model returns to :func:`vocabulary_cross_entropy`.
+
+    Args:
+        hidden: Numbers of a row of what the layer before returns, [.., hidden].
+        vocabulary: Number of classes.
+        weight_attr: The ``ParamAttr`` of the weights of each part.
+    """
+
+    def __init__(self, hidden: int, vocabulary: int, weight_attr: Any = None) -> None:
+        self.hidden, self.vocabulary, self.weight_attr = hidden, vocabulary, weight_attr
+
+    def __call__(self, _value: Nest) -> Nest:
+        """Refuses to be called: it is a description."""
+        raise ConfigError(
+            "a VocabularyHead is a description, which only a PipelineLayer builds",
+            fix="make it the last entry of the list of layers",
+        )
+
+    def parts(self, ranks: int) -> list[Any]:
+        """Returns what stands in its place in the list of layers: a part for each rank, the loss.
+
+        Raises:
+            ConfigError: There are fewer classes than ranks.
+        """
+        if self.vocabulary < ranks:
+            raise ConfigError(
+                "each rank holds a part of the vocabulary",
+                expected=f"{ranks} classes or more",
+                got=f"VocabularyHead(vocabulary={self.vocabulary})",
+                fix="describe so small a head as a layer like the others",
+            )
+        bounds = [part * self.vocabulary // ranks for part in range(ranks + 1)]
+        description = paddle_fleet.meta_parallel.LayerDesc
+        return [
+            *(
+                description(VocabularyPart, self.hidden, first, last, self.weight_attr)
+                for first, last in zip(bounds, bounds[1:])
+            ),
+            vocabulary_loss,
+        ]
+
+
+class DeferredLogits(NamedTuple):
+    """The logits of one process's model, which the loss computes part by part.
+
+    Attributes:
+        hidden: What the head takes, [.., hidden].
+        parts: Its parts.
+    """
+
+    hidden: Tensor
+    parts: tuple[VocabularyPart, ...]
+
+
+class VocabularyPart(paddle.nn.Layer):
+    """The rows ``first`` to ``last - 1`` of a vocabulary: their weights, [last - first, hidden]."""
+
+    def __init__(self, hidden: int, first: int, last: int, weight_attr: Any = None) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.weight = self.create_parameter([last - first, hidden], attr=weight_attr)
+
+    def extra_repr(self) -> str:
+        """Returns what stands in the first line of its ``repr``."""
+        return f"rows={self.first}..{self.last - 1}"
+
+    def forward(self, value: Nest) -> Nest:
+        """Computes its numbers of each row, [2, rows], or defers that to the loss.
+
+        Args:
+            value: In a pipeline the hidden values and the labels, which come together; in one
+                process the hidden values, or what the part before returned.
+        """
+        if isinstance(value, DeferredLogits):
+            return value._replace(parts=(*value.parts, self))
+        if isinstance(value, tuple):
+            return self.statistics(*value)
+        return DeferredLogits(value, (self,))
+
+    def statistics(self, hidden: Tensor, label: Tensor) -> Tensor:
+        """Returns log(sum(exp(logits))) and the label's logit of each row, [2, rows].
+
+        Args:
+            hidden: [.., hidden].
+            label: Classes, as many as there are rows.
+        """
+        rows = hidden.reshape([-1, hidden.shape[-1]])
+        local = label.detach().reshape([-1, 1]) - self.first
+        compute: Callable[..., Tensor] = _Statistics.apply
+        return compute(rows, self.weight, local)
+
+
+class _Statistics(paddle.autograd.PyLayer):
+    """The logits of a part, of which one buffer of rows x part is kept and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Context, rows: Tensor, weight: Tensor, local: Tensor) -> Tensor:
+        here = paddle.logical_and(local >= 0, local < weight.shape[0])
+        index = paddle.where(here, local, paddle.zeros_like(local))
+        logits = _multiply(rows, weight, transpose_y=True)
+        chosen = paddle.take_along_axis(logits, index, 1) * here.astype(logits.dtype)
+        highest = logits.max(axis=1, keepdim=True)
+        logits.subtract_(highest)
+        logits.exp_()
+        total = logits.sum(axis=1, keepdim=True)
+        ctx.save_for_backward(rows, weight)
+        ctx.kept = logits, total, index, here
+        return paddle.concat([paddle.log(total) + highest, chosen], axis=1).t()
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Any:
+        rows, weight = ctx.saved_tensor()
+        (logits, total, index, here), ctx.kept = ctx.kept, None
+        of_sum, of_chosen = grad.t().split(2, axis=1)
+        logits.multiply_(of_sum / total)
+        of_label = of_chosen * here.astype(grad.dtype)
+        logits.put_along_axis_(index, of_label, 1, reduce="add")
+        of_rows = None if rows.stop_gradient else _multiply(logits, weight)
+        of_weight = None
+        if not weight.stop_gradient:
+            of_weight = _multiply(logits, rows, transpose_x=True)
+        return of_rows, of_weight, None
+
+
+class _Copies(paddle.autograd.PyLayer):
+    """A value for each part, whose gradients are added as in a pipeline: the last part's first."""
+
+    @staticmethod
+    def forward(ctx: Context, value: Tensor, count: int) -> tuple[Tensor, ...]:
+        return tuple(value.clone() for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> Tensor:
+        *rest, total = grads
+        for grad in rest[::-1]:
+            total = total + grad
+        return total
+
+
+def vocabulary_loss(value: Nest) -> Nest:
+    """Stands for the loss in a list of layers: its stage has no layers of its own."""
+    return value
+
+
+def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -100) -> Tensor:
+    """Returns the cross-entropy of each row, as ``F.cross_entropy(.., reduction="none")`` does.
+
+    Args:
+        output: What a model returns whose last layer is a :class:`VocabularyHead`.
+        label: Classes, whole numbers, as many as there are rows.
+        ignore_index: The label of rows that have no loss: theirs is 0.
+
+    Returns:
+        A Tensor of the label's shape.
+
+    Raises:
+        BoundaryError: The output is of another model.
+    """
+    if isinstance(output, DeferredLogits):
+        copy: Callable[..., Sequence[Tensor]] = _Copies.apply
+        pairs = zip(output.parts, copy(output.hidden, len(output.parts)))
+        output = tuple(part.statistics(value, label) for part, value in pairs)
+    if not isinstance(output, tuple) or not all(isinstance(one, paddle.Tensor) for one in output):
+        raise BoundaryError(
+            "vocabulary_cross_entropy takes what a model with a VocabularyHead returns",
+            got=type(output).__name__,
+            fix="make VocabularyHead(hidden, vocabulary) the last entry of the list of layers",
+        )
+    sums, chosen = paddle.stack(list(output), axis=1)
+    losses = paddle.logsumexp(sums, axis=0) - chosen.sum(axis=0)
+    counted = (label.reshape([-1]) != ignore_index).astype(losses.dtype)
+    return (losses * counted).reshape(label.shape)
+
+
+class VocabularyLoss:
+    """The loss of a model whose last layer is a :class:`VocabularyHead`.
+
+    Args:
+        ignore_index: The label of rows that do not count.
+        reduction: "mean" over the rows that count, or "sum". As in ``nn.CrossEntropyLoss`` all rows
+            count in the mean where ``ignore_index`` is below 0.
+
+    Raises:
+        ConfigError: Another reduction.
+    """
+
+    def __init__(self, ignore_index: int = -100, reduction: str = "mean") -> None:
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(
+                "the loss of a batch is one number",
+                expected="reduction='mean' or 'sum'",
+                got=f"reduction={reduction!r}",
+                fix="for each row's use vocabulary_cross_entropy in a loss_fn of your own",
+            )
+        self.ignore_index, self.reduction = ignore_index, reduction
+
+    def __call__(self, output: Nest, label: Tensor) -> Tensor:
+        """Returns the loss of a micro-batch; see :func:`vocabulary_cross_entropy`."""
+        losses = vocabulary_cross_entropy(output, label, self.ignore_index)
+        if self.reduction == "sum":
+            return losses.sum()
+        if self.ignore_index < 0:
+            return losses.mean()
+        return losses.sum() / (label != self.ignore_index).sum().clip(min=1).astype(losses.dtype)
+
+
+def with_parts(entries: Sequence[Any], ranks: int) -> list[Any]:
+    """Returns a list of layers in which the parts of a :class:`VocabularyHead` stand for it.
+
+    Args:
+        entries: The list, as the user gave it.
+        ranks: Ranks of the pipeline.
+
+    Raises:
+        ConfigError: A head that is not the last entry.
+    """
+    for index, entry in enumerate(entries[:-1]):
+        if isinstance(entry, VocabularyHead):
+            raise ConfigError(
+                "a VocabularyHead is the last entry of a list of layers",
+                where=f"layer {index} of {len(entries)}",
+                fix="put it at the end, and what follows into the loss function",
+            )
+    last = entries[-1]
+    return [*entries[:-1], *last.parts(ranks)] if isinstance(last, VocabularyHead) else [*entries]

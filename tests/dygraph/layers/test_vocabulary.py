@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe import fleet
+from fleetpipe.dygraph import VocabularyHead, VocabularyLoss, vocabulary_cross_entropy
+from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from tests.pipelines import FEATURES, ROWS, bits, job, mlp_layers, pipeline, sgd
+
+HIDDEN, VOCABULARY, MICRO_BATCHES = 8, 11, 4
+
+
+def layers() -> list[Any]:
+    return [*mlp_layers(HIDDEN)[:-1], VocabularyHead(HIDDEN, VOCABULARY)]
+
+
+def batch(seed: int = 0) -> list[Any]:
+    """[inputs, labels], one label ignored, the classes of all parts among the others."""
+    numbers = np.random.default_rng(seed)
+    rows = MICRO_BATCHES * ROWS
+    labels = numbers.permutation(VOCABULARY)[:rows, None]
+    labels[1] = -100
+    inputs = numbers.standard_normal((rows, FEATURES)).astype("float32")
+    return [paddle.to_tensor(inputs), paddle.to_tensor(labels)]
+
+
+def micro_batches(data: list[Any]) -> list[list[Any]]:
+    return [[t[k * ROWS : (k + 1) * ROWS] for t in data] for k in range(MICRO_BATCHES)]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "FThenB", "ZBH1"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_it_has_the_bits_of_one_model_with_the_same_parts(schedule: str, ranks: int) -> None:
+    with job(pp=ranks, micro_batches=MICRO_BATCHES, schedule=schedule):
+        model = pipeline(layers(), loss_fn=VocabularyLoss())
+        single = model._layers.single_model()
+        model._layers.copy_to(single)
+        optimizer = adam(model)
+        alone = paddle.optimizer.Adam(0.1, parameters=single.parameters())
+        for step in range(3):
+            loss = model.train_batch(batch(step), optimizer)
+            expected = paddle.zeros([])
+            for inputs, labels in micro_batches(batch(step)):
+                share = VocabularyLoss()(single(inputs), labels) / MICRO_BATCHES
+                share.backward()
+                expected = expected + share.detach()
+            alone.step()
+            alone.clear_grad()
+            assert float(loss) == float(expected)
+            assert bits(model._layers.full_state_dict()) == bits(single.state_dict())
+        evaluated = model.eval_batch(batch(9), compute_loss=True)
+        single.eval()
+        shares = [VocabularyLoss()(single(x), y) for x, y in micro_batches(batch(9))]
+        assert float(evaluated) == float(sum(one / MICRO_BATCHES for one in shares))
+
+
+def adam(model: Any) -> Any:
+    return fleet.distributed_optimizer(paddle.optimizer.Adam(0.1, parameters=model.parameters()))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("ignored", [-100, 3])
+def test_it_is_plain_cross_entropy_up_to_rounding(reduction: str, ignored: int) -> None:
+    entries = mlp_layers(HIDDEN)[:-1]
+    with_linear = [*entries, LayerDesc(nn.Linear, HIDDEN, VOCABULARY, bias_attr=False)]
+    with job(pp=2, micro_batches=MICRO_BATCHES):
+        model = pipeline(layers(), loss_fn=VocabularyLoss(ignored, reduction))
+        plain = PipelineLayer(with_linear, num_stages=1).single_model()
+        state = model._layers.full_state_dict()
+        parts = [state.pop(f"{len(entries) + part}.weight") for part in range(2)]
+        plain.set_state_dict({**state, f"{len(entries)}.weight": paddle.concat(parts).t()})
+        data = batch()
+        data[1] = paddle.where(data[1] == -100, paddle.full_like(data[1], ignored), data[1])
+        loss = model.forward_backward_pipeline(data)
+        criterion = nn.CrossEntropyLoss(ignore_index=ignored, reduction=reduction)
+        for inputs, labels in micro_batches(data):
+            (criterion(plain(inputs), labels) / MICRO_BATCHES).backward()
+            loss = loss - criterion(plain(inputs), labels) / MICRO_BATCHES
+        assert abs(float(loss)) < 1e-5
+        gradients = {name: one.grad for name, one in model._layers.own_state().items()}
+        of_parts = [gradients.pop(f"{len(entries) + part}.weight") for part in range(2)]
+        gradients[f"{len(entries)}.weight"] = paddle.concat(of_parts).t()
+        for name, parameter in plain.named_parameters():
+            np.testing.assert_allclose(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_of_each_row_is_cross_entropys() -> None:
+    single = PipelineLayer(layers(), num_stages=3).single_model()
+    inputs, labels = batch()
+    output = single(inputs)
+    rows = vocabulary_cross_entropy(output, labels)
+    weight = paddle.concat([part.weight for part in output.parts])
+    assert [part.weight.shape[0] for part in output.parts] == [3, 4, 4]
+    logits = paddle.matmul(output.hidden, weight, transpose_y=True)
+    expected = nn.functional.cross_entropy(logits, labels, reduction="none")
+    assert rows.shape == labels.shape
+    np.testing.assert_allclose(rows.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_of_ones_own_may_weight_rows_and_take_labels_in_a_tuple() -> None:
+    def weighted(output: Any, labels: Any) -> Any:
+        classes, weights = labels
+        return (vocabulary_cross_entropy(output, classes) * weights).sum()
+
+    inputs, classes = batch()
+    weights = paddle.arange(len(classes), dtype="float32").unsqueeze(1)
+    with job(pp=2, micro_batches=MICRO_BATCHES):
+        model = pipeline(layers(), loss_fn=weighted)
+        single = model._layers.single_model()
+        model._layers.copy_to(single)
+        loss = model.train_batch([inputs, (classes, weights)], sgd(model))
+        expected = weighted(single(inputs), (classes, weights)) / MICRO_BATCHES
+        assert abs(float(loss) - float(expected)) < 1e-5
+
+
+def test_whole_logits_are_refused() -> None:
+    with job(pp=2, micro_batches=MICRO_BATCHES):
+        model = pipeline(layers(), loss_fn=VocabularyLoss())
+        with pytest.raises(BoundaryError, match="compute_loss=True"):
+            model.predict_batch(batch()[0])
+        with pytest.raises(BoundaryError, match="compute_loss=True"):
+            model.eval_batch([batch()[0], None])
+        assert float(model.eval_batch(batch(), compute_loss=True)) > 0
+
+
+@pytest.mark.parametrize(
+    ("entries", "schedule", "message"),
+    [
+        ([*layers(), nn.functional.relu], "1F1B", "last entry"),
+        ([*layers()[:-1], VocabularyHead(HIDDEN, 1)], "1F1B", "2 classes or more"),
+        (layers(), "ZBV", "vocabulary head"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(entries: Any, schedule: str, message: str) -> None:
+    with job(pp=2, schedule=schedule), pytest.raises(ConfigError, match=message):
+        pipeline(entries, loss_fn=VocabularyLoss())
+
+
+def test_wrong_uses_of_the_loss_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'mean' or 'sum'"):
+        VocabularyLoss(reduction="none")
+    with pytest.raises(BoundaryError, match="VocabularyHead"):
+        vocabulary_cross_entropy(paddle.zeros([2, 3]), paddle.zeros([2], "int64"))
+    with pytest.raises(ConfigError, match="description"):
+        VocabularyHead(2, 3)(paddle.zeros([2]))
