@@ -90,7 +90,7 @@ def init(
         )
     arguments = (role_maker, is_collective, strategy, log_level)
     dynamic = paddle.in_dynamic_mode()
-    if dynamic and is_collective and degrees.split(*degrees.state_axes) > 1:
+    if dynamic and is_collective and degrees.state_shards > 1:
         refuse_sharding_options(strategy)
     static.install()
     if not dynamic:

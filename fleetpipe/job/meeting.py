@@ -88,9 +88,6 @@ def open_store(timeout: float) -> JobStore:
     """
     host, port = _address()
     _refuse_paddles_store()
-    if own_rank() == 0:
-        _refuse_taken(host, port)
-        _servers.append(open_tcp_store(host, port, True, timeout))
     # The port may by now serve another job.
     sign = hashlib.sha256(os.environ["PADDLE_TRAINER_ENDPOINTS"].encode()).hexdigest()
     return _reach(host, port, timeout, f"fleetpipe/job/{sign}")
@@ -240,7 +237,9 @@ def _refuse_taken(host: str, port: int) -> None:
 
 
 def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
-    """Waits until the job's store listens: Paddle's own client would wait without a limit.
+    """Serves the job's store on rank 0, and waits until it listens.
+
+    Paddle's own client would wait without a limit.
 
     Args:
         host: Where.
@@ -248,6 +247,9 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
         timeout: Seconds to wait.
         sign: A key that rank 0 puts into the store, and that is in no other.
     """
+    if own_rank() == 0:
+        _refuse_taken(host, port)
+        _servers.append(open_tcp_store(host, port, True, timeout))
     limit = Limit(timeout)
     number = attempt_files.number()
     while True:

@@ -107,6 +107,11 @@ class Degrees:
         return ("sharding", "cp") if self.cp_in_sharding else ("sharding",)
 
     @property
+    def state_shards(self) -> int:
+        """The ranks that share the optimizer's state: Fleet's ``sharding_degree``."""
+        return self.split(*self.state_axes)
+
+    @property
     def layer_axes(self) -> tuple[str, ...]:
         """The axes along which ranks compute a layer together; beside experts all of a stage."""
         return tuple(a for a in DENSE if a != "pp" and (self.ep > 1 or a not in REPLICA))
@@ -118,7 +123,7 @@ class Degrees:
     def configs(self) -> dict[str, int]:
         """Returns these degrees as Fleet's ``hybrid_configs`` has them."""
         degrees = {f"{axis}_degree": getattr(self, axis) for axis in AXES}
-        return {**degrees, "sharding_degree": self.split(*self.state_axes)}
+        return {**degrees, "sharding_degree": self.state_shards}
 
     def refuse_beyond(self, supported: Sequence[str], fix: str) -> None:
         """Refuses degrees that a graph mode does not run.
@@ -197,7 +202,7 @@ class Mesh:
         Beside experts sharding has two digits, as in Fleet: moe_sharding's, and what is left of it.
         """
         sizes = [(axis, getattr(self.degrees, axis)) for axis in self.order]
-        state, outer = self.degrees.split(*self.degrees.state_axes), self.degrees.moe_sharding
+        state, outer = self.degrees.state_shards, self.degrees.moe_sharding
         if self.degrees.ep == 1 or state % outer:
             return sizes
         sizes = [(a, n) for a, n in sizes if a not in ("sharding", *self.degrees.state_axes)]
