@@ -171,6 +171,14 @@ class Job:
             f"holders {list(ranks)}", lambda: [self._along(["pp"])[rank] for rank in ranks]
         )
 
+    def members(self, ranks: Sequence[int]) -> Group:
+        """Returns some ranks of the job, of which this process is one.
+
+        Args:
+            ranks: Their numbers in the job, in the same order on all of them.
+        """
+        return self._group(f"ranks {list(ranks)}", lambda: list(ranks))
+
     @functools.cached_property
     def coordinate(self) -> Coordinate:
         """This process's place on each axis; the first rank's where it plays all."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
-from fleetpipe.errors import PeerFailed, UsageError
+from fleetpipe.errors import PeerFailed
+from fleetpipe.mesh.sums import added, added_up, copies
 from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
 from fleetpipe.transport.wire.message import MessageKey
@@ -74,6 +75,33 @@ class Group(Protocol):
             parts: A tensor for each member; what is for one member has one shape and dtype on all.
         """
 
+    def begin_reduce_scatter(self, parts: Sequence[Any]) -> Reduction:
+        """Gives each member its part without waiting for the others'. Collective.
+
+        It ends in order with what :meth:`begin_all_gather` has begun.
+        """
+
+
+class Reduction:
+    """A ``reduce_scatter`` on its way: this member has given its parts."""
+
+    def __init__(self, gathering: Gathering, rank: int) -> None:
+        """Adds up what a member with some number gets."""
+        self._gathering, self._rank = gathering, rank
+
+    def arrived(self) -> bool:
+        """Whether the parts of all members are here; never blocks."""
+        return self._gathering.arrived()
+
+    def value(self) -> Any:
+        """Waits for the parts of all members, and returns their sum.
+
+        Raises:
+            PipelineTimeout: Some part did not come within the limit.
+            UsageError: They differ in shape or dtype, or are bools.
+        """
+        return added_up(self._gathering.values(), self._rank)
+
 
 class _Gathered:
     """What one process that stands for all has gathered: its own value."""
@@ -125,7 +153,7 @@ class SoleGroup:
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
         """Has a copy of the one part; see :meth:`all_to_all`."""
-        (part,) = _copies(parts, self)
+        (part,) = copies(parts, self.rank, self.ranks)
         return _Gathered(part)
 
     def reduce_scatter(self, parts: Sequence[Any]) -> Any:
@@ -134,7 +162,11 @@ class SoleGroup:
         Raises:
             UsageError: There is not one part, or it is of bools.
         """
-        return _sum(self.all_to_all(parts), self)
+        return self.begin_reduce_scatter(parts).value()
+
+    def begin_reduce_scatter(self, parts: Sequence[Any]) -> Reduction:
+        """Has a copy of the one part; see :meth:`reduce_scatter`."""
+        return Reduction(self.begin_all_to_all(parts), self.rank)
 
 
 @shows("rank", "ranks")
@@ -204,10 +236,10 @@ class DirectGroup:
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
         """Gives each member its part without waiting for the others'; see :meth:`all_to_all`."""
-        copies = _copies(parts, self)
+        outgoing = copies(parts, self.rank, self.ranks)
         for peer in self._peers():
-            self.transport.send(peer, self._exchange, copies[peer])
-        return self._begin(self._exchange, copies[self.rank])
+            self.transport.send(peer, self._exchange, outgoing[peer])
+        return self._begin(self._exchange, outgoing[self.rank])
 
     def reduce_scatter(self, parts: Sequence[Any]) -> Any:
         """Returns the sum of the parts that all members have for this one. Collective.
@@ -220,7 +252,11 @@ class DirectGroup:
             UsageError: There is not one part for each member; one is of bools; or the members'
                 parts for this one differ in shape or dtype.
         """
-        return _sum(self.all_to_all(parts), self)
+        return self.begin_reduce_scatter(parts).value()
+
+    def begin_reduce_scatter(self, parts: Sequence[Any]) -> Reduction:
+        """Gives each member its part without waiting; see :meth:`reduce_scatter`."""
+        return Reduction(self.begin_all_to_all(parts), self.rank)
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum of all members', added in their order. Collective.
@@ -229,7 +265,7 @@ class DirectGroup:
             PipelineTimeout: Some member did not come within the limit.
         """
         for tensor in tensors:
-            tensor.set_value(functools.reduce(_added, self.all_gather(tensor.clone())))
+            tensor.set_value(functools.reduce(added, self.all_gather(tensor.clone())))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
         """Gives each tensor the value that it has on the member named beside it. Collective.
@@ -379,42 +415,3 @@ class GlooGroup(DirectGroup):
                 cause="another member died within it, or did not go on for 30 s",
                 fix="read the logs of the other members",
             ) from error
-
-
-def _copies(parts: Sequence[Any], group: Group) -> list[Any]:
-    """Returns copies of what goes to each member: a tensor may change before it has left."""
-    if len(parts) != group.ranks:
-        raise UsageError(
-            "a group exchanges one part for each of its members",
-            where=f"member {group.rank}",
-            expected=f"{group.ranks} tensors, by member",
-            got=f"{len(parts)}",
-            fix="split the tensor into as many parts as the group has members; a part may be empty",
-        )
-    # Paddle 2.6.2 clones no tensor without elements.
-    return [part.detach() if 0 in part.shape else part.detach().clone() for part in parts]
-
-
-def _sum(parts: Sequence[Any], group: Group) -> Any:
-    """Adds the members' parts in their order."""
-    kinds = [(str(part.dtype).rpartition(".")[2], tuple(part.shape)) for part in parts]
-    differing = next((n for n, kind in enumerate(kinds) if kind != kinds[group.rank]), group.rank)
-    if differing != group.rank or kinds[group.rank][0] == "bool":
-        (dtype, shape), (other_dtype, other_shape) = kinds[group.rank], kinds[differing]
-        raise UsageError(
-            f"member {group.rank} cannot add what the members of the group have for it",
-            expected=f"numbers of dtype {dtype} and shape {list(shape)}, as its own part"
-            if dtype != "bool"
-            else "numbers; bools can be exchanged by all_to_all",
-            got=f"dtype {other_dtype} and shape {list(other_shape)} from member {differing}",
-            fix="split the tensors in the same way on every member, and cast bools",
-        )
-    return functools.reduce(_added, parts)
-
-
-def _added(total: Any, part: Any) -> Any:
-    """Adds two tensors; those of 16 bits in float32, with the same bits: CPUs have no kernel."""
-    dtype = total.dtype
-    if str(dtype).rpartition(".")[2] not in ("float16", "bfloat16"):
-        return total + part
-    return (total.astype("float32") + part.astype("float32")).astype(dtype)

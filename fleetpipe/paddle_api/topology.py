@@ -188,6 +188,19 @@ def make_without_gloo(create: Callable[..., PaddleGroup]) -> None:
         vars(core)["ProcessGroupGloo"] = SimpleNamespace(create=create)
 
 
+def complete_gloo(methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Gives Gloo's groups methods in the place of those that it says it does not have."""
+    if _has_gloo():
+        for name, method in methods.items():
+            setattr(core.ProcessGroupGloo, name, method)
+
+
+def ranks_of(process_group: PaddleGroup) -> list[int]:
+    """Returns the ranks of the job that are members of one of Paddle's process groups."""
+    groups = _paddle_collective._group_map.values()
+    return next(list(group.ranks) for group in groups if group.process_group is process_group)
+
+
 def restore_gloo_stores() -> None:
     """Undoes :func:`replace_gloo_stores`, if it was called; groups that were made keep theirs."""
     now = _paddle_collective._new_process_group_impl

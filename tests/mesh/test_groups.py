@@ -249,6 +249,11 @@ def test_ranks_on_one_thread_exchange_through_memory() -> None:
         for rank, group in enumerate(groups)
     ]
     assert [[part[0].item() for part in one.values()] for one in begun] == [[0, 10], [1, 11]]
+    sums = [
+        group.begin_reduce_scatter([paddle.full([1], 10.0 * m)] * 2)
+        for m, group in enumerate(groups)
+    ]
+    assert [one.arrived() and one.value().item() for one in sums] == [10.0, 10.0]
 
 
 def test_one_process_keeps_its_part() -> None:

@@ -22,8 +22,10 @@ from typing import Any
 
 from fleetpipe import log
 from fleetpipe.errors import PipelineTimeout, TransportError
+from fleetpipe.job.groups import exchanges
 from fleetpipe.job.groups.own_group import OwnGroup
 from fleetpipe.paddle_api.topology import (
+    complete_gloo,
     make_without_gloo,
     open_tcp_store,
     replace_gloo_stores,
@@ -59,6 +61,7 @@ def separate_stores(store: Store, timeout: float) -> None:
         return opened
 
     replace_gloo_stores(own_store)
+    complete_gloo(exchanges.methods())
     make_without_gloo(functools.partial(OwnGroup, timeout=timeout))
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetpipe.aliases import PaddleStore
-from fleetpipe.mesh.groups import DirectGroup
-from fleetpipe.paddle_api import paddle
+from fleetpipe.job.groups.exchanges import Exchanges, methods, reduced
+from fleetpipe.mesh.groups import DirectGroup, Group
 from fleetpipe.transport.sockets.transport import connect
 
 
@@ -23,7 +23,7 @@ class Done:
         return True
 
 
-class OwnGroup:
+class OwnGroup(Exchanges):
     """The ranks of one of Paddle's groups; each method is called by all of them."""
 
     def __init__(
@@ -41,6 +41,10 @@ class OwnGroup:
         name = f"fleetpipe/group/{number}"
         transport = connect(rank=rank, ranks=ranks, store=store, namespace=name, timeout=timeout)
         self._members = DirectGroup(transport, timeout)
+
+    def members(self) -> Group:
+        """Returns the members."""
+        return self._members
 
     def name(self) -> str:
         """Returns the name of the backend in whose place this is."""
@@ -81,15 +85,10 @@ class OwnGroup:
         return Done()
 
     def _reduce(self, tensor: Any, operation: Any) -> None:
-        kinds = paddle.distributed.ReduceOp
-        stock: dict[Any, Any] = {
-            kinds.MAX: paddle.maximum,
-            kinds.MIN: paddle.minimum,
-            kinds.PROD: paddle.multiply,
-        }
-        total, *rest = self._members.all_gather(tensor.detach().clone())
-        for other in rest:
-            total = stock.get(operation, paddle.add)(total, other)
-        # 2.6.2 has no average among Gloo's reductions.
-        average = hasattr(kinds, "AVG") and operation == kinds.AVG
-        tensor.set_value(total / self.size() if average else total)
+        parts = self._members.all_gather(tensor.detach().clone())
+        tensor.set_value(reduced(parts, operation))
+
+
+for _name, _method in methods().items():
+    if _name.endswith("_on_calc_stream"):
+        setattr(OwnGroup, _name, _method)

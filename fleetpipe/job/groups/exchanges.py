@@ -1,0 +1,191 @@
+"""What ``paddle.distributed`` asks of a group on CPU ranks and Gloo does not have.
+
+``alltoall``, ``alltoall_single``, ``reduce_scatter`` and ``all_gather`` into one tensor go over the
+ranks' own connections: parts straight from member to member, sums in the members' order. What has
+``use_calc_stream=True`` is the same operation without it: CPUs have no streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fleetpipe.aliases import PaddleGroup, Tensor
+from fleetpipe.errors import StateError, UsageError
+from fleetpipe.job.job import current_job
+from fleetpipe.mesh.groups import Gathering, Group
+from fleetpipe.mesh.sums import added
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.topology import ranks_of
+
+
+class Exchange:
+    """A collective operation on its way; Paddle calls such a thing a task."""
+
+    def __init__(self, gathering: Gathering, put: Callable[[list[Tensor]], None]) -> None:
+        """Notes what to do with the values of all members when they are here."""
+        self._gathering, self._put, self._done = gathering, put, False
+
+    def wait(self) -> bool:
+        """Waits for all members, and fills the outputs."""
+        if not self._done:
+            with paddle.no_grad():
+                self._put(self._gathering.values())
+            self._done = True
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        """Whether the outputs are filled; never blocks."""
+        return self._done or (self._gathering.arrived() and self.wait())
+
+
+class Exchanges:
+    """Methods of one of Paddle's process groups, each called by all members."""
+
+    def members(self) -> Group:
+        """Returns the members; a process group of Paddle's must be one of the current job's."""
+        job = current_job()
+        if job is None:
+            raise StateError(
+                "the ranks exchange parts over the connections of a job, and there is none",
+                cause="Gloo, Paddle's CPU backend, has neither alltoall nor reduce_scatter",
+                fix="call fleet.init(is_collective=True, strategy=strategy) first",
+            )
+        return job.members(ranks_of(self))
+
+    def all_to_all(
+        self, out: Sequence[Tensor], parts: Sequence[Tensor], sync_op: bool = True
+    ) -> Exchange:
+        """Fills ``out``, by member, with the parts that all members have for this one."""
+        return Exchange(self.members().begin_all_to_all(parts), lambda got: _fill(out, got))
+
+    def all_to_all_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Exchange:
+        """As :meth:`all_to_all`, of equal parts of the first dimension."""
+        if paddle.version.major == "2":  # 2.6.2 has them the other way round
+            out, tensor = tensor, out
+        return self.all_to_all_single(out, tensor, [], [], sync_op)
+
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        out_sizes: list[int],
+        sizes: list[int],
+        sync_op: bool = True,
+    ) -> Exchange:
+        """As :meth:`all_to_all`, of parts of the first dimension; no sizes mean equal ones."""
+        group = self.members()
+        parts = _split(tensor, sizes, group.ranks)
+        places = _split(out, out_sizes, group.ranks)
+
+        def put(got: list[Tensor]) -> None:
+            _require_alike(places, got)
+            out.set_value(paddle.concat(got))
+
+        return Exchange(group.begin_all_to_all(parts), put)
+
+    def reduce_scatter(
+        self, out: Tensor, parts: Sequence[Tensor], operation: Any, sync_op: bool = True
+    ) -> Exchange:
+        """Fills ``out`` with the sum, or another reduction, of all members' parts for this one."""
+        group = self.members()
+        return Exchange(
+            group.begin_all_to_all(parts),
+            lambda got: _fill([out], [reduced(got, operation)]),
+        )
+
+    def reduce_scatter_tensor(
+        self, out: Tensor, tensor: Tensor, operation: Any, sync_op: bool = True
+    ) -> Exchange:
+        """As :meth:`reduce_scatter`, of equal parts of the first dimension."""
+        return self.reduce_scatter(out, _split(tensor, [], self.members().ranks), operation)
+
+    def all_gather_into_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Exchange:
+        """Fills ``out`` with the tensors of all members, along the first dimension."""
+        gathering = self.members().begin_all_gather(tensor.detach().clone())
+        return Exchange(
+            gathering, lambda got: _fill([out], [paddle.concat(got).reshape(out.shape)])
+        )
+
+
+#: What is called with a stream too.
+_WITHOUT_STREAM = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "scatter", "scatter_tensor"),
+    *("send", "recv", "all_to_all", "all_to_all_tensor", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor"),
+)
+
+
+def methods() -> dict[str, Callable[..., Any]]:
+    """Returns the functions that a class of process groups gets, by name."""
+    made = {name: method for name, method in vars(Exchanges).items() if not name.startswith("_")}
+    for name in _WITHOUT_STREAM:
+        made[f"{name}_on_calc_stream"] = _on_calc_stream(name)
+    return made
+
+
+def _on_calc_stream(name: str) -> Callable[..., Any]:
+    def call(group: PaddleGroup, *arguments: Any) -> Any:
+        task = getattr(group, name)(*arguments, True)
+        task.wait()
+        return task
+
+    return call
+
+
+def reduced(parts: Sequence[Tensor], operation: Any) -> Tensor:
+    """Returns the reduction of the members' tensors, in their order.
+
+    Args:
+        parts: By member, of one shape and dtype.
+        operation: One of ``paddle.distributed.ReduceOp``, or the number of what Paddle made of it.
+    """
+    kinds, operation = paddle.distributed.ReduceOp, int(operation)
+    stock: dict[Any, Any] = {
+        kinds.MAX: paddle.maximum,
+        kinds.MIN: paddle.minimum,
+        kinds.PROD: paddle.multiply,
+    }
+    _require_alike([parts[0]] * len(parts), parts)
+    total, *rest = parts
+    for part in rest:
+        total = stock[operation](total, part) if operation in stock else added(total, part)
+    # 2.6.2 has no average among its reductions.
+    average = hasattr(kinds, "AVG") and operation == kinds.AVG
+    return total / len(parts) if average else total
+
+
+def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
+    """Cuts the first dimension in a part for each member; parts may be empty."""
+    rows = int(tensor.shape[0])
+    if not sizes and rows % ranks == 0:
+        sizes = [rows // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != rows:
+        raise UsageError(
+            "a tensor is cut along its first dimension into a part for each member of the group",
+            expected=f"{ranks} sizes that add up to {rows}, or none and a multiple of {ranks} rows",
+            got=str(list(sizes)) if sizes else f"{rows} rows",
+            fix="give the sizes of all parts, or pad the tensor",
+        )
+    ends = [sum(sizes[: index + 1]) for index in range(ranks)]
+    return [tensor[end - size : end] for end, size in zip(ends, sizes)]
+
+
+def _fill(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    _require_alike(places, values)
+    for place, value in zip(places, values):
+        place.set_value(value)
+
+
+def _require_alike(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for member, (place, value) in enumerate(zip(places, values)):
+        if (place.shape, place.dtype) != (value.shape, value.dtype):
+            raise UsageError(
+                "what arrives from a member of a group does not fit where it is to stand",
+                where=f"from member {member}",
+                expected=f"shape {list(place.shape)}, dtype {place.dtype}",
+                got=f"shape {list(value.shape)}, dtype {value.dtype}",
+                fix="make the outputs in the sizes that the other members send",
+            )
