@@ -49,7 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),
         *("io", "checkpoint"),
     ),
-    ("dygraph/experts",),
+    ("dygraph/experts", "dygraph/sequences"),
     ("dygraph/layers/refusals",),
     ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/pipeline_programs"),
     ("dygraph/state", "static/save"),

@@ -1,0 +1,161 @@
+"""Which places of a sequence each rank has, where sequences are split over ranks.
+
+Along cp a sequence is in twice as many equal chunks as there are ranks, and rank r has the r-th
+from the front and the r-th from the back: in causal attention, where later places see more, this
+gives every rank the same work (a zig-zag). What a cp rank has is split once more along sep, in
+consecutive parts::
+
+    chunks, cp 2     0 1 2 3
+    cp 0             0     3      sep 2: its first half, its second half
+    cp 1               1 2
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph.nest import mapped, tensors_of
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import Job, current_job
+from fleetpipe.mesh.groups import Group, SoleGroup
+from fleetpipe.paddle_api import paddle
+
+
+class SequenceRanks(NamedTuple):
+    """The ranks that share each sequence of one replica, as one of them sees them.
+
+    Args:
+        sep: Those whose attention exchanges places for heads.
+        cp: Those whose attention passes keys and values around.
+    """
+
+    sep: Group
+    cp: Group
+
+    @classmethod
+    def of(cls, job: Job | None) -> SequenceRanks:
+        """Returns those of a job; this process alone where there is none."""
+        if job is None or job.local:
+            return cls(SoleGroup(), SoleGroup())
+        return cls(job.along("sep"), job.along("cp"))
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.sep.ranks * self.cp.ranks
+
+    @property
+    def divisor(self) -> int:
+        """What must divide the length of a sequence."""
+        return self.ranks * (2 if self.cp.ranks > 1 else 1)
+
+    def chunks(self, length: int, rank: int | None = None) -> list[tuple[int, int]]:
+        """Returns the first place, and the one after the last, of each chunk of a cp rank.
+
+        Args:
+            length: Places of the whole sequence.
+            rank: Which one; None for this one.
+
+        Raises:
+            ConfigError: The ranks cannot have equal parts of it.
+        """
+        self.require(length)
+        if self.cp.ranks == 1:
+            return [(0, length)]
+        number, last = self.cp.rank if rank is None else rank, 2 * self.cp.ranks - 1
+        size = length // (last + 1)
+        return [(n * size, (n + 1) * size) for n in (number, last - number)]
+
+    def places(self, length: int) -> Tensor:
+        """Returns the places that this rank has: int64 ``[length / ranks]``, in its order.
+
+        These are the position ids of its part of a sequence that is not packed.
+
+        Args:
+            length: Places of the whole sequence.
+
+        Raises:
+            ConfigError: The ranks cannot have equal parts of it.
+        """
+        held = np.concatenate([np.arange(*chunk) for chunk in self.chunks(length)])
+        return paddle.to_tensor(np.split(held, self.sep.ranks)[self.sep.rank], dtype="int64")
+
+    def own_part(self, value: Nest, axis: int = 1) -> Nest:
+        """Returns this rank's places of whole sequences, which every rank has; not collective.
+
+        Args:
+            value: Tensors, in tuples, lists and dicts: inputs, labels, position ids, documents.
+            axis: The axis of the places.
+
+        Raises:
+            ConfigError: The ranks cannot have equal parts of the sequences.
+        """
+        for tensor in tensors_of(value):
+            self.require(tensor.shape[axis])
+        if self.ranks == 1:
+            return value
+
+        def places_of(tensor: Tensor) -> Tensor:
+            return paddle.index_select(tensor, self.places(tensor.shape[axis]), axis)
+
+        return mapped(places_of, value)
+
+    def whole(self, part: Tensor, axis: int = 1) -> Tensor:
+        """Returns the whole sequences of which every rank gives its part. Collective; no gradient.
+
+        Args:
+            part: Of the same shape on every rank.
+            axis: The axis of the places.
+        """
+        whole = _joined(_joined(part.detach(), self.sep, axis), self.cp, axis)
+        chunks = [c for rank in range(self.cp.ranks) for c in self.chunks(whole.shape[axis], rank)]
+        order = np.argsort(np.concatenate([np.arange(*chunk) for chunk in chunks]))
+        return paddle.index_select(whole, paddle.to_tensor(order, dtype="int64"), axis)
+
+    def require(self, length: int) -> None:
+        """Refuses a sequence of which the ranks cannot have equal parts.
+
+        Raises:
+            ConfigError: Its length cannot be divided.
+        """
+        if length % self.divisor:
+            zigzag = " x 2, for the two chunks of each cp rank" if self.cp.ranks > 1 else ""
+            raise ConfigError(
+                f"a sequence of {length} places cannot be split over sep_degree="
+                f"{self.sep.ranks} x cp_degree={self.cp.ranks} ranks",
+                expected=f"a multiple of {self.divisor} places (sep x cp{zigzag})",
+                fix=f"pad sequences to {-(-length // self.divisor) * self.divisor} places, with "
+                "labels that the loss ignores",
+            )
+
+
+def sequence_ranks() -> SequenceRanks:
+    """Returns the ranks that share this process's sequences, by the job's sep and cp degrees."""
+    return SequenceRanks.of(current_job())
+
+
+def own_part(value: Nest, axis: int = 1) -> Nest:
+    """Returns this rank's places of whole sequences; see :meth:`SequenceRanks.own_part`."""
+    return sequence_ranks().own_part(value, axis)
+
+
+def places(length: int) -> Tensor:
+    """Returns the places that this rank has; see :meth:`SequenceRanks.places`."""
+    return sequence_ranks().places(length)
+
+
+def documents_of(position_ids: Tensor) -> Tensor:
+    """Returns the number of the document at each place of packed sequences.
+
+    Args:
+        position_ids: Integers ``[rows, length]`` of whole sequences, which begin again at 0 where a
+            document begins.
+    """
+    return (position_ids == 0).astype("int32").cumsum(axis=-1)
+
+
+def _joined(part: Tensor, group: Group, axis: int) -> Tensor:
+    return paddle.concat(group.all_gather(part.clone()), axis=axis)

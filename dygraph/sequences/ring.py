@@ -1,0 +1,188 @@
+"""Attention over sequences that are split along cp: keys and values go from rank to rank.
+
+In each of n - 1 rounds every rank sends its own two chunks to another rank, one after the other,
+and takes those of a third (Liu et al., Ring Attention, arXiv:2310.01889; here chunks come straight
+from their owner). Beside its own a rank has one chunk, and the copy of one that is on its way: of n
+parts of all keys and values never more than two. Backward fetches the chunks again, and sends
+their gradients back to the owners, which add them in the order of the rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from fleetpipe.aliases import Context, Tensor
+from fleetpipe.dygraph.sequences.blocks import Chunk, Rows, RowsBackward
+from fleetpipe.dygraph.sequences.parts import SequenceRanks
+from fleetpipe.dygraph.tensor_parallel.operations import noting
+from fleetpipe.paddle_api import paddle
+
+#: The gradients of a query, a key and a value.
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class _Round(NamedTuple):
+    """Who sends a chunk to whom: this rank to ``target``, ``source`` to this rank."""
+
+    target: int
+    source: int
+    number: int
+
+
+class Ring:
+    """The chunks of all cp ranks, and how this rank gets those of the others."""
+
+    def __init__(
+        self, ranks: SequenceRanks, length: int, documents: Tensor | None, causal: bool
+    ) -> None:
+        """Gives all ranks the documents of this one. Collective over cp.
+
+        Args:
+            ranks: The ranks that share the sequences.
+            length: Places of the whole sequences.
+            documents: ``[rows, length / cp]``; None where a query sees all documents.
+            causal: Whether a query sees only keys at its own place and before.
+        """
+        self.causal = causal
+        self._group = ranks.cp
+        self._bounds = [ranks.chunks(length, rank) for rank in range(self._group.ranks)]
+        gathered = self._group.all_gather(None if documents is None else documents.clone())
+        self._documents = [_parts(part, len(self._bounds[0])) for part in gathered]
+
+    def own(self, values: Tensor) -> list[Chunk]:
+        """Returns the chunks ``[.., places, size]`` of this rank."""
+        rank = self._group.rank
+        return [
+            self._chunk(rank, number, part)
+            for number, part in enumerate(paddle.split(values, len(self._bounds[rank]), axis=-2))
+        ]
+
+    def rounds(self) -> Iterator[_Round]:
+        """Yields what is exchanged, in the order that all ranks have."""
+        rank, ranks = self._group.rank, self._group.ranks
+        for distance in range(1, ranks):
+            for number in range(len(self._bounds[rank])):
+                yield _Round((rank + distance) % ranks, (rank - distance) % ranks, number)
+
+    def fetch(self, turn: _Round, own: Sequence[Chunk]) -> Chunk | None:
+        """Returns another rank's chunk; None where no query here sees it. Collective over cp."""
+        sent = own[turn.number] if self._sees(turn.target, own[turn.number].begin) else None
+        taken = self._swap(turn.target, None if sent is None else sent.values, turn.source)
+        chunk = self._chunk(turn.source, turn.number, taken)
+        return chunk if self._sees(self._group.rank, chunk.begin) else None
+
+    def give_back(self, turn: _Round, gradient: Tensor | None) -> Tensor | None:
+        """Returns what ``target`` adds to the gradient of an own chunk. Collective over cp.
+
+        Args:
+            turn: The round in which it was fetched.
+            gradient: Of the chunk of ``source``; None where no query here sees it.
+        """
+        returned = self._swap(turn.source, gradient, turn.target)
+        begin, _ = self._bounds[self._group.rank][turn.number]
+        return returned if self._sees(turn.target, begin) else None
+
+    def _sees(self, rank: int, begin: int) -> bool:
+        """Whether a query of a rank sees a key of the chunk that begins there."""
+        return not self.causal or begin < self._bounds[rank][-1][1]
+
+    def _chunk(self, rank: int, number: int, values: Tensor) -> Chunk:
+        return Chunk(self._bounds[rank][number][0], values, self._documents[rank][number])
+
+    def _swap(self, target: int, value: Tensor | None, source: int) -> Tensor:
+        empty = paddle.zeros([0])
+        sent = empty if value is None else value
+        parts = [sent if rank == target else empty for rank in range(self._group.ranks)]
+        return self._group.all_to_all(parts)[source]
+
+
+class _RingAttention(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Context, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+        queries, keys = _by_head(query, key.shape[2]), paddle.stack([key, value])
+        keys = keys.transpose([0, 1, 3, 2, 4])
+        rows = [Rows(tile) for chunk in ring.own(queries) for tile in chunk.tiles()]
+        own = ring.own(keys)
+        for chunk in own:
+            _look(rows, chunk, ring.causal)
+        for turn in ring.rounds():
+            _look(rows, ring.fetch(turn, own), ring.causal)
+        results = [one.result() for one in rows]
+        output, log_total = (paddle.concat(part, axis=-2) for part in zip(*results))
+        ctx.save_for_backward(queries, keys, output, log_total)
+        ctx.ring = ring
+        return _by_place(output)
+
+    @staticmethod
+    @noting
+    def backward(ctx: Context, grad: Tensor) -> Gradients:
+        queries, keys, *results = ctx.saved_tensor()
+        ring: Ring = ctx.ring
+        results.append(_by_head(grad, queries.shape[1]))
+        parts = zip(*([chunk.tiles() for chunk in ring.own(value)] for value in results))
+        rows = []
+        for chunk, tiles in zip(ring.own(queries), parts):
+            for tile, *values in zip(chunk.tiles(), *tiles):
+                rows.append(RowsBackward(tile, *(one.values for one in values)))
+        own = ring.own(keys)
+        totals: list[Tensor] = [_look_back(rows, chunk, ring.causal) for chunk in own]
+        for turn in ring.rounds():
+            gradient = _look_back(rows, ring.fetch(turn, own), ring.causal)
+            returned = ring.give_back(turn, gradient)
+            if returned is not None:
+                totals[turn.number] = totals[turn.number] + returned
+        keys_grad = paddle.concat(totals, axis=-2).transpose([0, 1, 3, 2, 4])
+        query_grad = _by_place(paddle.concat([one.grad for one in rows], axis=-2))
+        return query_grad, keys_grad[0], keys_grad[1]
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+    """Returns the attention of this rank's queries to the keys of all cp ranks. Collective.
+
+    Args:
+        query: ``[rows, places, heads, size]``, scaled already.
+        key: ``[rows, places, heads of keys, size]``.
+        value: As ``key``.
+        ring: The chunks of all ranks.
+    """
+    apply: Callable[..., Tensor] = _RingAttention.apply
+    return apply(query, key, value, ring)
+
+
+def _look(rows: Sequence[Rows], keys: Chunk | None, causal: bool) -> None:
+    for tile in () if keys is None else keys.tiles():
+        for one in rows:
+            one.see(tile, causal)
+
+
+def _look_back(rows: Sequence[RowsBackward], keys: Chunk | None, causal: bool) -> Tensor | None:
+    """Returns the gradient of a chunk of keys and values."""
+    if keys is None:
+        return None
+    totals = []
+    for tile in keys.tiles():
+        total = paddle.zeros_like(tile.values)
+        for one in rows:
+            added = one.see(tile, causal)
+            total = total if added is None else total + added
+        totals.append(total)
+    return paddle.concat(totals, axis=-2)
+
+
+def _by_head(values: Tensor, heads: int) -> Tensor:
+    """Turns ``[rows, places, all heads, size]`` into ``[rows, heads, rest, places, size]``."""
+    rows, length, every, size = values.shape
+    return values.reshape([rows, length, heads, every // heads, size]).transpose([0, 2, 3, 1, 4])
+
+
+def _by_place(values: Tensor) -> Tensor:
+    """Does what undoes :func:`_by_head`."""
+    rows, heads, each, length, size = values.shape
+    return values.transpose([0, 3, 1, 2, 4]).reshape([rows, length, heads * each, size])
+
+
+def _parts(documents: Tensor | None, chunks: int) -> list[Tensor | None]:
+    if documents is None:
+        return [None] * chunks
+    return [*paddle.split(documents, chunks, axis=-1)]

@@ -1,0 +1,224 @@
+"""Attention over sequences that are split over ranks is plain attention of the whole."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.nn import functional
+
+from fleetpipe.dygraph.sequences import SequenceRanks, attention, blocks, documents_of
+from fleetpipe.errors import ConfigError, PeerFailed
+from fleetpipe.mesh.groups import DirectGroup, SoleGroup
+from tests.dygraph.members import on_all
+from tests.dygraph.sequences.ranks import sequence_ranks
+
+ROWS, SIZE = 2, 8
+
+
+def plain(query: Any, key: Any, value: Any, causal: bool, documents: Any) -> Any:
+    """Attention of whole sequences by one softmax."""
+    heads = query.shape[2] // key.shape[2]
+    query, key, value = (t.transpose([0, 2, 1, 3]) for t in (query, key, value))
+    key, value = (paddle.repeat_interleave(t, heads, axis=1) for t in (key, value))
+    length = query.shape[2]
+    scores = paddle.matmul(query, key, transpose_y=True) / SIZE**0.5
+    seen = paddle.ones([length, length], dtype="bool")
+    seen = (paddle.tril(seen) if causal else seen).unsqueeze([0, 1])
+    if documents is not None:
+        same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+        seen = paddle.logical_and(seen, same.unsqueeze(1))
+    scores = paddle.where(seen, scores, paddle.full([], -1e30))
+    return paddle.matmul(functional.softmax(scores), value).transpose([0, 2, 1, 3])
+
+
+class Case:
+    """Random queries, keys, values and weights of the output; perhaps packed documents."""
+
+    def __init__(self, length: int, heads: int, shared: int, packed: bool, seed: int = 0) -> None:
+        numbers = np.random.default_rng(seed)
+        sizes = [(ROWS, length, count, SIZE) for count in (heads, shared, shared, heads)]
+        *self.inputs, self.weights = (
+            paddle.to_tensor(numbers.standard_normal(size).astype("float32")) for size in sizes
+        )
+        self.documents = None
+        if packed:
+            ends = [np.sort(numbers.integers(1, length, 3)) for _ in range(ROWS)]
+            ids = [[n - max(0, *e[e <= n], 0) for n in range(length)] for e in ends]
+            self.documents = documents_of(paddle.to_tensor(np.array(ids)))
+
+    def results(self, ranks: SequenceRanks | None, causal: bool) -> list[Any]:
+        """The output and the gradients of query, key and value, whole; plain without ranks."""
+        inputs = [t if ranks is None else ranks.own_part(t) for t in self.inputs]
+        inputs = [tensor.detach().clone() for tensor in inputs]
+        for tensor in inputs:
+            tensor.stop_gradient = False
+        if ranks is None:
+            output = plain(*inputs, causal, self.documents)
+            (output * self.weights).sum().backward()
+            return [t.numpy() for t in (output, *(t.grad for t in inputs))]
+        documents = self.documents if self.documents is None else ranks.own_part(self.documents)
+        output = attention(*inputs, causal=causal, documents=documents, ranks=ranks)
+        (output * ranks.own_part(self.weights)).sum().backward()
+        return [ranks.whole(t).numpy() for t in (output, *(t.grad for t in inputs))]
+
+
+def gap(found: list[Any], expected: list[Any]) -> float:
+    """The largest difference, relative to the largest number."""
+    pairs = zip(found, expected)
+    return max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("sep", "cp", "heads", "shared"),
+    [(1, 1, 2, 2), (2, 1, 4, 2), (4, 1, 4, 1), (3, 1, 6, 3), (1, 2, 4, 2), (2, 2, 4, 4)],
+)
+def test_split_attention_is_the_whole(
+    sep: int,
+    cp: int,
+    heads: int,
+    shared: int,
+    causal: bool,
+    packed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With tiles smaller than a chunk, and keys that several heads share."""
+    monkeypatch.setattr(blocks, "TILE", 5)
+    case = Case(sep * cp * 12, heads, shared, packed)
+    expected = case.results(None, causal)
+    with sequence_ranks(sep, cp) as ranks:
+        for found in on_all(ranks, lambda own: case.results(own, causal)):
+            assert gap(found, expected) < 1e-5
+
+
+def test_the_bits_depend_on_no_timing() -> None:
+    case = Case(64, 4, 4, False)
+    found = []
+    for _ in range(2):
+        with sequence_ranks(1, 4) as ranks:
+            found.append(on_all(ranks, lambda own: case.results(own, True))[0])
+    assert all(np.array_equal(one, other) for one, other in zip(*found))
+
+
+class Watched:
+    """A group whose member notes how much of what it was sent is in memory."""
+
+    most = 0
+
+    def __init__(self, group: DirectGroup) -> None:
+        self.rank, self.ranks = group.rank, group.ranks
+        self.all_gather = group.all_gather
+        self._group = group
+        self._alive: list[weakref.ref[Any]] = []
+        self.held: list[int] = []
+
+    def all_to_all(self, parts: list[Any]) -> list[Any]:
+        """What is on its way counts too: a copy for another, and what comes in its place."""
+        going = sum(int(part.size) for part in parts)
+        got = self._group.all_to_all(parts)
+        coming = [part for n, part in enumerate(got) if n != self.rank]
+        alive = sum(int(t.size) for r in self._alive if (t := r()) is not None)
+        self.held.append(going + alive + sum(int(part.size) for part in coming))
+        self._alive += [weakref.ref(part) for part in coming if part.size]
+        return got
+
+
+def test_no_rank_holds_more_than_two_parts_of_keys_and_values() -> None:
+    case, cp = Case(64, 4, 4, False), 4
+    whole = 2 * int(case.inputs[1].size)
+    with sequence_ranks(1, cp, Watched) as ranks, paddle.no_grad():
+        on_all(ranks, lambda own: attention(*map(own.own_part, case.inputs), ranks=own))
+        for own in ranks:
+            assert len(own.cp.held) == 2 * (cp - 1)
+            assert whole // cp + max(own.cp.held) <= 2 * whole // cp
+
+
+def test_causal_work_is_shared_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "TILE", 4)
+    case, counted = Case(128, 2, 2, False), blocks._scores
+    work: dict[int, int] = {}
+
+    def scores(*args: Any) -> Any:
+        found = counted(*args)
+        mine = threading.get_ident()
+        work[mine] = work.get(mine, 0) + (0 if found is None else int(found.size))
+        return found
+
+    monkeypatch.setattr(blocks, "_scores", scores)
+    with sequence_ranks(1, 4) as ranks:
+        on_all(ranks, lambda own: case.results(own, True))
+    # Half of what all queries and all keys would be, and the diagonal.
+    assert sum(work.values()) < 0.6 * 2 * ROWS * 2 * 128**2
+    assert len(work) == 4
+    assert max(work.values()) <= 1.1 * min(work.values())
+
+
+@pytest.mark.parametrize(("sep", "cp", "length", "padded"), [(3, 1, 10, 12), (1, 2, 10, 12)])
+def test_a_sequence_that_cannot_be_divided_is_refused(
+    sep: int, cp: int, length: int, padded: int
+) -> None:
+    ranks = SequenceRanks(*(Fixed(n) for n in (sep, cp)))
+    with pytest.raises(ConfigError, match=f"(?s)sequence of {length}.*pad sequences to {padded}"):
+        ranks.own_part((paddle.zeros([2, length]), paddle.zeros([2, length])))
+
+
+class Fixed(SoleGroup):
+    """The first member of a group that nobody reaches."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+
+def test_a_whole_sequence_is_put_together_in_its_order() -> None:
+    whole = paddle.arange(2 * 24).reshape([2, 24])
+    with sequence_ranks(3, 2) as ranks:
+        found = on_all(ranks, lambda own: (own.whole(own.own_part(whole)), own.places(24)))
+    assert all(np.array_equal(one.numpy(), whole.numpy()) for one, _ in found)
+    # Chunks 0 and 3 of the first cp rank, cut in three.
+    assert [places.tolist() for _, places in found[:3]] == [
+        *([0, 1, 2, 3], [4, 5, 18, 19], [20, 21, 22, 23]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        (((2, 4, 3, 8), (2, 4, 2, 8), (2, 4, 2, 8)), "heads that divide"),
+        (((2, 4, 4, 8), (2, 8, 4, 8), (2, 8, 4, 8)), "same places"),
+        (((2, 4, 8), (2, 4, 8), (2, 4, 8)), "same places"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        attention(*map(paddle.zeros, map(list, shapes)))
+    tensors = [paddle.zeros([2, 4, 3, 8])] * 3
+    with pytest.raises(ConfigError, match="document for each place"):
+        attention(*tensors, documents=paddle.zeros([2, 8]))
+    with pytest.raises(ConfigError, match=r"3 heads cannot be shared out to sep_degree=2"):
+        attention(*tensors, ranks=SequenceRanks(Fixed(2), SoleGroup()))
+
+
+def test_an_error_in_backward_keeps_its_type() -> None:
+    from fleetpipe.dygraph.tensor_parallel import own_errors
+
+    class Gone(Fixed):
+        calls = 0
+
+        def all_to_all(self, parts: Any) -> Any:
+            self.calls += 1
+            if self.calls > 2:
+                raise PeerFailed("member 1 left")
+            return parts
+
+    tensors = [paddle.rand([2, 4, 2, 8]) for _ in range(3)]
+    for tensor in tensors:
+        tensor.stop_gradient = False
+    output = attention(*tensors, ranks=SequenceRanks(Gone(2), SoleGroup()))
+    with pytest.raises(PeerFailed, match="member 1 left"), own_errors():
+        output.sum().backward()
