@@ -231,29 +231,32 @@ def current() -> Keys | None:
     return _keys
 
 
-def draw(mode: str, python: bool = False) -> Keys | None:
+def draw(mode: str, python: bool = False, part: int = 0) -> Keys | None:
     """Draws the number of a batch from Paddle's default generator; None where mode is "fleet".
 
     Args:
         mode: The option ``rng``.
         python: Whether layers draw from Python's or NumPy's own generators.
+        part: Which part of the sequences this rank has: each draws other numbers.
     """
     if mode == FLEET:
         return None
     drawn: Tensor = paddle.randint(0, 2**31 - 1, [1], dtype="int64")
-    return Keys(int(drawn.item()), python)
+    number = int(drawn.item())
+    return Keys(key(number, part) if part else number, python)
 
 
-def peek(mode: str, group: Group, python: bool = False) -> Keys | None:
+def peek(mode: str, group: Group, python: bool = False, part: int = 0) -> Keys | None:
     """Returns the keys that the next batch will have. Collective over ``group``.
 
     Args:
         mode: The option ``rng``.
         group: The ranks that hold shards of one layer.
         python: Whether layers draw from Python's or NumPy's own generators.
+        part: As for :func:`draw`.
     """
     with random_states_kept():
-        keys = draw(mode, python)
+        keys = draw(mode, python, part)
     if keys is not None:
         keys.agree(group)
     return keys

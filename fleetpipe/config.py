@@ -24,6 +24,9 @@ from fleetpipe.watch.address import SERVE, Address
 
 DEFAULT_TIMEOUT = 600.0
 
+#: How a batch's loss is made of those of its micro-batches.
+LOSS_REDUCTIONS = ("mean", "sum", "tokens")
+
 FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     "fetch": "mean",
     "fetch_broadcast": False,
@@ -49,7 +52,8 @@ class PipelineConfig:
         micro_batches: ``accumulate_steps``, the number m of micro-batches of a batch.
         micro_batch_size: Rows of one micro-batch.
         schedule: Canonical name of the schedule.
-        loss_reduction: ``"mean"`` or ``"sum"`` over the micro-batches of a batch.
+        loss_reduction: ``"mean"`` or ``"sum"`` over the micro-batches of a batch, or over its
+            ``"tokens"``: a mean over all places that the loss counts.
         memory_cap: Most forwards whose activations a rank may hold, in chunk units; bytes where
             ``costs`` has the bytes of each stage; None: no cap.
         post_validation: Dynamic graph: whether a rank may step before the norm of all gradients is
@@ -100,7 +104,7 @@ class PipelineConfig:
             micro_batches=_positive("accumulate_steps", stock.get("accumulate_steps", 1)),
             micro_batch_size=_positive("micro_batch_size", stock.get("micro_batch_size", 1)),
             schedule=_schedule(stock.get("schedule_mode", "1F1B"), strategy),
-            loss_reduction=_choice("loss_reduction", options["loss_reduction"], ("mean", "sum")),
+            loss_reduction=_choice("loss_reduction", options["loss_reduction"], LOSS_REDUCTIONS),
             memory_cap=_memory_cap(options["memory_cap"]),
             post_validation=_switch("post_validation", options["post_validation"]),
             rng=_choice("rng", options["rng"], ("keyed", "fleet")),

@@ -3,5 +3,5 @@
 Start with ``stage.py``, which the engine runs.
 
 Entered by: ``chunk_weights``, ``companion``, ``fake_micro_dataset``, ``losses``,
-``micro_batches``, ``outputs``, ``slicing``, ``stage``.
+``micro_batches``, ``outputs``, ``slicing``, ``stage``, ``token_weights``.
 """

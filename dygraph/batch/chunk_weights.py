@@ -66,9 +66,9 @@ def _shares(function: Any, label: Nest, cut: Bounds) -> list[Fraction]:
     """Returns the shares of the slices of one micro-batch."""
     length = cut[-1][1]
     by_length = [Fraction(end - begin, length) for begin, end in cut]
-    if not hasattr(function, "counted") and getattr(function, "reduction", None) == "sum":
+    if is_sum(function):
         return [Fraction(1)] * len(cut)
-    counts = [_counted(function, part_of(label, *slice_)) for slice_ in cut]
+    counts = [counted(function, part_of(label, *slice_)) for slice_ in cut]
     numbers = [count for count in counts if count is not None]
     total = sum(numbers)
     if len(numbers) < len(counts) or not total:
@@ -76,8 +76,17 @@ def _shares(function: Any, label: Nest, cut: Bounds) -> list[Fraction]:
     return [count / total for count in numbers]
 
 
-def _counted(function: Any, label: Nest) -> Fraction | None:
-    """Returns how many places of a slice a loss is the mean of; None for all of them."""
+def is_sum(function: Criterion) -> bool:
+    """Whether a loss function says that it adds up the losses of its places."""
+    return not hasattr(function, "counted") and getattr(function, "reduction", None) == "sum"
+
+
+def counted(function: Any, label: Nest) -> Fraction | None:
+    """Returns how many places of a slice a loss is the mean of; None for all of them.
+
+    Raises:
+        ConfigError: Labels are below 0, and the function does not say whether it counts them.
+    """
     if hasattr(function, "counted"):
         return Fraction(float(function.counted(label))).limit_denominator(_FINEST)
     if not isinstance(label, paddle.Tensor) or getattr(function, "soft_label", False):
@@ -87,14 +96,14 @@ def _counted(function: Any, label: Nest) -> Fraction | None:
         if _has_negative(label):
             raise _unsaid(function)
         return None
-    counted = label != ignored
+    kept = label != ignored
     plain = isinstance(function, paddle.nn.CrossEntropyLoss) and weight is None
     if plain and ignored < 0 and not _leaves_out_below_zero():
         return None
     if weight is None:
-        return Fraction(int(counted.astype("int64").sum()))
-    classes = paddle.where(counted, label, paddle.zeros_like(label)).flatten()
-    weights = paddle.gather(weight, classes) * counted.flatten().astype(weight.dtype)
+        return Fraction(int(kept.astype("int64").sum()))
+    classes = paddle.where(kept, label, paddle.zeros_like(label)).flatten()
+    weights = paddle.gather(weight, classes) * kept.flatten().astype(weight.dtype)
     return Fraction(float(weights.sum())).limit_denominator(_FINEST)
 
 

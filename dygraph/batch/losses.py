@@ -66,6 +66,7 @@ class Losses:
         chosen: int = 0,
         delayed: bool = False,
         shares: Sequence[Sequence[Fraction]] = (),
+        weight_of: Callable[[int, int], Fraction] | None = None,
     ) -> None:
         """Begins with no micro-batch.
 
@@ -77,11 +78,14 @@ class Losses:
                 weighted afterwards, all at once (``delay_scale_loss``).
             shares: Where micro-batches are cut into slices, for each function the share of each
                 slice in the loss of its micro-batch; a slice stands for a micro-batch then.
+            weight_of: Returns the weight of a micro-batch, by the numbers of the function and of
+                it, where these depend on what other ranks count.
         """
         self._slices = len(shares[0]) // len(weights) if shares else 1
         self._slice_shares = shares
         self._functions = functions
         self._weights = weights
+        self._weight_of = weight_of or (lambda _, index: weights[index])
         self._chosen = chosen
         self._delayed = delayed
         #: Called once all micro-batches are taken.
@@ -108,7 +112,7 @@ class Losses:
         return start
 
     def _weight(self, function: int, index: int) -> Fraction:
-        weight = self._weights[index // self._slices]
+        weight = self._weight_of(function, index // self._slices)
         return weight * self._slice_shares[function][index] if self._slice_shares else weight
 
     def totals(self) -> list[Tensor]:

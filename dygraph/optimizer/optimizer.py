@@ -242,7 +242,8 @@ class PipelineOptimizer(FleetsType):
         if job is None or job.copies().ranks == 1 or in_data_parallel_mode(job.hcg):
             return
         if self._layers is None and not job.trains(parameters):
-            reduce_gradients(parameters, job.copies(), "avg")
+            group = job.copies()
+            reduce_gradients(parameters, group, 1.0 / group.ranks)
 
     @property
     def _rate(self) -> float | Scheduler:

@@ -15,16 +15,16 @@ from fleetpipe.paddle_api.tensor import tensor_bytes
 _PIECE_BYTES = 128 * 1024 * 1024
 
 
-def reduce_gradients(parameters: Sequence[Tensor], group: Group, scale: str) -> None:
-    """Averages or sums the gradients of the replicas, fused. Collective over the replicas.
+def reduce_gradients(parameters: Sequence[Tensor], group: Group, share: float = 1.0) -> None:
+    """Adds up the gradients of ranks that hold the same parameters, fused. Collective over these.
 
-    A parameter that had no gradient on some replica counts as zero there. The result has the same
-    bits on every replica.
+    A parameter that had no gradient on some rank counts as zero there. The result has the same
+    bits on every rank.
 
     Args:
         parameters: This rank's parameters, the same on every replica.
         group: The replicas: all ranks of dp and sharding that hold these parameters.
-        scale: "avg" or "sum".
+        share: What each gradient is multiplied by.
 
     Raises:
         ConfigError: A gradient is sparse.
@@ -41,7 +41,6 @@ def reduce_gradients(parameters: Sequence[Tensor], group: Group, scale: str) -> 
         if not present[index]:
             set_gradient(parameter, zero_gradient(parameter))
         gradients.append(_dense(gradient_of(parameter), parameter))
-    share = 1.0 / group.ranks if scale == "avg" else 1.0
     for piece in _pieces(gradients):
         _add_up(piece, group, share)
 

@@ -50,9 +50,11 @@ def forwarded(
         require_count(batches, count)
     losses = None
     if functions is not None:
-        share = Fraction(1, count if runtime.config.loss_reduction == "mean" else 1)
+        share = Fraction(1, 1 if runtime.config.loss_reduction == "sum" else count)
         ragged = ragged_weights(labels, runtime.cut()) if share.denominator > 1 else None
-        losses = Losses(functions, ragged or [share] * count)
+        weights = ragged or [share] * count
+        weight_of = runtime.weight_of(functions, batches, weights)
+        losses = Losses(functions, weights, weight_of=weight_of)
     batch = Batch(batches, losses)
     engine = runtime.evaluation.engine(count)
     with runtime.running(batch, engine, training=False), paddle.no_grad():

@@ -301,8 +301,19 @@ class PipelineParallel(PipelineFace):
         return self.share(self.micro_batches(data))
 
     def share(self, batches: MicroBatches) -> tuple[MicroBatches, MicroBatches]:
-        """As :meth:`shared_micro_batches`, for a batch that is cut already. Collective."""
+        """As :meth:`shared_micro_batches`, for a batch that is cut already. Collective.
+
+        Raises:
+            ConfigError: A model beside this one would need weights that it cannot know.
+        """
         runtime = self._runtime
+        if runtime.config.loss_reduction == "tokens" or runtime.sequence.ranks > 1:
+            raise ConfigError(
+                "a model beside this pipeline does not know how much its losses count",
+                cause="they count by their places: sequences are split along sep or cp, or "
+                "loss_reduction is 'tokens'",
+                fix="compare with sep_degree and cp_degree 1, and loss_reduction 'mean'",
+            )
         group = runtime.job.group()
         inputs = group.broadcast(batches.inputs, runtime.first_owner)
         labels = group.broadcast(batches.labels, runtime.last_owner)
@@ -337,7 +348,7 @@ class PipelineParallel(PipelineFace):
         """Returns the random seeds that the next training batch will have. Collective over mp."""
         runtime = self._runtime
         group, python = runtime.job.model_parallel(), runtime.layers.draws_python
-        return random_keys.peek(runtime.config.rng, group, python)
+        return random_keys.peek(runtime.config.rng, group, python, runtime.sequence.rank)
 
     def _bind(self, optimizer: Optimizer) -> None:
         """Makes sure that the optimizer trains this model rightly."""

@@ -18,6 +18,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, MicroBatches, s
 from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
+from fleetpipe.dygraph.batch.token_weights import TokenWeights
 from fleetpipe.dygraph.broadcast import broadcast_state
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.layers.sliceable import require_sliceable
@@ -47,6 +48,7 @@ class Runtime:
         config: The options of its pipeline.
         switches: Those of ``pp_configs``.
         scale: Whether the gradients of the replicas are averaged ("avg") or added up ("sum").
+        sequence: The ranks that have parts of the same sequences.
         timers: Those of ``pp_configs.enable_timer``; None where it is off.
         trace: Records what really runs; None where nobody asked for it, or another rank does.
         schedule: What is run.
@@ -92,10 +94,11 @@ class Runtime:
         self.timers = Timers() if self.switches.enable_timer else None
         self.losses: Losses | None = None
         self.companion: Companion | None = None
+        self.sequence = job.along("sep", "cp")
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         self._check_finite = finite.asked_for()
         self._own_errors: Callable[[], AbstractContextManager[None]] = (
-            tensor_parallel.own_errors if job.shard[1] > 1 else nullcontext
+            tensor_parallel.own_errors if job.degrees.split("mp", "sep", "cp") > 1 else nullcontext
         )
         self._observers: list[Observer] = []
         self._arrange(PipelineConfig.from_strategy(strategy))
@@ -113,7 +116,32 @@ class Runtime:
     def weights(self) -> list[Fraction]:
         """The weight of each of this replica's micro-batches in its loss of the batch."""
         count = self.config.micro_batches
-        return [Fraction(1, count if self.config.loss_reduction == "mean" else 1)] * count
+        return [Fraction(1, 1 if self.config.loss_reduction == "sum" else count)] * count
+
+    def weight_of(
+        self, functions: Sequence[Criterion], batches: MicroBatches, weights: Sequence[Fraction]
+    ) -> Callable[[int, int], Fraction] | None:
+        """Returns what weighs micro-batches by the places that all ranks' losses count.
+
+        Args:
+            functions: The loss functions.
+            batches: The micro-batches, not cut into slices.
+            weights: The weight of each micro-batch in the loss.
+
+        Returns:
+            A function of the numbers of a loss function and a micro-batch; None where ``weights``
+            are all there is, and on ranks without the last stage.
+
+        Raises:
+            ConfigError: A loss function does not say what it counts.
+        """
+        by_tokens = self.config.loss_reduction == "tokens"
+        if batches.labels is None or not (by_tokens or self.sequence.ranks > 1):
+            return None
+        if not self.plays(self.last_owner):
+            return None
+        group = self.job.copies() if by_tokens else self.sequence
+        return TokenWeights(functions, batches.labels, None if by_tokens else weights, group).of
 
     @property
     def slicing(self) -> Slicing:
@@ -273,8 +301,11 @@ class Runtime:
             parameters = self.layers.trained_parameters()
             experts.fill_gradients(self.layers.state.own_parameters())
             of_parts = tensor_parallel.marked(parameters)
-            replicas.reduce_gradients(of_parts, self.job.model_parallel(), "sum")
-            replicas.reduce_gradients(parameters, self.job.copies(), self.scale)
+            replicas.reduce_gradients(of_parts, self.job.model_parallel())
+            copies = self.job.copies()
+            # A loss is weighed for an average over the ranks that split its sequences.
+            averaged = copies.ranks if self.scale == "avg" else self.sequence.ranks
+            replicas.reduce_gradients(parameters, copies, 1.0 / averaged)
         # After the replicas: their sums differ in the last bit from stage to stage.
         with self.timing("allreduce_shared_weight_gradients"):
             self.layers.allreduce_shared_weight_gradients()
@@ -291,6 +322,7 @@ class Runtime:
         """Builds the schedule, verified and lowered, and what runs its actions."""
         schedule = self.layers.schedule(config)
         # A search may cut sequences as soon as it has other costs, or another batch.
+        self._refuse_delayed_weights(config)
         if schedule.slices > 1 or config.most_slices > 1:
             require_sliceable(self.layers.layers)
             self._refuse_beside_slices(schedule, config)
@@ -306,8 +338,26 @@ class Runtime:
         self.split = SplitBackward(schedule, self.layers.stage_layers)
         self.stage = DygraphStage(self.layers.function, placement, self.split, self.layers.borders)
 
+    def _refuse_delayed_weights(self, config: PipelineConfig) -> None:
+        """Refuses to weight all losses alike where they count by their places."""
+        by_places = config.loss_reduction == "tokens" or self.sequence.ranks > 1
+        if self.switches.delay_scale_loss and by_places:
+            raise ConfigError(
+                "delay_scale_loss weights all losses alike, and these count by their places",
+                cause="sequences are split along sep or cp, or loss_reduction is 'tokens'",
+                fix="leave delay_scale_loss out",
+            )
+
     def _refuse_beside_slices(self, schedule: Schedule, config: PipelineConfig) -> None:
         """Refuses what cannot be had together with slices of sequences."""
+        if self.sequence.ranks > 1:
+            raise ConfigError(
+                f"the schedule {schedule.name} cuts sequences that ranks have parts of",
+                got=f"{schedule.slices} sequence chunks of a micro-batch, with "
+                f"sep_degree x cp_degree = {self.sequence.ranks}",
+                cause="a chunk would have to wait for later ones of another rank",
+                fix="choose a schedule without sequence chunks, 1F1B or ZBH1, or split no sequence",
+            )
         if isinstance(config.slices, tuple) and schedule.slices not in (1, len(config.slices)):
             raise ConfigError(
                 "fleetpipe_configs['slices'] has the lengths of another number of slices",

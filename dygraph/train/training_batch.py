@@ -56,18 +56,22 @@ class TrainingBatch:
         functions = runtime.loss_functions(loss_fn_idx)
         _require_gradients()
         # First, so that it does not matter which ranks' data draw random numbers too.
-        self._keys = random_keys.draw(runtime.config.rng, runtime.layers.draws_python)
+        self._keys = random_keys.draw(
+            runtime.config.rng, runtime.layers.draws_python, runtime.sequence.rank
+        )
         batches = runtime.micro_batches(data)
         runtime.require_data(batches, labelled=True)
         self._beside = (batches, weights, loss_fn_idx)
         delayed = runtime.switches.delay_scale_loss
         if weights is not None:
-            _require_weights(weights, len(runtime.weights), delayed)
+            by_tokens = runtime.config.loss_reduction == "tokens"
+            _require_weights(weights, len(runtime.weights), delayed, by_tokens)
         weights, shares = weights or runtime.weights, []
+        weight_of = runtime.weight_of(functions, batches, weights)
         if runtime.schedule.slices > 1:
             shares = slice_shares(functions, batches, runtime.slicing, len(weights))
             batches = sliced(batches, runtime.slicing)
-        self._losses = Losses(functions, weights, loss_fn_idx, delayed, shares)
+        self._losses = Losses(functions, weights, loss_fn_idx, delayed, shares, weight_of)
         self._shared = False
         self._batch = Batch(batches, self._losses, None if scaler is None else scaler.scale)
         self._runtime = runtime
@@ -98,7 +102,7 @@ class TrainingBatch:
                     BatchBeside(data, self._keys, weights, loss_fn_idx, optimizer, self._scaler)
                 )
         if runtime.job.copies().ranks == 1:
-            # Replicas add their losses up, which none of them is to wait for between actions.
+            # Copies add their losses up, which none of them is to wait for between actions.
             self._losses.complete = self._share_losses
         try:
             with (
@@ -163,7 +167,15 @@ def _require_gradients() -> None:
         )
 
 
-def _require_weights(weights: Sequence[Fraction], micro_batches: int, delayed: bool) -> None:
+def _require_weights(
+    weights: Sequence[Fraction], micro_batches: int, delayed: bool, by_tokens: bool
+) -> None:
+    if by_tokens:
+        raise ConfigError(
+            "with loss_reduction='tokens' micro-batches count by their tokens",
+            got="other weights",
+            fix="leave the weights out, or set loss_reduction to 'mean'",
+        )
     if delayed:
         raise ConfigError(
             "delay_scale_loss weights all micro-batches alike, after the last backward",

@@ -96,7 +96,8 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
     def fleetpipe_configs(self) -> dict[str, Any]:
         """Options that Fleet does not have; setting some leaves the others as they are.
 
-        ``loss_reduction``: ``"mean"`` (default) or ``"sum"`` over the micro-batches of a batch.
+        ``loss_reduction``: ``"mean"`` (default) or ``"sum"`` over the micro-batches of a batch, or
+            over its ``"tokens"``.
         ``timeout``: seconds that any wait for another rank may last; default
         ``FLEETPIPE_TIMEOUT`` in the environment, else 600.
         ``memory_cap``: most forwards that a rank may hold unreleased; a schedule that needs more is

@@ -135,6 +135,12 @@ class StaticOptimizer:
         if not is_pir(program):
             _refuse_split_backward(schedule)
         job = self._begin(degrees, self._config)
+        if self._config.loss_reduction == "tokens":
+            raise ConfigError(
+                "a static pipeline does not count the tokens of a loss",
+                got="fleetpipe_configs['loss_reduction'] = 'tokens'",
+                fix="set it to 'mean' or 'sum', or use dynamic graph",
+            )
         share = self._config.micro_batches if self._config.loss_reduction == "mean" else 1
         averaged = degrees.dp if scale_strategy(self._strategy) == "avg" else 1
         weight = 1.0 / (share * averaged)

@@ -1,18 +1,9 @@
-"""A rank of jobs that split sequences: ``sequences_worker.py FOLDER CASE..`` trains each case.
-
-Beside each, every rank trains the plain model on whole sequences. Rank 0 writes to FOLDER/gaps.json
-how far losses and whole parameters are from that model's after each step of gradient descent: after
-the first one that is the gradients.
-"""
+"""Ranks of jobs that split sequences, each of which also trains the plain model on whole ones."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 import paddle
 from paddle import nn
@@ -20,19 +11,13 @@ from paddle.distributed.fleet.utils import sequence_parallel_utils as paddles
 from paddle.nn import functional
 
 from fleetpipe import fleet
+from fleetpipe.dygraph import sequences
 from fleetpipe.dygraph.tensor_parallel import share_of
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-from fleetpipe.job.job import current_job
 from tests import jobs
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 11, 8, 4, 16, 2
 MICRO_BATCHES, ROWS, STEPS, RATE = 2, 2, 3, 0.5
-#: By name: the degrees, the schedule, fleetpipe's options, and whose classes are used.
-CASES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
-    "mp": ({"pp": 2, "mp": 2}, "1F1B", {}),
-    "mp, split backward": ({"pp": 2, "mp": 2}, "ZBH1", {}),
-    "mp, Paddle's classes": ({"pp": 2, "mp": 2}, "1F1B", {}),
-}
 
 
 def plain_attention(query: Any, key: Any, value: Any, documents: Any) -> Any:
@@ -95,6 +80,13 @@ class Head(nn.Layer):
         return self.linear(value[0])
 
 
+class BlockOfParts(Block):
+    """The same on this rank's places."""
+
+    def attend(self, query: Any, key: Any, value: Any, documents: Any) -> Any:
+        return sequences.attention(query, key, value, documents=documents)
+
+
 class SequenceParallelEmbedding(Embedding):
     """Gives each member a part of the sequence, which is the first axis from here on."""
 
@@ -152,13 +144,12 @@ class PaddlesHead(SequenceParallelHead):
     names = paddles
 
 
-def layers(case: str) -> list[Any]:
-    kinds: tuple[Any, Any, Any] = (Embedding, Block, Head)
-    if case.startswith("mp"):
-        kinds = (SequenceParallelEmbedding, SequenceParallelBlock, SequenceParallelHead)
-    if "Paddle" in case:
-        kinds = (PaddlesEmbedding, PaddlesBlock, PaddlesHead)
-    embedding, block, head = kinds
+def layers(kind: str) -> list[Any]:
+    embedding, block, head = {
+        "parts": (Embedding, BlockOfParts, Head),
+        "members": (SequenceParallelEmbedding, SequenceParallelBlock, SequenceParallelHead),
+        "paddles members": (PaddlesEmbedding, PaddlesBlock, PaddlesHead),
+    }[kind]
     return [LayerDesc(embedding), *[LayerDesc(block)] * BLOCKS, LayerDesc(head)]
 
 
@@ -176,16 +167,17 @@ def data(step: int) -> tuple[Any, Any]:
     return tuple(map(paddle.to_tensor, inputs)), paddle.to_tensor(labels)
 
 
-def plain_step(model: Any, criterion: Any, step: int) -> float:
+def plain_step(model: Any, criterion: Any, step: int, by_tokens: bool) -> float:
     """Trains the plain model on whole sequences; returns the loss."""
     inputs, labels = data(step)
-    total = 0.0
+    counted, total = int((labels != 0).sum()), 0.0
     for number in range(MICRO_BATCHES):
         rows = slice(number * ROWS, (number + 1) * ROWS)
         value: Any = tuple(tensor[rows] for tensor in inputs)
         for layer in model:
             value = layer(value)
-        loss = criterion(value, labels[rows]) / MICRO_BATCHES
+        share = int((labels[rows] != 0).sum()) / counted if by_tokens else 1 / MICRO_BATCHES
+        loss = criterion(value, labels[rows]) * share
         loss.backward()
         total += float(loss)
     for parameter in model.parameters():
@@ -194,36 +186,58 @@ def plain_step(model: Any, criterion: Any, step: int) -> float:
     return total
 
 
-def gap(found: Any, expected: Any) -> float:
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+def gap(value: Any, expected: Any) -> float:
+    return float(np.abs(value - expected).max() / np.abs(expected).max())
 
 
-def train(case: str) -> list[dict[str, float]]:
-    degrees, schedule, own = CASES[case]
-    jobs.begin(micro_batches=MICRO_BATCHES, schedule=schedule, rows=ROWS, **degrees, **own)
+def own_rows(value: Any, replicas: int) -> Any:
+    """The rows of this replica, of each tensor."""
+    rank = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
+    if isinstance(value, tuple):
+        return tuple(own_rows(one, replicas) for one in value)
+    return value.split(replicas)[rank]
+
+
+def train(
+    kind: str, degrees: dict[str, int], schedule: str, options: dict[str, Any]
+) -> list[dict[str, float]]:
+    """Trains a job, and the plain model beside it.
+
+    Args:
+        kind: Whether sequences are split between tensor-parallel layers (by whose classes), or
+            for attention.
+        degrees: By axis.
+        schedule: The schedule.
+        options: fleetpipe's own.
+
+    Returns:
+        How far loss and whole parameters are from the plain model's after each step of gradient
+        descent: after the first one that is the gradients.
+    """
+    replicas = degrees.get("dp", 1)
+    strategy = jobs.strategy(MICRO_BATCHES // replicas, schedule, rows=ROWS, own=options, **degrees)
+    fleet.init(is_collective=True, strategy=strategy)
     criterion = nn.CrossEntropyLoss(ignore_index=0)
-    model = PipelineLayer(layers(case), num_stages=degrees["pp"], loss_fn=criterion)
+    model = PipelineLayer(layers(kind), num_stages=degrees["pp"], loss_fn=criterion)
     model = fleet.distributed_model(model)
     plain = nn.LayerList([Embedding(), *[Block() for _ in range(BLOCKS)], Head()])
     plain.set_state_dict(model.layers.full_state_dict())
     optimizer = fleet.distributed_optimizer(
         paddle.optimizer.SGD(RATE, parameters=model.parameters())
     )
-    steps = []
+    steps, by_tokens = [], options.get("loss_reduction") == "tokens"
     for step in range(STEPS):
-        loss = float(model.train_batch(list(data(step)), optimizer))
-        expected = plain_step(plain, criterion, step)
+        batch = own_rows(data(step), replicas)
+        evaluated = float(model.eval_batch(list(sequences.own_part(batch)), compute_loss=True))
+        loss = float(model.train_batch(list(sequences.own_part(batch)), optimizer))
+        expected = plain_step(plain, criterion, step, by_tokens)
         state, whole = plain.state_dict(), model.layers.full_state_dict()
         gaps = {name: gap(whole[name].numpy(), state[name].numpy()) for name in state}
-        steps.append({"loss": gap(loss, expected), **gaps})
+        steps.append({"loss": gap(loss, expected), "evaluation": gap(evaluated, loss), **gaps})
+    fleet.shutdown()
     return steps
 
 
-if __name__ == "__main__":
-    results = {}
-    for name in sys.argv[2:]:
-        results[name] = train(name)
-        first = current_job().hcg.global_rank == 0
-        fleet.shutdown()
-    if first:
-        (Path(sys.argv[1]) / "gaps.json").write_text(json.dumps(results))
+def train_each(cases: list[tuple[str, dict[str, int], str, dict[str, Any]]]) -> list[Any]:
+    """Trains several jobs, one after another: see `train`."""
+    return [train(*case) for case in cases]

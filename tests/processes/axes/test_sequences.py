@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
-from tests.launching import Finished
+import pytest
 
-WORKER = Path(__file__).with_name("sequences_worker.py")
-CASES = ("mp", "mp, split backward", "mp, Paddle's classes")
+from tests.processes.axes.sequences_worker import train_each
+
+CASES = [
+    ("members", {"pp": 2, "mp": 2}, "1F1B", {}),
+    ("members", {"pp": 2, "mp": 2}, "ZBH1", {}),
+    ("paddles members", {"pp": 2, "mp": 2}, "1F1B", {}),
+    ("parts", {"pp": 2, "sep": 2}, "1F1B", {}),
+    ("parts", {"pp": 2, "cp": 2}, "ZBH1", {"loss_reduction": "tokens"}),
+    ("parts", {"pp": 2, "cp": 2}, "1F1B", {}),
+    ("parts", {"pp": 1, "dp": 2, "sep": 2}, "1F1B", {"loss_reduction": "tokens"}),
+    ("parts", {"pp": 1, "sep": 2, "cp": 2}, "1F1B", {}),
+]
 
 
-def test_split_sequences_are_the_plain_model(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
+@pytest.mark.timeout(300)
+def test_split_sequences_are_the_plain_model(on_ranks: Callable[..., Any]) -> None:
     """Packed documents, labels that do not count, losses, gradients, parameters of three steps."""
-    launch(WORKER, 4, args=[str(tmp_path), *CASES], timeout=180)
-    results = json.loads((tmp_path / "gaps.json").read_text())
-    assert set(results) == set(CASES)
-    for case, steps in results.items():
-        for gaps in steps:
-            # Not max: it would pass over NaN.
-            assert not {name: gap for name, gap in gaps.items() if not gap < 1e-5}, case
+    for results in on_ranks(train_each, 4, CASES, timeout=240):
+        for case, steps in zip(CASES, results):
+            for gaps in steps:
+                # Not max: it would pass over NaN.
+                assert not {name: gap for name, gap in gaps.items() if not gap < 1e-5}, case

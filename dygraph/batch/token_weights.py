@@ -1,0 +1,112 @@
+"""How much a rank's micro-batches count, where other ranks have other places of the same sequences.
+
+A loss is a mean over the places that it counts. That of a micro-batch is to be the mean over those
+of whole sequences, and with ``loss_reduction="tokens"`` that of a batch the mean over those of all
+micro-batches and replicas: each rank's part counts by its own of these places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from fleetpipe.aliases import Nest
+from fleetpipe.dygraph.batch.chunk_weights import counted, is_sum
+from fleetpipe.dygraph.batch.losses import Criterion
+from fleetpipe.mesh.groups import Group
+from fleetpipe.paddle_api import paddle
+
+#: Of the sums of many class weights.
+_FINEST = 1 << 40
+
+
+class TokenWeights:
+    """The weights of a rank's micro-batches, in a loss that is averaged over all copies."""
+
+    def __init__(
+        self,
+        functions: Sequence[Criterion],
+        labels: Sequence[Nest],
+        weights: Sequence[Fraction] | None,
+        group: Group,
+    ) -> None:
+        """Counts the places of this rank.
+
+        Args:
+            functions: The loss functions; see :func:`~.chunk_weights.slice_shares` for how one
+                says what it counts.
+            labels: By micro-batch.
+            weights: The weight of each micro-batch, of which each rank has a part; None: they
+                count by their places too.
+            group: The ranks that have the other parts; without weights all copies.
+
+        Raises:
+            ConfigError: Labels are below 0, and a function does not say whether it counts them.
+        """
+        self._places = [[_places(function, label) for label in labels] for function in functions]
+        self._sums = [is_sum(function) for function in functions]
+        self._given, self._group = weights, group
+        self._agreed: list[list[Fraction]] | None = None
+
+    def of(self, function: int, micro_batch: int) -> Fraction:
+        """Returns the weight of a micro-batch. The first call is collective over the group.
+
+        Raises:
+            PipelineTimeout: Another rank did not come within the limit.
+        """
+        if self._agreed is None:
+            self._agreed = self._agree()
+        return self._agreed[function][micro_batch]
+
+    def _agree(self) -> list[list[Fraction]]:
+        numbers = [
+            [[n for part in places for n in (part.numerator, part.denominator)] for places in row]
+            for row in self._places
+        ]
+        everyone = self._group.all_gather(paddle.to_tensor(numbers, dtype="int64"))
+        of_ranks = [
+            [[_Places(Fraction(a, b), Fraction(c, d)) for a, b, c, d in row] for row in part]
+            for part in (tensor.tolist() for tensor in everyone)
+        ]
+        return [
+            [self._weight(n, [part[n] for part in of_ranks], index) for index in range(len(row))]
+            for n, row in enumerate(self._places)
+        ]
+
+    def _weight(self, function: int, ranks: list[list[_Places]], index: int) -> Fraction:
+        """Returns the weight of one micro-batch; ``ranks`` has the places of all, by rank."""
+        mean_over = self._places[function][index].mean_over
+        if self._given is None:
+            total = sum((places.counted for row in ranks for places in row), start=Fraction(0))
+            weight = mean_over / total if total else total
+        elif self._sums[function]:
+            weight = self._given[index]
+        else:
+            total = sum((row[index].mean_over for row in ranks), start=Fraction(0))
+            weight = self._given[index] * (mean_over / total if total else Fraction(1, len(ranks)))
+        return (weight * len(ranks)).limit_denominator(_FINEST)
+
+
+class _Places(NamedTuple):
+    """Places of a micro-batch.
+
+    Attributes:
+        mean_over: How many the loss is divided by.
+        counted: How many have a loss.
+    """
+
+    mean_over: Fraction
+    counted: Fraction
+
+
+def _places(function: Any, label: Nest) -> _Places:
+    places = counted(function, label)
+    if places is None:
+        # Paddle 3.3's CrossEntropyLoss divides by all places where ignore_index is below 0.
+        size = label.size if isinstance(label, paddle.Tensor) else 1
+        ignored = getattr(function, "ignore_index", None)
+        hard = ignored is not None and not getattr(function, "soft_label", False)
+        left = int((label != ignored).astype("int64").sum()) if hard and size > 1 else size
+        return _Places(Fraction(int(size)), Fraction(int(left)))
+    return _Places(Fraction(1) if is_sum(function) else places, places)
