@@ -6,6 +6,7 @@ Start with ``attention.py``; ``parts.py`` says which places each rank has.
 from __future__ import annotations
 
 from fleetpipe.dygraph.sequences.attention import attention
+from fleetpipe.dygraph.sequences.context_parallel import ContextParallel, PrepareContextParallel
 from fleetpipe.dygraph.sequences.parts import (
     SequenceRanks,
     documents_of,
@@ -15,6 +16,8 @@ from fleetpipe.dygraph.sequences.parts import (
 )
 
 __all__ = [
+    "ContextParallel",
+    "PrepareContextParallel",
     "SequenceRanks",
     "attention",
     "documents_of",

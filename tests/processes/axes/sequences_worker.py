@@ -87,6 +87,27 @@ class BlockOfParts(Block):
         return sequences.attention(query, key, value, documents=documents)
 
 
+class Attention(nn.Layer):
+    """A layer as Paddle's plans take it."""
+
+    def forward(self, query: Any, key: Any, value: Any) -> Any:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class PlannedBlock(Block):
+    """Attention of a layer that a plan changes; of one document."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+        hcg = fleet.get_hybrid_communicate_group()
+        split = hcg.get_sep_parallel_world_size() > 1
+        sequences.ContextParallel("all2all" if split else "p2p").apply(self.inner)
+
+    def attend(self, query: Any, key: Any, value: Any, documents: Any) -> Any:
+        return self.inner(query, key, value)
+
+
 class SequenceParallelEmbedding(Embedding):
     """Gives each member a part of the sequence, which is the first axis from here on."""
 
@@ -147,19 +168,20 @@ class PaddlesHead(SequenceParallelHead):
 def layers(kind: str) -> list[Any]:
     embedding, block, head = {
         "parts": (Embedding, BlockOfParts, Head),
+        "planned": (Embedding, PlannedBlock, Head),
         "members": (SequenceParallelEmbedding, SequenceParallelBlock, SequenceParallelHead),
         "paddles members": (PaddlesEmbedding, PaddlesBlock, PaddlesHead),
     }[kind]
     return [LayerDesc(embedding), *[LayerDesc(block)] * BLOCKS, LayerDesc(head)]
 
 
-def data(step: int) -> tuple[Any, Any]:
+def data(step: int, packed: bool = True) -> tuple[Any, Any]:
     """Packed sequences of documents of any length; labels of 0 do not count."""
     numbers = np.random.default_rng(step)
     size = (MICRO_BATCHES * ROWS, LENGTH)
     ids, labels = (numbers.integers(0, VOCABULARY, size) for _ in range(2))
     labels[numbers.random(size) < np.linspace(0.9, 0, LENGTH)] = 0
-    begins = numbers.random(size) < 0.2
+    begins = numbers.random(size) < 0.2 * packed
     begins[:, 0] = True
     places = np.arange(LENGTH)
     positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
@@ -167,9 +189,9 @@ def data(step: int) -> tuple[Any, Any]:
     return tuple(map(paddle.to_tensor, inputs)), paddle.to_tensor(labels)
 
 
-def plain_step(model: Any, criterion: Any, step: int, by_tokens: bool) -> float:
+def plain_step(model: Any, criterion: Any, batch: Any, by_tokens: bool) -> float:
     """Trains the plain model on whole sequences; returns the loss."""
-    inputs, labels = data(step)
+    inputs, labels = batch
     counted, total = int((labels != 0).sum()), 0.0
     for number in range(MICRO_BATCHES):
         rows = slice(number * ROWS, (number + 1) * ROWS)
@@ -227,10 +249,11 @@ def train(
     )
     steps, by_tokens = [], options.get("loss_reduction") == "tokens"
     for step in range(STEPS):
-        batch = own_rows(data(step), replicas)
+        whole_batch = data(step, packed=kind != "planned")
+        batch = own_rows(whole_batch, replicas)
         evaluated = float(model.eval_batch(list(sequences.own_part(batch)), compute_loss=True))
         loss = float(model.train_batch(list(sequences.own_part(batch)), optimizer))
-        expected = plain_step(plain, criterion, step, by_tokens)
+        expected = plain_step(plain, criterion, whole_batch, by_tokens)
         state, whole = plain.state_dict(), model.layers.full_state_dict()
         gaps = {name: gap(whole[name].numpy(), state[name].numpy()) for name in state}
         steps.append({"loss": gap(loss, expected), "evaluation": gap(evaluated, loss), **gaps})

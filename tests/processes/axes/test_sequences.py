@@ -15,8 +15,9 @@ CASES = [
     ("paddles members", {"pp": 2, "mp": 2}, "1F1B", {}),
     ("parts", {"pp": 2, "sep": 2}, "1F1B", {}),
     ("parts", {"pp": 2, "cp": 2}, "ZBH1", {"loss_reduction": "tokens"}),
-    ("parts", {"pp": 2, "cp": 2}, "1F1B", {}),
+    ("planned", {"pp": 2, "cp": 2}, "1F1B", {}),
     ("parts", {"pp": 1, "dp": 2, "sep": 2}, "1F1B", {"loss_reduction": "tokens"}),
+    ("planned", {"pp": 1, "dp": 2, "sep": 2}, "1F1B", {}),
     ("parts", {"pp": 1, "sep": 2, "cp": 2}, "1F1B", {}),
 ]
 

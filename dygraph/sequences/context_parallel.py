@@ -1,0 +1,140 @@
+"""Paddle's plans for context parallelism, for layers of any model in dynamic graph.
+
+``paddle.distributed`` has classes of these names for its semi-automatic mode. Here a plan changes
+one layer, and the job's degrees say which ranks share a sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.dygraph.sequences.attention import attention
+from fleetpipe.dygraph.sequences.parts import sequence_ranks
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
+
+#: By backend, the axis that it splits sequences along.
+_AXES = {"p2p": "cp", "all2all": "sep"}
+_functions: Any = paddle.nn.functional
+
+
+class _Plan:
+    """What both plans have."""
+
+    def __init__(self, backend: str = "p2p") -> None:
+        """Chooses how attention reaches the other places.
+
+        Args:
+            backend: ``"p2p"``, the ring along cp, or ``"all2all"``, the exchange along sep.
+
+        Raises:
+            ConfigError: It is another.
+        """
+        if backend not in _AXES:
+            raise ConfigError(
+                "backend is 'p2p' or 'all2all'",
+                got=repr(backend),
+                fix=f"{type(self).__name__}('p2p')",
+            )
+        self.backend = backend
+
+    def _require_degrees(self) -> None:
+        """Refuses a job that splits sequences along the other axis."""
+        for axis, group in sequence_ranks()._asdict().items():
+            if group.ranks > 1 and axis != _AXES[self.backend]:
+                raise ConfigError(
+                    f"backend={self.backend!r} splits sequences along {_AXES[self.backend]}",
+                    got=f"{axis}_degree={group.ranks}",
+                    fix=f"set {_AXES[self.backend]}_degree, or choose the other backend; for both "
+                    "axes call fleetpipe.dygraph.sequences.attention",
+                )
+
+
+class PrepareContextParallel(_Plan):
+    """Cuts what a layer, the first of a model, is called with."""
+
+    def apply(self, layer: Layer, process_mesh: Any = None, shard_param_list: Any = None) -> None:
+        """Gives ``layer`` this rank's places of the tensors ``[rows, length, ..]`` it is passed.
+
+        Args:
+            layer: A layer that every rank calls with whole sequences.
+            process_mesh: Accepted as in Paddle; the job's degrees count.
+            shard_param_list: Likewise.
+        """
+
+        def own_places(_: Layer, inputs: Nest) -> Nest:
+            self._require_degrees()
+            return sequence_ranks().own_part(inputs)
+
+        layer.register_forward_pre_hook(own_places)
+
+
+class ContextParallel(_Plan):
+    """Has a layer that calls ``scaled_dot_product_attention`` attend to all ranks' places."""
+
+    def apply(self, layer: Layer, process_mesh: Any = None, shard_param_list: Any = None) -> None:
+        """Replaces the function within the calls of ``layer``, which become collective.
+
+        A call raises a ``ConfigError`` where it does not call the function, or with a mask or a
+        dropout.
+
+        Args:
+            layer: A layer that calls ``paddle.nn.functional.scaled_dot_product_attention``.
+            process_mesh: Accepted as in Paddle; the job's degrees count.
+            shard_param_list: Likewise.
+        """
+        forward: Callable[..., Nest] = layer.forward
+
+        @functools.wraps(forward)
+        def split(*inputs: Nest, **named: Nest) -> Nest:
+            self._require_degrees()
+            with _replaced() as calls:
+                output = forward(*inputs, **named)
+            if not calls:
+                raise ConfigError(
+                    f"{type(layer).__name__} does not attend to other ranks' places",
+                    cause="it does not call paddle.nn.functional.scaled_dot_product_attention by "
+                    "that name",
+                    fix="call fleetpipe.dygraph.sequences.attention in it",
+                )
+            return output
+
+        layer.forward = split
+
+
+@contextmanager
+def _replaced() -> Iterator[list[None]]:
+    """Within it the function is fleetpipe's; yields a list with an item for each call."""
+    stock = _functions.scaled_dot_product_attention
+    calls: list[None] = []
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        training: bool = True,
+        **named: Any,
+    ) -> Tensor:
+        calls.append(None)
+        if attn_mask is not None or (dropout_p and training):
+            raise ConfigError(
+                "attention over split sequences has no mask of scores and no dropout",
+                got=f"dropout_p={dropout_p}, attn_mask "
+                + ("None" if attn_mask is None else f"{attn_mask.shape}"),
+                fix="is_causal=True; for packed documents "
+                "fleetpipe.dygraph.sequences.attention(.., documents=..)",
+            )
+        return attention(query, key, value, is_causal, scale=named.get("scale"))
+
+    _functions.scaled_dot_product_attention = attend
+    try:
+        yield calls
+    finally:
+        _functions.scaled_dot_product_attention = stock
