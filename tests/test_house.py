@@ -36,10 +36,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedules/verified",),
     ("schedules/__init__",),
     (
-        *("schedules/commands", "profiling", "report", "starter", "transport", "why"),
+        *("schedules/commands", "profiling", "report", "starter", "transport"),
         "static/graph static/source_lines static/tags",
     ),
-    ("mesh", "watch"),
+    ("mesh", "watch", "why"),
     (
         *("config", "engine", "job", "static/cut"),
         "dygraph/nest dygraph/random_keys dygraph/gradients"
@@ -94,8 +94,9 @@ CLOSED = {
         *("prometheus_client", "rich"),
     ),
     "why": (
-        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras", "fleetpipe.schedules"),
-        *("fleetpipe.why", "numpy", "pyarrow"),
+        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras", "fleetpipe.report"),
+        *("fleetpipe.schedules", "fleetpipe.version", "fleetpipe.why", "jinja2"),
+        *("numpy", "pyarrow"),
     ),
     "static": (
         *("fleetpipe.__init__", "fleetpipe.paddle_api", "fleetpipe.aliases"),

@@ -82,11 +82,24 @@ class Drawing:
 def drawing(pipeline: Pipeline) -> Drawing:
     """Lays out the timelines of a pipeline."""
     titles = {name: _title(name, pipeline, events) for name, events in pipeline.tracks.items()}
-    panels = [Panel(titles[n], events, pipeline.placement) for n, events in pipeline.tracks.items()]
+    return laid_out(
+        [
+            Panel(titles[name], events, pipeline.placement, pipeline.unit)
+            for name, events in pipeline.tracks.items()
+        ]
+    )
+
+
+def laid_out(panels: Sequence[Panel]) -> Drawing:
+    """Lays out timelines below each other, in one unit of time.
+
+    Args:
+        panels: One or more, of as many ranks each.
+    """
     bars = [bar for panel in panels for bar in panel.bars]
     end = max((bar.right for bar in bars), default=1.0) or 1.0
     # A width for the boxes of a rank, within reason.
-    boxes = len(pipeline.predicted) / pipeline.placement.ranks
+    boxes = max(len(panel.events) / panel.placement.ranks for panel in panels)
     pixels = min(max(_PIXELS[0], _PIXELS_OF_A_BOX * boxes), _PIXELS[1])
     tracks = [
         Track(
@@ -100,7 +113,7 @@ def drawing(pipeline: Pipeline) -> Drawing:
         for panel in panels
         if panel.bars
     ]
-    marks, unit = _axis(pipeline.unit, end)
+    marks, unit = _axis(panels[0].unit, end)
     return Drawing(
         tracks,
         pixels,

@@ -66,7 +66,7 @@ def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
     tracks, stages = _read(trace)
     steps = _steps(tracks["measured"])
     return Pipeline(
-        _placement(stages),
+        placement_of(stages),
         _from_zero(tracks["predicted"]),
         _from_zero(steps[-1] if steps else []),
         unit="s",
@@ -105,7 +105,7 @@ def _seconds(microseconds: Any) -> float:
     return float(microseconds / MICROSECONDS_PER_SECOND)
 
 
-def _placement(stages: dict[int, int]) -> Placement:
+def placement_of(stages: dict[int, int]) -> Placement:
     """Returns the placement that has the stages where the trace has them."""
     ranks = max(stages.values(), default=0) + 1
     chunks = -(-max(1, len(stages)) // ranks)

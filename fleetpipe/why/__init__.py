@@ -2,8 +2,8 @@
 
 Begin with ``operations.py``, what a trace holds; ``replay.py`` says when each operation ends, given
 times; ``slowdown.py`` asks for that with some operations made ideal, ``causes.py`` finds out what
-straggled, and ``schedules.py`` what another schedule would have taken. The definitions are those of
-the what-if analysis of arXiv:2505.05713. Imports no Paddle.
+straggled, ``schedules.py`` what another schedule would have taken, and ``page.py`` draws it. The
+definitions are those of the what-if analysis of arXiv:2505.05713. Imports no Paddle.
 """
 
 from __future__ import annotations

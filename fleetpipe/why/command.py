@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fleetpipe.arguments import using
+from fleetpipe.arguments import new_file, using
 from fleetpipe.why.operations import COLUMNS, read_columns, read_trace
+from fleetpipe.why.page import page
 from fleetpipe.why.replay import steps_of
 from fleetpipe.why.schedules import Alternative, alternatives
 from fleetpipe.why.slowdown import Slowdown, slowdown_of
@@ -28,6 +29,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"TRACE is a table, CSV or Parquet, with the columns {', '.join(COLUMNS)}",
     )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=new_file,
+        metavar="FILE",
+        help="write a page: two timelines, and what each rank takes in each step",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -45,6 +53,10 @@ def run(options: argparse.Namespace) -> int:
         operations = (read_columns if options.columns else read_trace)(path)
     steps = steps_of(operations, one_thread=not options.columns)
     slowdown, schedules = slowdown_of(steps), alternatives(steps)
+    if options.output is not None:
+        with using("--output", options.output, "a file that can be written"):
+            text = page(steps, slowdown, _sentence(slowdown))
+            options.output.write_text(text, encoding="utf-8")
     if options.json:
         listed = {"schedules": [one._asdict() for one in schedules]}
         sys.stdout.write(json.dumps({**slowdown.as_json(), **listed}) + "\n")

@@ -78,6 +78,15 @@ class ReplayedStep:
         Args:
             durations: [operations, cases].
         """
+        longest: np.ndarray = self.ends(durations).max(axis=0)
+        return longest
+
+    def ends(self, durations: Durations) -> np.ndarray:
+        """Returns when each operation ends, in seconds from the begin of the step.
+
+        Args:
+            durations: [operations, cases], as is what it returns.
+        """
         ends = np.zeros_like(durations)
         for index in self._order:
             waits = self._waits[index]
@@ -85,8 +94,7 @@ class ReplayedStep:
                 np.add(ends[waits].max(axis=0), durations[index], out=ends[index])
             else:
                 ends[index] = durations[index]
-        longest: np.ndarray = ends.max(axis=0)
-        return longest
+        return ends
 
 
 def steps_of(operations: Iterable[TracedOperation], one_thread: bool = False) -> list[ReplayedStep]:

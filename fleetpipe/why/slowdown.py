@@ -65,7 +65,7 @@ def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
         steps: What :func:`~fleetpipe.why.replay.steps_of` makes of a trace.
     """
     everything = [one for step in steps for one in step.operations]
-    ideal = _ideal_times(steps)
+    ideal = ideal_times(steps)
     stages = sorted({one.stage for one in everything})
     replicas = sorted({one.replica for one in everything})
     last = stages[-1]
@@ -114,8 +114,8 @@ def _of(field: str, value: int) -> Member:
     return lambda one: bool(getattr(one, field) == value)
 
 
-def _ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
-    """Returns the mean of each computation's kind and the median of each communication's."""
+def ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
+    """Returns the mean seconds of each computation's kind, the median of each communication's."""
     by_kind: defaultdict[str, list[float]] = defaultdict(list)
     for step in steps:
         for one, seconds in zip(step.operations, step.transfer_times):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def test_a_table_says_what_was_slow(tmp_path: Path, capsys: pytest.CaptureFixtur
         "score": pytest.approx(1, abs=0.3),
     }
     assert said["schedules"][0]["name"].startswith("ZBH")
+
+
+def test_the_page_shows_the_slow_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = table(tmp_path / "a.csv", trace(Slow("rank", 1, 2, factor=1.5)))
+    assert main(["why", "--columns", str(path), "-o", str(tmp_path / "a.html")]) == 0
+    text = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert f"<h1>{capsys.readouterr().out.splitlines()[0]}</h1>" in text
+    assert "of replica 1 as it ran" in text
+    # Of the slow rank alone the computations take half as long again as the mean of their kinds.
+    factors = re.findall(r'title="replica (\d), stage (\d), step \d+: ([\d.]+) times"', text)
+    hot = {(replica, stage) for replica, stage, factor in factors if float(factor) > 1.3}
+    assert hot == {("1", "2")}
+    # Both timelines have each computation of the replica, and the ideal one is shorter.
+    assert text.count("F0.0 on rank 0: ") == 2
 
 
 def test_a_table_in_parquet_is_the_same(tmp_path: Path) -> None:
