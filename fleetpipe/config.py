@@ -28,6 +28,7 @@ DEFAULT_TIMEOUT = 600.0
 LOSS_REDUCTIONS = ("mean", "sum", "tokens")
 
 FLEETPIPE_DEFAULTS: Mapping[str, object] = {
+    "fast_leaves": True,
     "fetch": "mean",
     "fetch_broadcast": False,
     "costs": None,
@@ -58,6 +59,7 @@ class PipelineConfig:
             ``costs`` has the bytes of each stage; None: no cap.
         post_validation: Dynamic graph: whether a rank may step before the norm of all gradients is
             known; it takes back what was clipped.
+        fast_leaves: Dynamic graph: whether layers may compute the same bits in less time.
         rng: What random operations of layers draw from: ``"keyed"``, a stream of each layer and
             micro-batch, or ``"fleet"``, Paddle's generator as it is.
         serve: Where the first rank serves the job's board; None: nowhere.
@@ -78,6 +80,7 @@ class PipelineConfig:
     loss_reduction: str = "mean"
     memory_cap: int | None = None
     post_validation: bool = False
+    fast_leaves: bool = True
     rng: str = "keyed"
     serve: Address | None = None
     timeout: float = DEFAULT_TIMEOUT
@@ -107,6 +110,7 @@ class PipelineConfig:
             loss_reduction=_choice("loss_reduction", options["loss_reduction"], LOSS_REDUCTIONS),
             memory_cap=_memory_cap(options["memory_cap"]),
             post_validation=_switch("post_validation", options["post_validation"]),
+            fast_leaves=_switch("fast_leaves", options["fast_leaves"]),
             rng=_choice("rng", options["rng"], ("keyed", "fleet")),
             serve=_serve(options["serve"]),
             timeout=_timeout(options["timeout"]),

@@ -1,5 +1,7 @@
 """Splits the backward of stages into I and W: keeps a tape of leaf calls for each micro-batch.
 
+Where nothing is split, leaf layers with a faster way to the same bits go that (``fast``).
+
 While a stage whose backward is split runs forward, the ``forward`` of its leaf layers is replaced
 by ``leaf_run.run``; outside of that nothing is changed, so evaluation and the user's own calls
 run as ever. I runs autograd as B does, and finds at each leaf only the way to its inputs; W empties
@@ -23,13 +25,12 @@ from fleetpipe.dygraph.backward.deferral_report import (
     LayersOf,
     Waiting,
 )
+from fleetpipe.dygraph.backward.fast.forwards import FastForwards, replaced
 from fleetpipe.dygraph.backward.leaf import Leaf, leaves_of
 from fleetpipe.dygraph.backward.leaf_call import Call, Tape
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import MicroBatch, flatten
-
-_MISSING = object()
 
 _NOTHING = nullcontext()
 
@@ -37,12 +38,14 @@ _NOTHING = nullcontext()
 class SplitBackward:
     """The tapes of all stages and micro-batches whose backward a schedule splits."""
 
-    def __init__(self, schedule: Schedule, layers_of: LayersOf) -> None:
+    def __init__(self, schedule: Schedule, layers_of: LayersOf, fast_leaves: bool = True) -> None:
         """Finds out what is split.
 
         Args:
             schedule: Actions I and W name the stages and micro-batches that are split.
             layers_of: The layers of a stage of this process.
+            fast_leaves: Whether leaf layers may take another way to the same bits where a
+                backward is not split.
         """
         self._split = {
             (action.stage, MicroBatch(action.micro_batch))
@@ -53,6 +56,8 @@ class SplitBackward:
         self._name = schedule.name
         self._layers_of = layers_of
         self._leaves: dict[int, list[Leaf]] = {}
+        self._fast_leaves = fast_leaves
+        self._fast: dict[int, FastForwards] = {}
         self._tapes: dict[tuple[int, MicroBatch], Tape] = {}
         self._waiting: dict[int, Waiting] = {}
         self._sums = Sums()
@@ -71,32 +76,32 @@ class SplitBackward:
             waiting.forget()
 
     def recording(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Cuts the calls of the stage's leaf layers out of the graph while the context is open.
+        """Has the stage's leaf layers run in their own ways while the context is open.
+
+        Where the backward is split, it cuts their calls out of the graph.
 
         Args:
             stage: Global stage of this process.
             micro_batch: Number within the batch.
         """
         if (stage, micro_batch) not in self._split:
-            return _NOTHING
-        return self._recording(stage, micro_batch)
-
-    @contextmanager
-    def _recording(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
+            return self._running_fast(stage)
         tape = self._tapes.setdefault((stage, micro_batch), Tape())
         leaves = [leaf for leaf in self._leaves_of(stage) if not leaf.static]
-        before = [leaf.layer.__dict__.get("forward", _MISSING) for leaf in leaves]
-        try:
-            for leaf in leaves:
-                # Around Layer.__setattr__, which looks for parameters first.
-                leaf.layer.__dict__["forward"] = _wrapped(leaf, leaf.layer.forward, tape)
-            yield
-        finally:
-            for leaf, forward in zip(leaves, before):
-                if forward is _MISSING:
-                    leaf.layer.__dict__.pop("forward", None)
-                else:
-                    leaf.layer.__dict__["forward"] = forward
+        return replaced([(leaf.layer, _wrapped(leaf, leaf.layer.forward, tape)) for leaf in leaves])
+
+    def rerunning(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """As :meth:`recording` for what runs again in a backward that is not split."""
+        split = (stage, micro_batch) in self._split
+        return _NOTHING if split else self._running_fast(stage)
+
+    def _running_fast(self, stage: int) -> AbstractContextManager[None]:
+        if not self._fast_leaves:
+            return _NOTHING
+        if stage not in self._fast:
+            leaves = self._leaves_of(stage)
+            self._fast[stage] = FastForwards(leaf.layer for leaf in leaves if not leaf.static)
+        return self._fast[stage].running()
 
     @contextmanager
     def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:

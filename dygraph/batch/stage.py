@@ -314,11 +314,13 @@ class DygraphStage:
         grads: list[Tensor | None],
     ) -> None:
         """Runs autograd from ``tensors``, and from what layers kept for later slices."""
-        if self._slices is None:
-            _backward(tensors, grads)
-            return
-        with self._slices.backward(stage, self._within(micro_batch)) as (kept, kept_grads):
-            _backward([*tensors, *kept], [*grads, *kept_grads])
+        number = self._within(micro_batch)
+        with self._split.rerunning(stage, number):
+            if self._slices is None:
+                _backward(tensors, grads)
+                return
+            with self._slices.backward(stage, number) as (kept, kept_grads):
+                _backward([*tensors, *kept], [*grads, *kept_grads])
 
     def _within(self, micro_batch: GlobalMicroBatch) -> MicroBatch:
         return MicroBatch(micro_batch - self._first_micro_batch)

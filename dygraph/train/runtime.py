@@ -335,7 +335,7 @@ class Runtime:
         self.last_owner = placement.rank_of(placement.stages - 1)
         self.hooks = UserHooks(schedule, self._bubbles)
         self.hook_calls = HookCalls(self.hooks, schedule)
-        self.split = SplitBackward(schedule, self.layers.stage_layers)
+        self.split = SplitBackward(schedule, self.layers.stage_layers, config.fast_leaves)
         self.stage = DygraphStage(self.layers.function, placement, self.split, self.layers.borders)
 
     def _refuse_delayed_weights(self, config: PipelineConfig) -> None:

@@ -105,6 +105,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         really ran are written at the end of the job. ``costs``: what actions cost, a mapping or a
         JSON file from ``model.profile``, for the schedule ``auto``. ``rng``: what layers draw
         random numbers from, ``"keyed"`` (default) or ``"fleet"``, Paddle's generator as it is.
+        ``fast_leaves``: whether layers may compute the same bits in less time (default True).
         ``post_validation``: whether a rank steps before the norm of all gradients is known, and
         puts its state back where they were clipped after all (default False; the same bits).
         ``groups`` and ``warmup_slack``: of Interleaved1F1B, ``groups`` of kFkB too, and likewise

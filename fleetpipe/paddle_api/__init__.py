@@ -7,7 +7,7 @@ Each module says at its top where the two versions differ; what is said nowhere 
 Start with ``optimizer`` or ``tensor``, which most packages use. Importing this package is also the
 one check that Paddle is there at all; ``paddle`` and ``paddle_fleet`` come from here.
 
-Entered by: ``amp``, ``callbacks``, ``device``, ``launcher``, ``layer``, ``loading``,
+Entered by: ``amp``, ``callbacks``, ``device``, ``kernels``, ``launcher``, ``layer``, ``loading``,
 ``meta_parallel``, ``operations``, ``optimizer``, ``random``, ``static``, ``tensor``, ``topology``.
 """
 

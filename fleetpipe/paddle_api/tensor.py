@@ -101,6 +101,15 @@ def switch_gradients_on() -> None:
     framework._dygraph_tracer()._has_grad = True
 
 
+def saves_freely() -> bool:
+    """Whether autograd saves tensors as they are: no ``saved_tensors_hooks`` are open."""
+    try:
+        with paddle.autograd.saved_tensors_hooks(_no_change, _no_change):
+            return True
+    except ValueError:
+        return False
+
+
 def is_made_by_pylayer(tensor: Tensor) -> bool:
     """Whether a tensor is what a ``PyLayer`` returned. Paddle never lets go of the graph's node."""
     return str(tensor.grad_fn.name()).startswith("GradNodePyLayer")

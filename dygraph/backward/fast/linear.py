@@ -1,0 +1,124 @@
+"""Linear with a bias whose gradient takes a fraction of the time that Paddle's kernel takes.
+
+The gradient of a bias is the sum of all rows of a gradient. Paddle's kernel adds them one number
+after another; a product with a row of ones adds the same numbers in the same order, many at once.
+A ``PyLayer`` that repeats the bias has that for its backward. All else is left to autograd, which
+saves no more and no less than for a Linear of Paddle's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Callable
+
+from fleetpipe.aliases import Context, DType, Layer, Tensor
+from fleetpipe.dygraph.backward.fast.trial import DTYPES, matrices, same_bits
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.amp import casts_automatically
+from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.kernels import expanded, product, reshaped, total
+from fleetpipe.paddle_api.tensor import saves_freely
+
+#: Numbers of an output from which the product takes less time than the sum.
+_FEWEST = 2**14
+
+#: Numbers of rows that are tried for each size of weight: where every batch has a length of its
+#: own, to try them all would take longer than it saves.
+_MOST_ROWS = 8
+
+#: What was tried, by size and dtype of the weight, and then by the number of rows.
+_tried: dict[tuple[int, int, DType], dict[int, bool]] = {}
+
+#: What is to be tried: rows, and then size and dtype of the weight.
+_waiting: set[tuple[int, int, int, DType]] = set()
+
+#: Columns in which all kinds of numbers are tried: no sum knows of those beside it.
+_MOST_COLUMNS = 1024
+
+plain_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Linear.forward
+plain_linear: Callable[..., Tensor] = paddle.nn.functional.linear
+
+
+def forward(layer: Layer, x: Tensor) -> Tensor:
+    """Computes what ``paddle.nn.Linear.forward`` does; autograd takes less time for it.
+
+    Args:
+        layer: A Linear.
+        x: [.., inputs].
+    """
+    weight, bias = layer.weight, layer.bias
+    if bias is None or bias.stop_gradient or not paddle.is_grad_enabled():
+        return plain_forward(layer, x)
+    *lengths, inputs = x.shape
+    rows = math.prod(lengths)
+    if rows * weight.shape[1] < _FEWEST or not x.dtype == weight.dtype == bias.dtype:
+        return plain_forward(layer, x)
+    if casts_automatically() or not _has_same_bits(rows, inputs, weight):
+        return plain_forward(layer, x)
+    return _linear(x, weight, bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    repeat: Callable[..., Tensor] = _Repeated.apply
+    output = product(x, weight)
+    return total(output, repeat(bias, output.shape))
+
+
+class _Repeated(paddle.autograd.PyLayer):
+    """A vector in every row. It saves nothing, and can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Context, vector: Tensor, shape: Sequence[int]) -> Tensor:
+        return expanded(vector, shape)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        rows = reshaped(grad, [-1, grad.shape[-1]])
+        return reshaped(product(_ones(rows.shape[0], rows.dtype), rows), [-1])
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(rows: int, dtype: DType) -> Tensor:
+    return paddle.ones([1, rows], dtype)
+
+
+def _has_same_bits(rows: int, inputs: int, weight: Tensor) -> bool:
+    """Returns what :func:`_try` finds, from the one time that it is tried."""
+    size = (inputs, weight.shape[1], weight.dtype)
+    tried = _tried.setdefault(size, {})
+    if rows not in tried:
+        if len(tried) >= _MOST_ROWS or device_kind() != "cpu" or weight.dtype not in DTYPES:
+            return False
+        if not saves_freely():
+            _waiting.add((rows, *size))
+            return False
+        tried[rows] = _try(rows, *size)
+    return tried[rows]
+
+
+def try_waiting() -> None:
+    """Tries what could not be tried where it was first used, in a recomputed piece."""
+    while _waiting:
+        rows, *size = _waiting.pop()
+        _tried[tuple(size)][rows] = _try(rows, *size)
+
+
+def _try(rows: int, inputs: int, columns: int, dtype: DType) -> bool:
+    """Tries out whether a Linear has the same bits."""
+    sizes = (rows, inputs), (inputs, columns), (rows, columns)
+    x, weight, grad = (next(matrices(size, dtype)) for size in sizes)
+    few = min(columns, _MOST_COLUMNS)
+    return _adds_alike(rows, few, dtype) and same_bits(
+        plain_linear, _linear, (x, weight, grad[0]), grad
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _adds_alike(rows: int, columns: int, dtype: DType) -> bool:
+    """Tries out whether sums of all kinds of numbers have the same bits."""
+    return all(
+        same_bits(plain_linear, _linear, (grad[:, :1], grad[:1], grad[-1]), grad)
+        for grad in matrices((rows, columns), dtype)
+    )

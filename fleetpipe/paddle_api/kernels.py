@@ -1,0 +1,38 @@
+"""Operations without the checks of their public functions, which take as long as a small kernel.
+
+Alike in 2.6.2 and 3.3.x. Autograd, automatic casts and ``capture`` see them as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Callable
+
+from paddle import _C_ops
+
+from fleetpipe.aliases import Tensor
+
+_matmul: Callable[..., Tensor] = _C_ops.matmul
+_add: Callable[..., Tensor] = _C_ops.add
+_expand: Callable[..., Tensor] = _C_ops.expand
+_reshape: Callable[..., Tensor] = _C_ops.reshape
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns ``left @ right``."""
+    return _matmul(left, right, False, False)
+
+
+def total(left: Tensor, right: Tensor) -> Tensor:
+    """Returns ``left + right``."""
+    return _add(left, right)
+
+
+def expanded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns a tensor repeated to ``shape``."""
+    return _expand(tensor, shape)
+
+
+def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns a tensor in another shape."""
+    return _reshape(tensor, shape)

@@ -1,0 +1,243 @@
+"""Leaf layers that are computed in less time: autograd's bits, and all that autograd does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe.dygraph.backward.fast import linear
+from fleetpipe.dygraph.backward.fast.trial import matrices, same_bits
+from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.schedules import build
+from tests.dygraph.backward.test_split import grads_of, numbers, score
+from tests.pipelines import FEATURES, batch, bits, job, pipeline, sgd
+
+WHOLE = build("1F1B", ranks=1, micro_batches=1)
+
+#: Shapes of inputs, and numbers of a row of the output.
+SIZES = [((128, 24), 128), ((2, 64, 16), 256), ((700, 8), 40), ((1, 3), 16384), ((16384, 2), 1)]
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of what the fast way took."""
+    shapes: list[tuple[int, ...]] = []
+    original = linear._linear
+
+    def noted(x: Any, weight: Any, bias: Any) -> Any:
+        shapes.append(tuple(x.shape))
+        return original(x, weight, bias)
+
+    monkeypatch.setattr(linear, "_linear", noted)
+    monkeypatch.setattr(linear, "_tried", {})
+    linear._adds_alike.cache_clear()
+    return shapes
+
+
+@contextmanager
+def running(layer: Any, fast_leaves: bool = True) -> Iterator[Any]:
+    """Runs a layer as a stage does whose backward is not split."""
+    split = SplitBackward(WHOLE, lambda stage: {0: layer}, fast_leaves)
+    with split.recording(0, 0):  # type: ignore[arg-type]
+        yield layer
+    assert "forward" not in vars(layer)
+
+
+def two(make: Callable[[], Any] = lambda: nn.Linear(24, 128)) -> tuple[Any, Any]:
+    """The same layer twice."""
+    pair = []
+    for _ in range(2):
+        paddle.seed(3)
+        pair.append(make())
+    return pair[0], pair[1]
+
+
+def taken(shapes: list[tuple[int, ...]], shape: tuple[int, ...] = (128, 24)) -> int:
+    """How often the fast way took an input of a shape; what is tried has others too."""
+    return shapes.count(shape)
+
+
+@pytest.mark.parametrize(("shape", "outputs"), SIZES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_micro_batch_has_the_bits_of_autograd(
+    shape: tuple[int, ...], outputs: int, dtype: str, fast: list[tuple[int, ...]]
+) -> None:
+    plain, other = two(lambda: nn.Linear(shape[-1], outputs).to(dtype=dtype))
+    results = []
+    for layer, way in ((plain, False), (other, True)):
+        inputs = [numbers(*shape, seed=k).astype(dtype).detach() for k in range(3)]
+        for x in inputs:
+            x.stop_gradient = False
+            with running(layer, way):
+                output = layer(x)
+            score(output.astype("float32")).backward()
+        results.append([x.grad.numpy().tobytes() for x in inputs] + [output.numpy().tobytes()])
+    assert results[0] == results[1]
+    assert grads_of(plain) == grads_of(other)
+    # One sum alone is a product of vectors, which adds in another order.
+    assert (shape in fast) == (outputs > 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_unusual_numbers_are_tried(dtype: str) -> None:
+    kinds = list(matrices((64, 8), getattr(paddle, dtype)))
+    assert len(kinds) == 20
+    assert {tuple(kind.shape) for kind in kinds} == {(64, 8)}
+    every = np.concatenate([kind.numpy().reshape(-1) for kind in kinds])
+    assert np.isnan(every).any()
+    assert np.isinf(every).any()
+    assert ((every != 0) & (abs(every) < np.finfo(dtype).tiny)).any()
+    assert {str(number) for number in every if number == 0} == {"0.0", "-0.0"}
+
+
+def test_a_difference_in_one_bit_is_seen() -> None:
+    x, zeros = paddle.ones([2, 2]), paddle.zeros([2, 2])
+    minus = paddle.full([2, 2], -1.0)
+    assert same_bits(paddle.sin, paddle.sin, (x,), x)
+    assert not same_bits(paddle.sin, lambda x: paddle.sin(x) * (1 + 2**-23), (x,), x)
+    assert not same_bits(lambda x: x * x, lambda x: x * x * minus * minus * minus, (zeros,), zeros)
+
+
+def test_other_bits_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, fast: list[tuple[int, ...]]
+) -> None:
+    plain, other = two()
+    monkeypatch.setattr(
+        linear, "_ones", lambda rows, dtype: paddle.full([1, rows], 1 + 2**-23, dtype)
+    )
+    x = numbers(128, 24)
+    with running(other):
+        score(other(x)).backward()
+    score(plain(x)).backward()
+    assert grads_of(plain) == grads_of(other)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
+def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+    plain, other = two()
+    results = []
+    for layer, way in ((plain, False), (other, True)):
+        x = numbers(128, 24)
+        (x if frozen == "input" else getattr(layer, frozen)).stop_gradient = True
+        with running(layer, way):
+            score(layer(x)).backward()
+        results.append([*grads_of(layer), None if x.grad is None else x.grad.numpy().tobytes()])
+    assert results[0] == results[1]
+    assert None in results[0]
+
+
+def test_hooks_are_heeded(fast: list[tuple[int, ...]]) -> None:
+    plain, other = two()
+    seen: list[list[bytes]] = [[], []]
+    for layer, way, notes in ((plain, False, seen[0]), (other, True, seen[1])):
+
+        def hook(grad: Any, notes: list[bytes] = notes) -> Any:
+            notes.append(grad.numpy().tobytes())
+            return grad * 2
+
+        x = numbers(128, 24)
+        with running(layer, way):
+            output = layer(x)
+        for tensor in (x, output, *layer.parameters()):
+            tensor.register_hook(hook)
+        score(output).backward()
+        notes.append(x.grad.numpy().tobytes())
+    assert taken(fast) > 0
+    assert len(seen[0]) == 5
+    assert sorted(seen[0]) == sorted(seen[1])
+    assert grads_of(plain) == grads_of(other)
+
+
+def test_gradients_of_some_tensors_and_of_gradients(fast: list[tuple[int, ...]]) -> None:
+    plain, other = two()
+    results = []
+    for layer, way in ((plain, False), (other, True)):
+        x = numbers(128, 24)
+        with running(layer, way):
+            output = paddle.tanh(layer(x))
+            (slope,) = paddle.grad(score(output), [x], create_graph=True)
+            (alone,) = paddle.grad(score(output), [layer.bias], retain_graph=True)
+        assert layer.bias.grad is None
+        score(slope).backward()
+        results.append([grad.numpy().tobytes() for grad in (slope, alone, x.grad)])
+    assert results[0] == results[1]
+    assert grads_of(plain) == grads_of(other)
+    assert taken(fast) > 0
+
+
+def test_what_backward_needs_may_not_change() -> None:
+    layer = nn.Linear(24, 128)
+    x = numbers(128, 24).detach()
+    with running(layer):
+        output = layer(x)
+    x.scale_(2.0)
+    with pytest.raises(Exception, match="inplace"):
+        score(output).backward()
+
+
+@pytest.mark.parametrize("why", ["cast", "off", "no gradients", "small", "replaced", "in a class"])
+def test_where_layers_stay_as_they_are(
+    why: str, fast: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = nn.Linear(24, 128), numbers(16 if why == "small" else 128, 24)
+    if why == "in a class":
+        original = nn.Linear.forward
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: original(self, x) + 1)
+    if why == "replaced":
+        layer.forward = paddle.tanh
+    split = SplitBackward(WHOLE, lambda stage: {0: layer}, why != "off")
+    if why == "cast":
+        # On a CPU auto_cast itself does nothing.
+        monkeypatch.setattr(linear, "casts_automatically", lambda: True)
+    expected = layer(x)
+    with split.recording(0, 0), paddle.set_grad_enabled(why != "no gradients"):  # type: ignore[arg-type]
+        assert layer(x).numpy().tobytes() == expected.numpy().tobytes()
+    assert fast == []
+
+
+def test_not_every_number_of_rows_is_tried(fast: list[tuple[int, ...]]) -> None:
+    plain, other = two(lambda: nn.Linear(2, 4096))
+    for rows in range(4, 20):
+        x = numbers(rows, 2)
+        with running(other):
+            score(other(x)).backward()
+        score(plain(x)).backward()
+    assert grads_of(plain) == grads_of(other)
+    (tried,) = linear._tried.values()
+    assert set(tried) == set(range(4, 4 + linear._MOST_ROWS))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("FThenB", 1), ("1F1B", 2)])
+@pytest.mark.parametrize("interval", [0, 1])
+def test_pipelines_use_them(
+    schedule: str, chunks: int, interval: int, fast: list[tuple[int, ...]]
+) -> None:
+    def layers() -> list[Any]:
+        sizes = [(FEATURES, 8192), (8192, 2), (2, 8192), (8192, 4)]
+        return [LayerDesc(nn.Linear, *size) for size in sizes]
+
+    states = []
+    for fast_leaves in (False, True):
+        assert FEATURES not in {shape[-1] for shape in fast}
+        paddle.seed(5)
+        with job(2, 4, schedule, fast_leaves=fast_leaves):
+            model = pipeline(
+                layers(),
+                num_virtual_pipeline_stages=chunks,
+                recompute_interval=interval,
+                recompute_ctx={"mp_group": None, "offload": False, "partition": False},
+            )
+            optimizer = sgd(model, 0.01)
+            losses = [
+                model.train_batch(batch(4, seed), optimizer).numpy().tobytes() for seed in range(2)
+            ]
+            states.append((losses, bits(model.state_dict())))
+    assert states[0] == states[1]
+    assert FEATURES in {shape[-1] for shape in fast}
