@@ -38,7 +38,6 @@ from fleetpipe.watch.board import Heard
 _PADDLE_GROUPS = {
     ("dp",): "get_data_parallel_group",
     ("sharding",): "get_sharding_parallel_group",
-    ("sharding", "cp"): "get_sharding_parallel_group",
     ("sep",): "get_sep_parallel_group",
     ("cp",): "get_context_parallel_group",
     ("mp",): "get_model_parallel_group",

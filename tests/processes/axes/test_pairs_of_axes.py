@@ -1,0 +1,65 @@
+"""Pairs of axes at 2: what the ranks train together beside one device with all of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from fleetpipe import fleet
+from fleetpipe.job.job import current_job
+from tests import jobs
+from tests.pipelines import CLASSES, FEATURES, ROWS, batch, pipeline
+
+Call = Callable[..., Any]
+STEPS, MICRO_BATCHES, NORM = 3, 2, 0.5
+
+
+def optimizer_of(parameters: Any) -> Any:
+    """AdamW that clips at each of the first steps."""
+    clip = nn.ClipGradByGlobalNorm(NORM)
+    return paddle.optimizer.AdamW(0.01, parameters=parameters, grad_clip=clip)
+
+
+def gaps(pairs: Sequence[tuple[str, str]]) -> list[dict[str, float]]:
+    """Trains under each pair, and the single model beside: the largest differences of both."""
+    return [_gap(dict.fromkeys(pair, 2)) for pair in pairs]
+
+
+def _gap(degrees: dict[str, int]) -> dict[str, float]:
+    strategy = jobs.strategy(MICRO_BATCHES, **{"dp": 1, "pp": 1, **degrees})
+    fleet.init(is_collective=True, strategy=strategy)
+    job = current_job()
+    assert job is not None
+    paddle.seed(1 + job.coordinate.dp)  # broadcast from the first copy
+    model = pipeline([nn.Linear(FEATURES, 8), nn.functional.tanh, nn.Linear(8, CLASSES)])
+    single = model.layers.single_model()
+    single.set_state_dict(model.layers.full_state_dict())
+    optimizer = fleet.distributed_optimizer(optimizer_of(model.parameters()))
+    plain = optimizer_of(single.parameters())
+    copies, rows = job.copies().ranks, MICRO_BATCHES * ROWS
+    loss_gap = norm_gap = 0.0
+    for step in range(STEPS):
+        inputs, labels = batch(copies * MICRO_BATCHES, step)
+        mine = [part[job.copy * rows :][:rows] for part in (inputs, labels)]
+        loss = float(model.train_batch(mine, optimizer))
+        expected = nn.functional.cross_entropy(single(inputs), labels)
+        expected.backward()
+        squares = [float((p.grad.astype("float64") ** 2).sum()) for p in single.parameters()]
+        norm = sum(squares) ** 0.5
+        plain.step()
+        plain.clear_grad()
+        loss_gap = max(loss_gap, abs(loss - float(expected)))
+        norm_gap = max(norm_gap, abs((optimizer.gradient_norm or 0.0) - norm))
+    trained = model.layers.full_state_dict()
+    parameters = [float((trained[n] - v).abs().max()) for n, v in single.state_dict().items()]
+    fleet.shutdown()
+    return {"loss": loss_gap, "norm": norm_gap, "parameters": max(parameters)}
+
+
+def test_copies_along_sequences_train_as_one_device_does(on_ranks: Call) -> None:
+    pairs = [("pp", "cp"), ("pp", "sep"), ("sharding", "cp"), ("dp", "sep")]
+    for rank in on_ranks(gaps, 4, pairs):
+        assert [max(pair.values()) < 2e-6 for pair in rank] == [True] * len(pairs), rank
