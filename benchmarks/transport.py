@@ -4,7 +4,9 @@
 
 Each figure is the median of half a round trip: of a float32 tensor through the transport (send,
 the other process's receive, its send back, receive), and of as many bytes through a bare socket of
-the same kind, which is what this machine takes at that moment without any of our work.
+the same kind, which is what this machine takes at that moment without any of our work. Beside them
+the median of an all_to_all and of a reduce_scatter of a tensor of that size, of which half goes
+each way.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import paddle
 
+from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.transport import MessageKey, Transport, connect
 from fleetpipe.transport.joining import hosts
 from tests.transport.helpers import FolderStore
@@ -30,6 +33,8 @@ from tests.transport.helpers import FolderStore
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "256 KiB": 256 << 10, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
 PING, PONG = MessageKey("F", 0, 1, "", 0), MessageKey("B", 0, 1, "", 0)
 TIMEOUT = 60.0
+#: Of each kind and size.
+EXCHANGES = 60
 
 
 def one_way_times(transport: Transport, nbytes: int, seconds: float) -> list[float]:
@@ -58,6 +63,21 @@ def bare_times(sock: socket.socket, nbytes: int, seconds: float) -> list[float]:
     return times
 
 
+def exchange_times(transport: Transport, nbytes: int) -> dict[str, float]:
+    """Returns the median microseconds of what two ranks exchange, by name. Both call it."""
+    group = DirectGroup(transport, TIMEOUT, "benchmark")
+    parts = [paddle.ones([max(nbytes // 8, 1)], "float32") for _ in range(2)]
+    medians = {}
+    for name, exchange in (("all_to_all", group.all_to_all), ("scatter", group.reduce_scatter)):
+        times = []
+        for _ in range(EXCHANGES):
+            start = time.perf_counter()
+            exchange(parts)
+            times.append(time.perf_counter() - start)
+        medians[name] = round(statistics.median(times[EXCHANGES // 10 :]) * 1e6, 1)
+    return medians
+
+
 def echo(transport: Transport, sock: socket.socket) -> None:
     """Sends back what comes until there is nothing more, for each of the sizes."""
     for nbytes in SIZES.values():
@@ -66,6 +86,7 @@ def echo(transport: Transport, sock: socket.socket) -> None:
         buffer = memoryview(bytearray(nbytes))
         while _fill(sock, buffer) and not buffer[0]:
             sock.sendall(buffer)
+        exchange_times(transport, nbytes)
 
 
 def measure(transport: Transport, sock: socket.socket, seconds: float) -> list[dict[str, object]]:
@@ -81,6 +102,7 @@ def measure(transport: Transport, sock: socket.socket, seconds: float) -> list[d
                 "one_way_us": round(median * 1e6, 1),
                 "GB_per_s": round(nbytes / median / 1e9, 2),
                 "bare_us": round(bare * 1e6, 1),
+                **{f"{n}_us": us for n, us in exchange_times(transport, nbytes).items()},
             }
         )
     return rows
@@ -151,6 +173,8 @@ def main() -> None:
         print(
             f"{row['message']:>8} {row['one_way_us']:>10} us {row['GB_per_s']:>8} GB/s"
             f"   bare socket {row['bare_us']:>10} us"
+            f"   all_to_all {row['all_to_all_us']:>10} us"
+            f"   reduce_scatter {row['scatter_us']:>10} us"
         )
 
 

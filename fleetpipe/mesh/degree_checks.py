@@ -156,7 +156,7 @@ def _refuse_sharding(got: str) -> None:
     raise ConfigError(
         "sharding_degree above 1 runs stage 1: each rank keeps the state of whole parameters",
         got=got,
-        cause="that needs reduce_scatter, which Gloo, Paddle's CPU backend, does not have",
+        cause="stages 2 and 3 and these options scatter gradients or parameters as well",
         fix="leave it out: every rank then still holds 1/sharding_degree of the optimizer's state",
     )
 
