@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import tempfile
@@ -19,7 +18,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.checkpoint.contents.parts import MODEL, Held, TensorName
-from fleetpipe.checkpoint.files import host_memory, tensors
+from fleetpipe.checkpoint.files import host_memory, tensors, writer
 from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError, ConfigError
@@ -267,53 +266,42 @@ def test_a_full_disk_is_told_at_the_next_step_and_training_may_go_on(
     assert value_at(tmp_path) == 4.0
 
 
-FULL = f"""
-import errno, json, os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import paddle, fleetpipe
-from fleetpipe.checkpoint.files import tensors
-from fleetpipe.errors import CheckpointError
-from fleetpipe import fleet
-from tests.pipelines import batch, bits, job, pipeline, sgd
-
-home = sys.argv[1]
-rank = int(os.environ["PADDLE_TRAINER_ID"])
-write_at = tensors.write_at
-
-def full(*args):
+def no_space(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
-with job(2, timeout=20):
-    model = pipeline()
-    optimizer = sgd(model)
-    told, losses = [], []
-    managers = [
-        fleetpipe.CheckpointManager(os.path.join(home, name), async_save=name == "async")
-        for name in ("sync", "async")
-    ]
-    for step in range(5):
-        losses.append(model.train_batch(batch(seed=step), optimizer).item())
-        if rank == 1:
-            tensors.write_at = full if step in (1, 3) else write_at
-        for manager in managers:
-            try:
-                manager.save(step, model=model, optimizer=optimizer)
-            except CheckpointError as error:
-                told.append([step, str(error).splitlines()[0]])
-    managers[1].wait()
-    managers[1].save(9, model=model, optimizer=optimizer)
-    steps = [manager.steps() for manager in managers]
-    with open(os.path.join(home, f"{{rank}}.json"), "w") as file:
-        json.dump([told, steps, losses], file)
-managers[1].wait()  # after the job has ended, too
-"""
+
+def save_on_a_full_disk(home: Path) -> tuple[list[Any], list[list[int]], list[float]]:
+    """Saves in two ways where rank 1's disk is full in steps 1 and 3: errors, steps and losses."""
+    rank = paddle.distributed.get_rank()
+    write_at = tensors.write_at
+    with job(2, timeout=20):
+        model = pipeline()
+        optimizer = sgd(model)
+        told, losses = [], []
+        managers = [
+            fleetpipe.CheckpointManager(home / name, async_save=name == "async")
+            for name in ("sync", "async")
+        ]
+        for step in range(5):
+            losses.append(model.train_batch(batch(seed=step), optimizer).item())
+            if rank == 1:
+                tensors.write_at = no_space if step in (1, 3) else write_at
+            for manager in managers:
+                try:
+                    manager.save(step, model=model, optimizer=optimizer)
+                except CheckpointError as error:
+                    told.append([step, str(error).splitlines()[0]])
+        managers[1].wait()
+        managers[1].save(9, model=model, optimizer=optimizer)
+        steps = [manager.steps() for manager in managers]
+    managers[1].wait()  # after the job has ended, too
+    return told, steps, losses
 
 
 def test_a_full_disk_of_one_rank_fails_the_save_on_all(
-    launch: Callable[..., Finished], tmp_path: Path
+    on_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    launch(FULL, 2, args=[str(tmp_path)])
-    first, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    first, other = on_ranks(save_on_a_full_disk, 2, tmp_path)
     for report in (first, other):
         report[1][1] = [step for step in report[1][1] if step < 9]  # still being written, or not
     assert first == other
@@ -331,49 +319,41 @@ def test_a_full_disk_of_one_rank_fails_the_save_on_all(
     assert len(losses) == 5
 
 
-#: Two ranks save in folders of their own, as on hosts that share no disk; then the first one's disk
-#: is full for what the other holds.
-APART = f"""
-import errno, os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import paddle, fleetpipe
-from fleetpipe.checkpoint.files import writer
-from fleetpipe.errors import CheckpointError
-from tests.pipelines import batch, job, pipeline, sgd
+def save_apart(homes: Path) -> None:
+    """Saves in folders of their own, as on hosts that share no disk.
 
-rank = int(os.environ["PADDLE_TRAINER_ID"])
-home = f"{{sys.argv[1]}}/{{rank}}"
-with job(2):
-    paddle.seed(1)
-    model = pipeline()
-    optimizer = sgd(model)
-    manager = fleetpipe.CheckpointManager(home, async_save=True)
-    for step in range(1, 3):
+    In step 3 the first one's disk is full for what the other holds.
+    """
+    rank = paddle.distributed.get_rank()
+    with job(2):
+        paddle.seed(1)
+        model = pipeline()
+        optimizer = sgd(model)
+        manager = fleetpipe.CheckpointManager(homes / str(rank), async_save=True)
+        for step in range(1, 3):
+            model.train_batch(batch(), optimizer)
+            manager.save(step, model=model, optimizer=optimizer)
+        write = writer.write
+
+        def full(task: Any, bytes_of: Any) -> None:
+            if task.rank == 1:
+                no_space()
+            write(task, bytes_of)
+
+        writer.write = full
+        failed = r"saving step 3 failed on rank 0 of the job: \[Errno 28\]"
+        with pytest.raises(CheckpointError, match=failed):
+            manager.save(3, model=model)
+        writer.write = write
         model.train_batch(batch(), optimizer)
-        manager.save(step, model=model, optimizer=optimizer)
-    write = writer.write
-
-    def full(task, bytes_of):
-        if task.rank == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(task, bytes_of)
-
-    writer.write = full
-    try:
-        manager.save(3, model=model)
-    except CheckpointError as error:
-        assert "saving step 3 failed on rank 0 of the job: [Errno 28]" in str(error), error
-    writer.write = write
-    model.train_batch(batch(), optimizer)
-    manager.save(4, model=model, optimizer=optimizer)
-    assert manager.steps() == ([] if rank else [1, 2, 4])
-"""
+        manager.save(4, model=model, optimizer=optimizer)
+        assert manager.steps() == ([] if rank else [1, 2, 4])
 
 
 def test_ranks_that_share_no_disk_save_on_that_of_the_first(
-    launch: Callable[..., Finished], tmp_path: Path
+    on_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    launch(APART, 2, args=[str(tmp_path)])
+    on_ranks(save_apart, 2, tmp_path)
     with job():
         paddle.seed(1)
         model = pipeline()

@@ -1,19 +1,10 @@
-"""Real ranks: ``ranks_worker.py FOLDER write|read LAYOUT..``, each layout a job after another.
-
-``write`` trains two steps under each layout, saves in FOLDER/LAYOUT, and notes the loss of the
-third step. ``read`` restores all of these under each of its layouts, saves again at once, and notes
-whether the files of tensors are the same bytes and by how much the third loss differs.
-"""
+"""Layouts of a job, one after another: each writes a checkpoint, and reads those of all others."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import paddle
 from paddle import nn
 
@@ -92,7 +83,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("step-*/*.safetensors")}
 
 
-def write(home: Path, names: list[str]) -> Any:
+def write(home: Path, names: list[str]) -> dict[str, float]:
+    """Trains two steps under each layout and saves; returns the losses of the third step."""
     losses = {}
     for name in names:
         with job(**{"micro_batches": 4, **LAYOUTS[name]}):
@@ -106,8 +98,12 @@ def write(home: Path, names: list[str]) -> Any:
     return losses
 
 
-def read(home: Path, names: list[str]) -> Any:
-    found: dict[str, Any] = {}
+def read(home: Path, names: list[str]) -> dict[str, tuple[bool, float]]:
+    """Restores what all have saved, under each of the layouts, and saves it again at once.
+
+    Returns whether the files of tensors are the same bytes, and the loss of the third step.
+    """
+    found = {}
     for name in names:
         with job(**{"micro_batches": 4, **LAYOUTS[name]}):
             run = Run()
@@ -118,11 +114,3 @@ def read(home: Path, names: list[str]) -> Any:
                 same = contents(copy) == contents(home / writer)
                 found[f"{name} from {writer}"] = same, run.train(2)
     return found
-
-
-if __name__ == "__main__":
-    folder, mode, *chosen = sys.argv[1:]
-    result = {"write": write, "read": read}[mode](Path(folder), chosen)
-    rank = os.environ.get("PADDLE_TRAINER_ID", "0")
-    text = json.dumps(result)
-    (Path(folder) / f"{mode}-{'-'.join(chosen)}-{rank}.json").write_text(text)

@@ -1,20 +1,17 @@
-"""Two real ranks: ``replicas_worker.py FOLDER``, in dynamic and in static graph.
+"""Two real ranks, in dynamic and in static graph.
 
 As two replicas of a model with running statistics: what a resumed run has is compared with the
 uninterrupted one on each rank, and the statistics of the moment of saving are noted. And as the two
-stages of a program, each with a dropout: saved in FOLDER/stages, and how it went on noted.
+stages of a program, each with a dropout.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 
 import fleetpipe
@@ -82,11 +79,10 @@ def stages(home: Path) -> Any:
         run.train(BEFORE)
         fleetpipe.CheckpointManager(home, async_save=True).save(3, **run.objects)
         run.train(AFTER)
-        return {name: array.tobytes().hex() for name, array in state_dict().items()}
+        return {name: array.tobytes() for name, array in state_dict().items()}
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    found = {"dynamic": dynamic(folder / "dynamic"), "static": static(folder / "static")}
-    text = json.dumps({"replicas": found, "stages": stages(folder / "stages")})
-    (folder / f"{RANK}.json").write_text(text)
+def everything(folder: Path) -> dict[str, Any]:
+    """How replicas went on in both graphs, and the state of the stages, saved in FOLDER/stages."""
+    replicas = {"dynamic": dynamic(folder / "dynamic"), "static": static(folder / "static")}
+    return {"replicas": replicas, "stages": stages(folder / "stages")}

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import StateError
-from tests.checkpoint.ranks.ranks_worker import LAYOUTS
-from tests.launching import Finished
+from tests.checkpoint.ranks.ranks_worker import LAYOUTS, read, write
 
-WORKER = Path(__file__).with_name("ranks_worker.py")
 OF_TWO = [name for name in LAYOUTS if name != "alone"]
 #: Layouts in which all sums have the same order; the others agree to rounding.
 SAME_ORDER = {"alone", "pp", "zbv"}
 
 
-def test_each_layout_reads_each(launch: Callable[..., Finished], tmp_path: Path) -> None:
-    for mode in ("write", "read"):
-        launch(WORKER, 2, args=[str(tmp_path), mode, *OF_TWO])
-        launch(WORKER, None, args=[str(tmp_path), mode, "alone"])
-
-    def told(mode: str, names: list[str], rank: int) -> dict[str, object]:
-        path = tmp_path / f"{mode}-{'-'.join(names)}-{rank}.json"
-        found: dict[str, object] = json.loads(path.read_text())
-        return found
-
-    losses = {**told("write", OF_TWO, 0), **told("write", ["alone"], 0)}
-    read = {**told("read", OF_TWO, 0), **told("read", ["alone"], 0)}
-    assert read.keys() == {f"{one} from {other}" for one in LAYOUTS for other in LAYOUTS}
-    assert told("read", OF_TWO, 1) == told("read", OF_TWO, 0)
-    for pair, (same_files, loss) in read.items():
+def test_each_layout_reads_each(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    written, *_ = on_ranks(write, 2, tmp_path, OF_TWO)
+    losses = {**written, **write(tmp_path, ["alone"])}
+    first, second = on_ranks(read, 2, tmp_path, OF_TWO)
+    assert first == second
+    found = {**first, **read(tmp_path, ["alone"])}
+    assert found.keys() == {f"{one} from {other}" for one in LAYOUTS for other in LAYOUTS}
+    for pair, (same_files, loss) in found.items():
         reader, writer = pair.split(" from ")
         assert same_files, pair
         if {reader, writer} <= SAME_ORDER or reader == writer:
