@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import paddle
@@ -28,7 +25,6 @@ from fleetpipe.fleet.meta_parallel import (
 )
 from fleetpipe.fleet.meta_parallel import PipelineParallelMicroStepLocations as Locations
 from tests import jobs
-from tests.launching import ROOT
 from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd, train
 
 
@@ -428,30 +424,20 @@ def test_pure_half_precision_is_asked_of_paddle(
         assert float(model.train_batch(batch(), sgd(model))) > 0
 
 
-PLAIN = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import paddle
-from fleetpipe import fleet
-
-fleet.init(is_collective=True)
-model = paddle.nn.Linear(3, 2)
-assert fleet.distributed_model(model) is model
-optimizer = fleet.distributed_optimizer(
-    paddle.optimizer.SGD(0.1, parameters=model.parameters())
-)
-before = model.weight.numpy()
-model(paddle.ones([4, 3])).mean().backward()
-optimizer.step()
-optimizer.clear_grad()
-assert (before != model.weight.numpy()).any()
-"""
+def train_a_plain_layer() -> None:
+    fleet.init(is_collective=True)
+    model = nn.Linear(3, 2)
+    assert fleet.distributed_model(model) is model
+    optimizer = sgd(model)
+    before = model.weight.numpy()
+    model(paddle.ones([4, 3])).mean().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+    assert (before != model.weight.numpy()).any()
 
 
-def test_a_plain_layer_in_one_process_comes_back_as_it_is(tmp_path: Path) -> None:
-    script = tmp_path / "plain.py"
-    script.write_text(PLAIN)
-    subprocess.run([sys.executable, str(script)], check=True, timeout=120)
+def test_a_plain_layer_in_one_process_comes_back_as_it_is(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(train_a_plain_layer, None)
 
 
 def with_the_data_of_its_ends() -> dict[str, Any]:
