@@ -14,8 +14,8 @@ import paddle
 import pytest
 from paddle import nn
 
+from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from fleetpipe.job import start
 from fleetpipe.schedules import build
 from fleetpipe.why import read_trace, steps_of
 from tests.engine.test_trace import actions
@@ -116,7 +116,7 @@ def test_an_exception_on_one_rank_ends_the_other(on_ranks: Callable[..., Any]) -
 def begin_after_slow_groups() -> tuple[float | None, float]:
     """Begins a job in which rank 1 takes 3 s for its groups; when these were made, and it began."""
     moments = []
-    make = start._make_groups
+    make = lifecycle._make_groups
 
     def make_slowly(*arguments: Any) -> Any:
         made = make(*arguments)
@@ -125,7 +125,7 @@ def begin_after_slow_groups() -> tuple[float | None, float]:
         return made
 
     if os.environ["PADDLE_TRAINER_ID"] == "1":
-        start._make_groups = make_slowly
+        lifecycle._make_groups = make_slowly
     with job(2):
         return (moments or [None])[0], time.time()
 
