@@ -7,8 +7,21 @@ carries the losses of gates to the loss of the pipeline.
 
 from __future__ import annotations
 
+from fleetpipe.dygraph.experts.layer import ExpertList, Experts
 from fleetpipe.dygraph.experts.losses import AuxiliaryLoss, carrying, value_of
+from fleetpipe.dygraph.experts.names import number_experts, spreads, whole_state
 from fleetpipe.dygraph.experts.parameters import fill_gradients
 from fleetpipe.dygraph.experts.replacements import install
 
-__all__ = ["AuxiliaryLoss", "carrying", "fill_gradients", "install", "value_of"]
+__all__ = [
+    "AuxiliaryLoss",
+    "ExpertList",
+    "Experts",
+    "carrying",
+    "fill_gradients",
+    "install",
+    "number_experts",
+    "spreads",
+    "value_of",
+    "whole_state",
+]

@@ -14,6 +14,7 @@ from fleetpipe.paddle_api import paddle
 
 __all__ = [
     "assign_pos",
+    "by_expert",
     "limit_by_capacity",
     "number_count",
     "prune_gate_by_capacity",
@@ -47,7 +48,7 @@ def assign_pos(x: Tensor, cum_count: Tensor, eff_num_len: Tensor) -> Tensor:
         UsageError: The choices are no whole numbers, or of an expert that there is not.
     """
     _require_choices(x, cum_count.shape[0])
-    order = _by_expert(x.flatten(), last_first=True)
+    order = by_expert(x.flatten(), last_first=True)
     return order[order.shape[0] - int(eff_num_len) :]
 
 
@@ -96,7 +97,7 @@ def prune_gate_by_capacity(
     flat = gate_idx.flatten().astype("int64")
     if flat.shape[0] == 0:
         return gate_idx
-    order = _by_expert(flat, last_first=False)
+    order = by_expert(flat)
     chosen = flat.index_select(order)
     # Dropped choices are an expert of their own, the first, with room for none.
     counts = _counts(flat, experts)
@@ -128,7 +129,7 @@ def _counts(choices: Tensor, experts: int) -> Tensor:
     return paddle.bincount(choices + 1, minlength=experts + 1).astype("int64")
 
 
-def _by_expert(choices: Tensor, last_first: bool) -> Tensor:
+def by_expert(choices: Tensor, last_first: bool = False) -> Tensor:
     """Returns the places of choices sorted by expert, within an expert in order or reversed."""
     count = choices.shape[0]
     places = paddle.arange(count)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from fleetpipe.aliases import DType, PaddleGroup, Tensor
 from fleetpipe.dygraph.experts import exchange, operations
-from fleetpipe.errors import StateError
-from fleetpipe.job.job import current_job
-from fleetpipe.mesh.groups import Group, SoleGroup
+from fleetpipe.dygraph.experts.members import members_of
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.layer import replace_in_moe
@@ -17,42 +15,28 @@ from fleetpipe.paddle_api.operations import provide
 from fleetpipe.paddle_api.topology import group_of_ring
 
 
-def _members(group: PaddleGroup) -> Group:
-    """Returns the ranks of a group of Paddle's, as this job reaches them.
-
-    Raises:
-        StateError: There are several, and no job.
-    """
-    job = current_job()
-    if len(group.ranks) == 1:
-        return SoleGroup()
-    if job is None:
-        raise StateError(
-            "tokens are exchanged between the ranks of a job, and there is none",
-            got=f"a group of ranks {list(group.ranks)}",
-            fix="call fleet.init(is_collective=True, strategy=strategy) first",
-        )
-    return job.among(group.ranks)
-
-
 def _global_scatter(
     x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
 ) -> Tensor:
-    return exchange.scatter(x, local_count, global_count, _members(group_of_ring(ring_id)))
+    return exchange.scatter(x, local_count, global_count, members_of(group_of_ring(ring_id)))
 
 
 def _global_gather(
     x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
 ) -> Tensor:
-    return exchange.gather(x, local_count, global_count, _members(group_of_ring(ring_id)))
+    return exchange.gather(x, local_count, global_count, members_of(group_of_ring(ring_id)))
 
 
 def _alltoall(
     in_tensor_list: Tensor, group: PaddleGroup = None, use_calc_stream: bool = True
 ) -> Tensor:
     """Returns one tensor of the equal parts that all members have for this one. Collective."""
-    members = _members(group_of_ring(0) if group is None else group)
+    members = members_of(group)
     return paddle.concat(members.all_to_all(paddle.split(in_tensor_list, members.ranks)))
+
+
+def _no_check() -> None:
+    """Looks for no NCCL: CPUs have no use for it, and a wheel for CPUs has no version of it."""
 
 
 def _local_gather(
@@ -75,6 +59,6 @@ def install() -> None:
     """Mends ``MoELayer``, and has Paddle's functions do these operations where there is no GPU."""
     replace_in_moe(_local_gather=_local_gather)
     if device_kind() == "cpu":
-        replace_in_moe(_alltoall=_alltoall)
+        replace_in_moe(_alltoall=_alltoall, check_nccl_version_for_p2p=_no_check)
         routing = {name: getattr(operations, name) for name in operations.__all__}
         provide({**routing, "global_scatter": _global_scatter, "global_gather": _global_gather})

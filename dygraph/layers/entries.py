@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.dygraph import experts
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
@@ -120,7 +121,7 @@ def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -
         ConfigError: The constructor does not take the arguments of the description.
     """
     if not hasattr(entry, "build_layer"):
-        return entry
+        return _numbered(entry)
     paddle.seed(FIRST_SEED + index)
     try:
         return _built(entry, lent)
@@ -151,7 +152,13 @@ def _arguments(entry: Entry) -> str:
 def _built(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
     with _specification_kept(entry):
         # Paddle 2.6.2's own descriptions take nothing.
-        return entry.build_layer(**lent) if lent else entry.build_layer()
+        return _numbered(entry.build_layer(**lent) if lent else entry.build_layer())
+
+
+def _numbered(layer: Any) -> Any:
+    if isinstance(layer, paddle.nn.Layer):
+        experts.number_experts(layer)
+    return layer
 
 
 class Blueprints(Sequence[Layer]):

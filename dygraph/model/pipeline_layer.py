@@ -179,7 +179,7 @@ class PipelineLayer(paddle.nn.Layer):
             shared,
             built,
             self.partition,
-            self._group,
+            self.holders,
         )
         self._files = files_of_list(
             self._layers_desc, built.functions, shared, self.partition, self.placement, self._job
@@ -529,9 +529,11 @@ class PipelineLayer(paddle.nn.Layer):
     def _range(self, stage: int) -> range:
         return range(*self.partition.boundaries[stage : stage + 2])
 
-    def _group(self) -> Group:
-        """Returns the ranks that hold the stages of this model."""
-        return SoleGroup() if self._job is None else self._job.group()
+    def holders(self) -> Group:
+        """Returns the ranks that hold the stages of this model, and its experts, between them."""
+        if self._job is None:
+            return SoleGroup()
+        return self._job.whole_model() if self.state.spreads_experts else self._job.group()
 
     def _require_chunk(self, chunk_id: int) -> None:
         chunks = len(self._model_chunks)

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Optional
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
+from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.optimizer.clip_sharded import Pairs, SlicedNormClip
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Gathering, Group
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.optimizer import clip_places, squared_norm
+from fleetpipe.paddle_api.optimizer import GLOBAL_NORM_CLIPS, clip_places, squared_norm
 
 _HALVES = ("float16", "bfloat16")
 #: The order of what another rank counts: a copy of a tied weight.
@@ -34,12 +35,14 @@ class _Square(NamedTuple):
         order: Where the single model has the parameter.
         dtype: Of the value in the single model.
         sharded: Whether other ranks hold the rest of the parameter.
+        spread: Whether it is an expert's, and other ranks hold other experts.
         value: A Tensor with one element.
     """
 
     order: int
     dtype: str
     sharded: bool
+    spread: bool
     value: Tensor
 
 
@@ -84,15 +87,17 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     Attributes:
         orders: The place of each parameter in the single model, or :data:`COPY`, by ``id``.
         sharded: Whether each sharding rank is given the gradients of its own share alone.
+        spread: Whether some parameters of this rank are experts that others do not hold.
         norms: The norms before clipping since the last :meth:`begin`, one for each call.
         assume: Whether a call may go on before the norm is known; None: it never does.
     """
 
     def __init__(self, clip: Clip) -> None:
         """Clips to the norm that ``clip``, a ``ClipGradByGlobalNorm``, clips to."""
-        super().__init__(clip.clip_norm, clip.group_name, clip.auto_skip_clip)
+        skip = getattr(clip, "auto_skip_clip", False)  # that for mixtures has no such option
+        super().__init__(clip.clip_norm, clip.group_name, skip)
         self.orders: dict[int, int] = {}
-        self.sharded = False
+        self.sharded = self.spread = False
         self.norms: list[Tensor] = []
         self.assume: Assume = None
         self._rounds: list[_Round] = []
@@ -190,6 +195,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     def __deepcopy__(self, memo: dict[int, object]) -> GlobalNormClip:
         """Returns a clip for the optimizer of a twin, which is never sharded."""
         copied = GlobalNormClip(self)
+        copied.spread = self.spread
         copied.orders = {
             id(memo[number]): order for number, order in self.orders.items() if number in memo
         }
@@ -204,7 +210,8 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
             if order != COPY and getattr(parameter, "is_firstly_shared", True):
                 value = squared_norm(gradient)
                 sharded = bool(getattr(parameter, "is_distributed", False))
-                yield _Square(order, str(value.dtype).rpartition(".")[2], sharded, value)
+                dtype = str(value.dtype).rpartition(".")[2]
+                yield _Square(order, dtype, sharded, is_spread(parameter), value)
 
     def _begun(self, squares: list[_Square]) -> _Round:
         """Gives the squares to the ranks that have others. Collective.
@@ -214,11 +221,14 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         job = current_job()
         if job is None or job.local:
             return _Round(squares, None)
+        of_experts = [square for square in squares if square.spread]
+        squares = [square for square in squares if not square.spread]
         if job.model_parallel().ranks > 1:
             squares = _with_slices(squares, job.model_parallel())
         if self.sharded and job.sharding().ranks > 1:
-            parts = job.sharding().all_gather(_packed(squares))
-            squares = [square for part in parts for square in _unpacked(*part)]
+            squares = _gathered(squares, job.sharding())
+        if self.spread:
+            squares += _gathered(of_experts, job.all_experts(self.sharded))
         if job.degrees.pp == 1:
             return _Round(squares, None)
         return _Round(squares, job.group().begin_all_gather(_packed(squares)))
@@ -236,7 +246,7 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
     job = current_job()
     for place in clip_places(optimizer):
         stock = place.clip
-        if isinstance(stock, paddle.nn.ClipGradByGlobalNorm):
+        if isinstance(stock, GLOBAL_NORM_CLIPS):
             if isinstance(stock, GlobalNormClip):
                 clips.setdefault(id(stock), stock)
             elif id(stock) not in clips:
@@ -289,9 +299,16 @@ def _norm(squares: Sequence[_Square]) -> Tensor:
 Packed = tuple[str, Tensor]
 
 
+def _gathered(squares: Sequence[_Square], members: Group) -> list[_Square]:
+    parts = members.all_gather(_packed(squares))
+    return [square for part in parts for square in _unpacked(*part)]
+
+
 def _packed(squares: Sequence[_Square]) -> Packed:
     """Returns squares as one message: what they are, and a float64 Tensor with their values."""
-    fields = " ".join(f"{square.order}:{square.dtype}:{square.sharded:d}" for square in squares)
+    fields = " ".join(
+        f"{square.order}:{square.dtype}:{square.sharded:d}:{square.spread:d}" for square in squares
+    )
     values = [square.value.astype("float64").reshape([1]) for square in squares]
     return fields, paddle.concat(values) if values else None
 
@@ -299,8 +316,8 @@ def _packed(squares: Sequence[_Square]) -> Packed:
 def _unpacked(fields: str, values: Tensor) -> list[_Square]:
     parts = [one.split(":") for one in fields.split()]
     return [
-        _Square(int(order), dtype, sharded == "1", values[index].astype(dtype))
-        for index, (order, dtype, sharded) in enumerate(parts)
+        _Square(int(order), dtype, sharded == "1", spread == "1", values[index].astype(dtype))
+        for index, (order, dtype, sharded, spread) in enumerate(parts)
     ]
 
 

@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Scheduler, Tensor
+from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.optimizer.clip_global import COPY, replace_clips, total_norm
 from fleetpipe.dygraph.optimizer.clip_sharded import Pairs
 from fleetpipe.dygraph.optimizer.fleets_type import FleetsType
 from fleetpipe.dygraph.optimizer.post_validation import PostValidation
-from fleetpipe.dygraph.optimizer.replicas import reduce_gradients
+from fleetpipe.dygraph.optimizer.replicas import reduce_all
 from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
@@ -64,7 +65,7 @@ class PipelineOptimizer(FleetsType):
         job = current_job()
         self._hcg = None if job is None else job.hcg
         if job is not None and job.sharding().ranks > 1:
-            self._shards = Shards(optimizer, job.sharding())
+            self._shards = Shards(optimizer, job.sharding(), job.expert_sharding())
         self._replace_clips()
 
     @property
@@ -205,8 +206,9 @@ class PipelineOptimizer(FleetsType):
 
     def _replace_clips(self) -> None:
         self._clips = replace_clips(self._inner_opt)
+        spread = any(map(is_spread, optimized_parameters(self._inner_opt)))
         for clip in self._clips:
-            clip.sharded = self._shards is not None
+            clip.sharded, clip.spread = self._shards is not None, spread
 
     def _run(
         self, step: Callable[[], Stepped | None], clips: Callable[[], list[Clip]]
@@ -242,8 +244,7 @@ class PipelineOptimizer(FleetsType):
         if job is None or job.copies().ranks == 1 or in_data_parallel_mode(job.hcg):
             return
         if self._layers is None and not job.trains(parameters):
-            group = job.copies()
-            reduce_gradients(parameters, group, 1.0 / group.ranks)
+            reduce_all(parameters, job, 1.0 / job.copies().ranks)
 
     @property
     def _rate(self) -> float | Scheduler:

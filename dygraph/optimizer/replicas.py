@@ -5,14 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleetpipe.aliases import Tensor
+from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
 from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import tensor_bytes
 
 #: Gradients are added in pieces of about this size: few calls, and no second copy of them all.
 _PIECE_BYTES = 128 * 1024 * 1024
+
+
+def reduce_all(parameters: Sequence[Tensor], job: Job, share: float) -> None:
+    """Adds up the gradients of all copies of a stage, and experts' over their own copies.
+
+    An expert has the tokens of all ranks that it is spread over: its gradient is the sum of theirs,
+    and counts by the same share as others. Collective over the copies.
+
+    Args:
+        parameters: This rank's parameters, the same on every copy.
+        job: The job.
+        share: What each gradient is multiplied by.
+
+    Raises:
+        ConfigError: A gradient is sparse.
+        PipelineTimeout: Some copy did not come within the limit.
+    """
+    spread = [parameter for parameter in parameters if is_spread(parameter)]
+    reduce_gradients([p for p in parameters if not is_spread(p)], job.copies(), share)
+    if spread:
+        reduce_gradients(spread, job.expert_copies(), share)
 
 
 def reduce_gradients(parameters: Sequence[Tensor], group: Group, share: float = 1.0) -> None:
@@ -30,7 +53,7 @@ def reduce_gradients(parameters: Sequence[Tensor], group: Group, share: float = 
         ConfigError: A gradient is sparse.
         PipelineTimeout: Some replica did not come within the limit.
     """
-    if group.ranks == 1:
+    if group.ranks == 1 and share == 1.0:
         return
     present = [gradient_of(parameter) is not None for parameter in parameters]
     everywhere = group.all_gather("".join("01"[flag] for flag in present))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fleetpipe.aliases import Optimizer, Tensor
+from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
@@ -26,25 +27,29 @@ Result = TypeVar("Result")
 class Shards:
     """Who owns which parameter of an optimizer, among the ranks that share its state."""
 
-    def __init__(self, optimizer: Optimizer, group: Group) -> None:
+    def __init__(self, optimizer: Optimizer, group: Group, of_experts: Group | None = None) -> None:
         """Gives every parameter an owner; the same on all members, which have the same ones.
 
         Args:
             optimizer: A Paddle optimizer, or Paddle's ``MixPrecisionOptimizer`` around one.
             group: The sharding ranks.
+            of_experts: Those of them that hold the same experts; None: all do.
         """
         self._optimizer = optimizer
-        self._group = group
-        self._owners = owners(optimized_parameters(optimizer), group.ranks)
+        self._groups = (group, group if of_experts is None else of_experts)
+        self._owners: dict[int, int] = {}
+        for spread, members in enumerate(self._groups):
+            shared = [p for p in optimized_parameters(optimizer) if is_spread(p) == bool(spread)]
+            self._owners.update(owners(shared, members.ranks))
 
     def ranks_by_name(self) -> dict[str, int]:
-        """Returns which rank of the group keeps the state of each parameter, by its name."""
+        """Returns which rank of its group keeps the state of each parameter, by its name."""
         parameters = optimized_parameters(self._optimizer)
         return {parameter.name: self._owners[id(parameter)] for parameter in parameters}
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank keeps the state of ``parameter``."""
-        return self._owners[id(parameter)] == self._group.rank
+        return self._owners[id(parameter)] == self._groups[is_spread(parameter)].rank
 
     def step(self, step: Callable[[], Result], nothing: Callable[[], Result]) -> Result:
         """Steps what this rank owns, and gives all members what each has stepped. Collective.
@@ -69,7 +74,10 @@ class Shards:
             for parameter in optimized_parameters(self._optimizer)
             if not parameter.stop_gradient and gradient_of(parameter) is not None
         ]
-        self._group.broadcast_each([(p, self._owners[id(p)]) for p in changed])
+        for spread, members in enumerate(self._groups):
+            part = [(p, self._owners[id(p)]) for p in changed if is_spread(p) == bool(spread)]
+            if part:
+                members.broadcast_each(part)
 
 
 def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:

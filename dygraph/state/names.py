@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer
-from fleetpipe.dygraph import tensor_parallel
+from fleetpipe.dygraph import experts, tensor_parallel
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle
 
@@ -27,7 +27,7 @@ def slots_of(layer: Layer, index: int) -> list[Slot]:
     """Returns the parameters and buffers of layer ``index`` under their lasting names."""
     if not isinstance(layer, paddle.nn.Layer):
         return []
-    state = layer.state_dict()
+    state = experts.whole_state(layer)
     return [Slot(f"{index}.{name}", tensor_parallel.whole_shape(t)) for name, t in state.items()]
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, held_of, mp_shard
 from fleetpipe.checkpoint.contents.parts import Held
+from fleetpipe.dygraph import experts
+from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.layers import entries as descriptions
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, is_shared
 from fleetpipe.dygraph.state.hidden_buffers import hidden_buffers
@@ -96,6 +98,11 @@ class ModelState:
         return NamedTensors(tensors, outline, buffers)
 
     @property
+    def spreads_experts(self) -> bool:
+        """Whether some experts of the model are held by other ranks of their stage than others."""
+        return any(map(experts.spreads, self._blueprints))
+
+    @property
     def adds_up_uses(self) -> bool:
         """Whether several stages use one weight: its gradient is added up stage by stage."""
         stages: dict[str, set[int]] = {}
@@ -105,7 +112,7 @@ class ModelState:
 
     def has_several_calls(self, name: str) -> bool:
         """Whether calls of the layer that has a parameter or buffer may be on several ranks."""
-        return is_shared(name)
+        return is_shared(name) or is_spread(self.local_tensors()[name])
 
     def stage_of(self, name: str) -> int | None:
         """Returns the stage of a parameter or buffer; None where entries share it."""
@@ -127,7 +134,12 @@ class ModelState:
         """
         shared = [name for layer in self._shared.values() for name in layer.names.values()]
         places = {name: place for place, name in enumerate(dict.fromkeys(shared))}
-        for position, name in enumerate(self.local_tensors()):
+        tensors = self.local_tensors()
+        spread = any(map(is_spread, tensors.values()))
+        whole = {slot.name: n for n, slot in enumerate(self.slots())} if spread else {}
+        for number, name in enumerate(tensors):
+            # Experts of other ranks stand between those that are here.
+            position = whole.get(name, number)
             if is_shared(name):
                 places.setdefault(name, _PLACES_OF_A_LAYER - 1)
             else:
@@ -165,7 +177,8 @@ class ModelState:
     def gather(self) -> dict[str, Tensor]:
         """Returns copies of all parameters and buffers, whole, the shared first.
 
-        Collective over the pipeline, and over the shards of tensor-parallel layers.
+        Collective over the ranks that hold the model between them, and over the shards of
+        tensor-parallel layers.
         """
         local_tensors = {
             name: whole_value(tensor, split_axis(tensor))

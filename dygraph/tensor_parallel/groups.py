@@ -164,7 +164,9 @@ def alone() -> Iterator[None]:
 @contextmanager
 def _topology_of_one_member() -> Iterator[None]:
     topology = hybrid_topology()
-    if topology is None or topology.get_model_parallel_world_size() == 1:
+    # Without ep_degree Paddle's has no such method.
+    experts = getattr(topology, "get_expert_parallel_world_size", lambda: 1)
+    if topology is None or topology.get_model_parallel_world_size() == experts() == 1:
         yield
         return
     strategy = user_strategy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetpipe.aliases import Layer, Nest, Strategy, Tensor, Topology
-from fleetpipe.dygraph.broadcast import broadcast_state
+from fleetpipe.dygraph.broadcast import broadcast_copies, broadcast_state, is_spread
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import StateError
 from fleetpipe.job.job import current_job
@@ -41,7 +41,7 @@ class TensorParallel(paddle.nn.Layer):
         self._broadcasts_data = self._members.ranks > 1 and _asks_for_broadcasts(strategy)
         with job.guarded(lambda: "wrapping the model"):
             share_whole_state(layers.state_dict(), self._members)
-            broadcast_state(layers.state_dict(), job.copies())
+            broadcast_copies(layers.state_dict(), job.copies(), job.expert_copies())
 
     def forward(self, *inputs: Nest, **named: Nest) -> Nest:
         """Calls the model. Collective over the members.
@@ -61,10 +61,15 @@ def share_whole_state(state: dict[str, Tensor], members: Group) -> None:
     """Gives every member what the first has of the parameters and buffers that are the same on all.
 
     Collective over the members. Those that say ``is_distributed`` are each member's own, as Fleet
-    has it.
+    has it, and so are experts.
     """
     broadcast_state(
-        {name: t for name, t in state.items() if not getattr(t, "is_distributed", False)}, members
+        {
+            name: tensor
+            for name, tensor in state.items()
+            if not (getattr(tensor, "is_distributed", False) or is_spread(tensor))
+        },
+        members,
     )
 
 

@@ -19,7 +19,7 @@ from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.token_weights import TokenWeights
-from fleetpipe.dygraph.broadcast import broadcast_state
+from fleetpipe.dygraph.broadcast import broadcast_copies
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.layers.sliceable import require_sliceable
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -98,7 +98,7 @@ class Runtime:
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         self._check_finite = finite.asked_for()
         self._own_errors: Callable[[], AbstractContextManager[None]] = (
-            tensor_parallel.own_errors if job.degrees.split("mp", "sep", "cp") > 1 else nullcontext
+            nullcontext if job.degrees.size == job.degrees.pp else tensor_parallel.own_errors
         )
         self._observers: list[Observer] = []
         self._arrange(PipelineConfig.from_strategy(strategy))
@@ -110,7 +110,7 @@ class Runtime:
             losses = [layer.state_dict() for layer in layers.loss_layers()]
             for state in (layers.state.local_tensors(), *losses):
                 tensor_parallel.share_whole_state(state, job.model_parallel())
-                broadcast_state(state, job.copies())
+                broadcast_copies(state, job.copies(), job.expert_copies())
 
     @property
     def weights(self) -> list[Fraction]:
@@ -302,10 +302,9 @@ class Runtime:
             experts.fill_gradients(self.layers.state.own_parameters())
             of_parts = tensor_parallel.marked(parameters)
             replicas.reduce_gradients(of_parts, self.job.model_parallel())
-            copies = self.job.copies()
             # A loss is weighed for an average over the ranks that split its sequences.
-            averaged = copies.ranks if self.scale == "avg" else self.sequence.ranks
-            replicas.reduce_gradients(parameters, copies, 1.0 / averaged)
+            averaged = self.job.copies().ranks if self.scale == "avg" else self.sequence.ranks
+            replicas.reduce_all(parameters, self.job, 1.0 / averaged)
         # After the replicas: their sums differ in the last bit from stage to stage.
         with self.timing("allreduce_shared_weight_gradients"):
             self.layers.allreduce_shared_weight_gradients()

@@ -219,6 +219,37 @@ class Job:
         """
         return self.along(*COPIES)
 
+    def expert_parallel(self) -> Group:
+        """Returns the ranks among which experts are spread: along ep, or without it along dp."""
+        return self.along(self._expert_axis)
+
+    def expert_copies(self) -> Group:
+        """Returns the ranks that hold the same experts of the same stages."""
+        if self.degrees.ep > 1:
+            return self.along("moe_sharding")
+        return self.along(*(axis for axis in COPIES if axis != self._expert_axis))
+
+    def expert_sharding(self) -> Group:
+        """Returns those of :meth:`expert_copies` that share the optimizer's state."""
+        return self.along("moe_sharding") if self.degrees.ep > 1 else self.sharding()
+
+    def all_experts(self, sharded: bool) -> Group:
+        """Returns the ranks that hold all experts of a stage, each once.
+
+        Args:
+            sharded: Whether a rank has those alone whose optimizer state it keeps.
+        """
+        copies = ("moe_sharding",) if self.degrees.ep > 1 else self.degrees.state_axes
+        return self.along(*(copies if sharded else ()), self._expert_axis)
+
+    def whole_model(self) -> Group:
+        """Returns the ranks that hold all stages and experts between them."""
+        return self.along("pp", self._expert_axis)
+
+    @property
+    def _expert_axis(self) -> str:
+        return "ep" if self.degrees.ep > 1 else "dp"
+
     def model_parallel(self) -> Group:
         """Returns the ranks that hold the shards of this replica's stages, by shard."""
         return self.along(*SHARDS)

@@ -12,6 +12,7 @@ from paddle.jit.dy2static.program_translator import StaticFunction
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.paddle_api.tensor import has_memory
 
+MoELayer: type[Layer] = _moe_layer.MoELayer
 #: Those of a mixture of experts, and what helps them.
 _paddle_moe = (_moe_layer, _moe_utils)
 
@@ -104,7 +105,7 @@ def wrapped_layer(layer: Layer) -> Layer | None:
     return layer._layers if list(sublayers_in(layer)) == ["_layers"] else None
 
 
-def replace_in_moe(**functions: Callable[..., Tensor]) -> None:
+def replace_in_moe(**functions: Callable[..., Any]) -> None:
     """Has Paddle's ``MoELayer`` and its gates call these functions in the place of their own."""
     for module in _paddle_moe:
         for name in functions.keys() & vars(module).keys():

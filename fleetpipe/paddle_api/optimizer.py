@@ -19,6 +19,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
     hybrid_parallel_optimizer as _hybrid,
 )
 from paddle.distributed.fleet.utils import mix_precision_utils as _mixed_precision
+from paddle.incubate.distributed.models.moe import grad_clip as _moe_clip
 from paddle.nn import clip as _stock_clip
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Program, Scheduler, Tensor, Variable
@@ -29,6 +30,10 @@ _mixed: ModuleType = _mixed_precision
 _any_framework: Any = _framework
 _any_hybrid: ModuleType = _hybrid
 HybridParallelOptimizer = _any_hybrid.HybridParallelOptimizer
+
+
+#: Those that clip by the norm of all gradients; the second is Paddle's for mixtures of experts.
+GLOBAL_NORM_CLIPS = (paddle.nn.ClipGradByGlobalNorm, _moe_clip.ClipGradForMOEByGlobalNorm)
 
 
 def base_optimizer(optimizer: Optimizer) -> Optimizer:

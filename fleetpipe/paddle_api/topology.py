@@ -61,6 +61,18 @@ class LocalTopology(_topology.HybridCommunicateGroup):
         self._pp_comm_group = self._dp_comm_group = self._mp_comm_group = alone
         self._sharding_comm_group = self._check_comm_group = alone
 
+    def get_expert_parallel_rank(self) -> int:
+        """Returns 0, as that of every axis."""
+        return 0
+
+    def get_expert_parallel_world_size(self) -> int:
+        """Returns 1."""
+        return 1
+
+    def get_expert_parallel_group(self) -> PaddleGroup:
+        """Returns the group of this process."""
+        return self._dp_comm_group
+
 
 #: Fleet's topology where there are experts; 2.6.2 has none.
 _EPTopology: Any = getattr(_topology, "EPHybridCommunicateGroup", _topology.HybridCommunicateGroup)

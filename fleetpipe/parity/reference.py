@@ -22,11 +22,11 @@ from fleetpipe.dygraph.batch.chunk_weights import slice_shares
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, sliced, slices_in
+from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import cause_of_backward, drop_gradients
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
-from fleetpipe.job.job import pipeline_group
-from fleetpipe.mesh.groups import SoleGroup
+from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.paddle_api.optimizer import learning_rate_of, twin_optimizer
@@ -73,6 +73,7 @@ class Reference:
         self._twins: dict[int, Optimizer] = {}
         self._has_own_optimizer = optimizer is not None
         self._stepped_here: frozenset[str] | None = None
+        self._holders: Group = SoleGroup()
 
     def train_like(self, optimizer: PipelineOptimizer, pipe: PipelineLayer) -> None:
         """Takes a twin of the pipeline's optimizer, unless it has an optimizer of its own.
@@ -85,6 +86,9 @@ class Reference:
             return
         ours = pipe.state.own_parameters()
         parameters = {self.names[name]: p for name, p in self.model.named_parameters()}
+        for name, parameter in ours.items():
+            # The twin too steps and counts experts that other ranks do not.
+            parameters[name].no_sync = is_spread(parameter)
         # A global norm of the twin's is summed in the order of the model, as the pipeline's is.
         optimizer.bind(pipe)
         twin = self._twins.get(id(optimizer.wrapped))
@@ -92,6 +96,7 @@ class Reference:
             self.optimizer = twin or twin_optimizer(optimizer.wrapped, ours, parameters)
         self._twins[id(optimizer.wrapped)] = self.optimizer
         # The others come from the other ranks after each step.
+        self._holders = pipe.holders()
         self._stepped_here = (
             None if ours.keys() == parameters.keys() else frozenset(pipe.state.local_tensors())
         )
@@ -119,7 +124,7 @@ class Reference:
     def take_hidden_buffers(self, pipe: PipelineLayer) -> None:
         """Takes the pipeline's buffers that no state dict has. Collective over the pipeline."""
         places = self.hidden_places()
-        for part in pipeline_group().all_gather(pipe.state.hidden_buffers()):
+        for part in pipe.holders().all_gather(pipe.state.hidden_buffers()):
             for name in part.keys() & places.keys():
                 holder, key = places[name]
                 holder[key] = part[name].detach().clone()
@@ -191,7 +196,7 @@ class Reference:
         switches = {
             name: (p.stop_gradient, p.need_clip) for name, p in pipe.state.own_parameters().items()
         }
-        parts = pipeline_group().all_gather(switches)
+        parts = pipe.holders().all_gather(switches)
         if self.takes_switches:
             tensors = self.tensors()
             for part in parts:
@@ -216,7 +221,7 @@ class Reference:
             return
         tensors = self.tensors()
         stepped = {name: tensors[name].detach() for name in sorted(self._stepped_here)}
-        for part in pipeline_group().all_gather(stepped):
+        for part in self._holders.all_gather(stepped):
             for name in part.keys() - self._stepped_here:
                 tensors[name].set_value(part[name])
 

@@ -210,7 +210,9 @@ class Session:
 def _usual_tolerance(pipeline: PipelineParallel) -> float:
     """Returns what passes where nothing is said; ``orders`` may raise it in a step."""
     shards = tensor_parallel.model_parallel_group().nranks
-    if shards > 1 or pipeline.layers.state.adds_up_uses:
+    state = pipeline.layers.state
+    # An expert adds up the tokens of all ranks by micro-batch.
+    if shards > 1 or state.adds_up_uses or state.spreads_experts:
         return orders.ROUNDING
     # Gloo adds up more than two in an order of its own.
     return 0.0 if pipeline.replicas.ranks <= 2 else 1e-6

@@ -14,7 +14,7 @@ from paddle import nn
 from fleetpipe.dygraph.optimizer import clip_global
 from fleetpipe.dygraph.optimizer.clip_global import GlobalNormClip, replace_clips
 from fleetpipe.dygraph.optimizer.post_validation import PostValidation
-from fleetpipe.mesh.axes import Degrees
+from fleetpipe.mesh import Degrees, SoleGroup
 
 optimizers = paddle.optimizer
 #: Of the other stage's gradients, by step: the own ones are below the limit, both are not.
@@ -43,7 +43,9 @@ class OtherStage:
         self.parameters: list[Any] = []
         self.early = early
         self.calls = 0
-        job = SimpleNamespace(local=False, degrees=Degrees(pp=2), group=lambda: self)
+        job = SimpleNamespace(
+            local=False, degrees=Degrees(pp=2), group=lambda: self, model_parallel=SoleGroup
+        )
         monkeypatch.setattr(clip_global, "current_job", lambda: job)
 
     def begin_all_gather(self, own: Any) -> Late:

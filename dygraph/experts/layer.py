@@ -1,0 +1,113 @@
+"""A list of experts of which each rank holds its part, and to which a router sends tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Callable
+
+from fleetpipe.aliases import Layer, PaddleGroup, Tensor
+from fleetpipe.dygraph.experts import exchange, operations
+from fleetpipe.dygraph.experts.members import expert_parallel, members_of
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
+
+
+class ExpertList(paddle.nn.LayerList):
+    """The experts of a layer that this rank holds, under their numbers among those of all ranks.
+
+    So their parameters have the names that they have on one device. An index is a place among
+    those that are here. Parameters that other ranks do not hold carry Paddle's mark ``no_sync``.
+
+    Attributes:
+        total: Number of experts on all ranks.
+    """
+
+    def __init__(self, experts: Iterable[Layer], first: int, total: int) -> None:
+        """Takes the experts from number ``first`` on, of ``total``."""
+        super().__init__()
+        self.total = total
+        for number, expert in enumerate(experts, first):
+            self.add_sublayer(str(number), expert)
+        for parameter in self.parameters() if len(self) < total else ():
+            parameter.no_sync = True
+
+    def __getitem__(self, place: int) -> Layer:
+        """Returns one of the experts that are here."""
+        return list(self)[place]
+
+
+class Experts(paddle.nn.Layer):
+    """Experts that tokens are routed to, spread over the ranks along ``ep``.
+
+    Attributes:
+        experts: The :class:`ExpertList` of this rank.
+    """
+
+    def __init__(
+        self, make: Callable[[], Layer], count: int, group: PaddleGroup | None = None
+    ) -> None:
+        """Builds this rank's experts; not collective.
+
+        Args:
+            make: Builds an expert, a layer of one tensor [tokens, width]. It is called for all of
+                them in order, so that each has the weights that it has on one device; a rank keeps
+                its own, and has one more at a time.
+            count: Number of experts on all ranks.
+            group: Paddle's group of the ranks that hold them; None for those along ``ep_degree``.
+
+        Raises:
+            ConfigError: The ranks do not divide the experts.
+        """
+        super().__init__()
+        self._group = expert_parallel() if group is None else members_of(group)
+        ranks = self._group.ranks
+        if count < 1 or count % ranks:
+            nearest = max(ranks, round(count / ranks) * ranks)
+            raise ConfigError(
+                f"{count} experts cannot be spread over {ranks} ranks evenly",
+                expected=f"a multiple of {ranks}, say {nearest}",
+                got=f"{count} experts with ep_degree={ranks}",
+                fix=f"build {nearest} experts, or choose an ep_degree that divides {count}",
+            )
+        here = range(self._group.rank * count // ranks, (self._group.rank + 1) * count // ranks)
+        made = ((number, make()) for number in range(count))
+        self.experts = ExpertList((m for n, m in made if n in here), here.start, count)
+
+    def forward(self, tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        """Returns the weighted sum of what its experts make of each token. Collective.
+
+        The bits are those of one device: an expert runs on the tokens of one rank at a time.
+
+        Args:
+            tokens: [tokens, width].
+            choices: The experts of each token, int32 or int64 [tokens, k]; -1 for none.
+            weights: What the output of each is multiplied by, likewise.
+
+        Raises:
+            PipelineTimeout: Some rank did not come within the limit.
+            UsageError: The choices are no whole numbers, or of experts that there are not.
+        """
+        if tokens.stop_gradient and paddle.is_grad_enabled():
+            # All ranks exchange gradients, or none: also where no token comes to this one.
+            tokens = tokens.detach()
+            tokens.stop_gradient = False
+        counts = operations.number_count(choices, self.experts.total)
+        order = operations.by_expert(choices.flatten())[choices.size - int(counts.sum()) :]
+        rows = paddle.gather(tokens, order // choices.shape[1])
+        ranks = self._group.ranks
+        counts_in = paddle.concat(self._group.all_to_all(paddle.split(counts, ranks)))
+        arrived = exchange.scatter(rows, counts, counts_in, self._group)
+        outputs = exchange.gather(self._run(arrived, counts_in), counts, counts_in, self._group)
+        places = paddle.zeros([choices.size, outputs.shape[-1]], outputs.dtype)
+        by_choice = paddle.scatter(places, order, outputs) if outputs.shape[0] else places
+        return (by_choice.reshape([*choices.shape, -1]) * weights.unsqueeze(-1)).sum(axis=1)
+
+    def _run(self, arrived: Tensor, counts_in: Tensor) -> Tensor:
+        outputs, start = [], 0
+        by_expert = counts_in.reshape([self._group.ranks, -1]).t().tolist()
+        for expert, counts in zip(self.experts, by_expert):
+            for count in counts:
+                if count:
+                    outputs.append(expert(arrived[start : start + count]))
+                start += count
+        return paddle.concat(outputs) if outputs else arrived
