@@ -25,13 +25,15 @@ WINDOW, OF_WINDOW = 8, 6
 LEAST = 1.15
 #: Steps from which a threshold is learned: the least, and the most.
 FEWEST, MOST = 12, 200
-#: How far the threshold lies above what chance has shown.
-_MARGIN = 1.25
+#: How far the threshold lies above what chance has shown, and further after few steps.
+_MARGIN, _FEW = 1.25, 6.0
 #: The first steps allocate memory and load code.
 _WARM_UP = 3
 #: The least part of a step that a slowness costs.
-_MATTERS = 0.03
+_MATTERS = 0.01
 _SHORTEST = 1e-7
+#: The logarithm of how much the time of a step may change before that raises doubts of links.
+_STEADY = math.log(1.1)
 
 
 class SlowRank(NamedTuple):
@@ -58,8 +60,7 @@ class _Compared(NamedTuple):
         factor: The logarithm of how many times as long it took.
         lost: Seconds more than that.
         span: Seconds of the step.
-        doubt: The logarithm of how much the figures of all other ranks have changed: where the
-            machine is another one than when the threshold was learned, little is certain.
+        doubt: By how much the threshold is higher in this step.
     """
 
     factor: float
@@ -92,7 +93,8 @@ class StepComparison:
         Args:
             figures: Seconds, of all.
             span: Seconds of the whole step.
-            doubt: Of figures without others beside them; see :class:`_Compared`.
+            doubt: By how much the logarithm of the threshold is higher: where the machine is
+                another one than when it was learned, and no others beside tell so.
         """
         self._count += 1
         if self._count <= _WARM_UP:
@@ -118,7 +120,8 @@ class StepComparison:
             past = list(chance)[:-WINDOW]
             if len(past) >= FEWEST:
                 most = max(past) - median(past)
-                self._thresholds[rank] = max(math.log(LEAST), _MARGIN * most)
+                margin = _MARGIN + _FEW / len(past)
+                self._thresholds[rank] = max(math.log(LEAST), margin * most)
 
     def _compared(
         self, figures: Mapping[int, float], span: float, doubt: float
@@ -132,7 +135,6 @@ class StepComparison:
             elif len(figures) > 1:
                 common = median(changes[one] for one in figures if one != rank)
                 reference *= math.exp(max(0.0, common))
-                doubt = abs(common)
             factor = math.log(figure / reference)
             compared[rank] = _Compared(factor, figure - reference, span, doubt)
         return compared
@@ -211,7 +213,7 @@ class SlowRanks:
             if source in step and rank in _moments(step[source].sent)
         }
         self._spans.append(span)
-        doubt = abs(math.log(span / median(self._spans)))
+        doubt = max(0.0, abs(math.log(span / median(self._spans))) - _STEADY)
         for rank, peer in ways:
             if rank < peer and (peer, rank) in ways:
                 both = ways[rank, peer] + ways[peer, rank]

@@ -1,0 +1,69 @@
+"""What a step took, on the memory transport with a clock of the test's own."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fleetpipe.engine.observer import Blocked
+from fleetpipe.engine.step_meter import StepMeter
+from fleetpipe.schedules import Action, Recv, Send, build
+from fleetpipe.schedules.operations import ranks_of
+from fleetpipe.transport import MessageKey
+
+
+class Played:
+    """Rank 1 of the pipeline."""
+
+    rank = 1
+
+    def __init__(self) -> None:
+        self.values: dict[MessageKey, object] = {}
+
+
+def test_waits_are_left_out_and_first_messages_are_noted() -> None:
+    plan = build("1F1B", ranks=2, micro_batches=2).lower()
+    meter = StepMeter(plan, [4, 6])
+    sleeping: list[float] = []
+    calls = 0
+
+    def work() -> None:
+        time.sleep(0.02)
+
+    def blocked_once() -> Blocked | None:
+        nonlocal calls
+        calls += 1
+        return Blocked(0, None) if calls % 2 else None  # type: ignore[arg-type]
+
+    program = []
+    for op in plan.ops[1]:
+        if isinstance(op, Recv):
+            assert ranks_of(op, plan.placement) == (0, 1)
+            program.append(meter.wrap(Played(), op, blocked_once))
+        elif isinstance(op, (Action, Send)):
+            program.append(meter.wrap(Played(), op, work))
+    for _ in range(2):
+        meter.begin()
+        for instruction in program:
+            while instruction() is not None:
+                time.sleep(0.05)
+        time.sleep(0.03)
+        times = meter.take()
+        sleeping.append(times.wall)
+    # Four actions and a send between them; the last send is behind the last action.
+    assert times.wall == pytest.approx(0.1, abs=0.03)
+    assert times.cpu < 0.02
+    assert times.taken[0] == times.sent[0] == 4
+    assert len(times.taken) == len(times.sent) == 2
+    assert times.sent[1] > times.taken[1]
+
+
+def test_what_passes_between_steps_goes_to_the_next() -> None:
+    plan = build("1F1B", ranks=2, micro_batches=2).lower()
+    meter = StepMeter(plan, [0, 1])
+    meter.begin()
+    assert meter.take().data == 0
+    time.sleep(0.05)
+    meter.begin()
+    assert meter.take().data == pytest.approx(0.05, abs=0.03)
