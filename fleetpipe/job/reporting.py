@@ -17,9 +17,10 @@ from pathlib import Path
 from fleetpipe import atomic_file, log
 from fleetpipe.job import attempt_files
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.report import files
 from fleetpipe.watch.address import Address
 from fleetpipe.watch.board import FILE, PERIOD, Boards, JobBoard
-from fleetpipe.watch.slow_ranks import EVENTS, SlowRank
+from fleetpipe.watch.slow_ranks import SlowRank
 
 _log = log.logger(__name__)
 
@@ -78,8 +79,8 @@ class Reporter:
                 _log.warning("step %d: %s", self.board.step, one)
                 line = {"step": self.board.step, "time": time.time(), **one._asdict()}
                 for folder in self._job.progress.folders:
-                    with contextlib.suppress(OSError), (folder / EVENTS).open("a") as file:
-                        file.write(json.dumps(line) + "\n")
+                    with contextlib.suppress(OSError):
+                        files.append_line(folder / files.SLOW, line)
         self._slow = {(one.rank, one.what) for one in slow}
 
 

@@ -16,6 +16,8 @@ METRICS = "metrics.jsonl"
 ABOUT = "run.json"
 #: When each attempt of the run began, and how it ended.
 ATTEMPTS = "lives.jsonl"
+#: A line for each time that a rank became slow.
+SLOW = "slow.jsonl"
 #: What ran in a few steps, in the folder itself or in one below it.
 TRACE = "trace.json"
 

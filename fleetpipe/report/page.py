@@ -69,6 +69,7 @@ def page(run: RunFolder, now: float | None = None) -> str:
         memory=run.train[-1].lists.get("peak_memory_by_process", []) if run.train else [],
         on_gpu=run.section("layout").get("device") == "gpu",
         attempts=tables.attempts(run.attempts),
+        slow=tables.slow(run.slow),
         evaluations=tables.evaluations(run.evaluations),
         settings=_settings(run),
         version=__version__,

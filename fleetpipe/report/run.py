@@ -48,6 +48,7 @@ class RunFolder:
         evaluations: Likewise, of evaluations.
         attempts: When it began, and how that ended.
         pipeline: What was to run and what ran; None where nothing is known of it.
+        slow: When a rank became slow, which, in what, and by which factor.
         notes: What is missing or damaged, why, and what to do.
     """
 
@@ -57,6 +58,7 @@ class RunFolder:
     evaluations: list[Row]
     attempts: list[AttemptRecord]
     pipeline: Pipeline | None
+    slow: list[Mapping[str, Any]]
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -118,7 +120,8 @@ def read(folder: Path) -> RunFolder:
             "before MetricsLogger; it measures every 10 batches."
         )
     name = folder.resolve().name
-    return RunFolder(name, about, train, evaluations, attempts, pipeline, notes)
+    slow = [line for line in _lines(folder / files.SLOW, notes) if _is_number(line.get("factor"))]
+    return RunFolder(name, about, train, evaluations, attempts, pipeline, slow, notes)
 
 
 def _below(folder: Path) -> list[Path]:

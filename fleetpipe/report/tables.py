@@ -95,6 +95,18 @@ def attempts(records: Sequence[AttemptRecord]) -> list[Column]:
     )
 
 
+def slow(lines: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Returns when a rank became slow, and in what."""
+    return table(
+        [
+            Column("step", [_text(line.get("step")) for line in lines]),
+            Column("rank", [_text(line.get("rank")) for line in lines]),
+            Column("what", [_text(line.get("what")) for line in lines], False),
+            Column("times as long", [short(line["factor"]) for line in lines]),
+        ]
+    )
+
+
 def settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
     """Yields names and values; those of nested ones with dots between the names."""
     for name, value in values.items():

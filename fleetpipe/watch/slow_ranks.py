@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from fleetpipe.watch.records import StepRow
 
-#: In the folder of a run, a line for each time that a rank became slow.
-EVENTS = "slow.jsonl"
 #: Steps in a row that are looked at together, and of how many the slowness is to be seen.
 WINDOW, OF_WINDOW = 8, 6
 #: The least threshold: it finds what is 1.3 times slower, and leaves room for chance below.

@@ -265,3 +265,12 @@ def test_what_cannot_be_used_is_refused(
     assert "there is no run in this folder" in capsys.readouterr().err
     assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_slow_ranks_have_a_table(tmp_path: Path) -> None:
+    run = written(tmp_path, [row(1, 0.5)])
+    line = {"step": 76, "time": 1.7e9, "rank": 2, "what": f"compute {EVIL}", "factor": 1.3125}
+    (run / "slow.jsonl").write_text(json.dumps(line) + '\n{"factor": "no figure"}\n{"torn')
+    parsed = Parsed(page(read(run)))
+    text = " ".join(parsed.sections["slow"].split())
+    assert text.startswith(f"Slow ranks step rank what times as long 76 2 compute {EVIL} 1.312 ")
