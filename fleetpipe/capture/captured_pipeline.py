@@ -149,7 +149,7 @@ class CapturedPipeline(PipelineLayer):
         part = part_of(self.plain, self._nodes(self._owned), tensors)
         slots = [Slot(name, whole_shape(tensor)) for name, tensor in state.items()]
         nodes = [node.name for node in self.forms.example(training=True).trace.nodes]
-        self.state = CapturedState(self, slots, users, nodes, self._group)
+        self.state = CapturedState(self, slots, users, nodes, self.holders)
         self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())
         self._set_fleet_attributes({}, {})
         # Last, and around add_sublayer: a model may use any name, and this class has many.

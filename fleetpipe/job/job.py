@@ -35,7 +35,7 @@ from fleetpipe.transport import (
 from fleetpipe.watch.board import Heard
 
 #: Methods of Paddle's topology that return the group, which adds large tensors, along an axis.
-_PADDLE_GROUPS = {
+_PADDLE_GROUPS: Mapping[tuple[str, ...], str] = {
     ("dp",): "get_data_parallel_group",
     ("sharding",): "get_sharding_parallel_group",
     ("sep",): "get_sep_parallel_group",

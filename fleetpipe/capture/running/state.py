@@ -53,6 +53,11 @@ class CapturedState(ModelState):
         return {}
 
     @property
+    def spreads_experts(self) -> bool:
+        """Whether experts are on other ranks of a stage than others: no capture follows them."""
+        return False
+
+    @property
     def adds_up_uses(self) -> bool:
         """Whether several stages use one weight: its gradient is added up stage by stage."""
         return any(len(users) > 1 for users in self._stages.values())
