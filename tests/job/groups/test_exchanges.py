@@ -32,14 +32,14 @@ def exchanged() -> dict[str, list[Any]]:
     jobs.begin(dp=RANKS)
     rank, got = dist.get_rank(), {}
     parts: list[Any] = []
-    dist.alltoall(parts, [rows(1, rank) + member for member in range(RANKS)])
+    dist.stream.alltoall(parts, [rows(1, rank) + member for member in range(RANKS)])
     got["list"] = [part.item() for part in parts]
     out = paddle.zeros([RANKS * 2])
-    dist.alltoall(out, rows(RANKS * 2, rank))
+    dist.stream.alltoall(out, rows(RANKS * 2, rank))
     got["tensor"] = out.tolist()
     incoming = [SIZES[member][rank] for member in range(RANKS)]
     out = paddle.zeros([sum(incoming)])
-    dist.alltoall_single(
+    dist.stream.alltoall_single(
         out,
         rows(sum(SIZES[rank]), rank),
         in_split_sizes=SIZES[rank],
@@ -62,7 +62,7 @@ def exchanged() -> dict[str, list[Any]]:
     pair = dist.new_group([0, 2])
     if rank != 1:
         out = paddle.zeros([2])
-        dist.alltoall(out, rows(2, rank), group=pair)
+        dist.stream.alltoall(out, rows(2, rank), group=pair)
         got["pair"] = out.tolist()
     jobs.fleet.shutdown()
     return got
