@@ -120,8 +120,13 @@ def modules() -> dict[str, Path]:
     }
 
 
-def imports(name: str) -> Iterator[str]:
-    """Yields what a module imports, wherever in the file: modules of the package, or any other."""
+@cache
+def imports(name: str) -> tuple[str, ...]:
+    """Returns what a module imports, wherever in the file: modules of the package, or any other."""
+    return tuple(_imports(name))
+
+
+def _imports(name: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (module_of(alias.name) for alias in node.names)
@@ -260,6 +265,7 @@ def package_of(name: str) -> str:
     return ".".join(parts[: 3 if deep else 2])
 
 
+@cache
 def entered() -> dict[str, set[str]]:
     """Returns for each package the modules of it that other packages import."""
     by_package: dict[str, set[str]] = {}

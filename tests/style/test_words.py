@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from tests.test_house import modules
 
 #: What no module, class, function, parameter, attribute or variable is called, underscores aside.
@@ -57,11 +55,10 @@ def names(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.attr
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_names_say_what_they_hold(name: str) -> None:
-    path = modules()[name]
+def test_names_say_what_they_hold() -> None:
     assert not [
-        f"{path.name}:{line}: {word}"
+        f"{path}:{line}: {word}"
+        for name, path in modules().items()
         for line, word in names(path)
         if word.strip("_").lower() in NO_NAMES and (name, word) not in IN_FILES
     ]
