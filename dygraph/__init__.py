@@ -11,6 +11,7 @@ from fleetpipe.dygraph.backward.crossings import Crossing, reordered
 from fleetpipe.dygraph.batch.fake_micro_dataset import FakeMicroDataset
 from fleetpipe.dygraph.batch.losses import weighted
 from fleetpipe.dygraph.layers.vocabulary import (
+    VocabularyEmbedding,
     VocabularyHead,
     VocabularyLoss,
     vocabulary_cross_entropy,
@@ -41,6 +42,7 @@ __all__ = [
     "PipelineOptimizer",
     "PipelineParallel",
     "SingleModel",
+    "VocabularyEmbedding",
     "VocabularyHead",
     "VocabularyLoss",
     "reordered",

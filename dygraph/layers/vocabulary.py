@@ -21,8 +21,41 @@ from fleetpipe.paddle_api import paddle, paddle_fleet
 # Typed: Paddle's own is not.
 _multiply: Callable[..., Tensor] = paddle.matmul
 
+_LayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.LayerDesc
+_SharedLayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.SharedLayerDesc
 
-class VocabularyHead:
+
+class _Description:
+    """What stands in a list of layers until the number of ranks is known."""
+
+    def __init__(self, hidden: int, vocabulary: int, weight_attr: Any, tied: str | None) -> None:
+        self.hidden, self.vocabulary = hidden, vocabulary
+        self.weight_attr, self.tied = weight_attr, tied
+
+    def __call__(self, _value: Nest) -> Nest:
+        """Refuses to be called: it is a description."""
+        raise ConfigError(
+            f"a {type(self).__name__} is a description, which only a PipelineLayer builds",
+            fix="make it an entry of the list of layers of a PipelineLayer",
+        )
+
+    def bounds(self, ranks: int) -> list[int]:
+        """Returns the first class of each part, then the number of classes.
+
+        Raises:
+            ConfigError: There are fewer classes than ranks.
+        """
+        if self.vocabulary < ranks:
+            raise ConfigError(
+                "each rank holds a part of the vocabulary",
+                expected=f"{ranks} classes or more",
+                got=f"{type(self).__name__}(vocabulary={self.vocabulary})",
+                fix="describe so small a head as a layer like the others",
+            )
+        return [part * self.vocabulary // ranks for part in range(ranks + 1)]
+
+
+class VocabularyHead(_Description):
     """Describes the last entry of a list of layers: the product with a vocabulary, in parts.
 
     Each rank of the pipeline holds the weights of one part, [vocabulary / p, hidden]. The loss
@@ -32,40 +65,55 @@ class VocabularyHead:
         hidden: Numbers of a row of what the layer before returns, [.., hidden].
         vocabulary: Number of classes.
         weight_attr: The ``ParamAttr`` of the weights of each part.
+        tied: The key of the :class:`VocabularyEmbedding` whose weights these are; None for weights
+            of its own.
     """
 
-    def __init__(self, hidden: int, vocabulary: int, weight_attr: Any = None) -> None:
-        self.hidden, self.vocabulary, self.weight_attr = hidden, vocabulary, weight_attr
+    def __init__(
+        self, hidden: int, vocabulary: int, weight_attr: Any = None, tied: str | None = None
+    ) -> None:
+        super().__init__(hidden, vocabulary, weight_attr, tied)
 
-    def __call__(self, _value: Nest) -> Nest:
-        """Refuses to be called: it is a description."""
-        raise ConfigError(
-            "a VocabularyHead is a description, which only a PipelineLayer builds",
-            fix="make it the last entry of the list of layers",
-        )
+    def layers(self, ranks: int) -> list[Any]:
+        """Returns what it stands for: a part for each rank, and the loss."""
+        parts: list[Any] = []
+        bounds = self.bounds(ranks)
+        for part, (first, last) in enumerate(zip(bounds, bounds[1:])):
+            arguments = self.hidden, first, last, self.weight_attr
+            if self.tied is None:
+                parts.append(_LayerDesc(VocabularyPart, *arguments))
+            else:
+                name = _name(part)
+                shared = _SharedLayerDesc(self.tied, VocabularyPart, None, [name], *arguments, name)
+                parts.append(shared)
+        return [*parts, vocabulary_loss]
 
-    def parts(self, ranks: int) -> list[Any]:
-        """Returns what stands in its place in the list of layers: a part for each rank, the loss.
 
-        Raises:
-            ConfigError: There are fewer classes than ranks.
-        """
-        if self.vocabulary < ranks:
-            raise ConfigError(
-                "each rank holds a part of the vocabulary",
-                expected=f"{ranks} classes or more",
-                got=f"VocabularyHead(vocabulary={self.vocabulary})",
-                fix="describe so small a head as a layer like the others",
-            )
-        bounds = [part * self.vocabulary // ranks for part in range(ranks + 1)]
-        description = paddle_fleet.meta_parallel.LayerDesc
-        return [
-            *(
-                description(VocabularyPart, self.hidden, first, last, self.weight_attr)
-                for first, last in zip(bounds, bounds[1:])
-            ),
-            vocabulary_loss,
-        ]
+class VocabularyEmbedding(_Description):
+    """Describes an embedding with which a :class:`VocabularyHead` may be tied.
+
+    Its rank holds all rows, as parts; every other rank has a copy of the part that its head needs.
+
+    Args:
+        key: What the head names as ``tied``.
+        hidden: Numbers of a row.
+        vocabulary: Number of rows.
+        weight_attr: The ``ParamAttr`` of the weights of each part.
+    """
+
+    def __init__(self, key: str, hidden: int, vocabulary: int, weight_attr: Any = None) -> None:
+        super().__init__(hidden, vocabulary, weight_attr, key)
+
+    def layers(self, ranks: int) -> list[Any]:
+        """Returns what it stands for: one layer."""
+        bounds, names = self.bounds(ranks), [_name(part) for part in range(ranks)]
+        arguments = self.hidden, bounds, self.weight_attr
+        return [_SharedLayerDesc(self.tied, EmbeddingInParts, None, names, *arguments)]
+
+
+def _name(part: int) -> str:
+    """Returns the name of the weights of a part that are shared."""
+    return f"part{part}"
 
 
 class DeferredLogits(NamedTuple):
@@ -83,10 +131,13 @@ class DeferredLogits(NamedTuple):
 class VocabularyPart(paddle.nn.Layer):
     """The rows ``first`` to ``last - 1`` of a vocabulary: their weights, [last - first, hidden]."""
 
-    def __init__(self, hidden: int, first: int, last: int, weight_attr: Any = None) -> None:
+    def __init__(
+        self, hidden: int, first: int, last: int, weight_attr: Any = None, name: str = "weight"
+    ) -> None:
         super().__init__()
-        self.first, self.last = first, last
-        self.weight = self.create_parameter([last - first, hidden], attr=weight_attr)
+        self.first, self.last, self._name = first, last, name
+        weight = self.create_parameter([last - first, hidden], attr=weight_attr)
+        self.add_parameter(name, weight)
 
     def extra_repr(self) -> str:
         """Returns what stands in the first line of its ``repr``."""
@@ -115,7 +166,34 @@ class VocabularyPart(paddle.nn.Layer):
         rows = hidden.reshape([-1, hidden.shape[-1]])
         local = label.detach().reshape([-1, 1]) - self.first
         compute: Callable[..., Tensor] = _Statistics.apply
-        return compute(rows, self.weight, local)
+        return compute(rows, getattr(self, self._name), local)
+
+
+class EmbeddingInParts(paddle.nn.Layer):
+    """An embedding whose rows are several parameters, ``part0`` and so on.
+
+    Args:
+        hidden: Numbers of a row.
+        bounds: The first row of each part, then the number of rows.
+        weight_attr: The ``ParamAttr`` of each part.
+    """
+
+    def __init__(self, hidden: int, bounds: Sequence[int], weight_attr: Any = None) -> None:
+        super().__init__()
+        self._bounds = tuple(bounds)
+        for part, (first, last) in enumerate(zip(bounds, bounds[1:])):
+            weight = self.create_parameter([last - first, hidden], attr=weight_attr)
+            self.add_parameter(_name(part), weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the rows of tokens, [.., hidden]: in all parts but one a row is zeros."""
+        looked_up = []
+        for part, (first, last) in enumerate(zip(self._bounds, self._bounds[1:])):
+            here = paddle.logical_and(tokens >= first, tokens < last)
+            local = paddle.where(here, tokens - first, paddle.zeros_like(tokens))
+            rows = paddle.nn.functional.embedding(local, getattr(self, _name(part)))
+            looked_up.append(rows * here.unsqueeze(-1).astype(rows.dtype))
+        return paddle.add_n(looked_up)
 
 
 class _Statistics(paddle.autograd.PyLayer):
@@ -233,7 +311,7 @@ class VocabularyLoss:
 
 
 def with_parts(entries: Sequence[Any], ranks: int) -> list[Any]:
-    """Returns a list of layers in which the parts of a :class:`VocabularyHead` stand for it.
+    """Returns a list of layers with what describes a vocabulary replaced by its parts.
 
     Args:
         entries: The list, as the user gave it.
@@ -249,5 +327,8 @@ def with_parts(entries: Sequence[Any], ranks: int) -> list[Any]:
                 where=f"layer {index} of {len(entries)}",
                 fix="put it at the end, and what follows into the loss function",
             )
-    last = entries[-1]
-    return [*entries[:-1], *last.parts(ranks)] if isinstance(last, VocabularyHead) else [*entries]
+    layers: list[Any] = []
+    described = VocabularyEmbedding, VocabularyHead
+    for entry in entries:
+        layers += entry.layers(ranks) if isinstance(entry, described) else [entry]
+    return layers

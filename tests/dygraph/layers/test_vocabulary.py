@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,12 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet
-from fleetpipe.dygraph import VocabularyHead, VocabularyLoss, vocabulary_cross_entropy
+from fleetpipe.dygraph import (
+    VocabularyEmbedding,
+    VocabularyHead,
+    VocabularyLoss,
+    vocabulary_cross_entropy,
+)
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from tests.pipelines import FEATURES, ROWS, bits, job, mlp_layers, pipeline, sgd
@@ -88,6 +94,45 @@ def test_it_is_plain_cross_entropy_up_to_rounding(reduction: str, ignored: int) 
         gradients[f"{len(entries)}.weight"] = paddle.concat(of_parts).t()
         for name, parameter in plain.named_parameters():
             np.testing.assert_allclose(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def embedding_and_head(data: list[Any], weight: Any, blocks: Sequence[Any]) -> Any:
+    """Gradients of a plain model whose head is its embedding."""
+    for tokens, labels in micro_batches(data):
+        hidden = nn.functional.embedding(tokens, weight)
+        for block in blocks:
+            hidden = block(hidden)
+        logits = paddle.matmul(hidden, weight, transpose_y=True)
+        (nn.CrossEntropyLoss()(logits, labels) / MICRO_BATCHES).backward()
+    return weight.grad
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_it_may_be_tied_to_the_embedding(ranks: int) -> None:
+    blocks = [LayerDesc(nn.Linear, HIDDEN, HIDDEN) for _ in range(2)]
+    head = VocabularyHead(HIDDEN, VOCABULARY, tied="words")
+    entries = [VocabularyEmbedding("words", HIDDEN, VOCABULARY), *blocks, head]
+    tokens, labels = (
+        paddle.to_tensor(np.random.default_rng(seed).integers(0, VOCABULARY, (8, 3)))
+        for seed in range(2)
+    )
+    with job(pp=ranks, micro_batches=MICRO_BATCHES):
+        model = pipeline(entries, loss_fn=VocabularyLoss())
+        own = model._layers.own_state()
+        names = [f"shared_layers.words.part{part}" for part in range(ranks)]
+        assert {*own} == {*names, "1.weight", "1.bias", "2.weight", "2.bias"}
+        weight = paddle.concat([own[name] for name in names]).detach()
+        weight.stop_gradient = False
+        linears = [nn.Linear(HIDDEN, HIDDEN) for _ in blocks]
+        for number, linear in enumerate(linears, 1):
+            linear.set_state_dict({name: own[f"{number}.{name}"] for name in ("weight", "bias")})
+        model.forward_backward_pipeline([tokens, labels])
+        expected = embedding_and_head([tokens, labels], weight, linears)
+        gradient = paddle.concat([own[name].grad for name in names])
+        np.testing.assert_allclose(gradient.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
+        pairs = [(own["1.weight"], linears[0].weight), (own["2.bias"], linears[1].bias)]
+        for mine, plain in pairs:
+            np.testing.assert_allclose(mine.grad, plain.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_the_loss_of_each_row_is_cross_entropys() -> None:
