@@ -145,7 +145,7 @@ class PipelineLayer(paddle.nn.Layer):
         self.placement = self._arrangement.placement
         if plan is not None:
             plan.require_layers([entries.class_name(entry) for entry in self._layers_desc])
-            seg_method = plan.partition.boundaries
+            seg_method = plan.partition.boundaries[: self.placement.body + 1]
         self.partition = self._cut(seg_method)
         tied.refuse_split(self._layers_desc, self.get_stage_from_index)
         self._stage_id, self._owned = self._own_stages()

@@ -17,6 +17,7 @@ from fleetpipe.profiling.recomputing import Recompute, everything, recomputed
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.action import flatten
 from fleetpipe.schedules.families.table import FAMILIES
+from fleetpipe.schedules.placement import HEAD
 from fleetpipe.schedules.search.variants import variants
 from fleetpipe.schedules.simulation.replay import replay
 
@@ -88,6 +89,8 @@ class PlanTask:
     def shapes(self) -> list[Placement]:
         """Returns the placements that have no more stages than the model can be cut into."""
         most = len(self.profile.cuts) + 1
+        if self.profile.body < len(self.profile.layers):
+            return [Placement(f"loop{HEAD}", self.ranks)]
         shapes = [Placement("loop", self.ranks)]
         if "placement" in self.search and self.ranks > 1:
             shapes += [Placement("loop", self.ranks, v) for v in range(2, MOST_CHUNKS + 1)]
@@ -97,13 +100,11 @@ class PlanTask:
 
     def schedules(self, shape: Placement) -> Iterator[Schedule]:
         """Yields the families' schedules for a placement; the usual one where none is searched."""
-        if "schedule" not in self.search and shape.name == "loop":
-            yield build(
-                "1F1B", ranks=self.ranks, micro_batches=self.micro_batches, chunks=shape.chunks
-            )
+        if "schedule" not in self.search and shape.shape == "loop":
+            yield self._build("1F1B", shape)
             return
         for name, family in FAMILIES.items():
-            if family.placement != shape.name or family.chunks > shape.chunks:
+            if family.placement != shape.shape or family.chunks > shape.chunks:
                 continue
             for options in self._options(name):
                 try:
@@ -135,12 +136,14 @@ class PlanTask:
 
     def cuts(self, shape: Placement) -> list[Boundaries]:
         """Returns the cuts to begin with: even in layers, time, time with links, and memory."""
-        parts, places, count = shape.stages, self.profile.cuts, self.stages.count
+        parts, places, count = shape.body, self.profile.cuts, self.profile.body
         units = [0, *places]
         even = tuple(units[index] for index in uniform(len(units), parts)[:-1])
-        tried = [(*even, count)]
+        # Each part of a head is a stage, and so is the loss.
+        head = range(count + 1, self.stages.count + 1)
+        tried: list[Boundaries] = [(*even, count)]
         if "partition" not in self.search:
-            return tried
+            return [(*even, count, *head)]
         stages = self.stages
 
         def time(stage: int, start: int, end: int) -> float:
@@ -157,7 +160,7 @@ class PlanTask:
             self.fastest(shape).boundaries,
             fastest(places, count, parts, memory, static).boundaries,
         ]
-        return list(dict.fromkeys(tried))
+        return [(*cut, *head) for cut in dict.fromkeys(tried)]
 
     def fastest(self, shape: Placement, cap: float = math.inf) -> Bottleneck:
         """Returns the cut whose slowest stage is fastest, with what crosses between ranks.
@@ -172,7 +175,7 @@ class PlanTask:
         Raises:
             PartitionError: There are too few places, or no cut fits.
         """
-        parts, stages = shape.stages, self.stages
+        parts, stages = shape.body, self.stages
         crossing = cache(lambda border, layer: self._crossing(shape, border, layer))
 
         def cost(stage: int, start: int, end: int) -> float:
@@ -184,7 +187,7 @@ class PlanTask:
         def sent(start: int) -> int:
             return self.profile.layers[start - 1].output if start else 0
 
-        places, count = self.profile.cuts, stages.count
+        places, count = self.profile.cuts, self.profile.body
         return fastest(places, count, parts, cost, stages.seconds, sent)
 
     def _crossing(self, shape: Placement, border: int, layer: int) -> tuple[float, float]:
@@ -254,7 +257,7 @@ class PlanTask:
         if source == target:
             return 0.0
         # On a loop the last rank sends to the first; else values run up the ranks, and down again.
-        first = source if shape.name == "loop" else min(source, target)
+        first = source if shape.shape == "loop" else min(source, target)
         return self.profile.link(first).seconds(size)
 
     def evaluate(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
@@ -296,8 +299,8 @@ class PlanTask:
     def searched(self, candidate: Candidate) -> Schedule | None:
         """Returns what the search ``auto`` makes for the cut of a candidate; None for nothing."""
         shape = candidate.schedule.placement
-        if shape.name == "wave" and shape.chunks == 2:
-            return None  # it is searched as a vee
+        if shape.has_head or (shape.name == "wave" and shape.chunks == 2):
+            return None  # none is searched with a head; a wave of two chunks is searched as a vee
         stages = self.stages.cut(candidate.boundaries, candidate.recompute)
         if not self.profile.splits or "schedule" not in self.search:
             return None
@@ -318,6 +321,7 @@ class PlanTask:
             ranks=shape.ranks,
             micro_batches=self.micro_batches,
             chunks=shape.chunks,
+            head=shape.has_head,
             **options,
         )
 
@@ -327,7 +331,7 @@ class PlanTask:
         Some rank computes at least its even share; and each layer is on one rank, which begins
         when the layers before it let it, and after whose last I these have theirs to do.
         """
-        layers = self.profile.layers
+        layers = self.profile.layers[: self.profile.body]
         if self.of_slices:
             # A slice need not wait for those after it, and may cost less than its share.
             least = min(self.stages.least(), sum(part.least() for part in self.of_slices))

@@ -31,6 +31,9 @@ VERSION = 1
 #: Transfers that keep no rank busy.
 _NOTHING = Transfer()
 
+#: The name of a layer that is a part of a vocabulary head. The loss follows the last of them.
+HEAD_PART = "VocabularyPart"
+
 _SOURCE = Source(
     "this is no profile of a model's layers",
     ConfigError,
@@ -121,7 +124,14 @@ class Profile:
     @property
     def cuts(self) -> tuple[int, ...]:
         """The layers with which a stage may begin, but the first."""
-        return tuple(range(1, len(self.layers))) if self.places is None else self.places
+        places = range(1, len(self.layers)) if self.places is None else self.places
+        return tuple(place for place in places if place < self.body)
+
+    @property
+    def body(self) -> int:
+        """How many layers stand before the parts of a vocabulary head, or in all."""
+        names = [layer.name for layer in self.layers]
+        return names.index(HEAD_PART) if HEAD_PART in names else len(names)
 
     @property
     def splits(self) -> bool:
@@ -134,6 +144,14 @@ class Profile:
         Raises:
             PartitionError: There are fewer layers than ranks, or fewer places for a cut.
         """
+        parts = len(self.layers) - self.body - 1
+        if parts > 0 and ranks != parts:
+            raise ConfigError(
+                "the profile is of a vocabulary head in another number of parts",
+                expected=f"{parts} ranks, one for each part",
+                got=f"{ranks} ranks",
+                fix=f"measure the model with pp_degree={ranks}: one process can do that",
+            )
         most = len(self.cuts) + 1
         if ranks > most:
             raise PartitionError(

@@ -111,7 +111,9 @@ class _Search:
         """Yields cuts of which some neighbouring borders are moved by as many places."""
         places = self.task.profile.cuts
         index = {place: number for number, place in enumerate(places)}
-        inner = [index[border] for border in boundaries[1:-1]]
+        # The parts of a head stay where they are.
+        last = next(n for n in range(1, len(boundaries)) if boundaries[n] not in index)
+        inner = [index[border] for border in boundaries[1:last]]
         for width in range(1, len(inner) + 1):
             for first in range(len(inner) - width + 1):
                 for step in _STEPS:
@@ -121,4 +123,4 @@ class _Search:
                     if not moved[first] >= 0 or not moved[first + width - 1] < len(places):
                         continue
                     if all(one < after for one, after in zip(moved, moved[1:])):
-                        yield (0, *(places[number] for number in moved), boundaries[-1])
+                        yield (0, *(places[number] for number in moved), *boundaries[last:])
