@@ -46,7 +46,7 @@ class TokenWeights:
         """
         self._places = [[_places(function, label) for label in labels] for function in functions]
         self._sums = [is_sum(function) for function in functions]
-        self._given, self._group = weights, group
+        self._base, self._group = weights, group
         self._agreed: list[list[Fraction]] | None = None
 
     def of(self, function: int, micro_batch: int) -> Fraction:
@@ -77,14 +77,14 @@ class TokenWeights:
     def _weight(self, function: int, ranks: list[list[_Places]], index: int) -> Fraction:
         """Returns the weight of one micro-batch; ``ranks`` has the places of all, by rank."""
         mean_over = self._places[function][index].mean_over
-        if self._given is None:
+        if self._base is None:
             total = sum((places.counted for row in ranks for places in row), start=Fraction(0))
             weight = mean_over / total if total else total
         elif self._sums[function]:
-            weight = self._given[index]
+            weight = self._base[index]
         else:
             total = sum((row[index].mean_over for row in ranks), start=Fraction(0))
-            weight = self._given[index] * (mean_over / total if total else Fraction(1, len(ranks)))
+            weight = self._base[index] * (mean_over / total if total else Fraction(1, len(ranks)))
         return (weight * len(ranks)).limit_denominator(_FINEST)
 
 

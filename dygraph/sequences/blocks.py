@@ -106,8 +106,8 @@ def _scores(queries: Chunk, keys: Chunk, causal: bool) -> Tensor | None:
     scores = queries.values.matmul(keys.values[0].unsqueeze(2), transpose_y=True)
     seen = None
     if causal and keys.end > queries.begin + 1:
-        own = paddle.arange(queries.begin, queries.end).unsqueeze(-1)
-        seen = (own >= paddle.arange(keys.begin, keys.end)).unsqueeze([0, 1, 2])
+        places = paddle.arange(queries.begin, queries.end).unsqueeze(-1)
+        seen = (places >= paddle.arange(keys.begin, keys.end)).unsqueeze([0, 1, 2])
     if queries.documents is not None and keys.documents is not None:
         same = queries.documents.unsqueeze(-1) == keys.documents.unsqueeze(-2)
         same = same.unsqueeze([1, 2])

@@ -50,7 +50,7 @@ class Ring:
         gathered = self._group.all_gather(None if documents is None else documents.clone())
         self._documents = [_parts(part, len(self._bounds[0])) for part in gathered]
 
-    def own(self, values: Tensor) -> list[Chunk]:
+    def cut(self, values: Tensor) -> list[Chunk]:
         """Returns the chunks ``[.., places, size]`` of this rank."""
         rank = self._group.rank
         return [
@@ -65,10 +65,11 @@ class Ring:
             for number in range(len(self._bounds[rank])):
                 yield _Round((rank + distance) % ranks, (rank - distance) % ranks, number)
 
-    def fetch(self, turn: _Round, own: Sequence[Chunk]) -> Chunk | None:
+    def fetch(self, turn: _Round, chunks: Sequence[Chunk]) -> Chunk | None:
         """Returns another rank's chunk; None where no query here sees it. Collective over cp."""
-        sent = own[turn.number] if self._sees(turn.target, own[turn.number].begin) else None
-        taken = self._swap(turn.target, None if sent is None else sent.values, turn.source)
+        here = chunks[turn.number]
+        sent = here.values if self._sees(turn.target, here.begin) else None
+        taken = self._swap(turn.target, sent, turn.source)
         chunk = self._chunk(turn.source, turn.number, taken)
         return chunk if self._sees(self._group.rank, chunk.begin) else None
 
@@ -102,12 +103,12 @@ class _RingAttention(paddle.autograd.PyLayer):
     def forward(ctx: Context, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
         queries, keys = _by_head(query, key.shape[2]), paddle.stack([key, value])
         keys = keys.transpose([0, 1, 3, 2, 4])
-        rows = [Rows(tile) for chunk in ring.own(queries) for tile in chunk.tiles()]
-        own = ring.own(keys)
-        for chunk in own:
+        rows = [Rows(tile) for chunk in ring.cut(queries) for tile in chunk.tiles()]
+        chunks = ring.cut(keys)
+        for chunk in chunks:
             _look(rows, chunk, ring.causal)
         for turn in ring.rounds():
-            _look(rows, ring.fetch(turn, own), ring.causal)
+            _look(rows, ring.fetch(turn, chunks), ring.causal)
         results = [one.result() for one in rows]
         output, log_total = (paddle.concat(part, axis=-2) for part in zip(*results))
         ctx.save_for_backward(queries, keys, output, log_total)
@@ -120,15 +121,15 @@ class _RingAttention(paddle.autograd.PyLayer):
         queries, keys, *results = ctx.saved_tensor()
         ring: Ring = ctx.ring
         results.append(_by_head(grad, queries.shape[1]))
-        parts = zip(*([chunk.tiles() for chunk in ring.own(value)] for value in results))
+        parts = zip(*([chunk.tiles() for chunk in ring.cut(value)] for value in results))
         rows = []
-        for chunk, tiles in zip(ring.own(queries), parts):
+        for chunk, tiles in zip(ring.cut(queries), parts):
             for tile, *values in zip(chunk.tiles(), *tiles):
                 rows.append(RowsBackward(tile, *(one.values for one in values)))
-        own = ring.own(keys)
-        totals: list[Tensor] = [_look_back(rows, chunk, ring.causal) for chunk in own]
+        chunks = ring.cut(keys)
+        totals: list[Tensor] = [_look_back(rows, chunk, ring.causal) for chunk in chunks]
         for turn in ring.rounds():
-            gradient = _look_back(rows, ring.fetch(turn, own), ring.causal)
+            gradient = _look_back(rows, ring.fetch(turn, chunks), ring.causal)
             returned = ring.give_back(turn, gradient)
             if returned is not None:
                 totals[turn.number] = totals[turn.number] + returned

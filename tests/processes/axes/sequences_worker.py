@@ -153,6 +153,13 @@ class SequenceParallelHead(Head):
         return super().forward([self.names.GatherOp.apply(value[0]).transpose([1, 0, 2])])
 
 
+class MembersOfParts(SequenceParallelBlock):
+    """Of this rank's places of a sequence each member has a part again."""
+
+    def attend(self, query: Any, key: Any, value: Any, documents: Any) -> Any:
+        return sequences.attention(query, key, value, documents=documents)
+
+
 class PaddlesEmbedding(SequenceParallelEmbedding):
     names = paddles
 
@@ -170,6 +177,7 @@ def layers(kind: str) -> list[Any]:
         "parts": (Embedding, BlockOfParts, Head),
         "planned": (Embedding, PlannedBlock, Head),
         "members": (SequenceParallelEmbedding, SequenceParallelBlock, SequenceParallelHead),
+        "members of parts": (SequenceParallelEmbedding, MembersOfParts, SequenceParallelHead),
         "paddles members": (PaddlesEmbedding, PaddlesBlock, PaddlesHead),
     }[kind]
     return [LayerDesc(embedding), *[LayerDesc(block)] * BLOCKS, LayerDesc(head)]
@@ -214,7 +222,8 @@ def gap(value: Any, expected: Any) -> float:
 
 def own_rows(value: Any, replicas: int) -> Any:
     """The rows of this replica, of each tensor."""
-    rank = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
+    hcg = fleet.get_hybrid_communicate_group()
+    rank = max(hcg.get_data_parallel_rank(), hcg.get_sharding_parallel_rank())
     if isinstance(value, tuple):
         return tuple(own_rows(one, replicas) for one in value)
     return value.split(replicas)[rank]
@@ -236,7 +245,7 @@ def train(
         How far loss and whole parameters are from the plain model's after each step of gradient
         descent: after the first one that is the gradients.
     """
-    replicas = degrees.get("dp", 1)
+    replicas = degrees.get("dp", 1) * degrees.get("sharding", 1)
     strategy = jobs.strategy(MICRO_BATCHES // replicas, schedule, rows=ROWS, own=options, **degrees)
     fleet.init(is_collective=True, strategy=strategy)
     criterion = nn.CrossEntropyLoss(ignore_index=0)

@@ -18,6 +18,7 @@ CASES = [
     ("planned", {"pp": 2, "cp": 2}, "1F1B", {}),
     ("parts", {"pp": 1, "dp": 2, "sep": 2}, "1F1B", {"loss_reduction": "tokens"}),
     ("planned", {"pp": 1, "dp": 2, "sep": 2}, "1F1B", {}),
+    ("members of parts", {"pp": 1, "mp": 2, "cp": 2}, "1F1B", {}),
     ("parts", {"pp": 1, "sep": 2, "cp": 2}, "1F1B", {}),
 ]
 
