@@ -91,8 +91,10 @@ class StepMeter:
         return StepTimes(cpu, wall, self._data, _flat(self._sent), _flat(self._taken))
 
     def _now(self) -> _Moment:
-        queued = 0.0 if self._queue is None else self._queue.seconds()
-        return _Moment(time.monotonic(), time.thread_time(), queued)
+        return _Moment(time.monotonic(), time.thread_time(), self._queued())
+
+    def _queued(self) -> float:
+        return 0.0 if self._queue is None else self._queue.seconds()
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`."""
@@ -108,18 +110,21 @@ class StepMeter:
 
     def _waiting(self, instruction: Instruction, peer: int | None) -> Instruction:
         since: float | None = None
+        queued = 0.0
 
         def received() -> Blocked | None:
-            nonlocal since
+            nonlocal since, queued
             blocked = instruction()
             if blocked is not None:
                 since = time.monotonic()
+                queued = self._queued() if peer is not None else 0.0
             elif since is not None:
                 now = time.monotonic()
                 self._waited += now - since
                 since = None
                 if peer is not None:
-                    self._taken[peer] = now
+                    # It came before the thread had a processor again.
+                    self._taken[peer] = now - (self._queued() - queued)
             return blocked
 
         return received

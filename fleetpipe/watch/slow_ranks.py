@@ -2,8 +2,8 @@
 
 A rank is compared with its peers, those that run the same stages of other replicas; one without
 peers with its own earlier steps, less what the other ranks have become slower by meanwhile. Its
-figure counts where six of eight steps in a row are above a threshold, and what is lost is a part of
-the step that matters. The threshold is learned: it lies above all that the undisturbed steps
+figure counts where seven of eight steps in a row are above a threshold, and what is lost is a part
+of the step that matters. The threshold is learned: it lies above all that the undisturbed steps
 before have shown, and never below ``LEAST``.
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fleetpipe.watch.records import StepRow
 
 #: Steps in a row that are looked at together, and of how many the slowness is to be seen.
-WINDOW, OF_WINDOW = 8, 6
+WINDOW, OF_WINDOW = 8, 7
 #: The least threshold: it finds what is 1.3 times slower, and leaves room for chance below.
 LEAST = 1.15
 #: Steps from which a threshold is learned: the least, and the most.
@@ -30,7 +30,7 @@ _WARM_UP = 3
 #: The least part of a step that a slowness costs.
 _MATTERS = 0.01
 _SHORTEST = 1e-7
-#: The logarithm of how much the time of a step may change before that raises doubts of links.
+#: The logarithm of how much a machine may change before the threshold rises with it.
 _STEADY = math.log(1.1)
 
 
@@ -91,8 +91,8 @@ class StepComparison:
         Args:
             figures: Seconds, of all.
             span: Seconds of the whole step.
-            doubt: By how much the logarithm of the threshold is higher: where the machine is
-                another one than when it was learned, and no others beside tell so.
+            doubt: By how much the logarithm of the threshold is higher in this step, where no
+                others beside tell whether the machine is as it was when that was learned.
         """
         self._count += 1
         if self._count <= _WARM_UP:
@@ -133,6 +133,7 @@ class StepComparison:
             elif len(figures) > 1:
                 common = median(changes[one] for one in figures if one != rank)
                 reference *= math.exp(max(0.0, common))
+                doubt = max(0.0, abs(common) - _STEADY)
             factor = math.log(figure / reference)
             compared[rank] = _Compared(factor, figure - reference, span, doubt)
         return compared

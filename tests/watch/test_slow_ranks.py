@@ -106,7 +106,7 @@ def test_a_link_is_named_with_both_of_its_ranks() -> None:
         peer, moment, *rest = row.taken
         return row._replace(taken=(peer, moment + 0.01, *rest))
 
-    assert named(120, change) == {(0, "link to rank 1"): 105}
+    assert named(120, change) == {(0, "link to rank 1"): 106}
 
 
 def test_saving_is_compared_where_all_have_saved() -> None:
