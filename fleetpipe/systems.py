@@ -108,7 +108,7 @@ class ProcessorQueue:
 
     def seconds(self) -> float:
         """Returns the seconds of its whole life; always 0 where that is not told."""
-        if self._file is None:
+        if sys.platform == "win32" or self._file is None:
             return 0.0
         fields = os.pread(self._file, 100, 0).split()
         return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0

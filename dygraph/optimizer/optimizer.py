@@ -236,15 +236,17 @@ class PipelineOptimizer(FleetsType):
                 clip([])
 
     def _reduce(self, parameters: Sequence[Tensor]) -> None:
-        """Averages the gradients of a model that is no pipeline, as Fleet does. Collective.
+        """Reduces the gradients of a model that is no pipeline, as Fleet does. Collective.
 
+        They are added up along sep, of whose ranks each has a part of a loss, and averaged over the
+        other copies.
         A pipeline has done so at the end of its batch, and Paddle's ``DataParallel`` in backward.
         """
         job = current_job()
         if job is None or job.copies().ranks == 1 or in_data_parallel_mode(job.hcg):
             return
         if self._layers is None and not job.trains(parameters):
-            reduce_all(parameters, job, 1.0 / job.copies().ranks)
+            reduce_all(parameters, job, job.degrees.sep / job.copies().ranks)
 
     @property
     def _rate(self) -> float | Scheduler:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from fleetpipe.errors import ConfigError
@@ -12,9 +13,10 @@ from fleetpipe.errors import ConfigError
 Options = tuple[tuple[str, Any], ...]
 
 
-def names_of(rows: Callable[..., object]) -> list[str]:
+@cache
+def names_of(rows: Callable[..., object]) -> tuple[str, ...]:
     """Returns the names of the options of a function that takes a placement and m before them."""
-    return list(inspect.signature(rows).parameters)[2:]
+    return tuple(inspect.signature(rows).parameters)[2:]
 
 
 def kept(name: str, rows: Callable[..., object], options: Mapping[str, object]) -> Options:
