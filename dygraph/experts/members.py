@@ -29,7 +29,7 @@ def members_of(group: PaddleGroup) -> Group:
             got=f"a group of ranks {list(group.ranks)}",
             fix="call fleet.init(is_collective=True, strategy=strategy) first",
         )
-    return job.among(group.ranks)
+    return job.members(group.ranks)
 
 
 def expert_parallel() -> Group:

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 
 from fleetpipe.aliases import Attribute, DType, Nest, PaddleGroup, Tensor
+from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.tensor_parallel import groups
 from fleetpipe.dygraph.tensor_parallel.operations import shard_of
 from fleetpipe.errors import ConfigError, StateError
@@ -212,9 +213,10 @@ def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
     """
     for index, layer in built.items():
         parameters = layer.parameters() if isinstance(layer, paddle.nn.Layer) else []
-        if any(split_axis(parameter) is not None for parameter in parameters):
+        if any(split_axis(p) is not None or is_spread(p) for p in parameters):
             raise ConfigError(
-                "a layer that was built as a shard cannot be made whole",
+                "a layer that was built as a shard, or with some of its experts, cannot be made "
+                "whole",
                 where=f"layer {index} of the list, a {type(layer).__name__}",
                 fix="describe it with LayerDesc, so that it can be built again",
             )

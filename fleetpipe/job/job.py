@@ -275,10 +275,6 @@ class Job:
         copies = tuple(axis for axis in COPIES if getattr(self.degrees, axis) > 1)
         return (lambda: self._fused_copies) if split == copies else None
 
-    def among(self, ranks: Sequence[int]) -> Group:
-        """Returns some ranks of the job as a group, in this order, which is the same on all."""
-        return self._group(f"ranks {list(ranks)}", lambda: list(ranks))
-
     def everyone(self) -> Group:
         """Returns all ranks of the job by rank, for small values only."""
         return self._group("everyone", lambda: list(range(self.hcg.nranks)))
