@@ -22,10 +22,11 @@ from fleetpipe.schedules.placement import Placement
 #: (arXiv:2411.05288).
 AHEAD = 2
 
-#: Nominal times: as long as a stage, and the loss next to nothing. Other ratios give hardly another
-#: order, for whatever a micro-batch needs of a head comes before the body's own actions.
+#: Nominal times of a stage, and how long parts and the loss are beside it. Longer parts give the
+#: same order, for what a micro-batch needs of a head comes before the body's own actions; shorter
+#: ones do not.
 _TIMES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-_LOSS = 0.01
+_PART, _LOSS = 0.2, 0.01
 
 
 def with_head(
@@ -52,7 +53,7 @@ class _Merge:
     ) -> None:
         edges = [Edge(*ends) for ends in placement.chain()]
         self.dependencies = Dependencies(edges, placement.stages)
-        self.loss = placement.stages - 1
+        self.lengths = [1.0] * placement.body + [_PART] * placement.ranks + [_LOSS]
         self.clock = [0.0] * placement.ranks
         self.ends: dict[tuple[str, int, int], float] = {}
         # By rank: rows of which each keeps its order, what goes first where both could run first.
@@ -89,7 +90,7 @@ class _Merge:
 
     def _run(self, rank: int, item: Item, start: float) -> None:
         actions = parts(item)
-        times = [_LOSS if action.stage == self.loss else _TIMES[action.kind] for action in actions]
+        times = [_TIMES[action.kind] * self.lengths[action.stage] for action in actions]
         self.clock[rank] = start + sum(times)
         for kind, stage, micro_batch in actions:
             self.ends["B" if kind == "I" else kind, stage, micro_batch] = self.clock[rank]

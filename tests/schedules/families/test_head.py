@@ -50,7 +50,7 @@ def test_parts_stand_between_the_last_stage_and_the_loss() -> None:
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBH1"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("part", [1, 2.5, 6])
+@pytest.mark.parametrize("part", [0.25, 1, 2.5, 6])
 def test_the_bubble_is_that_of_the_body(name: str, ranks: int, part: float) -> None:
     micro_batches = 8 * ranks
 
@@ -60,7 +60,7 @@ def test_the_bubble_is_that_of_the_body(name: str, ranks: int, part: float) -> N
     costs = Costs(times(1, part), times(1, part), times(1, part))
     timeline = build(name, ranks=ranks, micro_batches=micro_batches, head=True).simulate(costs)
     bound = micro_batches * 3 * (1 + part) + 3 * (ranks - 1)
-    assert timeline.makespan <= 1.05 * bound
+    assert timeline.makespan <= 1.01 * bound
     # A rank holds at most two forwards of its stage more than without a head.
     body = max(build(name, ranks=ranks, micro_batches=micro_batches).simulate().peak_activations)
     held = [
