@@ -118,19 +118,19 @@ def test_it_may_be_tied_to_the_embedding(ranks: int) -> None:
     )
     with job(pp=ranks, micro_batches=MICRO_BATCHES):
         model = pipeline(entries, loss_fn=VocabularyLoss())
-        own = model._layers.own_state()
+        state = model._layers.own_state()
         names = [f"shared_layers.words.part{part}" for part in range(ranks)]
-        assert {*own} == {*names, "1.weight", "1.bias", "2.weight", "2.bias"}
-        weight = paddle.concat([own[name] for name in names]).detach()
+        assert {*state} == {*names, "1.weight", "1.bias", "2.weight", "2.bias"}
+        weight = paddle.concat([state[name] for name in names]).detach()
         weight.stop_gradient = False
         linears = [nn.Linear(HIDDEN, HIDDEN) for _ in blocks]
         for number, linear in enumerate(linears, 1):
-            linear.set_state_dict({name: own[f"{number}.{name}"] for name in ("weight", "bias")})
+            linear.set_state_dict({name: state[f"{number}.{name}"] for name in ("weight", "bias")})
         model.forward_backward_pipeline([tokens, labels])
         expected = embedding_and_head([tokens, labels], weight, linears)
-        gradient = paddle.concat([own[name].grad for name in names])
+        gradient = paddle.concat([state[name].grad for name in names])
         np.testing.assert_allclose(gradient.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
-        pairs = [(own["1.weight"], linears[0].weight), (own["2.bias"], linears[1].bias)]
+        pairs = [(state["1.weight"], linears[0].weight), (state["2.bias"], linears[1].bias)]
         for mine, plain in pairs:
             np.testing.assert_allclose(mine.grad, plain.grad, rtol=1e-4, atol=1e-6)
 
