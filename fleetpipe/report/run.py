@@ -58,7 +58,7 @@ class RunFolder:
     evaluations: list[Row]
     attempts: list[AttemptRecord]
     pipeline: Pipeline | None
-    slow: list[Mapping[str, Any]]
+    slow: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
 
     @property
