@@ -21,8 +21,8 @@ from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.kernels import expanded, product, reshaped, total
 from fleetpipe.paddle_api.tensor import saves_freely
 
-#: Numbers of an output from which the product takes less time than the sum.
-_FEWEST = 2**14
+#: Numbers of an output, and of a row of it, from which the product takes less time than the sum.
+_FEWEST, _FEWEST_COLUMNS = 2**15, 256
 
 #: Numbers of rows that are tried for each size of weight: where every batch has a length of its
 #: own, to try them all would take longer than it saves.
@@ -41,21 +41,26 @@ plain_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Linear.forward
 plain_linear: Callable[..., Tensor] = paddle.nn.functional.linear
 
 
-def forward(layer: Layer, x: Tensor) -> Tensor:
+def forward(layer: Layer, input: Tensor) -> Tensor:
     """Computes what ``paddle.nn.Linear.forward`` does; autograd takes less time for it.
 
     Args:
         layer: A Linear.
-        x: [.., inputs].
+        input: [.., inputs], under Paddle's name for it, which callers may use.
     """
-    weight, bias = layer.weight, layer.bias
+    x, weight, bias = input, layer.weight, layer.bias
     if bias is None or bias.stop_gradient or not paddle.is_grad_enabled():
         return plain_forward(layer, x)
-    *lengths, inputs = x.shape
-    rows = math.prod(lengths)
-    if rows * weight.shape[1] < _FEWEST or not x.dtype == weight.dtype == bias.dtype:
+    if bias.shape != weight.shape[1:]:
+        # A bias of another shape is added to rows as well, and its gradient has that shape.
         return plain_forward(layer, x)
-    if casts_automatically() or not _has_same_bits(rows, inputs, weight):
+    *lengths, inputs = x.shape
+    rows, columns = math.prod(lengths), weight.shape[1]
+    if columns < _FEWEST_COLUMNS or rows * columns < _FEWEST:
+        return plain_forward(layer, x)
+    if not x.dtype == weight.dtype == bias.dtype or casts_automatically():
+        return plain_forward(layer, x)
+    if not _has_same_bits(rows, inputs, weight):
         return plain_forward(layer, x)
     return _linear(x, weight, bias)
 
@@ -67,7 +72,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Repeated(paddle.autograd.PyLayer):
-    """A vector in every row. It saves nothing, and can be differentiated again."""
+    """A vector in every row. It saves nothing, and can be differentiated again.
+
+    The sum stands outside: Paddle ignores hooks on what a PyLayer returns.
+    """
 
     @staticmethod
     def forward(ctx: Context, vector: Tensor, shape: Sequence[int]) -> Tensor:

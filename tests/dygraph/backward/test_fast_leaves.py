@@ -25,6 +25,16 @@ WHOLE = build("1F1B", ranks=1, micro_batches=1)
 SIZES = [((128, 24), 128), ((2, 64, 16), 256), ((700, 8), 40), ((1, 3), 16384), ((16384, 2), 1)]
 
 
+THRESHOLDS = linear._FEWEST, linear._FEWEST_COLUMNS
+
+
+@pytest.fixture(autouse=True)
+def _small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are taken that are too small to gain time: so tests are short."""
+    monkeypatch.setattr(linear, "_FEWEST", 2**14)
+    monkeypatch.setattr(linear, "_FEWEST_COLUMNS", 1)
+
+
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of what the fast way took."""
@@ -200,6 +210,48 @@ def test_where_layers_stay_as_they_are(
     with split.recording(0, 0), paddle.set_grad_enabled(why != "no gradients"):  # type: ignore[arg-type]
         assert layer(x).numpy().tobytes() == expected.numpy().tobytes()
     assert fast == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "is_fast"),
+    [(128, 256, True), (127, 256, False), (32, 1024, True), (512, 255, False), (300, 300, True)],
+)
+def test_layers_are_taken_that_gain_time(
+    rows: int,
+    outputs: int,
+    is_fast: bool,
+    fast: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "_FEWEST", THRESHOLDS[0])
+    monkeypatch.setattr(linear, "_FEWEST_COLUMNS", THRESHOLDS[1])
+    with running(nn.Linear(3, outputs)) as layer:
+        layer(numbers(rows, 3))
+    assert ((rows, 3) in fast) == is_fast
+
+
+def test_an_input_may_be_passed_by_its_name(fast: list[tuple[int, ...]]) -> None:
+    plain, other = two()
+    with running(other):
+        score(other(input=numbers(128, 24))).backward()
+    score(plain(input=numbers(128, 24))).backward()
+    assert grads_of(plain) == grads_of(other)
+    assert taken(fast) > 0
+
+
+@pytest.mark.parametrize("shape", [[1], [1, 128], [128, 128]])
+def test_a_bias_of_another_shape_stays_with_autograd(shape: list[int]) -> None:
+    def make() -> Any:
+        layer = nn.Linear(24, 128)
+        layer.bias = layer.create_parameter(shape, is_bias=True)
+        return layer
+
+    plain, other = two(make)
+    with running(other):
+        score(other(numbers(128, 24))).backward()
+    score(plain(numbers(128, 24))).backward()
+    assert other.bias.grad.shape == shape
+    assert grads_of(plain) == grads_of(other)
 
 
 def test_not_every_number_of_rows_is_tried(fast: list[tuple[int, ...]]) -> None:
