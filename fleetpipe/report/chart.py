@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fleetpipe.report.curves import Curve
-from fleetpipe.report.numbers import labels, ticks
+from fleetpipe.report.numbers import clock, labels, ticks
 
 #: The drawing's units, those of the template: it is stretched to its place.
 _SIZE = 1000
@@ -33,8 +34,11 @@ class Chart:
         span: The first and the last step of the axis.
         paths: The class and the shape of each line.
         marks: Where the run continued after a stop.
+        steps_of_marks: At which steps that was.
         rows: Labels of the vertical axis.
         columns: Labels of the horizontal axis.
+        elapsed: Below each of these, how long the first curve's run had lasted; empty where that is
+            not known.
         gaps: How many figures are NaN or infinite.
     """
 
@@ -44,21 +48,26 @@ class Chart:
     span: tuple[int, int]
     paths: list[tuple[str, str]]
     marks: list[float]
+    steps_of_marks: list[int]
     rows: list[Label]
     columns: list[Label]
+    elapsed: list[str]
     gaps: int
 
     @property
     def values(self) -> dict[str, object]:
-        """What the page's script shows where the pointer is. JSON has no NaN."""
+        """What the page's script draws and shows. JSON has no NaN."""
         return {
             "span": self.span,
+            "marks": self.steps_of_marks,
             "curves": [
                 {
                     "name": curve.name,
                     "colour": curve.colour,
+                    "kind": curve.kind,
                     "xs": list(curve.xs),
                     "ys": [y if math.isfinite(y) else None for y in curve.ys],
+                    "times": [round(seconds, 3) for seconds in curve.times],
                 }
                 for curve in self.curves
             ],
@@ -87,17 +96,30 @@ def chart(title: str, curves: Sequence[Curve], unit: str = "", marks: Sequence[i
 
     rows = ticks(low, high)
     columns = [x for x in ticks(left, right) if x == int(x)]
+    shown = [x for x in marks if left <= x <= right]
     return Chart(
         title,
         unit,
         thin,
         span,
         [path for curve in thin for path in _paths(curve, across, up)],
-        [across(x) for x in marks if left <= x <= right],
+        [across(x) for x in shown],
+        shown,
         [(text, up(y)) for text, y in zip(labels(rows), rows)],
         [(f"{x:,.0f}", across(x)) for x in columns],
+        [clock(_time_at(thin[0], x)) for x in columns] if thin[0].times else [],
         max(curve.gaps for curve in curves),
     )
+
+
+def _time_at(curve: Curve, step: float) -> float:
+    """Returns when a step was done, between the figures around it."""
+    after = bisect_left(curve.xs, step)
+    if after == 0 or after == len(curve.xs):
+        return curve.times[min(after, len(curve.xs) - 1)]
+    left, right = curve.xs[after - 1], curve.xs[after]
+    begin, end = curve.times[after - 1], curve.times[after]
+    return begin + (end - begin) * (step - left) / (right - left)
 
 
 def _range(low: float, high: float) -> tuple[float, float]:

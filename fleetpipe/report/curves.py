@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Points of a curve that are drawn; of more, the least and the most of each stretch.
 MOST_POINTS = 600
@@ -22,7 +22,8 @@ class Curve:
         ys: Figures; those that are no numbers leave gaps.
         kind: ``"line"``, ``"faint"`` for what another curve is the mean of, or ``"points"`` for a
             line with a dot at each figure.
-        colour: 0 for what is trained, 1 for what is evaluated.
+        colour: 0 for what is trained, 1 for what is evaluated; of several curves alike their place.
+        times: Seconds since the run began, for each figure; empty where that is not known.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Curve:
     ys: Sequence[float]
     kind: str = "line"
     colour: int = 0
+    times: Sequence[float] = ()
 
     @property
     def last(self) -> float:
@@ -55,11 +57,12 @@ class Curve:
                 kept.add(min(finite, key=self.ys.__getitem__))
                 kept.add(max(finite, key=self.ys.__getitem__))
         places_kept = sorted(kept)
-        xs, ys = (
-            [self.xs[place] for place in places_kept],
-            [self.ys[place] for place in places_kept],
+        xs = [self.xs[place] for place in places_kept]
+        ys, times = (
+            [values[place] for place in places_kept] if values else []
+            for values in (self.ys, self.times)
         )
-        return Curve(self.name, xs, ys, self.kind, self.colour)
+        return replace(self, xs=xs, ys=ys, times=times)
 
 
 def with_mean(curve: Curve) -> list[Curve]:
@@ -70,9 +73,8 @@ def with_mean(curve: Curve) -> list[Curve]:
     if len(curve.xs) < _SMOOTH_FROM:
         return [curve]
     window = max(5, len(curve.xs) // _WINDOWS)
-    faint = Curve(curve.name, curve.xs, curve.ys, "faint", curve.colour)
     means = _means(curve.ys, window)
-    return [faint, Curve(f"mean of {window}", curve.xs, means, "line", curve.colour)]
+    return [replace(curve, kind="faint"), replace(curve, name=f"mean of {window}", ys=means)]
 
 
 def _means(values: Sequence[float], window: int) -> list[float]:

@@ -15,7 +15,7 @@ _WIDTH = 1000
 _PIXELS = (560, 1600)
 _PIXELS_OF_A_BOX = 14.0
 _PIXELS_OF_A_DIGIT = 7.0
-#: Above this number of boxes those of one colour are one shape, without a text for the pointer.
+#: Above this number of boxes those of one colour are one shape, without a text of each.
 _MOST_BOXES = 2500
 _UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 _KINDS = {
@@ -79,22 +79,37 @@ class Drawing:
     unit: str
 
 
-def drawing(pipeline: Pipeline) -> Drawing:
-    """Lays out the timelines of a pipeline."""
-    titles = {name: _title(name, pipeline, events) for name, events in pipeline.tracks.items()}
-    return laid_out(
-        [
-            Panel(titles[name], events, pipeline.placement, pipeline.unit)
-            for name, events in pipeline.tracks.items()
-        ]
-    )
+def drawings(pipeline: Pipeline) -> list[Drawing]:
+    """Lays out the timelines of a pipeline: a drawing for each step that was traced, or one."""
+    costs = "with the mean cost of each action" if pipeline.unit else "if F, I and W took as long"
+    predicted = _panel(f"Predicted {costs}", pipeline, pipeline.predicted)
+    count = len(pipeline.traced)
+    # Many steps of many boxes each would be a page that no browser likes.
+    most = min(_MOST_BOXES, 4 * _MOST_BOXES // max(1, count))
+    return [
+        laid_out([predicted, _panel(_measured(number, count), pipeline, events)], most)
+        for number, events in enumerate(pipeline.traced or [[]], 1)
+    ]
 
 
-def laid_out(panels: Sequence[Panel]) -> Drawing:
+def _measured(number: int, count: int) -> str:
+    if count <= 1:
+        return "Measured"
+    which = "the last" if number == count else f"number {number}"
+    return f"Measured, {which} of {count} traced steps"
+
+
+def _panel(title: str, pipeline: Pipeline, events: Sequence[Event]) -> Panel:
+    bubble = percent(figures_of(events).bubble_rate) if events else ""
+    return Panel(f"{title}: bubble {bubble}", events, pipeline.placement, pipeline.unit)
+
+
+def laid_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
     """Lays out timelines below each other, in one unit of time.
 
     Args:
         panels: One or more, of as many ranks each.
+        most_boxes: Of a timeline with more, those of one colour are one shape.
     """
     bars = [bar for panel in panels for bar in panel.bars]
     end = max((bar.right for bar in bars), default=1.0) or 1.0
@@ -105,7 +120,7 @@ def laid_out(panels: Sequence[Panel]) -> Drawing:
         Track(
             panel.title,
             panel.placement.ranks,
-            _merged(panel, end) if len(panel.bars) > _MOST_BOXES else _shapes(panel, end),
+            _merged(panel, end) if len(panel.bars) > most_boxes else _shapes(panel, end),
             [_number(bar, end, panel) for bar in panel.bars if _fits(bar, end, pixels)][
                 :_MOST_BOXES
             ],
@@ -123,15 +138,6 @@ def laid_out(panels: Sequence[Panel]) -> Drawing:
         marks,
         unit,
     )
-
-
-def _title(name: str, pipeline: Pipeline, events: Sequence[Event]) -> str:
-    bubble = f"bubble {percent(figures_of(events).bubble_rate)}"
-    if name == "measured":
-        of = f", the last of {pipeline.steps} traced steps" if pipeline.steps > 1 else ""
-        return f"Measured{of}: {bubble}"
-    costs = "with the mean cost of each action" if pipeline.unit else "if F, I and W took as long"
-    return f"Predicted {costs}: {bubble}"
 
 
 def _shapes(panel: Panel, end: float) -> list[Shape]:

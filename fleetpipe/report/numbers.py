@@ -57,6 +57,15 @@ def seconds(value: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {left} s"
 
 
+def clock(value: float) -> str:
+    """Writes a length of time as a clock does: 6.0 s  1:45  2:01:45."""
+    if value < 10:
+        return f"{value:.1f} s"
+    minutes, left = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
 def moment(value: float) -> str:
     """Writes a moment in UTC."""
     try:

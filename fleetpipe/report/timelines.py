@@ -26,23 +26,21 @@ class Pipeline:
         placement: Which rank owns which stage.
         predicted: What the schedule does, simulated with the mean costs of the trace; without one
             with a cost of 1 for each of F, I and W.
-        measured: What ran in the last step that was traced; empty without a trace.
+        traced: What ran in each step that was traced; empty without a trace.
         unit: Of the times: ``"s"``, or nothing where they are costs of 1.
         peaks: Most forwards that the schedule has each rank hold; empty where it is not known.
-        steps: How many steps are in the trace.
     """
 
     placement: Placement
     predicted: list[Event]
-    measured: list[Event]
+    traced: list[list[Event]]
     unit: str = ""
     peaks: tuple[float, ...] = ()
-    steps: int = 0
 
     @property
-    def tracks(self) -> dict[str, list[Event]]:
-        """The events of each timeline, by its name."""
-        return {"predicted": self.predicted, "measured": self.measured}
+    def measured(self) -> list[Event]:
+        """What ran in the last step that was traced; empty without a trace."""
+        return self.traced[-1] if self.traced else []
 
 
 def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
@@ -68,10 +66,9 @@ def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
     return Pipeline(
         placement_of(stages),
         _from_zero(tracks["predicted"]),
-        _from_zero(steps[-1] if steps else []),
+        [_from_zero(step) for step in steps],
         unit="s",
         peaks=peaks,
-        steps=len(steps),
     )
 
 

@@ -43,11 +43,38 @@ const tip = document.querySelector(".tip");
 seen.tip = [...tip.children].map((line) => line.textContent);
 seen.width = [innerWidth, document.documentElement.scrollWidth];
 seen.sections = [...document.querySelectorAll("section")].map((node) => [node.id, ...size(node)]);
-const sizes = (nodes) => [...document.querySelectorAll(nodes)].map(size);
+const shows = (node) => !node.closest("[hidden]");
+const visible = (nodes) => [...document.querySelectorAll(nodes)].filter(shows);
+const sizes = (nodes) => visible(nodes).map(size);
 seen.lines = sizes(".area path.line, .area path.points");
 seen.boxes = sizes(".canvas path, .canvas .number, .y span, .x span, th, td, dd");
 seen.loaded = performance.getEntriesByType("resource").map((entry) => entry.name);
 seen.dark = getComputedStyle(document.body).backgroundColor;
+const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", {key}));
+const type = (node, ...keys) => keys.forEach((key) => press(node, key));
+type(area, "Home");
+seen.home = tip.firstChild.textContent.split(",")[0];
+type(area, "ArrowRight", "ArrowRight");
+seen.right = tip.firstChild.textContent.split(",")[0];
+const ends = () => [...area.parentNode.querySelectorAll(".x span")].map((node) => node.textContent);
+type(area, "+", "+");
+seen.zoomed = [area.classList.contains("zoomed"), ...ends()];
+type(area, "0");
+seen.whole = [area.classList.contains("zoomed"), ...ends()];
+const [slider, axis] = document.querySelectorAll(".tools input, .tools select");
+slider.value = 2;
+slider.dispatchEvent(new Event("input"));
+seen.smoothed = area.querySelectorAll("path.faint").length;
+axis.value = "time";
+axis.dispatchEvent(new Event("change"));
+seen.axis = area.parentNode.querySelector(".axis").textContent;
+const steps = document.querySelector("#traced");
+steps.value = 0;
+steps.dispatchEvent(new Event("change"));
+seen.traced = [...document.querySelectorAll(".traced")].map((node) => size(node)[1] > 0);
+const canvas = document.querySelector(".traced .canvas");
+type(canvas, "ArrowRight", "ArrowRight");
+seen.box = canvas.querySelector(".tip").textContent;
 const told = document.createElement("pre");
 told.id = "seen";
 told.textContent = JSON.stringify(seen);
@@ -120,17 +147,27 @@ def test_the_page_of_a_run_in_a_browser(
         *("evaluations", "configuration", "versions"),
     ]
     assert all(wide > 300 and high > 40 for _, wide, high in seen["sections"])
-    # Training and evaluation of loss and metric; learning rate; throughput.
-    assert len(seen["lines"]) == 6
+    # Training and evaluation of loss and metric; learning rate; throughput; memory.
+    assert len(seen["lines"]) == 7
     assert all(wide > 100 for wide, _ in seen["lines"])
     assert len(seen["boxes"]) > 100
     assert all(wide > 0 and high > 0 for wide, high in seen["boxes"])
     rows = (page.parent / "run" / "metrics.jsonl").read_text().splitlines()
     last = {row["phase"]: row for row in map(json.loads, rows)}
-    assert seen["tip"][0] == "step 12"
+    assert seen["tip"][0].startswith("step 12, after ")
     told = [line.rsplit(" ", 1) for line in seen["tip"][1:]]
     assert [name for name, _ in told] == ["training", "evaluation"]
     assert [float(value) for _, value in told] == [
         pytest.approx(last[phase]["loss"], rel=1e-5) for phase in ("train", "eval")
     ]
+    assert (seen["home"], seen["right"]) == ("step 1", "step 3")
+    assert seen["zoomed"][0]
+    assert "3" in seen["zoomed"]
+    assert "10" not in seen["zoomed"]
+    assert not seen["whole"][0]
+    assert "10" in seen["whole"]
+    assert seen["smoothed"] == 1
+    assert seen["axis"] == "elapsed time"
+    assert seen["traced"] == [True, False]
+    assert re.match(r"F\d\.\d on rank \d: ", seen["box"])
     assert seen["dark"] == ("rgb(17, 20, 24)" if flags else "rgb(255, 255, 255)")

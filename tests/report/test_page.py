@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fleetpipe.cli import main
 from fleetpipe.report.chart import chart
 from fleetpipe.report.curves import Curve, with_mean
-from fleetpipe.report.numbers import aligned, labels, seconds, short, size, ticks
+from fleetpipe.report.numbers import aligned, clock, labels, seconds, short, size, ticks
 from fleetpipe.report.page import page, templates
 from fleetpipe.report.run import read
 from tests.report.runs import EVIL, row, schedule, written
@@ -91,20 +91,27 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
         *("head", "curves", "throughput", "pipeline", "ranks", "memory"),
         *("evaluations", "configuration", "versions"),
     ]
-    loss, acc, rate, throughput = ([*chart["curves"]] for chart in parsed.charts)
+    loss, acc, rate, throughput, memory = ([*chart["curves"]] for chart in parsed.charts)
     assert loss[0] == {
         "name": "training",
         "colour": 0,
+        "kind": "line",
         "xs": list(range(1, 31)),
         "ys": [2 / step for step in range(1, 31)],
+        "times": list(range(30)),
     }
     assert loss[1]["ys"] == [3 / step for step in (10, 20, 30)]
     assert [curve["name"] for curve in acc] == ["training", "evaluation"]
     assert set(rate[0]["ys"]) == {0.1}
     assert set(throughput[0]["ys"]) == {100.5}
+    assert [(each["name"], each["xs"], each["ys"]) for each in memory] == [
+        ("process 0", [30], [pytest.approx(0.35)]),
+        ("process 1", [30], [pytest.approx(0.175)]),
+    ]
     assert "the last row is 1 min 0 s old" in parsed.sections["head"]
+    caption = ["Figures", "of", "each", "evaluation,", "the", "newest", "last"]
     assert parsed.sections["evaluations"].split() == [
-        *("Evaluations", "epoch", "step", "loss", "acc"),
+        *("Evaluations", *caption, "epoch", "step", "loss", "acc"),
         *("1", "10", "0.3000", "0.5000", "2", "20", "0.1500", "0.5000"),
         *("3", "30", "0.1000", "0.5000"),
     ]
@@ -112,11 +119,27 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
     # 1F1B on two ranks: (m + 1) * 3 long, of which 3 m are busy.
     assert "Predicted with the mean cost of each action: bubble 20.0%" in pipeline
     assert "Measured, the last of 2 traced steps: bubble 20.0%" in pipeline
-    assert pipeline.count("B0.3 on rank 0: 20 ms") == 1
+    # Predicted beside each of the two steps, and measured in the first.
+    assert pipeline.count("B0.3 on rank 0: 20 ms") == 3
     assert pipeline.count("B0.3 on rank 0: 40 ms") == 1
     assert re.search(r"2 Linear, relu\s+750\s+50\.0%\s+2\s+2\s+1\s", parsed.sections["ranks"])
     assert "350.0 MB" in parsed.sections["memory"]
     assert "model.width" in parsed.sections["configuration"]
+
+
+def test_figures_of_many_ranks_are_summed_up(tmp_path: Path) -> None:
+    shares = [place / 20 for place in range(11)]
+    rows = [row(step, 1.0, busy_share_by_rank=shares, gradient_norm=0.5) for step in (1, 2, 3)]
+    parsed = Parsed(page(read(written(tmp_path, rows))))
+    busy = parsed.charts[-1]["curves"]
+    assert [(each["name"], each["ys"][0]) for each in busy] == [
+        ("least of 11", 0),
+        ("median of 11", 25),
+        ("most of 11", 50),
+    ]
+    assert "gradient norm" in parsed.sections["curves"]
+    # The first row is a second after nothing: elapsed time counts from it.
+    assert re.search(r"1\s+0\.0 s\s+2\s+1\.0 s\s+3\s+2\.0 s", parsed.sections["curves"])
 
 
 def test_it_loads_nothing_and_runs_one_script(folder: Path) -> None:
@@ -239,6 +262,7 @@ def test_numbers_are_short_and_stand_below_each_other() -> None:
     ]
     assert aligned([12.5, 0.25]) == ["12.50", "0.25"]
     assert [size(x) for x in (12, 1.5e9)] == ["12 B", "1.5 GB"]
+    assert [clock(x) for x in (6, 105, 7305)] == ["6.0 s", "1:45", "2:01:45"]
     assert [seconds(x) for x in (0.25, 59.6, 3700, 3e5)] == [
         *("0.2 s", "1 min 0 s", "1 h 1 min", "3 days")
     ]
@@ -273,4 +297,5 @@ def test_slow_ranks_have_a_table(tmp_path: Path) -> None:
     (run / "slow.jsonl").write_text(json.dumps(line) + '\n{"factor": "no figure"}\n{"torn')
     parsed = Parsed(page(read(run)))
     text = " ".join(parsed.sections["slow"].split())
-    assert text.startswith(f"Slow ranks step rank what times as long 76 2 compute {EVIL} 1.312 ")
+    assert text.startswith("Slow ranks When a rank became slow")
+    assert f" step rank what times as long 76 2 compute {EVIL} 1.312 " in text

@@ -15,7 +15,7 @@ from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.schedules import Action, Op
 
 #: Figures that are lists: one number for each rank of the pipeline, one for each process.
-PER_RANK = ("held_by_rank", "peak_memory_by_process")
+PER_RANK = ("held_by_rank", "busy_share_by_rank", "peak_memory_by_process")
 
 
 class Busy:
@@ -47,9 +47,9 @@ class Busy:
             self._spans[rank] += self._ended[rank] - start
         self._begun.clear()
 
-    def take(self) -> list[list[float]]:
-        """Returns seconds of span and of work of each rank since this was last called."""
-        times = [[span, self._busy[rank]] for rank, span in self._spans.items()]
+    def take(self) -> list[tuple[int, float, float]]:
+        """Returns each rank, and its seconds of span and of work since this was last called."""
+        times = [(rank, span, self._busy[rank]) for rank, span in self._spans.items()]
         self._spans.clear()
         self._busy.clear()
         return times
@@ -64,8 +64,10 @@ class ThroughputMonitor(rank_policy.Callback):
         figures: The last figures: ``samples_per_second``, ``tokens_per_second`` (with
             ``tokens_per_sample``), ``bubble_rate`` (on several ranks) and ``peak_held``.
         by_rank: Likewise, in lists: ``held_by_rank``, the most forwards that each rank of the
-            pipeline held, and ``peak_memory_by_process``, bytes of each process of the job: on a
-            GPU what Paddle allocated at most, else the most resident memory, libraries included.
+            pipeline held; ``busy_share_by_rank``, the share of the step in which each computed (on
+            several ranks; of replicas the busiest); and ``peak_memory_by_process``, bytes of each
+            process of the job: on a GPU what Paddle allocated at most, else the most resident
+            memory, libraries included.
     """
 
     def __init__(
@@ -133,8 +135,13 @@ class ThroughputMonitor(rank_policy.Callback):
             "peak_memory_by_process": [memory for _, _, memory in gathered],
         }
         if len(gathered) > 1:
-            spans, busy = zip(*(times for taken, _, _ in gathered for times in taken))
-            self.figures["bubble_rate"] = 1 - max(busy) / max(spans)
+            times = [each for taken, _, _ in gathered for each in taken]
+            span = max(seconds for _, seconds, _ in times)
+            busy: defaultdict[int, float] = defaultdict(float)
+            for rank, _, seconds in times:
+                busy[rank] = max(busy[rank], seconds)
+            self.figures["bubble_rate"] = 1 - max(busy.values()) / span
+            self.by_rank["busy_share_by_rank"] = [busy[rank] / span for rank in sorted(busy)]
 
 
 def peak_memory() -> int:
