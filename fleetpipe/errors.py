@@ -97,6 +97,8 @@ class CaptureError(FleetPipeError, ValueError):
 class BoundaryError(FleetPipeError, ValueError):
     """A value that cannot cross from one stage to the next, or that the next stage cannot take."""
 
+    permanent = True
+
 
 class TransportError(FleetPipeError, RuntimeError):
     """A connection between ranks that cannot be made, or that carries what it should not."""
@@ -127,7 +129,9 @@ def is_permanent(error: BaseException) -> bool:
     """
     if isinstance(error, FleetPipeError):
         return error.permanent
-    return isinstance(error, (ModuleNotFoundError, SyntaxError))
+    # Another ImportError may be a library that could not be loaded for want of memory.
+    absent = isinstance(error, ImportError) and str(error).startswith("cannot import name")
+    return absent or isinstance(error, (ModuleNotFoundError, SyntaxError))
 
 
 class PackageNotFound(ConfigError, ImportError):

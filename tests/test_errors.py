@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from fleetpipe import errors
-from fleetpipe.errors import CheckpointError, ConfigError, PeerFailed, is_permanent
+from fleetpipe.errors import (
+    BoundaryError,
+    CheckpointError,
+    ConfigError,
+    PeerFailed,
+    UsageError,
+    is_permanent,
+)
 from tests.check_types import ROOT, sources
 
 #: Folders and files, without ``.py``, whose errors all have a ``fix`` or a reason below.
@@ -123,5 +130,6 @@ def test_every_reason_is_needed() -> None:
 def test_an_error_that_no_restart_mends_is_one_of_text_packages_or_what_is_asked_for() -> None:
     lasting = ConfigError("x"), CheckpointError("x", permanent=True), SyntaxError()
     passing = CheckpointError("x"), PeerFailed("x"), ConfigError("x", permanent=False), OSError()
-    assert all(map(is_permanent, (*lasting, ModuleNotFoundError())))
+    absent = ModuleNotFoundError(), ImportError("cannot import name 'x' from 'y'")
+    assert all(map(is_permanent, (*lasting, *absent, BoundaryError("x"), UsageError("x"))))
     assert not any(map(is_permanent, (*passing, ImportError(), KeyError())))
