@@ -8,18 +8,21 @@ from pathlib import Path
 
 from fleetpipe.arguments import new_file, using
 from fleetpipe.errors import ConfigError
+from fleetpipe.report.compare import compared, named
 from fleetpipe.report.files import ABOUT, ATTEMPTS, METRICS, TRACE
 from fleetpipe.report.page import page
-from fleetpipe.report.run import read
+from fleetpipe.report.run import RunFolder, read
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe report`` to its parser."""
     parser.add_argument(
-        "folder",
+        "folders",
         type=Path,
+        nargs="+",
         metavar="FOLDER",
-        help="of a run: what MetricsLogger was given, or the folder of a trace",
+        help="of a run: what MetricsLogger was given, or the folder of a trace; of several runs "
+        "one page compares them",
     )
     parser.add_argument(
         "-o",
@@ -32,24 +35,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the page of a run; of one that still runs, or that died, what there is.
+    """Writes the page of a run, or of several; of one that still runs or died, what there is.
 
     Returns:
         0.
 
     Raises:
-        ConfigError: The folder holds no run, or a file cannot be read or written, or the page
-            would replace a file of the run.
+        ConfigError: A folder holds no run, or is given twice, or a file cannot be read or written,
+            or the page would replace a file of a run.
     """
-    _refuse_file_of_run(options.folder, options.output)
-    with using("FOLDER", options.folder, "the folder of a run"):
-        recorded = read(options.folder)
-    text = page(recorded)
+    folders: list[Path] = options.folders
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ConfigError(
+            "FOLDER: one folder is given twice",
+            got=" ".join(map(str, folders)),
+            fix="give the folders of different runs",
+        )
+    runs: list[RunFolder] = []
+    for folder in folders:
+        _refuse_file_of_run(folder, options.output)
+        with using("FOLDER", folder, "the folder of a run"):
+            runs.append(read(folder))
+    names = named(folders)
+    text = page(runs[0]) if len(runs) == 1 else compared(dict(zip(names, runs)))
     with using("--output", options.output, "a file that can be written"):
         # Half a character of a pair, which JSON may hold, is no text.
         options.output.write_text(text, encoding="utf-8", errors="replace")
-    for note in recorded.notes:
-        sys.stderr.write(f"fleetpipe: {note}\n")
+    for name, recorded in zip(names, runs):
+        of = f"{name}: " if len(runs) > 1 else ""
+        sys.stderr.writelines(f"fleetpipe: {of}{note}\n" for note in recorded.notes)
     sys.stdout.write(f"{options.output}: {len(text):,} characters\n")
     return 0
 

@@ -52,7 +52,7 @@ def page(run: RunFolder, now: float | None = None) -> str:
         now: The moment that the page says it is of, in seconds since 1970; None: this one.
     """
     at = time.time() if now is None else now
-    status, kind = _status(run, at)
+    status, kind = status_of(run, at)
     command = run.about.get("command")
     template = templates().get_template("page.html")
     text: str = template.render(
@@ -78,7 +78,7 @@ def page(run: RunFolder, now: float | None = None) -> str:
     return text
 
 
-def _status(run: RunFolder, now: float) -> tuple[str, str]:
+def status_of(run: RunFolder, now: float) -> tuple[str, str]:
     """Returns how the run is doing, in words, and whether that is good."""
     attempt = run.attempts[-1] if run.attempts else None
     if attempt is not None and attempt.ended is not None:

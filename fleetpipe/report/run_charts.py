@@ -31,6 +31,11 @@ _LAST_MOMENT = 1e11
 MOST_COLOURS = 8
 
 
+def titled(name: str) -> str:
+    """Returns what the page calls a figure."""
+    return _TITLES.get(name, name)
+
+
 def metrics(run: RunFolder) -> list[str]:
     """Returns the names of what the user measures, beside the loss."""
     rows = chain(run.train[-1:], run.evaluations[-1:], run.train[:1])
@@ -80,7 +85,7 @@ def _charts(runs: Mapping[str, RunFolder], names: Sequence[str]) -> Iterator[Cha
                 curves.append(Curve(titles[1], xs, ys, "points", colours[1], times))
         if curves:
             unit = "%" if name == BUBBLE else THROUGHPUT.get(name, "")
-            yield chart(_TITLES.get(name, name), curves, unit, [] if several else _stops(run))
+            yield chart(titled(name), curves, unit, [] if several else _stops(run))
 
 
 def _points(
