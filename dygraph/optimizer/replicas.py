@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
+from fleetpipe.dygraph.tensor_parallel import is_sequence_parallel_parameter
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
@@ -21,7 +22,9 @@ def reduce_all(parameters: Sequence[Tensor], job: Job, share: float) -> None:
     """Adds up the gradients of all copies of a stage, and experts' over their own copies.
 
     An expert has the tokens of all ranks that it is spread over: its gradient is the sum of theirs,
-    and counts by the same share as others. Collective over the copies.
+    and counts by the same share as others. Members of tensor-parallel layers have the same tokens,
+    and one of them counts, unless they have parts of a sequence: the expert is marked then, as
+    other parameters are. Collective over the copies.
 
     Args:
         parameters: This rank's parameters, the same on every copy.
@@ -35,7 +38,11 @@ def reduce_all(parameters: Sequence[Tensor], job: Job, share: float) -> None:
     spread = [parameter for parameter in parameters if is_spread(parameter)]
     reduce_gradients([p for p in parameters if not is_spread(p)], job.copies(), share)
     if spread:
-        reduce_gradients(spread, job.expert_copies(), share)
+        alike = job.degrees.mp if job.degrees.ep > 1 else 1
+        of_parts = [p for p in spread if is_sequence_parallel_parameter(p)]
+        of_all = [p for p in spread if not is_sequence_parallel_parameter(p)]
+        reduce_gradients(of_parts, job.expert_copies(), share)
+        reduce_gradients(of_all, job.expert_copies(), share / alike)
 
 
 def reduce_gradients(parameters: Sequence[Tensor], group: Group, share: float = 1.0) -> None:

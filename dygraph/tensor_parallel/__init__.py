@@ -36,7 +36,7 @@ from fleetpipe.dygraph.tensor_parallel.replacements import (
     install,
     uninstall,
 )
-from fleetpipe.dygraph.tensor_parallel.sequence import marked
+from fleetpipe.dygraph.tensor_parallel.sequence import is_sequence_parallel_parameter, marked
 from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.meta_parallel import SEQUENCE_PARALLEL
@@ -72,6 +72,7 @@ __all__ = [
     "dropout",
     "get_rng_state_tracker",
     "install",
+    "is_sequence_parallel_parameter",
     "marked",
     "model_parallel_group",
     "model_parallel_random_seed",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fleetpipe.aliases import Attribute, Layer, PaddleGroup, Tensor
+from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.groups import gathered, members_of, model_parallel_group
 from fleetpipe.dygraph.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -180,8 +181,9 @@ class RowSequenceParallelLinear(RowParallelLinear):
 
 
 def marked(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Returns those of which each member has a part of the gradient."""
-    return [p for p in parameters if is_sequence_parallel_parameter(p) and not p.stop_gradient]
+    """Returns those of which each member has a part of the gradient, but no spread experts."""
+    trained = (p for p in parameters if not p.stop_gradient and not is_spread(p))
+    return [parameter for parameter in trained if is_sequence_parallel_parameter(parameter)]
 
 
 def register_sequence_parallel_allreduce_hooks(

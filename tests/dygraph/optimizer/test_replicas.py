@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.dygraph.optimizer.replicas import reduce_gradients
+from fleetpipe.dygraph.optimizer.replicas import reduce_all, reduce_gradients
+from fleetpipe.dygraph.tensor_parallel.sequence import (
+    mark_as_sequence_parallel_parameter,
+    marked,
+)
+from fleetpipe.mesh import Degrees, SoleGroup
 from tests.groups import members, on_all
 
 
@@ -43,3 +49,20 @@ def test_gradients_of_several_dtypes_are_reduced_in_their_own(share: float) -> N
         for gradient, (shape, dtype), total in zip(gradients, shapes, (4.0, 4.0, 8.0)):
             assert (gradient.shape, str(gradient.dtype)) == (shape, f"paddle.{dtype}")
             assert np.all(gradient.astype("float32").numpy() == total * share)
+
+
+def test_experts_count_the_tokens_of_members_once_unless_these_are_parts() -> None:
+    """Two members have the same tokens, which reach a spread expert twice; or each has half."""
+    layer = paddle.nn.Layer()
+    parameters = whole, of_parts, _ = [layer.create_parameter([2]) for _ in range(3)]
+    whole.no_sync = of_parts.no_sync = True
+    mark_as_sequence_parallel_parameter(of_parts)
+    for parameter in parameters:
+        parameter.grad = paddle.full([2], 8.0)
+    job: Any = SimpleNamespace(
+        degrees=Degrees(mp=2, ep=2), copies=SoleGroup, expert_copies=SoleGroup
+    )
+    reduce_all(parameters, job, 0.5)
+    assert [float(p.grad[0]) for p in parameters] == [2.0, 4.0, 4.0]
+    # Its members hold different experts.
+    assert marked(parameters) == []

@@ -20,10 +20,12 @@ def test_the_single_model_beside_spread_experts(on_ranks: Call) -> None:
         (cases.Routed, 1, "ZBV", SPREAD),
         (cases.Routed, 2, "1F1B", SPREAD),
         (cases.Stock, 2, "1F1B", {"pp": 2, "dp": 2, "ep": 2}),
+        (cases.Routed, 1, "1F1B", {"pp": 2, "mp": 2, "ep": 2}),
     ]
     found = on_ranks(cases.beside_each, 4, runs, timeout=240)
-    for exact, several, stock in found:
+    for exact, several, stock, members in found:
         assert "bit-exact" in exact["verdict"], exact["verdict"]
+        assert members["passed"], members["verdict"]
         assert several["passed"], several["verdict"]
         assert stock["passed"], stock["verdict"]
     # Every rank has half of the experts and their state; each parameter's state is on one rank.
