@@ -8,7 +8,7 @@ from typing import Callable
 from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.experts import exchange, operations
 from fleetpipe.dygraph.experts.members import expert_parallel, members_of
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.paddle_api import paddle
 
 
@@ -85,8 +85,10 @@ class Experts(paddle.nn.Layer):
 
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
-            UsageError: The choices are no whole numbers, or of experts that there are not.
+            UsageError: The choices are no whole numbers, or of experts that there are not, or not
+                as many as the tokens or the weights.
         """
+        _require_shapes(tokens, choices, weights)
         if tokens.stop_gradient and paddle.is_grad_enabled():
             # All ranks exchange gradients, or none: also where no token comes to this one.
             tokens = tokens.detach()
@@ -98,9 +100,12 @@ class Experts(paddle.nn.Layer):
         counts_in = paddle.concat(self._group.all_to_all(paddle.split(counts, ranks)))
         arrived = exchange.scatter(rows, counts, counts_in, self._group)
         outputs = exchange.gather(self._run(arrived, counts_in), counts, counts_in, self._group)
-        places = paddle.zeros([choices.size, outputs.shape[-1]], outputs.dtype)
-        by_choice = paddle.scatter(places, order, outputs) if outputs.shape[0] else places
-        return (by_choice.reshape([*choices.shape, -1]) * weights.unsqueeze(-1)).sum(axis=1)
+        width = outputs.shape[-1]
+        places = paddle.zeros([choices.size, width], outputs.dtype)
+        # Backward comes by both exchanges without a token too: other ranks wait in them.
+        filled = outputs.shape[0] > 0
+        by_choice = paddle.scatter(places, order, outputs) if filled else places + outputs.sum()
+        return (by_choice.reshape([*choices.shape, width]) * weights.unsqueeze(-1)).sum(axis=1)
 
     def _run(self, arrived: Tensor, counts_in: Tensor) -> Tensor:
         outputs, start = [], 0
@@ -111,3 +116,15 @@ class Experts(paddle.nn.Layer):
                     outputs.append(expert(arrived[start : start + count]))
                 start += count
         return paddle.concat(outputs) if outputs else arrived
+
+
+def _require_shapes(tokens: Tensor, choices: Tensor, weights: Tensor) -> None:
+    shapes = [list(tensor.shape) for tensor in (tokens, choices, weights)]
+    two = all(len(shape) == 2 for shape in shapes)
+    if not two or shapes[0][0] != shapes[1][0] or shapes[1] != shapes[2]:
+        raise UsageError(
+            "each token has as many choices of experts as weights",
+            expected="tokens [tokens, width], choices and weights [tokens, k]",
+            got=", ".join(f"{n} {s}" for n, s in zip(("tokens", "choices", "weights"), shapes)),
+            fix="tokens = x.reshape([-1, width]), and weights, choices = paddle.topk(scores, k)",
+        )

@@ -1,0 +1,56 @@
+"""Experts in one process: tokens that go nowhere, and what is no routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe.dygraph.experts import Experts
+from fleetpipe.errors import UsageError
+from fleetpipe.mesh import SoleGroup
+
+
+class ExchangeCounter(SoleGroup):
+    """This process alone, and how often it exchanged."""
+
+    exchanges = 0
+
+    def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
+        self.exchanges += 1
+        return super().all_to_all(parts)
+
+
+@pytest.mark.parametrize("tokens", [6, 0], ids=["all_dropped", "no_token"])
+def test_backward_comes_by_the_exchanges_without_a_token(tokens: int) -> None:
+    """Another rank that sent tokens here waits for their gradients."""
+    mixture = Experts(lambda: nn.Linear(4, 4), 2)
+    group = mixture._group = ExchangeCounter()
+    choices = paddle.full([tokens, 2], -1, "int64")
+    output = mixture(paddle.ones([tokens, 4]), choices, paddle.ones([tokens, 2]))
+    assert list(output.shape) == [tokens, 4]
+    assert float(output.abs().sum()) == 0
+    forward = group.exchanges
+    output.sum().backward()
+    assert group.exchanges == forward + 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "weights"),
+    [
+        ([6, 4], [6], [6]),
+        ([6, 4], [6, 2], [6, 1]),
+        ([6, 4], [3, 2], [3, 2]),
+        ([2, 3, 4], [6, 2], [6, 2]),
+    ],
+)
+def test_a_routing_of_other_shapes_is_refused(
+    tokens: list[int], choices: list[int], weights: list[int]
+) -> None:
+    mixture = Experts(lambda: nn.Linear(4, 4), 2)
+    with pytest.raises(UsageError, match="as many choices of experts as weights") as caught:
+        mixture(paddle.ones(tokens), paddle.zeros(choices, "int64"), paddle.ones(weights))
+    assert f"choices {choices}, weights {weights}" in str(caught.value)
