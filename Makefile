@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-libraries test-libraries-short test-models benchmarks types lint clean distclean
+.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-libraries test-libraries-short test-models benchmarks benchmarks-short types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # Where an environment has its programs: on Windows, make and bash are those of Git's shell.
@@ -28,7 +28,8 @@ help:
 	@echo 'make test-262-cpu  the examples, on paddlepaddle 2.6.2'
 	@echo 'make test-libraries  PaddleNLP and PaddleFormers on fleetpipe, beside themselves'
 	@echo 'make test-models  every model of paddle.vision as a pipeline, beside itself: a table'
-	@echo 'make benchmarks  the tables of the documentation, in turn; wants an idle machine'
+	@echo 'make benchmarks  every benchmark: a table and a JSON, within 40 minutes of an idle machine'
+	@echo 'make benchmarks-short  those of the GPT under three schedules, and of plans: five minutes'
 	@echo 'make docs      the documentation as a site, in build/site'
 	@echo 'make lint      ruff alone;  make types: mypy alone'
 	@echo 'make test-fast: the tests of make check, all that Windows runs;  make test-all: those of make test'
@@ -138,17 +139,10 @@ test-libraries-short: $(SHORT:%=.venv-%/.installed)
 test-models: .venv/.installed
 	.venv/$(BIN)/python -m tests.capture.vision
 
-# Those that measure by the clock want an idle machine. Each table is kept in build/benchmarks too.
-BENCHMARKS := run_schedules split_backward pipeline transport start schedules search plan slices \
-    captured_cuts fit async_save checkpoint static restart
-
-benchmarks: .venv/.installed
-	@mkdir -p build/benchmarks
-	@for name in $(BENCHMARKS); do \
-	    echo "== benchmarks/$$name.py"; \
-	    .venv/$(BIN)/python benchmarks/$$name.py 2> build/benchmarks/$$name.log \
-	        | tee build/benchmarks/$$name.txt || echo "failed: build/benchmarks/$$name.log"; \
-	done
+# They want an idle machine. PEER: a Python that has torch, whose pipeline is then measured too.
+benchmarks benchmarks-short: .venv/.installed
+	.venv/$(BIN)/python benchmarks/run.py $(if $(filter %-short,$@),--short) \
+	    $(if $(PEER),--peer $(PEER))
 
 clean:
 	rm -rf build demo dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

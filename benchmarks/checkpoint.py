@@ -1,19 +1,15 @@
 """Measures checkpoints of one process beside ``paddle.save``.
 
-    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py [--megabytes 1000] [--repeats 5] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py [--megabytes 1000] [--repeats 5]
 
-A model and Adam's moments of that size are written and read in turn by both; every figure is the
-median. ``paddle.save`` is given a file that is synced afterwards, as ours are; its files have no
-checksums. What a save in the background costs, ``async_save.py`` measures.
+A model and Adam's moments of that size are written and read in turn by both. ``paddle.save`` is
+given a file that is synced afterwards, as ours are; its files have no checksums. What a save in the
+background costs, ``async_save.py`` measures.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +20,7 @@ import paddle
 from paddle import nn
 
 import fleetpipe
+from benchmarks.figures import Figure, parser, report
 
 WIDTH = 1024
 #: Bytes of one layer, with its two moments.
@@ -68,40 +65,30 @@ def loaded_by_paddle(run: Run, path: Path) -> None:
     run.adam.set_state_dict(paddle.load(str(path / "adam.pdopt")))
 
 
-def write_and_read(run: Run, home: Path, repeats: int) -> dict[str, float]:
+def write_and_read(run: Run, home: Path, repeats: int) -> list[Figure]:
     """Returns the seconds of writing and of reading, of both."""
-    manager = fleetpipe.CheckpointManager(home / "ours", max_to_keep=1)
-    theirs = home / "theirs"
-    theirs.mkdir()
+    manager = fleetpipe.CheckpointManager(home / "fleetpipe", max_to_keep=1)
+    folder = home / "paddle"
+    folder.mkdir()
     acts: dict[str, Callable[[], object]] = {
-        "paddle.save": lambda: saved_by_paddle(run, theirs),
+        "paddle.save": lambda: saved_by_paddle(run, folder),
         "save": lambda: manager.save(1, **run.objects),
-        "paddle.load": lambda: loaded_by_paddle(run, theirs),
+        "paddle.load": lambda: loaded_by_paddle(run, folder),
         "restore": lambda: manager.restore(**run.objects),
     }
     times = [{name: seconds(act) for name, act in acts.items()} for _ in range(repeats)]
-    return {name: statistics.median(row[name] for row in times) for name in acts}
+    return [Figure(name, [row[name] for row in times], "s") for name in acts]
 
 
 def main() -> None:
     """Prints the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=1000, help="of parameters and moments")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", default=None, help="where to write; by default a temporary one")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    home = Path(tempfile.mkdtemp(dir=arguments.folder))
-    try:
-        run = Run(max(1, arguments.megabytes * 1_000_000 // _LAYER_BYTES))
-        found = write_and_read(run, home, arguments.repeats)
-    finally:
-        shutil.rmtree(home)
-    if arguments.json:
-        print(json.dumps({"seconds": found}))
-        return
-    for name, value in found.items():
-        print(f"{name:12} {value:7.2f} s  {arguments.megabytes / 1000 / value:6.2f} GB/s")
+    options = parser(__doc__, repeats=5)
+    options.add_argument("--megabytes", type=int, default=1000, help="of parameters and moments")
+    options.add_argument("--folder", help="where to write; by default a temporary one")
+    arguments = options.parse_args()
+    run = Run(max(1, arguments.megabytes * 1_000_000 // _LAYER_BYTES))
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as home:
+        report(write_and_read(run, Path(home), arguments.repeats), arguments.json)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,13 @@
     OMP_NUM_THREADS=1 python benchmarks/fit.py
 
 The two take turns, step by step, on one model in one process: what the machine does meanwhile meets
-both. Each pair gives a ratio of processor time; the median and the middle half of them are printed.
+both. Each pair gives a ratio of processor time.
 Beside them stands what a step of ``fit`` spends outside of ``train_batch``: where others use the
 machine too, this says more than a ratio of two steps.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ import paddle
 from paddle import nn
 
 import fleetpipe
+from benchmarks.figures import Figure, parser, report
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc
 
@@ -64,7 +63,7 @@ def pairs(case: Case, metrics: Any, warm_up: int = 5) -> list[tuple[float, float
     plain = nn.CrossEntropyLoss()
     model.prepare(sgd, plain, metrics)
     fits_loss = model.network.loss_fn()
-    found: list[tuple[float, float, float]] = []
+    steps: list[tuple[float, float, float]] = []
     train_batch = model.pipeline.train_batch
     inside = 0.0
 
@@ -89,28 +88,28 @@ def pairs(case: Case, metrics: Any, warm_up: int = 5) -> list[tuple[float, float
             middle = time.process_time()
             yield batch
             fits = time.process_time() - middle
-            found.append((middle - begun, fits, fits - inside))
+            steps.append((middle - begun, fits, fits - inside))
 
     model.fit(batches(), verbose=0)
     fleet.shutdown()
-    return found[warm_up:]
+    return steps[warm_up:]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The overhead of Model.fit.")
-    parser.add_argument("--steps", type=int, help="pairs of steps; default: by case")
-    args = parser.parse_args()
-    heads = f"{'case':8} {'metrics':9} {'train_batch':>12} {'fit':>10} {'ratio':>7}"
-    print(f"{heads}  middle half     outside")
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, help="pairs of steps; default: by case")
+    arguments = options.parse_args()
+    figures = []
     for name, case in CASES.items():
-        case = case._replace(steps=args.steps or case.steps)
-        for metrics in (None, paddle.metric.Accuracy()):
-            found = pairs(case, metrics)
-            loop, fit, outside = (statistics.median(column) * 1e3 for column in zip(*found))
-            low, middle, high = statistics.quantiles([b / a for a, b, _ in found], n=4)
-            what = "none" if metrics is None else "Accuracy"
-            row = f"{name:8} {what:9} {loop:9.2f} ms {fit:7.2f} ms {middle:7.4f}"
-            print(f"{row}  {low:.3f} to {high:.3f} {outside:8.3f} ms", flush=True)
+        case = case._replace(steps=arguments.steps or case.steps)
+        for title, metrics in (("no metrics", None), ("Accuracy", paddle.metric.Accuracy())):
+            measured = pairs(case, metrics)
+            for what, values in zip(("train_batch", "fit", "outside"), zip(*measured)):
+                milliseconds = [1e3 * value for value in values]
+                figures.append(Figure(f"{name}, {title}: {what}", milliseconds, "ms"))
+            ratios = [fit / loop for loop, fit, _ in measured]
+            figures.append(Figure(f"{name}, {title}: fit / train_batch", ratios))
+    report(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 On each number of ranks the model is profiled under a plain cut, planned, built anew by the plan and
 trained, the optimizer's step left out. As machines are faster at one minute than at another, model
 and plan take turns: in each round the model is profiled again, which gives what the same plan is to
-cost now, and some batches of the plan are run, the first of them cold and not counted. Printed are
-the medians of the rounds, with the range of all batches, and the ratio measured / predicted.
+cost now, and some batches of the plan are run, the first of them cold and not counted. Ratios are
+those of the rounds, measured / predicted.
 
 The time of a batch is measured in two ways. By the clock, which says nothing where ranks share a
 processor. And played: the processor time of every action, send, receive and release of a batch is
@@ -19,14 +19,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
@@ -42,6 +39,7 @@ from gpt import gpt
 from resnet import ResNet
 
 import fleetpipe
+from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report
 from fleetpipe import fleet
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.fleet.meta_parallel import PipelineLayer
@@ -192,8 +190,8 @@ class Round(NamedTuple):
     done: list[list[tuple[Op, float]]]
 
 
-def measure(name: str, ranks: int, rounds: int, steps: int, result: Path) -> None:
-    """What each rank does; rank 0 writes the result."""
+def measure(name: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]:
+    """Returns what all ranks measured. Collective."""
     case, rows = CASES[name]
     begin(ranks, rows)
     build, data = case(rows)
@@ -206,7 +204,7 @@ def measure(name: str, ranks: int, rounds: int, steps: int, result: Path) -> Non
     model = fleet.distributed_model(build(plan))
     processor = Processor()
     model.observe(processor)
-    found = []
+    measured = []
     for _ in range(rounds):
         profile = plain.profile(data)
         gc.collect()
@@ -221,23 +219,18 @@ def measure(name: str, ranks: int, rounds: int, steps: int, result: Path) -> Non
             if step >= COLD:
                 one.seconds.append(time.perf_counter() - start)
                 one.done.append(processor.done)
-        found.append(one)
+        measured.append(one)
     peak = core.host_memory_stat_peak_value("Allocated", 0) - before
     everyone: list[Any] = []
-    paddle.distributed.all_gather_object(everyone, (found, peak))
-    rank = fleet.get_hybrid_communicate_group().get_stage_id()
+    paddle.distributed.all_gather_object(everyone, (measured, peak))
     fleet.shutdown()
-    if rank == 0:
-        of_ranks = [list(each) for each in zip(*(rounds for rounds, _ in everyone))]
-        written = {
-            "case": name,
-            "ranks": ranks,
-            "schedule": f"{plan.schedule.name}, v = {plan.chunks}",
-            "rounds": [summary(each) for each in of_ranks],
-            "predicted bytes": plan.predicted.peak_bytes,
-            "bytes": [size for _, size in everyone],
-        }
-        result.write_text(json.dumps(written))
+    of_ranks = [list(each) for each in zip(*(rounds for rounds, _ in everyone))]
+    return {
+        "schedule": f"{plan.schedule.name}, v = {plan.chunks}",
+        "rounds": [summary(each) for each in of_ranks],
+        "predicted bytes": plan.predicted.peak_bytes,
+        "bytes": [size for _, size in everyone],
+    }
 
 
 def summary(ranks: Sequence[Round]) -> dict[str, Any]:
@@ -257,69 +250,45 @@ def summary(ranks: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-def show(found: Mapping[str, Any]) -> None:
-    """Prints a case."""
-    rounds = found["rounds"]
-    predicted = statistics.median(one["predicted"] for one in rounds)
-    print(
-        f"{found['case']:<9} {found['ranks']} ranks  {found['schedule']}:"
-        f" {1e3 * predicted:.1f} ms predicted"
+def figures_of(name: str, ranks: int, result: dict[str, Any]) -> list[Figure]:
+    """Returns the figures of a case; the clock says nothing where ranks share a processor."""
+    rounds = result["rounds"]
+    title = f"{name}, {ranks} ranks"
+    plan = f"{title}, {result['schedule']}: predicted"
+    figures = [Figure(plan, [1e3 * one["predicted"] for one in rounds], "ms")]
+    for way in ("clock", "played")[ranks > len(os.sched_getaffinity(0)) :]:
+        ratios = [statistics.median(one[way]) / one["predicted"] for one in rounds]
+        milliseconds = [1e3 * batch for one in rounds for batch in one[way]]
+        figures.append(Figure(f"{title}: {way}", milliseconds, "ms"))
+        figures.append(Figure(f"{title}: {way} / predicted", ratios))
+    pairs = [pair for one in rounds for pair in zip(one["busy"], one["predicted busy"])]
+    peaks = [size / planned for size, planned in zip(result["bytes"], result["predicted bytes"])]
+    figures.append(
+        Figure(f"{title}: busy / predicted, by rank", [used / busy for used, busy in pairs])
     )
-    ways = ["played"]
-    if found["ranks"] <= len(os.sched_getaffinity(0)):
-        ways.insert(0, "clock")
-    for way in ways:
-        seconds = [1e3 * one for each in rounds for one in each[way]]
-        ratios = [statistics.median(each[way]) / each["predicted"] for each in rounds]
-        print(
-            f"{'':<9} by the {way}:" if way == "clock" else f"{'':<9} {way}:      ",
-            f"{statistics.median(seconds):8.1f} ms ({min(seconds):.1f} to {max(seconds):.1f}),"
-            f" ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
-        )
-    for rank, (size, measured) in enumerate(zip(found["predicted bytes"], found["bytes"])):
-        busy, used = (
-            statistics.median(one[name][rank] for one in rounds)
-            for name in ("predicted busy", "busy")
-        )
-        print(
-            f"{'':<9} rank {rank}: busy {1e3 * busy:8.1f} ms predicted {1e3 * used:8.1f} ms of"
-            f" processor {used / busy:6.3f}; peak {size / 2**20:7.2f} MiB predicted"
-            f" {measured / 2**20:7.2f} MiB measured {measured / size:6.3f}"
-        )
+    figures.append(Figure(f"{title}: peak bytes / predicted, by rank", peaks))
+    return figures
 
 
-def main() -> int:
+def main() -> None:
     """Launches the ranks of each case, and shows what they measured."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default: 2,4)")
-    parser.add_argument("--case", choices=CASES, help="one of the models alone")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of a profile and batches")
-    parser.add_argument("--steps", type=int, default=8, help="batches measured in a round")
-    parser.add_argument("--json", type=Path, help="write the figures")
-    arguments = parser.parse_args()
-    if "PADDLE_TRAINER_ID" in os.environ:
-        ranks = int(arguments.ranks)
-        measure(arguments.case, ranks, arguments.rounds, arguments.steps, arguments.json)
-        return 0
-    found = []
-    for ranks in arguments.ranks.split(","):
+    options = parser(__doc__)
+    options.add_argument("--ranks", default="2,4", help="numbers of ranks (default: 2,4)")
+    options.add_argument("--case", choices=CASES, help="one of the models alone")
+    options.add_argument("--rounds", type=int, default=5, help="rounds of a profile and batches")
+    options.add_argument("--steps", type=int, default=8, help="batches measured in a round")
+    arguments = options.parse_args()
+    if is_rank():
+        sizes = int(arguments.ranks), arguments.rounds, arguments.steps
+        answer(measure(arguments.case, *sizes))
+        return
+    figures = []
+    for ranks in map(int, arguments.ranks.split(",")):
         for name in [arguments.case] if arguments.case else CASES:
-            with tempfile.TemporaryDirectory() as folder:
-                result = Path(folder) / "result.json"
-                command = [sys.executable, "-m", "paddle.distributed.launch"]
-                command += ["--nproc_per_node", ranks, "--log_dir", folder, __file__]
-                command += ["--ranks", ranks, "--case", name, "--json", str(result)]
-                command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    print(done.stdout[-4000:], done.stderr[-4000:], file=sys.stderr)
-                    return 1
-                found.append(json.loads(result.read_text()))
-            show(found[-1])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+            results = on_ranks(ranks, "--ranks", str(ranks), "--case", name)
+            figures += figures_of(name, ranks, results[0])
+    report(figures, arguments.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

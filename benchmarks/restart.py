@@ -1,10 +1,10 @@
 """Kills a rank of a job again and again, and measures what is lost and how soon it goes on.
 
-    python benchmarks/restart.py [--keep_state] [--kills 30] [--ranks 3] [--seed 1] [--json]
+    python benchmarks/restart.py [--keep_state] [--kills 30] [--ranks 3] [--seed 1]
 
 A rank is killed (SIGKILL) in every life of one job, at chosen moments of first, middle and last
-rank in turn; see ``restart_worker.py``. Then the final parameters are compared with those of the
-same job that nobody disturbs.
+rank in turn; see ``workers/restart_worker.py``. Then the final parameters are compared with those
+of the same job that nobody disturbs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-WORKER = Path(__file__).with_name("restart_worker.py")
+from benchmarks.figures import Figure, parser, report
+
+WORKER = Path(__file__).with_name("workers") / "restart_worker.py"
 #: Enough for the steps that the lives do before they are killed.
 STEPS_OF_A_LIFE = 7
 
@@ -38,8 +39,8 @@ def run(options: argparse.Namespace, count: int, folder: Path) -> list[Event]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False)
     if done.returncode:
-        told = (folder / "output").read_text()
-        raise SystemExit(f"the job ended with {done.returncode}:\n{told}")
+        output_text = (folder / "output").read_text()
+        raise SystemExit(f"the job ended with {done.returncode}:\n{output_text}")
     events = map(json.loads, (folder / "events").read_text().splitlines())
     return sorted(events, key=lambda event: event["at"])
 
@@ -51,7 +52,7 @@ def bits(events: list[Event]) -> dict[int, str]:
 
 def recoveries(events: list[Event], ranks: int) -> list[Event]:
     """Returns for each kill what was lost, and how many seconds later the next step began."""
-    found = []
+    recovered = []
     for kill in [event for event in events if event["what"] == "killed"]:
         begun = {e["rank"]: e["step"] for e in events if _is_before(e, kill)}
         later = [e for e in events if e["what"] == "goes on" and e["life"] > kill["life"]]
@@ -59,7 +60,7 @@ def recoveries(events: list[Event], ranks: int) -> list[Event]:
         lives = [e["life"] for e in later]
         alive = next(number for number in lives if lives.count(number) == ranks)
         on = [e for e in later if e["life"] == alive][-1]
-        found.append(
+        recovered.append(
             {
                 "moment": kill["moment"],
                 "rank": kill["rank"],
@@ -69,7 +70,7 @@ def recoveries(events: list[Event], ranks: int) -> list[Event]:
                 "loading": on["seconds"],
             }
         )
-    return found
+    return recovered
 
 
 def _is_before(event: Event, kill: Event) -> bool:
@@ -79,33 +80,28 @@ def _is_before(event: Event, kill: Event) -> bool:
 
 def main() -> None:
     """Runs both jobs and reports."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep_state", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--kills", type=int, default=30)
+    options.add_argument("--ranks", type=int, default=3)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--keep_state", action="store_true")
+    arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        disturbed = run(options, options.kills, Path(place, "disturbed"))
-        undisturbed = run(options, 0, Path(place, "undisturbed"))
-    found = recoveries(disturbed, options.ranks)
-    same = bits(disturbed) == bits(undisturbed)
-    if options.json:
-        print(json.dumps({"recoveries": found, "same_bits": same}))
-        return
-    moments = [*dict.fromkeys(one["moment"] for one in found), "all"]
-    print(f"{'moment':10} kills  steps lost: mean, most   seconds to go on: median, worst")
-    for moment in moments:
-        ones = [one for one in found if moment in (one["moment"], "all")]
-        lost, seconds = ([one[what] for one in ones] for what in ("lost", "seconds"))
-        print(
-            f"{moment:10} {len(ones):5}  {sum(lost) / len(lost):16.1f} {max(lost):5}"
-            f" {median(seconds):25.1f} {max(seconds):6.1f}"
-        )
-    loading = median(one["loading"] for one in found)
-    print(f"of which loading Paddle, joining and restoring: {loading:.1f} s (median)")
-    print("final parameters: " + ("the same bits" if same else "OTHER BITS"))
+        disturbed = run(arguments, arguments.kills, Path(place, "disturbed"))
+        undisturbed = run(arguments, 0, Path(place, "undisturbed"))
+    recovered = recoveries(disturbed, arguments.ranks)
+    figures = []
+    for moment in [*dict.fromkeys(one["moment"] for one in recovered), "all"]:
+        ones = [one for one in recovered if moment in (one["moment"], "all")]
+        figures += [
+            Figure(f"{moment}: steps lost", [one["lost"] for one in ones]),
+            Figure(f"{moment}: seconds to go on", [one["seconds"] for one in ones], "s"),
+        ]
+    loading = [one["loading"] for one in recovered]
+    figures.append(Figure("of which import, joining and restoring", loading, "s"))
+    other = sum(bits(disturbed)[rank] != bits(undisturbed)[rank] for rank in bits(undisturbed))
+    figures.append(Figure("ranks that end with other parameters", [other]))
+    report(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
 """Measures what a schedule costs: to build, verify, simulate, draw and lower it, and in memory.
 
 python benchmarks/schedules.py                        1F1B and ZBV, up to p=64, m=4096
-python benchmarks/schedules.py --names VHalf,Hanayo --sizes 64x1024 --json
+python benchmarks/schedules.py --names VHalf,Hanayo --sizes 64x1024
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import resource
 import time
-from typing import Any
 
+from benchmarks.figures import Figure, parser, report
 from fleetpipe.schedules import build, render
 from fleetpipe.schedules.action import flatten
 
@@ -54,20 +52,18 @@ def best(case: Case, repeat: int) -> dict[str, float]:
     return {**found, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
-def result_of(case: Case, found: dict[str, float]) -> dict[str, Any]:
+def figures_of(case: Case, found: dict[str, float]) -> list[Figure]:
     """Returns the figures of a case as they are reported."""
-    name, ranks, micro_batches = case
     millions = found["actions"] / 1e6
-    return {
-        "name": name,
-        "ranks": ranks,
-        "micro_batches": micro_batches,
-        "actions": int(found["actions"]),
-        "seconds": {step: found[step] for step in STEPS},
-        "command_per_million": sum(found[step] for step in COMMAND) / millions,
-        "all_per_million": sum(found[step] for step in STEPS) / millions,
-        "peak_megabytes": found["peak"],
-    }
+    per_million = {"the command": COMMAND, "all steps": STEPS}
+    figures = [Figure(step, [found[step]], "s") for step in STEPS]
+    figures += [
+        Figure(f"{name}, a million actions", [sum(found[step] for step in steps) / millions], "s")
+        for name, steps in per_million.items()
+    ]
+    figures.append(Figure("peak", [found["peak"]], "MB"))
+    title = "{} p={} m={}".format(*case)
+    return [figure._replace(name=f"{title}: {figure.name}") for figure in figures]
 
 
 def sizes(text: str) -> list[tuple[int, int]]:
@@ -77,35 +73,18 @@ def sizes(text: str) -> list[tuple[int, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument(
         "--names", default="1F1B,ZBV", help="schedules, each with its own number of chunks"
     )
-    parser.add_argument("--sizes", type=sizes, default=sizes("16x64,64x256,64x4096"))
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each size; the best counts")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    options.add_argument("--sizes", type=sizes, default=sizes("16x64,64x256,64x4096"))
+    options.add_argument("--repeat", type=int, default=1, help="runs of each size; the best counts")
+    arguments = options.parse_args()
     cases = [(name, *size) for name in arguments.names.split(",") for size in arguments.sizes]
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         tasks = [pool.apply_async(best, (case, arguments.repeat)) for case in cases]
-        results = [result_of(case, task.get()) for case, task in zip(cases, tasks)]
-    if arguments.json:
-        print(json.dumps({"results": results}))
-        return
-    print(
-        f"seconds of processor time, best of {arguments.repeat} or more; the command does the first"
-        f" {len(COMMAND)} steps"
-    )
-    columns = ("schedule", "ranks", "m", "actions", *STEPS, "command/1M", "all/1M", "peak MB")
-    print("  ".join(f"{column:>11}" for column in columns))
-    for result in results:
-        figures = [
-            *(f"{result[key]}" for key in ("name", "ranks", "micro_batches", "actions")),
-            *(f"{seconds:.3f}" for seconds in result["seconds"].values()),
-            *(f"{result[key]:.2f}" for key in ("command_per_million", "all_per_million")),
-            f"{result['peak_megabytes']:.0f}",
-        ]
-        print("  ".join(f"{figure:>11}" for figure in figures))
+        results = [figures_of(case, task.get()) for case, task in zip(cases, tasks)]
+    report([figure for result in results for figure in result], arguments.json)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 
 python benchmarks/search.py              all rows, caps p and 2p
 python benchmarks/search.py --most 16    rows with at most 16 ranks
-python benchmarks/search.py --json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 
+from benchmarks.figures import Figure, parser, report
 from fleetpipe.schedules import Costs, build
 
 # Table of arXiv:2401.10241, profiled times in ms: p, m, F, I, W, latency, then the bubble rates of
@@ -48,22 +46,21 @@ def measure(row: tuple[float, ...], times: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--most", type=int, default=32, help="leave out rows with more ranks")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    rows = [row for row in ROWS if row[0] <= arguments.most]
-    results = [measure(row, times) for times in (1, 2) for row in rows]
-    if arguments.json:
-        print(json.dumps({"results": results}))
-        return
-    print("| p | m | cap | peak | auto | paper | seconds |")
-    print("|---|---|---|---|---|---|---|")
-    for result in results:
-        print(
-            "| {ranks} | {micro_batches} | {cap} | {peak:g} | {bubble_rate:.4f} | {paper:.4f} |"
-            " {seconds:.1f} |".format(**result)
-        )
+    options = parser(__doc__)
+    options.add_argument("--most", type=int, default=32, help="leave out rows with more ranks")
+    arguments = options.parse_args()
+    figures = []
+    for times in (1, 2):
+        for row in ROWS:
+            if row[0] <= arguments.most:
+                result = measure(row, times)
+                title = "p={ranks} m={micro_batches} F={F:g}, cap {cap}".format(**result, F=row[2])
+                figures += [
+                    Figure(f"{title}: bubble rate", [result["bubble_rate"]]),
+                    Figure(f"{title}: the paper's", [result["paper"]]),
+                    Figure(f"{title}: search", [result["seconds"]], "s"),
+                ]
+    report(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -14,56 +14,52 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report
+
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = 16
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--slices", default="1,2,4", help="1 is the schedule 1F1B")
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--times", action="store_true", help="profile and trace as well")
-    parser.add_argument("--steps", type=int, default=5, help="of which times are the fastest")
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
 def main() -> None:
-    args = options()
-    if args.report is not None:
-        work(args)
+    options = parser(__doc__)
+    options.add_argument("--ranks", default="2,4")
+    options.add_argument("--micro-batches", type=int, default=4)
+    options.add_argument("--slices", default="1,2,4", help="1 is the schedule 1F1B")
+    options.add_argument("--length", type=int, default=1024)
+    options.add_argument("--width", type=int, default=64)
+    options.add_argument("--heads", type=int, default=4)
+    options.add_argument("--blocks", type=int, default=4)
+    options.add_argument("--times", action="store_true", help="profile and trace as well")
+    options.add_argument("--steps", type=int, default=5, help="of which times are the fastest")
+    arguments = options.parse_args()
+    if is_rank():
+        with tempfile.TemporaryDirectory() as folder:
+            answer(work(arguments, f"{folder}/trace"))
         return
-    head = "| ranks | schedule | slices | peak MiB by rank | of 1F1B's | predicted of 1F1B's |"
-    more = " bubble | predicted | step ms | predicted ms |" if args.times else ""
-    print(f"{head}{more}\n|{'---|' * (head + more).count(' | ')}---|")
-    for ranks in map(int, args.ranks.split(",")):
+    figures = []
+    for ranks in map(int, arguments.ranks.split(",")):
         first: tuple[float, float] | None = None
-        for slices in map(int, args.slices.split(",")):
-            found = measured(args, ranks, slices)
-            peaks = [one["bytes"] / 2**20 for one in found]
-            held = simulated(ranks, args.micro_batches, slices)
+        for slices in map(int, arguments.slices.split(",")):
+            results = on_ranks(ranks, "--ranks", str(ranks), "--slices", str(slices))
+            peaks = [one.pop("bytes") / 2**20 for one in results]
+            held = simulated(ranks, arguments.micro_batches, slices)
             first = first or (max(peaks), held)
-            row = [ranks, "Seq1F1B" if slices > 1 else "1F1B", slices]
-            row += [" ".join(f"{peak:.1f}" for peak in peaks)]
-            row += [f"{max(peaks) / first[0]:.2f}", f"{held / first[1]:.2f}"]
-            if args.times:
-                row += [f"{found[0][name]:.1%}" for name in ("bubble", "predicted bubble")]
-                row += [f"{1e3 * found[0][name]:.1f}" for name in ("step", "predicted step")]
-            print("|", " | ".join(map(str, row)), "|", flush=True)
+            rows = [
+                Figure("peak, by rank", peaks, "MiB"),
+                Figure("peak, of 1F1B's", [max(peaks) / first[0]]),
+                Figure("peak, of 1F1B's, predicted", [held / first[1]]),
+                *(Figure(name, [value]) for name, value in results[0].items()),
+            ]
+            title = f"{ranks} ranks, {slices} chunks"
+            figures += [row._replace(name=f"{title}: {row.name}") for row in rows]
+    report(figures, arguments.json)
 
 
 def simulated(ranks: int, micro_batches: int, slices: int) -> float:
@@ -74,21 +70,8 @@ def simulated(ranks: int, micro_batches: int, slices: int) -> float:
     return max(schedule.simulate().peak_activations) / slices
 
 
-def measured(args: argparse.Namespace, ranks: int, slices: int) -> list[dict[str, float]]:
-    """Runs a job, and returns what each of its ranks found."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "paddle.distributed.launch"]
-        command += ["--nproc_per_node", f"{ranks}", "--log_dir", f"{folder}/log", __file__]
-        given = {**vars(args), "ranks": ranks, "slices": slices, "report": folder}
-        command += ["--times"] if given.pop("times") else []
-        for name, value in given.items():
-            command += [f"--{name.replace('_', '-')}", f"{value}"]
-        subprocess.run(command, check=True, capture_output=True, timeout=900)
-        return [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(ranks)]
-
-
-def work(args: argparse.Namespace) -> None:
-    """Trains as one rank, and writes what that added to its peak."""
+def work(args: argparse.Namespace, trace: str) -> dict[str, float]:
+    """Trains as one rank, and returns what that added to its peak."""
     sys.path.insert(0, str(ROOT / "examples"))
     import numpy as np
     import paddle
@@ -106,7 +89,7 @@ def work(args: argparse.Namespace) -> None:
     }
     strategy.fleetpipe_configs = {"slices": slices}
     if args.times:
-        strategy.fleetpipe_configs = {"slices": slices, "trace": f"{args.report}/trace"}
+        strategy.fleetpipe_configs = {"slices": slices, "trace": trace}
     fleet.init(is_collective=True, strategy=strategy)
     paddle.seed(1)
     topology = fleet.get_hybrid_communicate_group().topology()
@@ -120,12 +103,12 @@ def work(args: argparse.Namespace) -> None:
 
     model.train_batch(data(SHORT), optimizer)
     before = peak()
-    found = {"loss": float(model.train_batch(data(args.length), optimizer))}
-    found["bytes"] = peak() - before
+    model.train_batch(data(args.length), optimizer)
+    result: dict[str, float] = {"bytes": peak() - before}
     if args.times:
-        found.update(times(args, model, data(args.length), optimizer))
-    (args.report / f"{os.environ['PADDLE_TRAINER_ID']}.json").write_text(json.dumps(found))
+        result.update(times(args, model, data(args.length), optimizer))
     fleet.shutdown()
+    return result
 
 
 def times(
@@ -145,10 +128,10 @@ def times(
     costs = Costs.from_json(json.dumps(model.profile(data).stage_costs()))
     timeline = model.schedule.simulate(costs)
     return {
-        "step": min(seconds),
-        "predicted step": timeline.makespan,
+        "step, s": min(seconds),
+        "step, predicted, s": timeline.makespan,
         "bubble": 1 - busy / span,
-        "predicted bubble": timeline.bubble_rate,
+        "bubble, predicted": timeline.bubble_rate,
     }
 
 

@@ -1,30 +1,27 @@
 """What a split backward costs beside a whole one, layer by layer: I + W over B.
 
-    OMP_NUM_THREADS=1 python benchmarks/split_backward.py [--repeats 15] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/split_backward.py [--repeats 15]
 
 For each stack of layers two stages live in this process, of which one splits its backward. They run
 forward and backward in turn, two micro-batches each, of which the second is measured: the gradients
-of the first are there. Times are processor time, which other processes change least, and each ratio
-is the median of those of the pairs. F/F is what the split costs in the forward. Bytes
+of the first are there. Times are processor time, which other processes change least; ratios are
+those of the pairs. F/F is what the split costs in the forward. Bytes
 are what is alive after I beside what is alive after F of a whole backward.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
-import gpt
 import paddle
 from paddle import nn
 
 import fleetpipe.fleet  # noqa: F401 (chooses MKL's code as a training does)
+from benchmarks.figures import Figure, parser, report
+from benchmarks.workers import gpt
 from fleetpipe import schedules
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
@@ -80,20 +77,22 @@ class Side:
         return marks
 
 
-def measured(make: Callable[[], list[Any]], x: Any, weights: Any, repeats: int) -> dict[str, float]:
+def measured(make: Callable[[], list[Any]], x: Any, weights: Any, repeats: int) -> list[Figure]:
     """Runs both sides in turn; milliseconds, ratios and bytes."""
     whole, split = (Side(make, name) for name in ("1F1B", "ZBH1"))
-    found = [(whole.times(x, weights), split.times(x, weights)) for _ in range(repeats + 2)][2:]
+    pairs = [(whole.times(x, weights), split.times(x, weights)) for _ in range(repeats + 2)][2:]
     names = ("F", "B"), ("F split", "I", "W")
-    row = {
-        name: statistics.median(pair[side][number] for pair in found) * 1e3
+    figures = [
+        Figure(name, [pair[side][number] * 1e3 for pair in pairs], "ms")
         for side in range(2)
         for number, name in enumerate(names[side])
-    }
-    row["F/F"] = statistics.median(split[0] / whole[0] for whole, split in found)
-    row["I+W/B"] = statistics.median((split[1] + split[2]) / whole[1] for whole, split in found)
-    row["kept"] = split.kept / max(whole.kept, 1)
-    return row
+    ]
+    return [
+        *figures,
+        Figure("F/F", [split[0] / whole[0] for whole, split in pairs]),
+        Figure("I+W/B", [(split[1] + split[2]) / whole[1] for whole, split in pairs]),
+        Figure("kept", [split.kept / max(whole.kept, 1)]),
+    ]
 
 
 def stacks(hidden: int, rows: int) -> dict[str, tuple[Callable[[], list[Any]], Any, Any]]:
@@ -103,7 +102,7 @@ def stacks(hidden: int, rows: int) -> dict[str, tuple[Callable[[], list[Any]], A
     wide, tall = x.reshape(long), weights.reshape(long)
     words = paddle.randint(0, WORDS, [rows])
     side = 4 if rows == ROWS[0] else 8
-    image, told = (paddle.randn([8, hidden // 8, side * 2, side * 2]) for _ in range(2))
+    image, shares = (paddle.randn([8, hidden // 8, side * 2, side * 2]) for _ in range(2))
     for value in (x, wide, image):
         value.stop_gradient = False
     return {
@@ -113,7 +112,7 @@ def stacks(hidden: int, rows: int) -> dict[str, tuple[Callable[[], list[Any]], A
         "4 Conv2D": (
             lambda: [nn.Conv2D(hidden // 8, hidden // 8, 3, padding=1) for _ in range(4)],
             image,
-            told,
+            shares,
         ),
         "2 GPT blocks": (lambda: [gpt.Block(hidden, 8, LENGTH) for _ in range(2)], wide, tall),
     }
@@ -121,22 +120,15 @@ def stacks(hidden: int, rows: int) -> dict[str, tuple[Callable[[], list[Any]], A
 
 def main() -> None:
     """Measures and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    columns = ("F", "B", "I", "W", "I+W/B", "F/F", "kept")
-    print("layers        hidden  rows" + "".join(f"{name:>9}" for name in columns))
-    table = []
+    arguments = parser(__doc__, repeats=15).parse_args()
+    figures = []
     for hidden in HIDDEN:
         for rows in ROWS:
-            for name, (make, x, weights) in stacks(hidden, rows).items():
-                row = measured(make, x, weights, arguments.repeats)
-                table.append({"layers": name, "hidden": hidden, "rows": rows, **row})
-                cells = "".join(f"{row[column]:9.2f}" for column in columns)
-                print(f"{name:<13} {hidden:>6} {rows:>5}{cells}", flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+            for name, stack in stacks(hidden, rows).items():
+                title = f"{name}, {rows} x {hidden}"
+                for figure in measured(*stack, arguments.repeats):
+                    figures.append(figure._replace(name=f"{title}: {figure.name}"))
+    report(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@
 
 One stage of so many Linear and relu layers is run: by Paddle's bare executor (nothing fed, kept or
 fetched), by the pipeline's stage (feeds, what backward needs moved out and back, clearing), and as
-a whole program by ``Executor.run``. Times are medians in microseconds.
+a whole program by ``Executor.run``.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +18,7 @@ import paddle
 from paddle import nn
 from paddle.static import device_guard
 
+from benchmarks.figures import Figure, parser, report
 from fleetpipe import fleet
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.static import pipeline_of
@@ -36,24 +35,26 @@ def build(layers: int, width: int) -> Any:
         return paddle.mean(nn.Linear(width, 1)(value))
 
 
-def median(run: Callable[[], object], repeats: int) -> float:
-    """Returns the median time of a call in microseconds, after some that warm it up."""
+def times_of(run: Callable[[], object], repeats: int) -> list[float]:
+    """Returns the microseconds of each call, after some that warm it up."""
     times = []
     for index in range(repeats + 10):
         start = time.perf_counter()
         run()
         if index >= 10:
             times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times)
+    return times
 
 
-def section_times(pipeline: Any, feed: dict[str, np.ndarray], repeats: int) -> dict[str, float]:
+def section_times(
+    pipeline: Any, feed: dict[str, np.ndarray], repeats: int
+) -> dict[str, list[float]]:
     """Returns the times of stage 0's forward and backward, bare and by the pipeline."""
     stage = pipeline._compiled.stage
     runner = stage._runners[0]
     rows = feed["x"][:ROWS]
     place = paddle.CPUPlace()
-    found: dict[str, list[float]] = {name: [] for name in ("F", "bare F", "B", "bare B")}
+    times: dict[str, list[float]] = {name: [] for name in ("F", "bare F", "B", "bare B")}
     clock = time.perf_counter
     with dynamic_mode():
         grads = {
@@ -61,18 +62,19 @@ def section_times(pipeline: Any, feed: dict[str, np.ndarray], repeats: int) -> d
             for edge, tensors in runner.outputs.items()
         }
         stage.begin(lambda name, index, tensor: tensor.set(rows, place), 0)
-        inner = {"F": runner.run_forward, "B": runner.run_backward}
+        inner = {"F": runner.run_forward, "B": runner.backward.run}
 
         def timed(kind: str) -> Callable[..., Any]:
             def run(*args: Any) -> Any:
                 start = clock()
                 result = inner[kind](*args)
-                found[f"bare {kind}"].append((clock() - start) * 1e6)
+                times[f"bare {kind}"].append((clock() - start) * 1e6)
                 return result
 
             return run
 
-        runner.run_forward, runner.run_backward = timed("F"), timed("B")
+        runner.run_forward = timed("F")
+        runner.backward = runner.backward._replace(run=timed("B"))
         for _ in range(repeats + 10):
             start = clock()
             stage.forward(0, 0, {})
@@ -80,18 +82,16 @@ def section_times(pipeline: Any, feed: dict[str, np.ndarray], repeats: int) -> d
             stage.backward(0, 0, grads)
             end = clock()
             stage.release(0, 0)
-            found["F"].append((middle - start) * 1e6)
-            found["B"].append((end - middle) * 1e6)
-        runner.run_forward, runner.run_backward = inner["F"], inner["B"]
-    return {name: statistics.median(times[10:]) for name, times in found.items()}
+            times["F"].append((middle - start) * 1e6)
+            times["B"].append((end - middle) * 1e6)
+    return {name: values[10:] for name, values in times.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=200)
-    args = parser.parse_args()
+    options = parser(__doc__, repeats=200)
+    options.add_argument("--layers", type=int, default=30)
+    options.add_argument("--width", type=int, default=32)
+    args = options.parse_args()
     paddle.enable_static()
     paddle.seed(0)
     strategy = fleet.DistributedStrategy()
@@ -111,17 +111,16 @@ def main() -> None:
     feed = {"x": np.ones((ROWS * MICRO_BATCHES, args.width), "float32")}
     exe.run(feed=feed, fetch_list=[loss])
     times = section_times(pipeline_of(), feed, args.repeats)
-    times["Executor.run, forward of all"] = median(
+    times["Executor.run, forward of all"] = times_of(
         lambda: exe.run(whole, feed={"x": feed["x"][:ROWS]}), args.repeats
     )
-    times["a whole step"] = median(lambda: exe.run(feed=feed), args.repeats)
+    times["a whole step"] = times_of(lambda: exe.run(feed=feed), args.repeats)
     fleet.shutdown()
-    print(f"paddle {paddle.__version__}, {args.layers} layers; minimize took {built:.2f} s")
-    for name, value in times.items():
-        print(f"{name:32} {value:8.0f} us")
     for kind in "FB":
-        own = times[kind] - times[f"bare {kind}"]
-        print(f"{f'of {kind} the own part of the pipeline':32} {own:8.0f} us")
+        pairs = zip(times[kind], times[f"bare {kind}"])
+        times[f"of {kind} the pipeline's part"] = [whole - bare for whole, bare in pairs]
+    figures = [Figure(name, values, "us") for name, values in times.items()]
+    report([Figure("minimize", [built], "s"), *figures], args.json)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,29 @@
 """Measures what one message costs between two processes of this host: ping-pong, one way.
 
-    python benchmarks/transport.py [--tcp] [--json] [--seconds 1.0]
+    python benchmarks/transport.py [--tcp] [--seconds 1.0]
 
-Each figure is the median of half a round trip: of a float32 tensor through the transport (send,
+Each figure is half a round trip: of a float32 tensor through the transport (send,
 the other process's receive, its send back, receive), and of as many bytes through a bare socket of
 the same kind, which is what this machine takes at that moment without any of our work. Beside them
-the median of an all_to_all and of a reduce_scatter of a tensor of that size, of which half goes
+an all_to_all and of a reduce_scatter of a tensor of that size, of which half goes
 each way.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import paddle
 
+from benchmarks.figures import Figure, parser, report
 from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.transport import MessageKey, Transport, connect
 from fleetpipe.transport.joining import hosts
@@ -63,19 +62,21 @@ def bare_times(sock: socket.socket, nbytes: int, seconds: float) -> list[float]:
     return times
 
 
-def exchange_times(transport: Transport, nbytes: int) -> dict[str, float]:
-    """Returns the median microseconds of what two ranks exchange, by name. Both call it."""
+def exchange_times(transport: Transport, nbytes: int) -> dict[str, list[float]]:
+    """Returns the seconds of what two ranks exchange, by name. Both call it."""
     group = DirectGroup(transport, TIMEOUT, "benchmark")
     parts = [paddle.ones([max(nbytes // 8, 1)], "float32") for _ in range(2)]
-    medians = {}
-    for name, exchange in (("all_to_all", group.all_to_all), ("scatter", group.reduce_scatter)):
-        times = []
-        for _ in range(EXCHANGES):
-            start = time.perf_counter()
-            exchange(parts)
-            times.append(time.perf_counter() - start)
-        medians[name] = round(statistics.median(times[EXCHANGES // 10 :]) * 1e6, 1)
-    return medians
+    exchanges = {"all_to_all": group.all_to_all, "reduce_scatter": group.reduce_scatter}
+    return {
+        name: [_seconds(one, parts) for _ in range(EXCHANGES)][EXCHANGES // 10 :]
+        for name, one in exchanges.items()
+    }
+
+
+def _seconds(exchange: Callable[[Any], object], parts: Any) -> float:
+    start = time.perf_counter()
+    exchange(parts)
+    return time.perf_counter() - start
 
 
 def echo(transport: Transport, sock: socket.socket) -> None:
@@ -89,23 +90,20 @@ def echo(transport: Transport, sock: socket.socket) -> None:
         exchange_times(transport, nbytes)
 
 
-def measure(transport: Transport, sock: socket.socket, seconds: float) -> list[dict[str, object]]:
-    """Returns a row for each size: name, bytes, microseconds one way, GB/s, bare microseconds."""
-    rows: list[dict[str, object]] = []
+def measure(transport: Transport, sock: socket.socket, seconds: float) -> list[Figure]:
+    """Returns the figures of each size."""
+    figures = []
     for name, nbytes in SIZES.items():
-        median = statistics.median(one_way_times(transport, nbytes, seconds))
-        bare = statistics.median(bare_times(sock, nbytes, seconds))
-        rows.append(
-            {
-                "message": name,
-                "bytes": nbytes,
-                "one_way_us": round(median * 1e6, 1),
-                "GB_per_s": round(nbytes / median / 1e9, 2),
-                "bare_us": round(bare * 1e6, 1),
-                **{f"{n}_us": us for n, us in exchange_times(transport, nbytes).items()},
-            }
-        )
-    return rows
+        times = {
+            "one way": one_way_times(transport, nbytes, seconds),
+            "bare socket": bare_times(sock, nbytes, seconds),
+            **exchange_times(transport, nbytes),
+        }
+        figures += [
+            Figure(f"{name}: {what}", [1e6 * one for one in values], "us")
+            for what, values in times.items()
+        ]
+    return figures
 
 
 def bare_pair(tcp: bool) -> tuple[socket.socket, socket.socket]:
@@ -141,12 +139,11 @@ def _fill(sock: socket.socket, buffer: memoryview) -> bool:
 
 def main() -> None:
     """Runs rank 0 here and rank 1 in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tcp", action="store_true", help="TCP over loopback, not unix-domain")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each size")
-    parser.add_argument("--echo", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--tcp", action="store_true", help="TCP over loopback, not unix-domain")
+    options.add_argument("--seconds", type=float, default=1.0, help="for each size")
+    options.add_argument("--echo", nargs=2, help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     paddle.set_device("cpu")
     if arguments.echo:
         folder, fd = arguments.echo
@@ -160,22 +157,10 @@ def main() -> None:
         command = [sys.executable, __file__, "--echo", folder, str(fd), *["--tcp"] * arguments.tcp]
         with subprocess.Popen(command, pass_fds=[fd]) as other:
             transport = _connect(0, Path(folder), arguments.tcp)
-            rows = measure(transport, mine, arguments.seconds)
+            figures = measure(transport, mine, arguments.seconds)
             other.wait(TIMEOUT)
             transport.close()
-    kind = "tcp" if arguments.tcp else "unix"
-    if arguments.json:
-        result = {"transport": kind, "paddle": paddle.__version__, "rows": rows}
-        print(json.dumps({**result, "cpus": os.cpu_count()}))
-        return
-    print(f"{kind}, paddlepaddle {paddle.__version__}, {os.cpu_count()} CPUs")
-    for row in rows:
-        print(
-            f"{row['message']:>8} {row['one_way_us']:>10} us {row['GB_per_s']:>8} GB/s"
-            f"   bare socket {row['bare_us']:>10} us"
-            f"   all_to_all {row['all_to_all_us']:>10} us"
-            f"   reduce_scatter {row['scatter_us']:>10} us"
-        )
+    report(figures, arguments.json)
 
 
 def _connect(rank: int, folder: Path, tcp: bool) -> Transport:

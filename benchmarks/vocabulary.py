@@ -6,23 +6,22 @@ One process plays all ranks, and profiles the model with a whole head and with p
 processor time of its thread: so the figures hold for as many processors as ranks, and what else the
 machine does disturbs them little. The schedule is simulated with these costs. Both models are cut
 where their slowest stage is fastest. The lower bound is the time of all layers and parts, shared
-evenly by all ranks. Printed are the medians of the rounds; memory is that of weights, their
-gradients, an optimizer of two numbers for each weight, and activations, of the last rank beside the
-largest of the others.
+evenly by all ranks. Memory is that of weights, their gradients, an optimizer of two numbers for
+each weight, and activations, of the last rank beside the largest of the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
-from gpt import Case
 from paddle import nn
 
+from benchmarks.figures import Figure, parser, report
+from benchmarks.workers.gpt import Case
 from fleetpipe import fleet
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
@@ -48,19 +47,17 @@ class Simulated(NamedTuple):
 
 
 def main() -> None:
-    """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--blocks", default="4,8")
-    parser.add_argument("--ranks", default="2,4,8")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vocabulary", type=int, default=50_000)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--length", type=int, default=128, help="rows of a micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=16)
-    parser.add_argument("--schedule", default="1F1B")
-    args = parser.parse_args()
-    print("| blocks | ranks | whole layers | parts | ratio | of the bound | last rank's memory |")
-    print("|---|---|---|---|---|---|---|")
+    options = parser(__doc__)
+    options.add_argument("--blocks", default="4,8")
+    options.add_argument("--ranks", default="2,4,8")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--vocabulary", type=int, default=50_000)
+    options.add_argument("--hidden", type=int, default=256)
+    options.add_argument("--length", type=int, default=128, help="rows of a micro-batch")
+    options.add_argument("--micro-batches", type=int, default=16)
+    options.add_argument("--schedule", default="1F1B")
+    args = options.parse_args()
+    figures = []
     for blocks in map(int, args.blocks.split(",")):
         sizes = [ranks for ranks in map(int, args.ranks.split(",")) if ranks <= blocks]
         steps: dict[int, list[tuple[Simulated, Simulated]]] = {ranks: [] for ranks in sizes}
@@ -74,17 +71,23 @@ def main() -> None:
                 both = [(whole, len(whole)), (parts, len(body))]
                 steps[ranks].append(tuple(simulated(args, ranks, *each) for each in both))
         for ranks, rounds in steps.items():
-            print(f"| {blocks} | {ranks} | {' | '.join(columns(rounds))} |", flush=True)
+            figures += figures_of(f"{blocks} blocks, {ranks} ranks", rounds)
+    report(figures, args.json)
 
 
-def columns(rounds: list[tuple[Simulated, Simulated]]) -> list[str]:
-    """Returns what a row of the table says of all rounds."""
-    seconds = [statistics.median(both[i].seconds for both in rounds) for i in range(2)]
-    ratio = statistics.median(parts.seconds / whole.seconds for whole, parts in rounds)
-    bound = statistics.median(parts.seconds / parts.bound for _, parts in rounds)
-    memory = [f"{one.memory:.2f}" for one in rounds[0]]
-    figures = [*(f"{one:.3f} s" for one in seconds), f"{ratio:.3f}", f"{bound:.3f}"]
-    return [*figures, " to ".join(memory)]
+def figures_of(title: str, rounds: list[tuple[Simulated, Simulated]]) -> list[Figure]:
+    """Returns the figures of all rounds."""
+    names = ("whole layers", "parts")
+    figures = [Figure(n, [both[i].seconds for both in rounds], "s") for i, n in enumerate(names)]
+    figures += [
+        Figure("parts / whole", [parts.seconds / whole.seconds for whole, parts in rounds]),
+        Figure("parts, of the bound", [parts.seconds / parts.bound for _, parts in rounds]),
+    ]
+    figures += [
+        Figure(f"last rank's memory, {n}", [both[i].memory for both in rounds])
+        for i, n in enumerate(names)
+    ]
+    return [figure._replace(name=f"{title}: {figure.name}") for figure in figures]
 
 
 def layers_before_the_head(args: argparse.Namespace, blocks: int) -> list[Any]:

@@ -51,7 +51,8 @@ class Case:
 
 
 CASES = {
-    "gpt": Case(hidden=256, blocks=8, heads=8, length=128, micro_batches=16, rows=1),
+    "gpt 256": Case(hidden=256, blocks=8, heads=8, length=128, micro_batches=16, rows=1),
+    "gpt 768": Case(hidden=768, blocks=8, heads=8, length=128, micro_batches=8, rows=1),
     "tiny": Case(hidden=32, blocks=2, heads=2, length=16, micro_batches=64, rows=1),
 }
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 
 import paddle
-from gpt import Case
 
+from benchmarks.workers.gpt import Case
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.stage import Values
 from fleetpipe.job.job import current_job
@@ -58,7 +58,7 @@ def in_one_process(case: Case, runs: int) -> dict[str, float]:
     both = _median(_engine(pair, case, ends), runs)
     return {
         "action": action * 1e6,
-        "message_in_memory": (both - action * _actions(pair)) / _messages(pair) * 1e6,
+        "message in memory": (both - action * _actions(pair)) / _messages(pair) * 1e6,
     }
 
 

@@ -6,16 +6,16 @@ It trains when it is told to, so that several kinds of process can be measured i
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Client
 from typing import Any
 
-import gpt
-import idle
 import paddle
 from paddle import nn
 
+from benchmarks.workers import gpt, idle
 from fleetpipe import fleet
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.fleet.meta_parallel import PipelineLayer
@@ -83,11 +83,11 @@ def main() -> None:
     """Serves ``pipeline.py``: (command, number) comes in, a dict goes back, until "stop"."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=["pipeline", "single"])
-    parser.add_argument("case", choices=gpt.CASES)
+    parser.add_argument("case", type=json.loads, help="its attributes, as JSON")
     parser.add_argument("address")
     arguments = parser.parse_args()
     paddle.set_device("cpu")
-    case = gpt.CASES[arguments.case]
+    case = gpt.Case(**arguments.case)
     model = pipeline(case) if arguments.kind == "pipeline" else None
     step = single_step(case) if model is None else pipelined_step(case, model)
     with Client(arguments.address, "AF_UNIX") as driver:
