@@ -24,6 +24,8 @@ SIZES: list[tuple[tuple[int, ...], int]] = [
     ((128, 256), 256),
     ((4, 32, 96), 200),
     ((700, 24), 40),
+    ((1, 1, 5), 4),
+    ((1, 64), 64),
 ]
 
 
@@ -100,6 +102,36 @@ def test_products_are_added_as_they_are_made(added: list[tuple[int, ...]]) -> No
     # The first goes through autograd, which may replace what an optimizer left.
     assert len(added) == (MICRO_BATCHES - 1 if ways is not None and ways.added else 0)
     assert grads_of(steps.layer) == grads_of(plain)
+
+
+def test_what_one_row_gives_is_not_added_as_it_is_made(added: list[tuple[int, ...]]) -> None:
+    plain, steps = two(lambda: nn.Linear(5, 4))
+    product._ways((1, 5), 4, True, np.float32)
+    added.clear()
+    for seed in range(10):
+        batch(plain, steps, (1, 5), 10 * seed)
+        assert grads_of(plain) == grads_of(steps.layer)
+    assert added == []
+
+
+@pytest.mark.parametrize("shape", [[1], [1, 16]])
+def test_a_bias_of_another_shape_is_left_to_autograd(shape: list[int]) -> None:
+    def make() -> Any:
+        layer = nn.Linear(16, 16)
+        layer.bias = layer.create_parameter(shape, is_bias=True)
+        return layer
+
+    plain, steps = two(make)
+    batch(plain, steps, (8, 16), 0)
+    assert steps.layer.bias.grad.shape == shape
+    assert grads_of(plain) == grads_of(steps.layer)
+
+
+def test_small_weights_are_tried_until_no_chance_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(product, "_try", lambda *args: seeds.append(args[-1]))
+    assert product._ways((2, 8), 8, True, np.float32) is None
+    assert seeds == [0, 1, 2, 3, 4]
 
 
 def test_a_product_of_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
