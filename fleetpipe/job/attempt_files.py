@@ -34,6 +34,8 @@ INTERRUPTED = 130
 _RANK = "PADDLE_TRAINER_ID"
 #: What a page holds: how many steps the rank has begun in all attempts.
 _COUNT = struct.Struct("<q")
+#: The page of the number of steps that a rank did.
+DONE = "done"
 
 
 class ReportedFailure(NamedTuple):
@@ -174,18 +176,28 @@ def steps_begun(home: Path) -> dict[int, int]:
     return {rank: count - 1 for rank, count in sorted(begun.items()) if count}
 
 
+def steps_done(home: Path) -> int:
+    """Returns how many steps the rank that came furthest did in an attempt."""
+    pages = (file.read_bytes() for file in home.glob(f"{DONE}.*"))
+    return max((int(_COUNT.unpack(page)[0]) for page in pages), default=0)
+
+
 class Page:
     """A few bytes of memory that outlive this process; to write them costs nothing to speak of."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "page") -> None:
         """Opens this rank's page in the folder of its attempt; memory of its own without one.
 
-        A second one of the same process is the same page.
+        A second one of the same name in the same process is the same page.
+
+        Args:
+            name: ``"page"`` for the step that the script says it is in, ``DONE`` for the number of
+                steps that the pipeline did.
         """
         home = folder()
         self._memory: bytearray | mmap.mmap = bytearray(_COUNT.size)
         if home is not None:
-            with (home / f"page.{_own_rank()}").open("a+b") as opened:
+            with (home / f"{name}.{_own_rank()}").open("a+b") as opened:
                 opened.truncate(_COUNT.size)
                 self._memory = mmap.mmap(opened.fileno(), _COUNT.size)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from fleetpipe.job import attempt_files
 from fleetpipe.watch.records import MOST_ROWS, RankRecord, StepRow
 
 #: Steps whose mean is the time of a step.
@@ -52,6 +53,8 @@ class RunProgress:
         self.stages: tuple[int, ...] = ()
         self.replica = self.shard = self.samples = self.step = 0
         self.steps: int | None = None
+        self._done = 0
+        self._page = attempt_files.Page(attempt_files.DONE)
         self._ended: float | None = None
         self._save = 0.0
         self._saved: tuple[int, float] | None = None
@@ -80,6 +83,8 @@ class RunProgress:
             self._rows.append(row)
         self._ended, self._save = now, 0.0
         self.step += 1
+        self._done += 1
+        self._page.note(self._done - 1)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:

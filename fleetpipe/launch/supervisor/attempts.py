@@ -121,14 +121,22 @@ def _after_failure(
 
 def _account(number: int, verdict: Verdict) -> str:
     """Says how an attempt failed."""
-    when = "" if verdict.step is None else f" in step {verdict.step}"
+    when = _progress(verdict) if verdict.step is None else f" in step {verdict.step}"
     lines = [f"attempt {number} ended{when}: {verdict.culprit}"]
     return "\n".join([*lines, *(f"    | {line}" for line in verdict.details.splitlines())])
 
 
+def _progress(verdict: Verdict) -> str:
+    """Says how many steps ran in an attempt whose script does not say in which step it is."""
+    if verdict.done is None:
+        return ""
+    steps = "1 step" if verdict.done == 1 else f"{verdict.done} steps"
+    return f" after {steps}" if verdict.done else " (no step ran)"
+
+
 def _poison(verdict: Verdict) -> str:
     """Says why a job is not started again that failed twice alike."""
-    what = "the job failed twice in a row with the same error, and before any step that it told of"
+    what = f"the job failed twice in a row with the same error{_progress(verdict)}"
     if verdict.step is not None:
         what = f"step {verdict.step} failed twice in a row"
     to_do = "look at the data of this step and at the error above"

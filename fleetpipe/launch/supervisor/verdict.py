@@ -31,6 +31,7 @@ class Verdict:
         raised: Whether it raised an error, as it would again.
         permanent: Whether no restart mends that error.
         gone: Whether a host was lost with it, which tells nothing of the step it was in.
+        done: Steps that the pipeline did in the attempt; None where ``step`` says more.
     """
 
     code: int
@@ -41,6 +42,7 @@ class Verdict:
     raised: bool = False
     permanent: bool = False
     gone: bool = False
+    done: int | None = None
 
     def repeats(self, other: Verdict) -> bool:
         """Whether this failure is the one of ``other`` once more.
@@ -81,13 +83,15 @@ def judge(home: Path, code: int) -> Verdict:
     step = None if rank is None else steps.get(rank, max(steps.values(), default=None))
     if rank is None:
         return Verdict(code, culprit=f"Paddle's launcher ended with {code}")
+    done = attempt_files.steps_done(home) if step is None else None
     who, code = f"rank {rank}", in_a_shell(failed) or code
     if failure is None:
-        return Verdict(code, None, step, f"{who} {_in_words(failed)} without a word")
+        return Verdict(code, None, step, f"{who} {_in_words(failed)} without a word", done=done)
     signalled = f" ({_in_words(failed)})" if failed < 0 else ""
     words = f"{who} {failure.what}{signalled}: {failure.text}"
     details = "\n".join(failure.details.rstrip().splitlines()[-_MOST_LINES:])
-    return Verdict(code, None, step, words, details, failure.what == "raised", failure.permanent)
+    raised = failure.what == "raised"
+    return Verdict(code, None, step, words, details, raised, failure.permanent, done=done)
 
 
 def _first(home: Path) -> tuple[int | None, int, Failure | None]:

@@ -133,3 +133,15 @@ def test_no_restart_is_one_attempt() -> None:
         1,
         ["attempt 1 ended in step 3: rank 1 died", "all 0 restarts are used: the job has failed"],
     )
+
+
+@pytest.mark.parametrize(
+    ("done", "words"),
+    [(None, ""), (0, " (no step ran)"), (1, " after 1 step"), (3, " after 3 steps")],
+)
+def test_a_script_that_counts_no_steps_is_told_how_many_ran(done: int | None, words: str) -> None:
+    failure = replace(raised(None, "x"), done=done)
+    _, attempts, said = through(failure, failure)
+    assert attempts == 2
+    assert said[0] == f"attempt 1 ended{words}: rank 0 raised: x"
+    assert f"twice in a row with the same error{words}: it is not started again" in said[-1]

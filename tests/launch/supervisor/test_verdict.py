@@ -30,6 +30,8 @@ class Home:
                 attempt_files.tell_code(value)
             elif what == "step":
                 attempt_files.Page().note(value)
+            elif what == "done":
+                attempt_files.Page(attempt_files.DONE).note(value - 1)
             elif what == "saved":
                 attempt_files.tell_preempted(value)
 
@@ -65,6 +67,17 @@ def test_a_rank_that_raised_is_named_with_the_end_of_its_traceback(home: Home) -
     assert (verdict.code, verdict.step, verdict.raised) == (1, 3, True)
     assert verdict.culprit == "rank 0 raised: MemoryError: 80 GiB"
     assert verdict.details == RAISED.details
+
+
+def test_a_script_that_counts_no_steps_did_those_of_the_rank_that_came_furthest(home: Home) -> None:
+    home.rank(0, failure=RAISED, code=1)
+    home.ended((0, 1))
+    assert (judge(home.path, 1).step, judge(home.path, 1).done) == (None, 0)
+    home.rank(0, done=3)
+    home.rank(1, done=4)
+    assert judge(home.path, 1).done == 4
+    home.rank(0, step=9)
+    assert judge(home.path, 1).done is None
 
 
 def test_an_error_that_no_restart_mends_is_one_on_whichever_rank_it_is_told(home: Home) -> None:
