@@ -33,19 +33,26 @@ class _Exchange(paddle.autograd.PyLayer):
 _exchange: Callable[..., tuple[Tensor, ...]] = _Exchange.apply
 
 
-def to_heads(group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+def to_heads(group: Group, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Returns all places of this rank's share of the heads, for its places of all. Collective.
 
     Args:
         group: The sep ranks.
-        *tensors: ``[rows, places, heads, size]`` of one number of places and one size each.
+        query: ``[rows, places, heads, size]``.
+        key: Of the same places and size. Where there are fewer heads than ranks, several ranks get
+            the same ones.
+        value: As ``key``.
 
     Raises:
         ConfigError: The ranks cannot have equal shares of the heads.
     """
     if group.ranks == 1:
-        return tensors
-    return _exchange(group, _HEADS, *(_divisible(tensor, group.ranks) for tensor in tensors))
+        return query, key, value
+    heads = query.shape[_HEADS]
+    if heads % group.ranks:
+        raise _indivisible(heads, group.ranks, f"a multiple of {group.ranks} heads")
+    keys = (_divisible(tensor, group.ranks) for tensor in (key, value))
+    return _exchange(group, _HEADS, query, *keys)
 
 
 def to_places(group: Group, tensor: Tensor) -> Tensor:
@@ -68,9 +75,14 @@ def _divisible(tensor: Tensor, ranks: int) -> Tensor:
     if heads % ranks == 0:
         return tensor
     if ranks % heads:
-        raise ConfigError(
-            f"{heads} heads cannot be shared out to sep_degree={ranks} ranks",
-            expected=f"a multiple of {ranks} heads, or a number that divides {ranks}",
-            fix="choose another sep_degree, or split the sequence by cp_degree",
-        )
+        expected = f"a multiple of {ranks} heads, or a number that divides {ranks}"
+        raise _indivisible(heads, ranks, expected)
     return paddle.repeat_interleave(tensor, ranks // heads, axis=_HEADS)
+
+
+def _indivisible(heads: int, ranks: int, expected: str) -> ConfigError:
+    return ConfigError(
+        f"{heads} heads cannot be shared out to sep_degree={ranks} ranks",
+        expected=expected,
+        fix="choose another sep_degree, or split the sequence by cp_degree",
+    )

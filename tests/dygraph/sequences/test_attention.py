@@ -202,6 +202,8 @@ def test_shapes_that_do_not_fit_are_refused(shapes: Any, says: str) -> None:
         attention(*tensors, documents=paddle.zeros([2, 8]))
     with pytest.raises(ConfigError, match=r"3 heads cannot be shared out to sep_degree=2"):
         attention(*tensors, ranks=SequenceRanks(Fixed(2), SoleGroup()))
+    with pytest.raises(ConfigError, match=r"1 heads cannot be shared out to sep_degree=2"):
+        attention(*[paddle.zeros([2, 4, 1, 8])] * 3, ranks=SequenceRanks(Fixed(2), SoleGroup()))
 
 
 def test_an_error_in_backward_keeps_its_type() -> None:
