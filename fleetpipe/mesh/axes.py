@@ -23,6 +23,7 @@ from fleetpipe.mesh.degree_checks import (
     expert_degrees,
     refuse_alone,
     require_degree,
+    require_order,
     take_context_out,
     text_of,
 )
@@ -86,7 +87,7 @@ class Degrees:
         if world_size == 1 and wanted["dp"] in (-1, 0, 1):
             if rest["pp"] == product and wanted["ep"] * wanted["moe_sharding"] == 1:
                 return cls(dp=1, **rest)
-            refuse_alone({**rest, "ep": wanted["ep"]})
+            refuse_alone({**rest, **{axis: wanted[axis] for axis in EXPERT}})
         dp = data_parallel(wanted["dp"], rest, world_size)
         experts = expert_degrees(wanted, world_size // rest["pp"])
         return cls(dp=dp, **rest, **experts, cp_in_sharding=within)
@@ -183,13 +184,17 @@ class Mesh:
     before: bool = False
 
     @classmethod
-    def in_order(cls, degrees: Degrees, order: Iterable[str]) -> Mesh:
+    def in_order(cls, degrees: Degrees, order: Sequence[str]) -> Mesh:
         """Returns the mesh of a job whose ranks are numbered in an order of ``hybrid_configs``.
 
         Args:
             degrees: How many ways each axis is split.
             order: Axes, the one along which ranks are numbered first last.
+
+        Raises:
+            ConfigError: It names what is no axis, or one twice.
         """
+        require_order(order, AXES)
         names = complete_order(order)
         first, *_ = (axis for axis in names if axis in EXPERT)
         before = names.index("moe_sharding") < names.index("pp")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, nearest
 
 
 def take_context_out(wanted: dict[str, int], cp_sharding: Any) -> bool:
@@ -98,8 +98,9 @@ def expert_degrees(wanted: Mapping[str, int], ranks: int) -> dict[str, int]:
 def refuse_alone(degrees: Mapping[str, int]) -> None:
     """Refuses the axes that one process does not play, and says how many ranks they need."""
     split = {axis: degree for axis, degree in degrees.items() if degree > 1}
-    ranks = math.prod(degree for axis, degree in split.items() if axis != "ep")
-    ranks = math.lcm(ranks, split.get("pp", 1) * split.get("ep", 1))
+    experts = {axis: split[axis] for axis in ("moe_sharding", "ep") if axis in split}
+    ranks = math.prod(degree for axis, degree in split.items() if axis not in experts)
+    ranks = math.lcm(ranks, split.get("pp", 1) * math.prod(experts.values()))
     raise ConfigError(
         "one process plays all ranks of a pipeline, but not those of another axis",
         expected="every degree 1 except pp_degree",
@@ -131,6 +132,23 @@ def require_degree(name: str, degree: Any, least: int = 1) -> None:
             where="strategy.hybrid_configs",
             got=f"{name}={degree!r}",
             fix=f"set strategy.hybrid_configs = {{{name!r}: 2}}, or leave it out",
+        )
+
+
+def require_order(order: Sequence[str], axes: Collection[str]) -> None:
+    """Refuses an order of ranks that names what is no axis, or an axis twice.
+
+    Raises:
+        ConfigError: It does.
+    """
+    wrong = next((a for n, a in enumerate(order) if a not in axes or a in order[:n]), None)
+    if wrong is not None:
+        raise ConfigError(
+            "hybrid_configs['order'] names axes, each once",
+            where="strategy.hybrid_configs",
+            expected=f"some of {', '.join(axes)}; those left out are put where Fleet has them",
+            got=f"{wrong!r} in {order!r}",
+            fix="name each axis once" if wrong in axes else nearest(str(wrong), axes),
         )
 
 

@@ -267,3 +267,23 @@ def test_a_process_alone_is_every_group() -> None:
     for group in (job.copies(), job.model_parallel(), job.sharding(), job.everyone()):
         assert isinstance(group, SoleGroup)
     assert job.replica == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        (["dp", "pp", "pp", "mp"], "got: 'pp' in ['dp', 'pp', 'pp', 'mp']"),
+        (["dp", "seq", "mp"], "did you mean 'sep'"),
+        ("dp", "did you mean 'dp'"),
+    ],
+)
+def test_an_order_of_other_names_is_refused(order: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match="names axes, each once") as caught:
+        Mesh.in_order(Degrees(pp=2), order)
+    assert says in str(caught.value)
+
+
+def test_one_process_plays_no_copies_of_experts() -> None:
+    with pytest.raises(ConfigError, match="moe_sharding_degree=2") as caught:
+        Degrees.resolve({"moe_sharding_degree": 2, "ep_degree": 2, "pp_degree": 2}, 1)
+    assert "fleetpipe run --nproc 8" in str(caught.value)
