@@ -82,14 +82,16 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
                 )
         try:
             _stock[group].fset(self, configs)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
+            # The last of these where a mapping stands for a group within the group.
             raise ConfigError(
                 f"an option of {group} has a value of another type",
                 where=f"strategy.{group}",
                 got=repr(dict(configs)),
                 cause=str(error),
                 fix="give each option a value of the type that it has in "
-                f"fleet.DistributedStrategy().{group}",
+                f"fleet.DistributedStrategy().{group}; set one within another by its name: "
+                f"strategy.{group}['sharding_configs'].comm_overlap = False",
             ) from error
 
     @property

@@ -143,3 +143,10 @@ def test_a_timeout_of_the_environment_is_a_number_too(
     monkeypatch.setenv("FLEETPIPE_TIMEOUT", text)
     with pytest.raises(ConfigError, match="FLEETPIPE_TIMEOUT must be a number of seconds above 0"):
         PipelineConfig.from_strategy(None)
+
+
+def test_a_mapping_for_options_within_an_option_is_refused() -> None:
+    strategy = fleet.DistributedStrategy()
+    with pytest.raises(ConfigError, match="a value of another type") as caught:
+        strategy.hybrid_configs = {"sharding_configs": {"comm_overlap": True}}
+    assert "strategy.hybrid_configs['sharding_configs'].comm_overlap" in str(caught.value)
