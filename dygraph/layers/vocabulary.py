@@ -1,9 +1,9 @@
 """A head over a large vocabulary, in parts: its products, and the cross-entropy over all of them.
 
 With hidden values x [rows, hidden] and the rows W_r [vocabulary / p, hidden] of part r its logits
-are z_r = x W_r^T. Of each row only two numbers leave a part: log(sum(exp(z_r))), and the label's
-logit, 0 where the label is in another part. The loss of a row is the logarithm of the summed
-exponentials of the first, less the sum of the second.
+are z_r = x W_r^T. Of each row only three numbers leave a part: log(sum(exp(z_r))); the label's
+logit, 0 where the label is in another part; and whether it is in this one. The loss of a row is
+the logarithm of the summed exponentials of the first, less the sum of the second.
 
 A pipeline computes each part on a rank of its own. One process has them all, and computes each
 in the same products and sums, when the loss asks for it: until then the logits are deferred.
@@ -29,6 +29,12 @@ class _Description:
     """What stands in a list of layers until the number of ranks is known."""
 
     def __init__(self, hidden: int, vocabulary: int, weight_attr: Any, tied: str | None) -> None:
+        for name, size in (("hidden", hidden), ("vocabulary", vocabulary)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(
+                    f"{name} of a {type(self).__name__} is a number of 1 or more",
+                    got=f"{name}={size!r}",
+                )
         self.hidden, self.vocabulary = hidden, vocabulary
         self.weight_attr, self.tied = weight_attr, tied
 
@@ -144,7 +150,7 @@ class VocabularyPart(paddle.nn.Layer):
         return f"rows={self.first}..{self.last - 1}"
 
     def forward(self, value: Nest) -> Nest:
-        """Computes its numbers of each row, [2, rows], or defers that to the loss.
+        """Computes its numbers of each row, [3, rows], or defers that to the loss.
 
         Args:
             value: In a pipeline the hidden values and the labels, which come together; in one
@@ -157,12 +163,24 @@ class VocabularyPart(paddle.nn.Layer):
         return DeferredLogits(value, (self,))
 
     def statistics(self, hidden: Tensor, label: Tensor) -> Tensor:
-        """Returns log(sum(exp(logits))) and the label's logit of each row, [2, rows].
+        """Returns three numbers of each row, [3, rows].
+
+        They are log(sum(exp(logits))), the label's logit, and 1 where the label is in this part.
 
         Args:
             hidden: [.., hidden].
             label: Classes, as many as there are rows.
+
+        Raises:
+            BoundaryError: The labels are no whole numbers.
         """
+        if label.dtype not in (paddle.int64, paddle.int32):
+            raise BoundaryError(
+                "the labels of a VocabularyHead are classes",
+                expected="a Tensor of int64 or int32",
+                got=f"a Tensor of {label.dtype}",
+                fix="cast the labels, and where they are several tensors name the classes first",
+            )
         rows = hidden.reshape([-1, hidden.shape[-1]])
         local = label.detach().reshape([-1, 1]) - self.first
         compute: Callable[..., Tensor] = _Statistics.apply
@@ -211,13 +229,14 @@ class _Statistics(paddle.autograd.PyLayer):
         total = logits.sum(axis=1, keepdim=True)
         ctx.save_for_backward(rows, weight)
         ctx.kept = logits, total, index, here
-        return paddle.concat([paddle.log(total) + highest, chosen], axis=1).t()
+        numbers = [paddle.log(total) + highest, chosen, here.astype(logits.dtype)]
+        return paddle.concat(numbers, axis=1).t()
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Any:
         rows, weight = ctx.saved_tensor()
         (logits, total, index, here), ctx.kept = ctx.kept, None
-        of_sum, of_chosen = grad.t().split(2, axis=1)
+        of_sum, of_chosen, _ = grad.t().split(3, axis=1)
         logits.multiply_(of_sum / total)
         of_label = of_chosen * here.astype(grad.dtype)
         logits.put_along_axis_(index, of_label, 1, reduce="add")
@@ -260,7 +279,7 @@ def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -1
         A Tensor of the label's shape.
 
     Raises:
-        BoundaryError: The output is of another model.
+        BoundaryError: The output is of another model, or a label is no class of it.
     """
     if isinstance(output, DeferredLogits):
         copy: Callable[..., Sequence[Tensor]] = _Copies.apply
@@ -272,10 +291,19 @@ def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -1
             got=type(output).__name__,
             fix="make VocabularyHead(hidden, vocabulary) the last entry of the list of layers",
         )
-    sums, chosen = paddle.stack(list(output), axis=1)
+    sums, chosen, here = paddle.stack(list(output), axis=1)
+    labels = label.reshape([-1])
+    counted = labels != ignore_index
+    unknown = paddle.logical_and(counted, here.detach().sum(axis=0) == 0)
+    if bool(unknown.any()):
+        raise BoundaryError(
+            "a label is no class of the VocabularyHead",
+            expected=f"0 to vocabulary - 1, or ignore_index={ignore_index}",
+            got=f"label {labels[unknown].tolist()[0]}",
+            fix="correct the labels, or pass ignore_index for rows that do not count",
+        )
     losses = paddle.logsumexp(sums, axis=0) - chosen.sum(axis=0)
-    counted = (label.reshape([-1]) != ignore_index).astype(losses.dtype)
-    return (losses * counted).reshape(label.shape)
+    return (losses * counted.astype(losses.dtype)).reshape(label.shape)
 
 
 class VocabularyLoss:

@@ -194,3 +194,34 @@ def test_wrong_uses_of_the_loss_are_refused() -> None:
         vocabulary_cross_entropy(paddle.zeros([2, 3]), paddle.zeros([2], "int64"))
     with pytest.raises(ConfigError, match="description"):
         VocabularyHead(2, 3)(paddle.zeros([2]))
+
+
+@pytest.mark.parametrize("label", [-1, VOCABULARY])
+def test_a_label_that_is_no_class_is_refused_unless_it_is_ignored(label: int) -> None:
+    inputs, labels = batch()
+    labels[1] = label
+    with job(pp=2, micro_batches=MICRO_BATCHES):
+        model = pipeline(layers(), loss_fn=VocabularyLoss())
+        state = bits(model._layers.full_state_dict())
+        with pytest.raises(BoundaryError, match=f"label {label}"):
+            model.train_batch([inputs, labels], sgd(model))
+        assert bits(model._layers.full_state_dict()) == state
+    with job(pp=2, micro_batches=MICRO_BATCHES):
+        model = pipeline(layers(), loss_fn=VocabularyLoss(ignore_index=label))
+        assert float(model.train_batch([inputs, labels], sgd(model))) > 0
+
+
+def test_labels_are_whole_numbers() -> None:
+    inputs, labels = batch()
+    with job(pp=2, micro_batches=MICRO_BATCHES):
+        model = pipeline(layers(), loss_fn=VocabularyLoss())
+        with pytest.raises(BoundaryError, match="int64 or int32"):
+            model.train_batch([inputs, labels.astype("float32")], sgd(model))
+
+
+@pytest.mark.parametrize("size", [0, -3, 11.0, "11", True])
+def test_sizes_are_whole_numbers(size: Any) -> None:
+    with pytest.raises(ConfigError, match="vocabulary="):
+        VocabularyHead(HIDDEN, size)
+    with pytest.raises(ConfigError, match="hidden="):
+        VocabularyHead(size, VOCABULARY)
