@@ -105,7 +105,13 @@ class TransportError(FleetPipeError, RuntimeError):
 
 
 class PeerFailed(FleetPipeError, ConnectionError):
-    """Another rank of the job died or left before its work was done."""
+    """Another rank of the job died or left before its work was done.
+
+    Attributes:
+        brief: One line for this rank's log where the other rank shows its own error; else None.
+    """
+
+    brief: str | None = None
 
 
 class PipelineTimeout(FleetPipeError, TimeoutError):

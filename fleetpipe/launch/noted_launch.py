@@ -25,7 +25,13 @@ def launch() -> None:
         started=functools.partial(attempt_files.note_start, home),
         ended=functools.partial(attempt_files.note_end, home),
         exit_code=functools.partial(_exit_code, home),
+        explained=functools.partial(_is_explained, home),
     )
+
+
+def _is_explained(home: Path) -> bool:
+    """Returns whether a rank has left the error that it raised, which is shown already."""
+    return any(report.failure.what == "raised" for report in attempt_files.failures(home))
 
 
 def _exit_code(home: Path, seen: Mapping[int, int]) -> int:

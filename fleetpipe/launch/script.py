@@ -18,6 +18,7 @@ from types import CodeType, ModuleType, TracebackType
 
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
+from fleetpipe.errors import PeerFailed
 from fleetpipe.job import attempt_files
 from fleetpipe.launch import log_filter
 from fleetpipe.launch.serving import serving
@@ -123,10 +124,21 @@ def launch(options: argparse.Namespace, *words: str) -> int:
             except KeyboardInterrupt:
                 interrupted = True
                 signal_ranks(Path(folder), next(numbers, systems.SIGKILL))
+        if process.returncode and not interrupted:
+            _show_failure(Path(folder))
     if interrupted:
         sys.stderr.write("fleetpipe: interrupted\n")
         return attempt_files.INTERRUPTED
     return in_a_shell(process.returncode)
+
+
+def _show_failure(home: Path) -> None:
+    """Shows the error of the rank that failed first, unless the first rank has: its log is seen."""
+    failures = [report.failure for report in attempt_files.failures(home)]
+    seen = {failure.text for failure in failures if failure.rank == 0}
+    if failures and failures[0].what == "raised" and failures[0].text not in seen:
+        rank, text, details = failures[0].rank, failures[0].text, failures[0].details
+        sys.stderr.write(f"fleetpipe: rank {rank} raised {text}\n{details}")
 
 
 def remove_logs_beyond(folder: Path, ranks: int) -> None:
@@ -175,7 +187,10 @@ def execute_to_the_end(script: Path, arguments: Sequence[str]) -> int:
         # Python itself keeps the error here, and fleetpipe finds it when the process ends.
         sys.last_type, sys.last_value = type(error), error
         sys.last_traceback = error.__traceback__ = _from_script(error, script)
-        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, PeerFailed) and error.brief:
+            sys.stderr.write(f"fleetpipe: {error.brief}\n")
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
 

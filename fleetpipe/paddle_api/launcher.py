@@ -16,6 +16,7 @@ from typing import Any
 
 from paddle.distributed.launch.context import device as _device
 from paddle.distributed.launch.controllers import controller as _controller
+from paddle.distributed.launch.job import container as _container
 from paddle.distributed.launch.job import pod as _pod
 from paddle.distributed.launch.main import launch as _launch
 
@@ -26,6 +27,7 @@ _LOOK_SECONDS = 0.1
 
 _Device: Any = _device.Device
 _Pod: Any = _pod.Pod
+_Container: Any = _container.Container
 _Controller: Any = _controller.ControllerBase
 
 
@@ -33,6 +35,7 @@ def launch(
     started: Callable[[int, int], None],
     ended: Callable[[int, int], None],
     exit_code: Callable[[Mapping[int, int]], int],
+    explained: Callable[[], bool],
 ) -> None:
     """Runs Paddle's launcher with the arguments of this process, which it ends.
 
@@ -41,6 +44,8 @@ def launch(
         ended: Called with a rank and the code of its process, in a thread of that rank's own.
         exit_code: Returns the code to end with, of the codes of all ranks as the launcher sees
             them.
+        explained: Returns whether a rank has said why it failed: then the launcher shows no end of
+            a log again.
 
     Raises:
         SystemExit: With that code.
@@ -61,7 +66,12 @@ def launch(
     def code(pod: Any) -> int:
         return exit_code({_rank_of(one): int(one.exit_code or 0) for one in pod.containers})
 
+    def show_end(container: Any) -> None:
+        if not explained():
+            _tail(container)
+
     _Pod.deploy = deploy
+    _Container.tail = show_end
     _Pod.exit_code = property(code)
     _Pod.watch = functools.partialmethod(_watch, interval=_LOOK_SECONDS)
     _Device.parse_device = _present_device
@@ -70,6 +80,7 @@ def launch(
 
 
 _deploy, _watch, _named_device = _Pod.deploy, _Pod.watch, _Device.parse_device
+_tail = _Container.tail
 _stock_on_signal = _Controller.signal_handler
 
 

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
+from unittest.mock import Mock
 
 import paddle
 import pytest
@@ -17,6 +19,7 @@ from paddle.distributed import fleet as theirs
 
 from fleetpipe import fleet
 from fleetpipe.cli import main
+from fleetpipe.errors import PeerFailed
 from fleetpipe.fleet.overlay import OVERLAYS
 from fleetpipe.job import attempt_files
 from fleetpipe.launch import script
@@ -191,6 +194,44 @@ def done(command: list[str], folder: Path) -> tuple[str, int]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     return ended.stdout.strip(), ended.returncode
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
+def test_an_error_is_shown_once_whichever_rank_has_it(
+    tmp_path: Path, failing: tuple[int, ...]
+) -> None:
+    code = f"""
+        import os, time
+        if int(os.environ["PADDLE_TRAINER_ID"]) in {failing}:
+            raise ValueError("no such batch")
+        time.sleep(30)
+    """
+    (tmp_path / "train.py").write_text(dedent(code))
+    command = [sys.executable, "-m", "fleetpipe", "run", "--nproc", "2", "train.py"]
+    output, returncode = done(command, tmp_path)
+    assert returncode == 1
+    assert output.count("Traceback (most recent call last)") == 1
+    assert output.count("\nValueError: no such batch") == 1
+    named = "fleetpipe: rank 1 raised ValueError: no such batch\n"
+    assert output.count(named) == (failing == (1,))
+
+
+@pytest.mark.parametrize("brief", ["rank 1 raised x", None])
+def test_of_an_error_of_another_rank_a_line_is_shown(
+    tmp_path: Path,
+    brief: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = PeerFailed("rank 1 raised: x", got="from rank 1")
+    error.brief = brief
+    monkeypatch.setattr(script, "execute", Mock(side_effect=error))
+    for name in ("last_type", "last_value", "last_traceback"):
+        monkeypatch.setattr(sys, name, None, raising=False)
+    assert script.execute_to_the_end(tmp_path / "train.py", []) == 1
+    shown = capsys.readouterr().err
+    assert shown == "fleetpipe: rank 1 raised x\n" if brief else "from rank 1" in shown
 
 
 def test_a_script_that_is_not_there_and_a_wrong_number_are_refused(

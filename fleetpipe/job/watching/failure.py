@@ -59,7 +59,7 @@ class Failure:
         """Returns the error that the other ranks raise: a timeout for a timeout."""
         late = self.what == "timed out"
         quoted = textwrap.indent(self.details.rstrip(), "    | ", lambda line: True)
-        return KINDS[self.what](
+        error = KINDS[self.what](
             f"rank {self.rank} {self.what}: {self.text}",
             where=where,
             got=f"from rank {self.rank}:\n{quoted}" if self.details else None,
@@ -67,6 +67,11 @@ class Failure:
             if late
             else f"read the log of rank {self.rank}: it failed first",
         )
+        if self.what == "raised" and isinstance(error, PeerFailed):
+            error.brief = (
+                f"{where or 'this rank'}: ends because rank {self.rank} raised {self.text}"
+            )
+        return error
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -94,6 +94,8 @@ def test_an_error_reaches_all_with_its_traceback(begin: Begin) -> None:
     assert "| Traceback (most recent call last):" in text
     assert "raise error\n" in text
     assert "where: rank 1: operation F1.0" in text
+    error = "rank 0 raised ValueError: bad value in line 2"
+    assert raised.value.brief == f"rank 1: operation F1.0: ends because {error}"
 
 
 def test_the_first_line_of_an_error_of_fleetpipe_says_it_all(begin: Begin) -> None:
