@@ -65,9 +65,9 @@ FULL = (
 )
 #: What ``make benchmarks-short`` runs, within five minutes.
 SHORT = (
-    Benchmark("pipeline", "--case gpt tiny --hidden 256 --repeats 5", 120),
-    Benchmark("run_schedules", "--hidden 256 --schedules 1F1B ZBH1 ZBV --repeats 3", 90),
-    Benchmark("plan", "--case gpt --ranks 2 --rounds 2 --steps 3", 90),
+    Benchmark("pipeline", "--case gpt tiny --hidden 256 --repeats 5", 150),
+    Benchmark("run_schedules", "--hidden 256 --schedules 1F1B ZBH1 ZBV --repeats 3", 80),
+    Benchmark("plan", "--case gpt --ranks 2 --rounds 2 --steps 3", 70),
 )
 
 
