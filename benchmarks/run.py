@@ -50,7 +50,7 @@ FULL = (
     Benchmark("run_schedules", "--repeats 5", 330),
     Benchmark("plan", "--rounds 3 --steps 5", 330),
     Benchmark("vocabulary", "--blocks 8 --ranks 2,4 --rounds 2", 120),
-    Benchmark("split_backward", "--repeats 9", 150),
+    Benchmark("split_backward", "--repeats 5", 150),
     Benchmark("transport", "--seconds 0.5", 60),
     Benchmark("start", "--repeats 3", 150),
     Benchmark("schedules", "", 120),
