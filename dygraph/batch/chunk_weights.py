@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
 from fleetpipe.aliases import Nest, Tensor
@@ -18,6 +17,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Bounds, Slicing, bounds_of, part_of, slices_in
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.kernels import mean_leaves_out_below_zero
 
 #: Sums of class weights are rounded to this part of one.
 _FINEST = 1 << 20
@@ -98,22 +98,13 @@ def counted(function: Any, label: Nest) -> Fraction | None:
         return None
     kept = label != ignored
     plain = isinstance(function, paddle.nn.CrossEntropyLoss) and weight is None
-    if plain and ignored < 0 and not _leaves_out_below_zero():
+    if plain and ignored < 0 and not mean_leaves_out_below_zero():
         return None
     if weight is None:
         return Fraction(int(kept.astype("int64").sum()))
     classes = paddle.where(kept, label, paddle.zeros_like(label)).flatten()
     weights = paddle.gather(weight, classes) * kept.flatten().astype(weight.dtype)
     return Fraction(float(weights.sum())).limit_denominator(_FINEST)
-
-
-@cache
-def _leaves_out_below_zero() -> bool:
-    """Whether Paddle's mean cross-entropy is over the places that it counts, as that of 2.6 is."""
-    labels = paddle.to_tensor([0, -100])
-    loss = paddle.nn.functional.cross_entropy(paddle.zeros([2, 2]), labels, ignore_index=-100)
-    # Log 2, or half of that.
-    return float(loss) > 0.5
 
 
 def _has_negative(label: Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Callable, NamedTuple
 from fleetpipe.aliases import Context, Nest, Tensor
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.kernels import mean_leaves_out_below_zero
 
 # Typed: Paddle's own is not.
 _multiply: Callable[..., Tensor] = paddle.matmul
@@ -311,8 +312,8 @@ class VocabularyLoss:
 
     Args:
         ignore_index: The label of rows that do not count.
-        reduction: "mean" over the rows that count, or "sum". As in ``nn.CrossEntropyLoss`` all rows
-            count in the mean where ``ignore_index`` is below 0.
+        reduction: "mean" over the rows that count, or "sum". As in the installed Paddle's
+            ``nn.CrossEntropyLoss``, all rows count where ``ignore_index`` is below 0 (3.3, not 2.6).
 
     Raises:
         ConfigError: Another reduction.
@@ -333,7 +334,7 @@ class VocabularyLoss:
         losses = vocabulary_cross_entropy(output, label, self.ignore_index)
         if self.reduction == "sum":
             return losses.sum()
-        if self.ignore_index < 0:
+        if self.ignore_index < 0 and not mean_leaves_out_below_zero():
             return losses.mean()
         return losses.sum() / (label != self.ignore_index).sum().clip(min=1).astype(losses.dtype)
 

@@ -1,16 +1,18 @@
 """Operations without the checks of their public functions, which take as long as a small kernel.
 
-Alike in 2.6.2 and 3.3.x. Autograd, automatic casts and ``capture`` see them as any other.
+Alike in 2.6.2 and 3.3.x, but for what :func:`mean_leaves_out_below_zero` asks. Autograd, automatic casts and ``capture`` see them as any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Callable
 
 from paddle import _C_ops
 
 from fleetpipe.aliases import Tensor
+from fleetpipe.paddle_api import paddle
 
 _matmul: Callable[..., Tensor] = _C_ops.matmul
 _add: Callable[..., Tensor] = _C_ops.add
@@ -36,3 +38,15 @@ def expanded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Returns a tensor in another shape."""
     return _reshape(tensor, shape)
+
+
+@cache
+def mean_leaves_out_below_zero() -> bool:
+    """Whether the mean of a cross-entropy leaves out the places of an ``ignore_index`` below 0.
+
+    2.6.2 divides by the places that count, 3.3.x by all.
+    """
+    labels = paddle.to_tensor([0, -100])
+    loss = paddle.nn.functional.cross_entropy(paddle.zeros([2, 2]), labels, ignore_index=-100)
+    # Log 2, or half of that.
+    return float(loss) > 0.5

@@ -27,6 +27,7 @@ from fleetpipe.callbacks import (
 )
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.mesh import AXES
 from fleetpipe.schedules import Schedule
 from tests import jobs
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
@@ -217,14 +218,8 @@ def test_a_run_tells_what_it_is_and_when_it_ran(
     assert about["command"] == ["train.py", "--wide"]
     assert about["config"] == {"width": 48, "where": str(tmp_path)}
     assert about["versions"]["fleetpipe"] == fleetpipe.__version__
-    assert about["layout"] == {
-        "processes": 1,
-        "pp": 2,
-        "dp": 1,
-        "mp": 1,
-        "sharding": 1,
-        "device": "cpu",
-    }
+    degrees = {**dict.fromkeys(AXES, 1), "pp": 2}
+    assert about["layout"] == {"processes": 1, **degrees, "device": "cpu"}
     training = about["training"]
     assert (training["epochs"], training["batches_per_epoch"]) == (2, 4)
     assert (training["micro_batches"], training["optimizer"]) == (STEPS, "Adam")
