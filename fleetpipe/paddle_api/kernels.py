@@ -1,6 +1,7 @@
 """Operations without the checks of their public functions, which take as long as a small kernel.
 
-Alike in 2.6.2 and 3.3.x, but for what :func:`mean_leaves_out_below_zero` asks. Autograd, automatic casts and ``capture`` see them as any other.
+Alike in 2.6.2 and 3.3.x, but for what :func:`mean_leaves_out_below_zero` asks. Autograd, automatic
+casts and ``capture`` see them as any other.
 """
 
 from __future__ import annotations
