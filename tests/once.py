@@ -23,7 +23,7 @@ ONCE: dict[str, tuple[str, ...]] = {
         *("test_heap.py", "test_log.py"),
         *("cli/test_arguments.py", "cli/test_cli_schedules.py", "cli/test_cli_streams.py"),
         "cli/test_cli_usage.py",
-        *("watch/test_page.py", "watch/test_slow_ranks.py"),
+        *("watch/test_board.py", "watch/test_slow_ranks.py"),
     ),
     "reads the repository's files or builds its packages": (
         *("test_environment.py", "test_errors.py", "test_house.py", "test_kubernetes.py"),

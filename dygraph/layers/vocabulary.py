@@ -312,8 +312,8 @@ class VocabularyLoss:
 
     Args:
         ignore_index: The label of rows that do not count.
-        reduction: "mean" over the rows that count, or "sum". As in Paddle's ``CrossEntropyLoss``, all
-            rows count where ``ignore_index`` is below 0 (in 3.3, not in 2.6).
+        reduction: "mean" over the rows that count, or "sum". As in Paddle's ``CrossEntropyLoss``
+            all rows count where ``ignore_index`` is below 0 (in 3.3, not in 2.6).
 
     Raises:
         ConfigError: Another reduction.

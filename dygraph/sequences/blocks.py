@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
             yield Chunk(self.begin + start, self.values[..., part, :], documents)
 
 
-class Rows:
+class OnlineSoftmax:
     """A tile of queries in forward: what they have seen so far."""
 
     def __init__(self, queries: Chunk) -> None:
@@ -73,7 +73,7 @@ class Rows:
         return self._sum / self._total, self._top + paddle.log(self._total)
 
 
-class RowsBackward:
+class AttentionBackward:
     """A tile of queries in backward: gathers their gradient."""
 
     def __init__(self, queries: Chunk, output: Tensor, log_total: Tensor, grad: Tensor) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fleetpipe.aliases import Context, Tensor
-from fleetpipe.dygraph.sequences.blocks import Chunk, Rows, RowsBackward
+from fleetpipe.dygraph.sequences.blocks import Chunk, OnlineSoftmax, AttentionBackward
 from fleetpipe.dygraph.sequences.parts import SequenceRanks
 from fleetpipe.dygraph.tensor_parallel.operations import noting
 from fleetpipe.paddle_api import paddle
@@ -103,7 +103,7 @@ class _RingAttention(paddle.autograd.PyLayer):
     def forward(ctx: Context, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
         queries, keys = _by_head(query, key.shape[2]), paddle.stack([key, value])
         keys = keys.transpose([0, 1, 3, 2, 4])
-        rows = [Rows(tile) for chunk in ring.cut(queries) for tile in chunk.tiles()]
+        rows = [OnlineSoftmax(tile) for chunk in ring.cut(queries) for tile in chunk.tiles()]
         chunks = ring.cut(keys)
         for chunk in chunks:
             _look(rows, chunk, ring.causal)
@@ -125,7 +125,7 @@ class _RingAttention(paddle.autograd.PyLayer):
         rows = []
         for chunk, tiles in zip(ring.cut(queries), parts):
             for tile, *values in zip(chunk.tiles(), *tiles):
-                rows.append(RowsBackward(tile, *(one.values for one in values)))
+                rows.append(AttentionBackward(tile, *(one.values for one in values)))
         chunks = ring.cut(keys)
         totals: list[Tensor] = [_look_back(rows, chunk, ring.causal) for chunk in chunks]
         for turn in ring.rounds():
@@ -151,13 +151,15 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Ten
     return apply(query, key, value, ring)
 
 
-def _look(rows: Sequence[Rows], keys: Chunk | None, causal: bool) -> None:
+def _look(rows: Sequence[OnlineSoftmax], keys: Chunk | None, causal: bool) -> None:
     for tile in () if keys is None else keys.tiles():
         for one in rows:
             one.see(tile, causal)
 
 
-def _look_back(rows: Sequence[RowsBackward], keys: Chunk | None, causal: bool) -> Tensor | None:
+def _look_back(
+    rows: Sequence[AttentionBackward], keys: Chunk | None, causal: bool
+) -> Tensor | None:
     """Returns the gradient of a chunk of keys and values."""
     if keys is None:
         return None
