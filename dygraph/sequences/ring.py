@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fleetpipe.aliases import Context, Tensor
-from fleetpipe.dygraph.sequences.blocks import Chunk, OnlineSoftmax, AttentionBackward
+from fleetpipe.dygraph.sequences.blocks import AttentionBackward, Chunk, OnlineSoftmax
 from fleetpipe.dygraph.sequences.parts import SequenceRanks
 from fleetpipe.dygraph.tensor_parallel.operations import noting
 from fleetpipe.paddle_api import paddle
