@@ -18,6 +18,7 @@ from fleetpipe.aliases import Context, Nest, Tensor
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.kernels import mean_leaves_out_below_zero
+from fleetpipe.representation import shows
 
 # Typed: Paddle's own is not.
 _multiply: Callable[..., Tensor] = paddle.matmul
@@ -26,6 +27,7 @@ _LayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.LayerDesc
 _SharedLayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.SharedLayerDesc
 
 
+@shows("hidden", "vocabulary", "tied")
 class _Description:
     """What stands in a list of layers until the number of ranks is known."""
 
@@ -35,6 +37,7 @@ class _Description:
                 raise ConfigError(
                     f"{name} of a {type(self).__name__} is a number of 1 or more",
                     got=f"{name}={size!r}",
+                    fix="give the whole number that the layers before it, or the labels, have",
                 )
         self.hidden, self.vocabulary = hidden, vocabulary
         self.weight_attr, self.tied = weight_attr, tied
@@ -307,6 +310,7 @@ def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -1
     return (losses * counted.astype(losses.dtype)).reshape(label.shape)
 
 
+@shows("ignore_index", "reduction")
 class VocabularyLoss:
     """The loss of a model whose last layer is a :class:`VocabularyHead`.
 

@@ -24,6 +24,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import SEQUENCE_PARALLEL
+from fleetpipe.paddle_api.tensor import call_after_gradient
 
 mark_as_sequence_parallel_parameter = SEQUENCE_PARALLEL.mark_as_sequence_parallel_parameter
 is_sequence_parallel_parameter = SEQUENCE_PARALLEL.is_sequence_parallel_parameter
@@ -203,7 +204,7 @@ def register_sequence_parallel_allreduce_hooks(
     if accumulation_steps <= 0 or group.nranks == 1 or (job is not None and job.degrees.pp > 1):
         return
     for parameter in marked(model.parameters()):
-        parameter._register_backward_hook(_summing(parameter, accumulation_steps, group))
+        call_after_gradient(parameter, _summing(parameter, accumulation_steps, group))
 
 
 def _summing(parameter: Tensor, accumulation_steps: int, group: PaddleGroup) -> Callable[[], None]:

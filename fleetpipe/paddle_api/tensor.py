@@ -115,6 +115,11 @@ def is_made_by_pylayer(tensor: Tensor) -> bool:
     return str(tensor.grad_fn.name()).startswith("GradNodePyLayer")
 
 
+def call_after_gradient(parameter: Tensor, function: Callable[..., None]) -> None:
+    """Has ``function`` called whenever a gradient has been added to ``parameter``."""
+    parameter._register_backward_hook(function)
+
+
 def run_reduce_hooks(parameter: Tensor) -> None:
     """Runs what was registered to run whenever a gradient has been added to ``parameter``."""
     parameter._apply_backward_hook()

@@ -206,7 +206,7 @@ def test_the_options_survive_a_copy_and_merge() -> None:
     ("configs", "message"),
     [
         ({"timout": 5}, "did you mean 'timeout'"),
-        ({"loss_reduction": "average"}, "'mean' or 'sum'"),
+        ({"loss_reduction": "average"}, "'mean', 'sum' or 'tokens'"),
         ({"rng": None}, "'keyed' or 'fleet'"),
         ({"fetch": "first"}, "'mean', 'last' or 'all'"),
         ({"groups": 4}, "no list of sizes"),

@@ -1,4 +1,4 @@
-"""What of the package other hosts can connect to: the ranks' mesh and Paddle's store alone.
+"""What of the package others can connect to: the ranks' mesh, Paddle's store, and ``--serve``.
 
 Before a job on several nodes of Ray begins, each opens a port for some seconds, which others try to
 reach; nothing is read from it.
@@ -31,4 +31,5 @@ def test_nothing_else_listens() -> None:
         ("fleetpipe/transport/joining/hosts.py", "Listener"),  # what it returns
         ("fleetpipe/paddle_api/topology.py", "TCPStore"),
         ("fleetpipe/ray/nodes.py", "create_server"),  # see above
+        ("fleetpipe/watch/server.py", "start_server"),  # where it is asked for
     }

@@ -20,6 +20,8 @@ from fleetpipe.checkpoint.tools.differences import differences
 from fleetpipe.checkpoint.tools.merging import merge
 from fleetpipe.errors import CheckpointError, ConfigError, printable
 
+#: Shown however many ways they are split; the others where they are.
+_USUAL_AXES = ("dp", "mp", "pp", "sharding")
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -93,7 +95,8 @@ def _show(arguments: argparse.Namespace) -> int:
     reader = manifest.read(_folder(arguments.path, arguments.step))
     _say(f"step       {reader.step}")
     _say(f"written by {_listed(reader.versions)}")
-    _say(f"layout     {_listed(reader.layout)} (any other reads it)")
+    layout = {axis: n for axis, n in reader.layout.items() if n > 1 or axis in _USUAL_AXES}
+    _say(f"layout     {_listed(layout)} (any other reads it)")
     _say(f"optimizer  {reader.optimizer or 'none'}")
     if reader.metrics:
         _say(f"metrics    {_listed(reader.metrics)}")

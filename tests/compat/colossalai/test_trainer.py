@@ -201,7 +201,7 @@ def test_a_training_with_checkpoints_goes_on(program: Any, tmp_path: Path) -> No
 
 
 def test_tensorboard_needs_its_library(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("fleetpipe.fit.callbacks.metrics_logger.find_spec", lambda name: None)
+    monkeypatch.setattr("fleetpipe.fit.callbacks.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="tensorboardX"):
         hooks.TensorboardHook(tmp_path)
 
@@ -210,7 +210,9 @@ def test_values_reach_tensorboard(program: Any, tmp_path: Path, monkeypatch: Any
     rows: list[Any] = []
 
     class Sink:
-        def __init__(self, folder: Path, step: int) -> None:
+        package = "tensorboardX"
+
+        def __init__(self, folder: Path, step: int, config: Any) -> None:
             assert folder == tmp_path
 
         def write(self, row: Any) -> None:
@@ -220,7 +222,7 @@ def test_values_reach_tensorboard(program: Any, tmp_path: Path, monkeypatch: Any
             pass
 
     logging = "fleetpipe.fit.callbacks.metrics_logger"
-    monkeypatch.setattr(f"{logging}.find_spec", lambda name: name)
+    monkeypatch.setattr("fleetpipe.fit.callbacks.trackers.find_spec", lambda name: name)
     monkeypatch.setitem(__import__(logging, fromlist=["_"])._SINKS, "tensorboard", Sink)
     hook_list = [hooks.TensorboardHook(tmp_path), hooks.AccuracyHook(col_nn.metric.Accuracy())]
     data = [batch(7)]

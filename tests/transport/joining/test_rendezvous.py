@@ -8,8 +8,8 @@ from collections.abc import Collection
 import pytest
 
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout
-from fleetpipe.transport.joining import rendezvous
-from fleetpipe.transport.joining.rendezvous import await_keys
+from fleetpipe.transport import limit
+from fleetpipe.transport.limit import Limit, await_keys
 from tests.transport.helpers import ThreadStore
 
 KEYS = {rank: f"here/{rank}" for rank in range(100)}
@@ -34,9 +34,9 @@ def failure(missing: list[int], ended: set[int]) -> FleetPipeError:
 
 
 def test_each_key_is_asked_for_until_its_rank_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous.time, "sleep", lambda _: None)
+    monkeypatch.setattr(limit.time, "sleep", lambda _: None)
     store = CountingStore()
-    assert list(await_keys(store, KEYS, lambda: False, failure)) == list(KEYS)
+    assert list(await_keys(store, KEYS, Limit(60), failure)) == list(KEYS)
     assert set(store.asked.values()) == {3}
 
 
@@ -44,14 +44,14 @@ def test_at_the_limit_all_who_are_missing_are_named() -> None:
     store = CountingStore(never=[2, 5])
     for rank in KEYS:
         store.asked[KEYS[rank]] = 3
-    arriving = await_keys(store, KEYS, lambda: True, failure)
+    arriving = await_keys(store, KEYS, Limit(0), failure)
     with pytest.raises(PipelineTimeout, match=r"^\[2, 5\] \[\]"):
         list(arriving)
 
 
 def test_who_has_ended_before_it_came_ends_the_wait() -> None:
     store = CountingStore(never=[2, 5])
-    arriving = await_keys(store, KEYS, lambda: False, failure, lambda: [5])
+    arriving = await_keys(store, KEYS, Limit(60), failure, lambda: [5])
     with pytest.raises(PeerFailed, match=r"\[5\]$"):
         list(arriving)
 
@@ -60,8 +60,10 @@ def test_who_has_come_may_end_while_others_are_missing(monkeypatch: pytest.Monke
     store = CountingStore(never=[2])
     store.asked[KEYS[5]] = 3
     naps: list[float] = []
-    monkeypatch.setattr(rendezvous.time, "sleep", naps.append)
-    arriving = await_keys(store, KEYS, lambda: len(naps) > 20, failure, lambda: [5])
+    monkeypatch.setattr(limit.time, "sleep", naps.append)
+    arriving = await_keys(
+        store, KEYS, Limit(60), failure, lambda: [5], given_up=lambda: len(naps) > 20
+    )
     with pytest.raises(PipelineTimeout, match=r"^\[2\] \[\]"):
         list(arriving)
     # It sleeps between its looks, longer and longer.
