@@ -97,7 +97,9 @@ class RunProgress:
 
     def record(self, rank: int, action: str, with_rows: bool) -> RankRecord:
         """Returns what the process says of itself now, and forgets the rows that are in it."""
-        now, last = time.monotonic(), list(self._last)
+        # Each once, and before the clock: the main thread goes on meanwhile, and no age is below 0.
+        ended, saved, last = self._ended, self._saved, list(self._last)
+        now = time.monotonic()
         spans = sum(row.span for row in last)
         rows: tuple[StepRow, ...] = ()
         if with_rows:
@@ -112,14 +114,14 @@ class RunProgress:
             self.awaited(),
             self.step,
             self.steps,
-            None if self._ended is None else now - self._ended,
+            None if ended is None else now - ended,
             spans / len(last) if last else 0.0,
             min(1.0, sum(row.wall for row in last) / spans) if spans else 0.0,
             self.samples,
             self.memory(),
             incoming,
             outgoing,
-            None if self._saved is None else self._saved[0],
-            None if self._saved is None else now - self._saved[1],
+            None if saved is None else saved[0],
+            None if saved is None else now - saved[1],
             rows,
         )

@@ -36,7 +36,7 @@ def test_a_head_makes_a_valid_schedule_of_any_size(name: str, p: int, m: int) ->
 def test_the_drawing_of_the_file_is_of_its_schedule() -> None:
     assert head.__doc__ is not None
     drawn = [line.strip() for line in head.__doc__.splitlines() if line.startswith("    rank")]
-    rendered = render(build("1F1B", ranks=2, micro_batches=4, head=True).simulate())
+    rendered = render(build("1F1B", ranks=2, micro_batches=4, head=True).simulate(), width=160)
     assert [line.rstrip() for line in rendered.splitlines()[:2]] == drawn
 
 

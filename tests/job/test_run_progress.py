@@ -1,0 +1,29 @@
+"""A rank's account of its steps, which another thread reads while they go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleetpipe.job import run_progress
+from fleetpipe.job.run_progress import RunProgress
+
+
+def test_a_save_that_ends_while_a_record_is_made_has_no_age_below_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other ranks refuse such a record, and the job ended with it."""
+    progress = RunProgress()
+    clock = iter(range(100, 200))
+    monkeypatch.setattr(run_progress.time, "monotonic", lambda: float(next(clock)))
+    with progress.saving(1):
+        pass
+
+    def saved_meanwhile() -> tuple[int, int]:
+        with progress.saving(2):
+            pass
+        return 0, 0
+
+    progress.queues = saved_meanwhile
+    record = progress.record(0, "F0.0", with_rows=True)
+    assert (record.saved, record.saved_age) == (1, 1.0)
+    assert progress.record(0, "F0.0", with_rows=False).saved == 2
