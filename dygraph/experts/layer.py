@@ -10,6 +10,7 @@ from fleetpipe.dygraph.experts import exchange, operations
 from fleetpipe.dygraph.experts.members import expert_parallel, members_of
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.kernels import CAN_GATHER_NOTHING
 
 
 class ExpertList(paddle.nn.LayerList):
@@ -95,16 +96,20 @@ class Experts(paddle.nn.Layer):
             tokens.stop_gradient = False
         counts = operations.number_count(choices, self.experts.total)
         order = operations.by_expert(choices.flatten())[choices.size - int(counts.sum()) :]
+        if order.shape[0] == 0 and not CAN_GATHER_NOTHING:
+            return tokens.scale(0.0)  # without ep_degree no other rank waits
         rows = paddle.gather(tokens, order // choices.shape[1])
         ranks = self._group.ranks
         counts_in = paddle.concat(self._group.all_to_all(paddle.split(counts, ranks)))
         arrived = exchange.scatter(rows, counts, counts_in, self._group)
         outputs = exchange.gather(self._run(arrived, counts_in), counts, counts_in, self._group)
         width = outputs.shape[-1]
-        places = paddle.zeros([choices.size, width], outputs.dtype)
-        # Backward comes by both exchanges without a token too: other ranks wait in them.
-        filled = outputs.shape[0] > 0
-        by_choice = paddle.scatter(places, order, outputs) if filled else places + outputs.sum()
+        if outputs.shape[0] > 0:
+            places = paddle.zeros([choices.size, width], outputs.dtype)
+            by_choice = paddle.scatter(places, order, outputs)
+        else:
+            # Backward comes by both exchanges without a token too: other ranks wait in them.
+            by_choice = paddle.zeros([choices.size, width], outputs.dtype) + outputs.sum()
         return (by_choice.reshape([*choices.shape, width]) * weights.unsqueeze(-1)).sum(axis=1)
 
     def _run(self, arrived: Tensor, counts_in: Tensor) -> Tensor:

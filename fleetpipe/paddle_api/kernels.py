@@ -13,7 +13,10 @@ from typing import Callable
 from paddle import _C_ops
 
 from fleetpipe.aliases import Tensor
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import VERSION, paddle
+
+#: Whether a gather by no index has a backward (3.x); on 2.6.2 it ends the process.
+CAN_GATHER_NOTHING: bool = not VERSION.startswith("2.")
 
 _matmul: Callable[..., Tensor] = _C_ops.matmul
 _add: Callable[..., Tensor] = _C_ops.add
