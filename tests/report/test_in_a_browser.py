@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import re
@@ -126,8 +127,15 @@ def looked_at(browser: str, page: Path, width: int, folder: Path, *flags: str) -
         document.body.append(told.cloneNode(true)); }, 100));</script>"""
     file = folder / "probed.html"
     file.write_text(f"<!DOCTYPE html><body>{frame}</iframe>{relay}</body>", encoding="utf-8")
-    words = [browser, *FLAGS, *flags, f"--user-data-dir={folder / 'profile'}", file.as_uri()]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    done = None
+    for attempt in range(3):
+        profile = folder / f"profile-{attempt}"
+        words = [browser, *FLAGS, *flags, f"--user-data-dir={profile}", file.as_uri()]
+        # Headless Chromium stays silent at some starts, on an idle machine too.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(words, capture_output=True, text=True, timeout=40, check=True)
+            break
+    assert done is not None, "the browser has not started in three attempts"
     told = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
     assert told, done.stderr
     return json.loads(html.unescape(told[-1]))
