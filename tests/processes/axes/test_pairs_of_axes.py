@@ -10,6 +10,7 @@ from paddle import nn
 
 from fleetpipe import fleet
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import VERSION
 from tests import jobs
 from tests.pipelines import CLASSES, FEATURES, ROWS, batch, pipeline
 
@@ -60,6 +61,8 @@ def _gap(degrees: dict[str, int]) -> dict[str, float]:
 
 
 def test_copies_along_sequences_train_as_one_device_does(on_ranks: Call) -> None:
-    pairs = [("pp", "cp"), ("pp", "sep"), ("sharding", "cp"), ("dp", "sep")]
+    pairs = [("pp", "sep"), ("dp", "sep")]
+    if not VERSION.startswith("2."):  # 2.6.2 has no cp_degree
+        pairs += [("pp", "cp"), ("sharding", "cp")]
     for rank in on_ranks(gaps, 4, pairs):
         assert [max(pair.values()) < 2e-6 for pair in rank] == [True] * len(pairs), rank

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fleetpipe.paddle_api import VERSION
 from tests.processes.axes.sequences_worker import train_each
 
 CASES = [
@@ -21,6 +22,9 @@ CASES = [
     ("members of parts", {"pp": 1, "mp": 2, "cp": 2}, "1F1B", {}),
     ("parts", {"pp": 1, "sep": 2, "cp": 2}, "1F1B", {}),
 ]
+if VERSION.startswith("2."):
+    # It has no cp_degree, and weights of its own sequence-parallel layers do not say how they are cut.
+    CASES = [case for case in CASES if "cp" not in case[1] and case[0] != "paddles members"]
 
 
 @pytest.mark.timeout(300)
