@@ -254,11 +254,13 @@ def test_a_process_on_its_way_out_is_left_alone(
 
 
 def test_a_peer_that_does_not_read_holds_up_nobody(begin: Begin) -> None:
-    first, _second, third = begin(3)
+    first, second, third = begin(3)
     peer = first._peers[1]
-    with first._lock:
+    record_of_rank = RankRecord(0, "x" * 100).content()
+    # Without its lock the second one cannot read, however fast this thread writes.
+    with first._lock, second._lock:
         while not peer.unsent:
-            peer.tell({"kind": "status", "record": RankRecord(0, "x" * 100).content()})
+            peer.tell({"kind": "status", "record": record_of_rank})
     fail(first, ValueError("boom"))
     assert soon(lambda: third.failure)
 
