@@ -27,7 +27,7 @@ from fleetpipe.paddle_api import paddle
 class SequenceRanks(NamedTuple):
     """The ranks that share each sequence of one replica, as one of them sees them.
 
-    Args:
+    Attributes:
         sep: Those whose attention exchanges places for heads.
         cp: Those whose attention passes keys and values around.
     """
