@@ -46,22 +46,22 @@ class Benchmark(NamedTuple):
 
 #: What ``make benchmarks`` runs; the limits add up to 40 minutes.
 FULL = (
-    Benchmark("pipeline", "--repeats 7", 420),
+    Benchmark("pipeline", "--repeats 7", 480),
     Benchmark("run_schedules", "--repeats 5", 330),
-    Benchmark("plan", "--rounds 3 --steps 5", 330),
-    Benchmark("vocabulary", "--blocks 8 --ranks 2,4 --rounds 2", 120),
-    Benchmark("split_backward", "--repeats 5", 150),
-    Benchmark("transport", "--seconds 0.5", 60),
-    Benchmark("start", "--repeats 3", 150),
-    Benchmark("schedules", "", 120),
-    Benchmark("search", "--most 16", 120),
-    Benchmark("slices", "", 120),
-    Benchmark("captured_cuts", "--repeats 5", 90),
-    Benchmark("fit", "", 60),
-    Benchmark("async_save", "--repeats 8 --rows 64 --blocks 6", 90),
-    Benchmark("checkpoint", "--megabytes 200 --repeats 3", 60),
+    Benchmark("plan", "--rounds 2 --steps 4", 500),
+    Benchmark("vocabulary", "--blocks 8 --ranks 2,4 --rounds 2", 140),
+    Benchmark("split_backward", "--repeats 3", 180),
+    Benchmark("transport", "--seconds 0.5", 40),
+    Benchmark("start", "--repeats 3", 160),
+    Benchmark("schedules", "", 60),
+    Benchmark("search", "--most 16", 40),
+    Benchmark("slices", "", 100),
+    Benchmark("captured_cuts", "--repeats 5", 70),
+    Benchmark("fit", "", 70),
+    Benchmark("async_save", "--repeats 8 --rows 64 --blocks 6", 60),
+    Benchmark("checkpoint", "--megabytes 200 --repeats 3", 40),
     Benchmark("static", "", 30),
-    Benchmark("restart", "--kills 6", 150),
+    Benchmark("restart", "--kills 6", 100),
 )
 #: What ``make benchmarks-short`` runs, within five minutes.
 SHORT = (
