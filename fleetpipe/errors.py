@@ -76,6 +76,10 @@ class StateError(FleetPipeError, RuntimeError):
     """A call that came too early or too late: before ``fleet.init``, or after its job ended."""
 
 
+class NotInitialized(StateError, AttributeError):
+    """There is no job, which libraries find out by the AttributeError that Paddle's Fleet raises."""
+
+
 class ScheduleError(FleetPipeError, ValueError):
     """A schedule or plan that is incomplete, out of order, deadlocks or passes its memory cap."""
 

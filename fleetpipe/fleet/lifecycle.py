@@ -15,7 +15,7 @@ from typing import Any
 from fleetpipe import log, static
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import tensor_parallel
-from fleetpipe.errors import ConfigError, FleetPipeError, StateError
+from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateError
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import agreement, job, meeting, reporting, slurm, start
 from fleetpipe.job.groups import topology as fleet_topology
@@ -184,12 +184,12 @@ def get_hybrid_communicate_group() -> HybridCommunicateGroup:
     """Returns the topology of the job: Paddle's own object, or one process's stand-in for it.
 
     Raises:
-        StateError: There is no job.
+        NotInitialized: There is no job.
     """
     try:
         return _fleet.get_hybrid_communicate_group()
-    except (AssertionError, AttributeError):  # the latter on 2.6.2
-        raise StateError(
+    except (AssertionError, AttributeError):
+        raise NotInitialized(
             "there is no topology before fleet.init, nor after fleet.shutdown",
             fix="call fleet.init(is_collective=True, strategy=strategy) first",
         ) from None

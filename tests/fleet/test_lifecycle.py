@@ -112,8 +112,10 @@ def test_one_process_tells_of_no_groups_of_paddles(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_topology_before_init_is_refused() -> None:
-    with pytest.raises(StateError, match=r"call fleet\.init\(is_collective=True"):
+    with pytest.raises(StateError, match=r"call fleet\.init\(is_collective=True") as raised:
         fleet.get_hybrid_communicate_group()
+    # Libraries' mixtures ask for it, and take what Paddle's Fleet raises for one device.
+    assert isinstance(raised.value, AttributeError)
 
 
 def test_another_job_may_begin_with_other_degrees_after_shutdown() -> None:
