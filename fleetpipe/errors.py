@@ -77,7 +77,7 @@ class StateError(FleetPipeError, RuntimeError):
 
 
 class NotInitialized(StateError, AttributeError):
-    """There is no job, which libraries find out by the AttributeError that Paddle's Fleet raises."""
+    """There is no job: an AttributeError too, as in Paddle's Fleet, which libraries catch."""
 
 
 class ScheduleError(FleetPipeError, ValueError):
