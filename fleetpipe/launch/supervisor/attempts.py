@@ -122,8 +122,10 @@ def _after_failure(
 def _account(number: int, verdict: Verdict) -> str:
     """Says how an attempt failed."""
     when = _progress(verdict) if verdict.step is None else f" in step {verdict.step}"
-    lines = [f"attempt {number} ended{when}: {verdict.culprit}"]
-    return "\n".join([*lines, *(f"    | {line}" for line in verdict.details.splitlines())])
+    said, *more = f"attempt {number} ended{when}: {verdict.culprit}".splitlines()
+    if verdict.shown:
+        return said
+    return "\n".join([said, *more, *(f"    | {line}" for line in verdict.details.splitlines())])
 
 
 def _progress(verdict: Verdict) -> str:

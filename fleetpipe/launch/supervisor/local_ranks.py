@@ -59,7 +59,7 @@ class Local:
     def end(self) -> Verdict:
         """Judges the attempt, once it has ended, and ends what is left of it."""
         try:
-            return judge(self._home, self._pods.code())
+            return judge(self._home, self._pods.code(), shown=0)
         finally:
             end_sessions(self._home)
 

@@ -31,6 +31,7 @@ class Verdict:
         raised: Whether it raised an error, as it would again.
         permanent: Whether no restart mends that error.
         gone: Whether a host was lost with it, which tells nothing of the step it was in.
+        shown: Whether the terminal has what it raised already.
         done: Steps that the pipeline did in the attempt; None where ``step`` says more.
     """
 
@@ -42,6 +43,7 @@ class Verdict:
     raised: bool = False
     permanent: bool = False
     gone: bool = False
+    shown: bool = False
     done: int | None = None
 
     def repeats(self, other: Verdict) -> bool:
@@ -73,8 +75,14 @@ class Verdict:
         return error.partition(":")[0], re.findall(r'File "[^"]+", line \d+', self.details)[-1:]
 
 
-def judge(home: Path, code: int) -> Verdict:
-    """Judges an attempt by what its ranks and its launcher left in its folder."""
+def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
+    """Judges an attempt by what its ranks and its launcher left in its folder.
+
+    Args:
+        home: The folder.
+        code: That of the launcher.
+        shown: The rank whose output is on the terminal; None: none is.
+    """
     saved = attempt_files.preempted_at(home)
     if code == 0 or saved is not None:
         return Verdict(code, saved)
@@ -91,7 +99,17 @@ def judge(home: Path, code: int) -> Verdict:
     words = f"{who} {failure.what}{signalled}: {failure.text}"
     details = "\n".join(failure.details.rstrip().splitlines()[-_MOST_LINES:])
     raised = failure.what == "raised"
-    return Verdict(code, None, step, words, details, raised, failure.permanent, done=done)
+    return Verdict(
+        code,
+        None,
+        step,
+        words,
+        details,
+        raised,
+        failure.permanent,
+        shown=raised and rank == shown,
+        done=done,
+    )
 
 
 def _first(home: Path) -> tuple[int | None, int, Failure | None]:

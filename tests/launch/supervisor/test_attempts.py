@@ -56,6 +56,14 @@ def through(*verdicts: Verdict, max_restart: int = 3) -> tuple[int, int, list[st
     raise AssertionError(f"attempt {attempt.number} is to begin")
 
 
+def test_what_the_terminal_has_is_not_said_again() -> None:
+    error = "rank 0 raised: ValueError: bad\n  got: 3"
+    verdict = Verdict(1, culprit=error, details="Traceback ..", raised=True)
+    assert "got: 3\n    | Traceback .." in through(verdict, max_restart=0)[2][0]
+    _, _, said = through(replace(verdict, shown=True), max_restart=0)
+    assert said[0] == "attempt 1 ended: rank 0 raised: ValueError: bad"
+
+
 @pytest.mark.parametrize(
     ("ends", "code"),
     [

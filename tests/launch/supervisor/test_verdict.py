@@ -67,6 +67,8 @@ def test_a_rank_that_raised_is_named_with_the_end_of_its_traceback(home: Home) -
     assert (verdict.code, verdict.step, verdict.raised) == (1, 3, True)
     assert verdict.culprit == "rank 0 raised: MemoryError: 80 GiB"
     assert verdict.details == RAISED.details
+    assert not verdict.shown
+    assert judge(home.path, 1, shown=0).shown
 
 
 def test_a_script_that_counts_no_steps_did_those_of_the_rank_that_came_furthest(home: Home) -> None:
