@@ -84,6 +84,7 @@ class Trace:
         self._schedule = schedule
         self._group = group
         self._steps: deque[list[Event]] = deque(maxlen=most_steps)
+        self._numbers: deque[int] = deque(maxlen=most_steps)
         self._count = 0
         self._offset, self.clock_error = _clock(group)
 
@@ -130,14 +131,19 @@ class Trace:
         for records in self._records.values():
             records.clear()
 
-    def end_step(self) -> None:
-        """Gathers the step's events on rank 0. Collective."""
+    def end_step(self, number: int | None = None) -> None:
+        """Gathers the step's events on rank 0. Collective.
+
+        Args:
+            number: Of the step in its run, from 1; None: how many were recorded by then.
+        """
         shifted = {
             str(rank): [(n, start - self._offset, end - self._offset) for n, start, end in records]
             for rank, records in self._records.items()
         }
         gathered = self._group.all_gather(shifted)
         self._count += 1
+        self._numbers.append(self._count if number is None else number)
         if self._group.rank == 0:
             merged = {rank: records for part in gathered for rank, records in part.items()}
             self._steps.append(
@@ -173,10 +179,9 @@ class Trace:
         }
         microseconds = dict.fromkeys(tracks, MICROSECONDS_PER_SECOND)
         placement = self._schedule.placement
-        write_trace(self._folder / "trace.json", tracks, placement, microseconds=microseconds)
-        title = (
-            f"measured: the last of {self._count} steps · bubble {figures_of(last).bubble_rate:.2%}"
-        )
+        path, numbers = self._folder / "trace.json", list(self._numbers)
+        write_trace(path, tracks, placement, microseconds=microseconds, steps=numbers)
+        title = f"measured: step {self._numbers[-1]} · bubble {figures_of(last).bubble_rate:.2%}"
         beside = panel_of(predicted, "s", "predicted")
         shown = Panel(title, _moved(last, -last_begin), placement, "s")
         drawn = self._draw({"predicted.png": [beside], "measured.png": [shown, beside]})

@@ -84,19 +84,13 @@ def drawings(pipeline: Pipeline) -> list[Drawing]:
     costs = "with the mean cost of each action" if pipeline.unit else "if F, I and W took as long"
     predicted = _panel(f"Predicted {costs}", pipeline, pipeline.predicted)
     count = len(pipeline.traced)
+    titles = [f"Measured, step {number:,}" for number in pipeline.numbers] or ["Measured"]
     # Many steps of many boxes each would be a page that no browser likes.
     most = min(_MOST_BOXES, 4 * _MOST_BOXES // max(1, count))
     return [
-        laid_out([predicted, _panel(_measured(number, count), pipeline, events)], most)
-        for number, events in enumerate(pipeline.traced or [[]], 1)
+        laid_out([predicted, _panel(title, pipeline, events)], most)
+        for title, events in zip(titles, pipeline.traced or [[]])
     ]
-
-
-def _measured(number: int, count: int) -> str:
-    if count <= 1:
-        return "Measured"
-    which = "the last" if number == count else f"number {number}"
-    return f"Measured, {which} of {count} traced steps"
 
 
 def _panel(title: str, pipeline: Pipeline, events: Sequence[Event]) -> Panel:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.schedules import Placement, Schedule
-from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND
+from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, steps_of
 from fleetpipe.schedules.forms.events import Event, events_of
 
 _TRACKS = ("predicted", "measured")
@@ -27,6 +27,7 @@ class Pipeline:
         predicted: What the schedule does, simulated with the mean costs of the trace; without one
             with a cost of 1 for each of F, I and W.
         traced: What ran in each step that was traced; empty without a trace.
+        numbers: The numbers of these steps in the run.
         unit: Of the times: ``"s"``, or nothing where they are costs of 1.
         peaks: Most forwards that the schedule has each rank hold; empty where it is not known.
     """
@@ -34,6 +35,7 @@ class Pipeline:
     placement: Placement
     predicted: list[Event]
     traced: list[list[Event]]
+    numbers: Sequence[int] = ()
     unit: str = ""
     peaks: tuple[float, ...] = ()
 
@@ -61,20 +63,22 @@ def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
         if simulated is None:
             return None
         return Pipeline(simulated.schedule.placement, events_of(simulated), [], peaks=peaks)
-    tracks, stages = _read(trace)
+    document = json.loads(trace.read_text(encoding="utf-8"))
+    tracks, stages = _read(document, trace.name)
     steps = _steps(tracks["measured"])
     return Pipeline(
         placement_of(stages),
         _from_zero(tracks["predicted"]),
         [_from_zero(step) for step in steps],
+        steps_of(document, len(steps)),
         unit="s",
         peaks=peaks,
     )
 
 
-def _read(path: Path) -> tuple[dict[str, list[Event]], dict[int, int]]:
+def _read(document: Any, name: str) -> tuple[dict[str, list[Event]], dict[int, int]]:
     """Returns the actions of each track of a trace, in seconds, and the ranks of the stages."""
-    entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    entries = document["traceEvents"]
     names = {
         entry["pid"]: str(entry["args"]["name"]).split()
         for entry in entries
@@ -90,7 +94,7 @@ def _read(path: Path) -> tuple[dict[str, list[Event]], dict[int, int]]:
         event = Event(int(rank), entry["name"], start, start + seconds)
         for action in event.actions:
             if stages.setdefault(action.stage, event.rank) != event.rank:
-                raise ValueError(f"stage {action.stage} is on two ranks in {path.name}")
+                raise ValueError(f"stage {action.stage} is on two ranks in {name}")
         if event.actions:
             tracks[track].append(event)
     return tracks, stages

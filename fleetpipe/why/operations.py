@@ -13,6 +13,7 @@ from fleetpipe.errors import ConfigError, PackageNotFound
 from fleetpipe.extras import INSTALLED_BY
 from fleetpipe.schedules import Action, Fused, Recv, Send, SliceNumber
 from fleetpipe.schedules.action import parts
+from fleetpipe.schedules.forms.chrome import steps_of
 from fleetpipe.schedules.operations import parse_op
 
 #: Columns that a table has to have; ``replica``, ``chunk`` and ``micro_batch`` are 0 without one.
@@ -131,7 +132,9 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
         ) from error
     if not operations:
         raise ConfigError("the trace has no actions", where=str(path), fix="trace a whole step")
-    return _stepped(_counted(operations))
+    stepped = _stepped(_counted(operations))
+    numbers = steps_of(document, 1 + max(one.step for one in stepped), first=0)
+    return [one._replace(step=numbers[one.step]) for one in stepped]
 
 
 def _traced(record: Mapping[str, Any], process: str) -> Iterator[TracedOperation]:

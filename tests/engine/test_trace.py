@@ -12,8 +12,10 @@ import pytest
 from fleetpipe import fleet
 from fleetpipe.engine.trace import Trace, measured_costs
 from fleetpipe.mesh.groups import SoleGroup
+from fleetpipe.report.timelines import pipeline_of
 from fleetpipe.schedules import Costs, build
 from fleetpipe.schedules.forms.events import Event, events_of
+from fleetpipe.why.operations import read_trace
 from tests.pipelines import batch, job, pipeline, sgd
 
 
@@ -49,6 +51,7 @@ def test_the_actions_of_every_step_stand_in_the_order_of_the_schedule(
     document = json.loads((tmp_path / "new" / "trace.json").read_text())
     rows = build(schedule, ranks=3, micro_batches=4).actions
     assert actions(document, 3) == [[str(action) for action in row] * 2 for row in rows]
+    assert document["otherData"]["steps"] == [1, 2]
     for picture in ("measured.png", "predicted.png"):
         assert (tmp_path / "new" / picture).read_bytes().startswith(b"\x89PNG")
     told = caplog.text
@@ -61,12 +64,17 @@ def test_the_actions_of_every_step_stand_in_the_order_of_the_schedule(
 def test_the_first_step_of_a_job_counts_in_no_figure(tmp_path: Path, kept: int, told: str) -> None:
     schedule = build("1F1B", ranks=2, micro_batches=2)
     trace = Trace(tmp_path, schedule, range(2), SoleGroup(), most_steps=kept)
-    for forward in ((100, 1), (1, 1), (1, 1)):
+    for number, forward in ((40, (100, 1)), (50, (1, 1)), (51, (1, 1))):
         trace.begin_step()
         for event in events_of(schedule.simulate(Costs(forward))):
             trace._records[event.rank].append((event.name, event.start, event.end))
-        trace.end_step()
+        trace.end_step(number)
     assert f"bubble rate 0.3333 {told}, 0.3333 predicted" in str(trace.write())
+    steps = [40, 50, 51][-kept:]
+    pipeline = pipeline_of(None, tmp_path / "trace.json")
+    assert pipeline is not None
+    assert pipeline.numbers == steps
+    assert sorted({one.step for one in read_trace(tmp_path / "trace.json")}) == steps
 
 
 def test_without_matplotlib_a_trace_is_written_and_the_job_ends_well(

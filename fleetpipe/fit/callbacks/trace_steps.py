@@ -62,7 +62,7 @@ class TraceSteps(rank_policy.Callback):
         number = self.model.global_step
         if self._trace is None or number not in self._steps:
             return
-        self._trace.end_step()
+        self._trace.end_step(number)
         if number == max(self._steps):
             summary = self._trace.write()
             if summary is not None:

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.edges import Edge, checked_edges
@@ -24,6 +25,8 @@ _CATEGORIES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "wei
 #: Threads of a rank: 1 computes, the others carry transfers, several where they overlap.
 _COMPUTE = 1
 
+_MOST_STEPS = 1 << 63
+
 _Json = dict[str, object]
 
 
@@ -34,9 +37,10 @@ def write_trace(
     *,
     edges: Iterable[Edge] | None = None,
     microseconds: Mapping[str, float] | None = None,
+    steps: Sequence[int] = (),
 ) -> None:
     """Writes :func:`chrome_trace` to a file."""
-    document = chrome_trace(tracks, placement, edges=edges, microseconds=microseconds)
+    document = chrome_trace(tracks, placement, edges=edges, microseconds=microseconds, steps=steps)
     Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
@@ -46,6 +50,7 @@ def chrome_trace(
     *,
     edges: Iterable[Edge] | None = None,
     microseconds: Mapping[str, float] | None = None,
+    steps: Sequence[int] = (),
 ) -> dict[str, object]:
     """Returns events in the Trace Event Format: a process for each rank, an "X" for each event.
 
@@ -57,6 +62,7 @@ def chrome_trace(
             has transfers the arrows join those.
         microseconds: For each track the microseconds in one unit of its times; by default 1000,
             which suits simulated ones. Measured ones, in seconds, take 1e6.
+        steps: The numbers of the measured steps in their run, in order; see :func:`steps_of`.
 
     Returns:
         A value for :func:`json.dumps`.
@@ -71,8 +77,29 @@ def chrome_trace(
         records += track.names(label, events)
         records += track.slices(events)
         records += track.arrows(f"{name} ", events, values)
-    units = {name: f"1 unit of time = {scale:g} microseconds" for name, scale in scales.items()}
-    return {"traceEvents": records, "displayTimeUnit": "ms", "otherData": units}
+    other: _Json = {
+        name: f"1 unit of time = {scale:g} microseconds" for name, scale in scales.items()
+    }
+    if steps:
+        other["steps"] = [*steps]
+    return {"traceEvents": records, "displayTimeUnit": "ms", "otherData": other}
+
+
+def steps_of(document: Mapping[str, Any], count: int, first: int = 1) -> Sequence[int]:
+    """Returns the numbers of a trace's steps in their run, as :func:`chrome_trace` took them.
+
+    Args:
+        document: The trace.
+        count: How many steps it has.
+        first: Where the trace does not say them, they count from this on.
+    """
+    other = document.get("otherData")
+    numbers = other.get("steps") if isinstance(other, dict) else None
+    if isinstance(numbers, list) and len(numbers) == count:
+        whole = all(type(n) is int and 0 <= n < _MOST_STEPS for n in numbers)
+        if whole and len(set(numbers)) == count:
+            return numbers
+    return range(first, first + count)
 
 
 class _Track:
