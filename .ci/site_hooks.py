@@ -40,10 +40,15 @@ def picture(words: list[str]) -> str:
         if main(["schedule", *words, "--plot", str(file)]) != 0:
             raise SystemExit(f"fleetpipe schedule {' '.join(words)} --plot fails")
         svg = file.read_text(encoding="utf-8")
+    return f'<div role="img" aria-label="{" ".join(words)}">{_in_a_page(svg)}</div>'
+
+
+def _in_a_page(svg: str) -> str:
     # Markdown ends a block of HTML at an empty line, and the page gives the width.
     svg = re.sub(r"\n\s*\n", "\n", svg[svg.index("<svg") :])
-    svg = re.sub(r'width="[^"]*" height="[^"]*"', 'style="width: 100%; height: auto"', svg, count=1)
-    return f'<div role="img" aria-label="{" ".join(words)}">{svg}</div>'
+    return re.sub(
+        r'width="[^"]*" height="[^"]*"', 'style="width: 100%; height: auto"', svg, count=1
+    )
 
 
 def cells() -> str:
@@ -53,7 +58,16 @@ def cells() -> str:
     for cell in found:
         text = "".join(cell["source"])
         texts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+        texts += [shown(output) for output in cell.get("outputs", ())]
     return "\n\n".join(texts).partition("\n")[2]
+
+
+def shown(output: dict[str, Any]) -> str:
+    """Returns what a cell of the notebook has shown, as it stands in the page."""
+    if "text" in output:
+        return f"```text\n{''.join(output['text']).rstrip()}\n```"
+    svg = "".join(output["data"]["image/svg+xml"])
+    return f'<div role="img" aria-label="schedule">{_in_a_page(svg)}</div>'
 
 
 def every_help() -> str:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import importlib
 import os.path
+import warnings
 from typing import TYPE_CHECKING
 
 from fleetpipe.version import __version__ as __version__
+
+# Paddle warns of it at every import where there is no ccache; it matters to those who compile.
+warnings.filterwarnings("ignore", "No ccache found")
 
 # In a checkout without symbolic links dygraph/ and static/ stand beside this folder alone.
 if not os.path.isdir(os.path.join(__path__[0], "dygraph")):

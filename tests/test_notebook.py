@@ -1,7 +1,8 @@
-"""The notebook of docs/ runs top to bottom in one process, and holds no outputs."""
+"""The notebook of docs/ runs top to bottom in one process, and holds what its cells show."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,14 @@ import pytest
 from fleetpipe.job.job import current_job
 from tests.launching import ROOT
 
-NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
-CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+_spec = importlib.util.spec_from_file_location("notebook", ROOT / ".ci" / "notebook.py")
+assert _spec is not None
+assert _spec.loader is not None
+NOTEBOOK = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(NOTEBOOK)
+CELLS = json.loads(NOTEBOOK.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+#: A loss to four digits, and what stages cost: other processors, and versions of Paddle, differ.
+OF_THIS_MACHINE = {"cell-12", "cell-16"}
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 
@@ -21,8 +28,7 @@ def test_the_cells_run_in_their_order(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
-    for cell in CODE:
-        exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}, {cell['id']}", "exec"), names)
+    shown = list(NOTEBOOK.run(CODE, names))
     assert current_job() is None
     # 1F1B on p ranks: (p - 1) / (m + p - 1) of the time is lost.
     assert names["bubbles"] == pytest.approx({m: 1 / (m + 1) for m in (1, 2, 4, 8, 16, 32)})
@@ -33,12 +39,29 @@ def test_the_cells_run_in_their_order(
     assert names["accuracy"] > 0.95
     assert [len(names["measured"][kind]) for kind in ("forward", "input_grad")] == [2, 2]
     assert 0 < names["expected"].bubble_rate < 1
-    shown = capsys.readouterr().out
-    assert "losses equal to the last bit: True" in shown
-    assert "rank 0  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---" in shown
     assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+    for cell, outputs in zip(CODE, shown):
+        texts, kept = (
+            ["".join(one["text"]) for one in each if "text" in one]
+            for each in (outputs, cell["outputs"])
+        )
+        if cell["id"] not in OF_THIS_MACHINE:
+            assert texts == kept, f"run .ci/notebook.py: {cell['id']} shows something else"
+    text = json.dumps(shown)
+    assert "losses equal to the last bit: True" in text
+    assert "rank 0  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---" in text
 
 
-def test_what_is_stored_is_what_was_written() -> None:
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CODE)
+def test_its_pictures_are_light() -> None:
+    pictures = [
+        "".join(output["data"]["image/svg+xml"])
+        for cell in CODE
+        for output in cell["outputs"]
+        if "data" in output
+    ]
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert ">rank 1</text>" in picture
+        assert len(picture) < 40_000
     assert len({cell["id"] for cell in CELLS}) == len(CELLS)

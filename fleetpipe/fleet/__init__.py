@@ -14,9 +14,10 @@ from fleetpipe import heap, numerics, static
 from fleetpipe.dygraph import experts
 from fleetpipe.fleet import overlay
 from fleetpipe.paddle_api import paddle_fleet
-from fleetpipe.paddle_api.topology import choose_backend
+from fleetpipe.paddle_api.topology import choose_backend, hide_own_flags
 
 choose_backend()
+hide_own_flags()
 numerics.prepare()
 heap.prepare()
 overlay.install()

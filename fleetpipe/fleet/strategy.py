@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -12,8 +13,14 @@ from paddle.distributed import fleet as paddle_fleet
 
 from fleetpipe.config import FLEETPIPE_DEFAULTS, merge_fleetpipe_configs
 from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.log import FLEETS_LOGGER
 from fleetpipe.mesh.axes import AXES
 from fleetpipe.mesh.degree_checks import require_degree
+
+# It says of every strategy that there is one now.
+logging.getLogger(FLEETS_LOGGER).addFilter(
+    lambda record: record.msg != "distributed strategy initialized"
+)
 
 _stock: Mapping[str, Any] = vars(paddle_fleet.DistributedStrategy)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +13,7 @@ from fleetpipe.log import FLEETS_LOGGER, NAME
 LEVELS = {"DEBUG": 0, "INFO": 0, "WARNING": 1, "ERROR": 2}
 DEFAULT_LEVEL = "WARNING"
 
-#: Paddle warns of it at every import where there is no ccache; it matters to those who compile.
+#: What is left out of the warnings of Paddle's launcher too, as in :mod:`fleetpipe` itself.
 _CCACHE = "No ccache found"
 
 
@@ -53,7 +52,6 @@ def quiet(level: str) -> Iterator[None]:
     logger, before = logging.getLogger(FLEETS_LOGGER), dict(os.environ)
     logger.addFilter(shown)
     os.environ.update(environment(level))
-    warnings.filterwarnings("ignore", _CCACHE)
     try:
         yield
     finally:

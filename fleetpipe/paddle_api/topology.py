@@ -36,6 +36,18 @@ def choose_backend() -> None:
         os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"
 
 
+def hide_own_flags() -> None:
+    """Has Paddle 3.3 not print at the begin of each job the flag that it changed itself."""
+    stock = getattr(_parallel, "_print_modified_flags", None)
+    if stock is not None and not hasattr(stock, "__wrapped__"):
+
+        @functools.wraps(stock)
+        def print_others(flags: Sequence[Any]) -> None:
+            stock([flag for flag in flags if flag.name != "FLAGS_enable_pir_in_executor"])
+
+        _parallel._print_modified_flags = print_others
+
+
 class LocalTopology(_topology.HybridCommunicateGroup):
     """Answers for Paddle's topology in one process that plays all ranks of a pipeline.
 

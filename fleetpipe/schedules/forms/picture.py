@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from fleetpipe.errors import ConfigError
@@ -44,6 +45,16 @@ _HATCHED = 4.0  # least width of a box whose hatch can be seen, in points
 _HELD_ROWS = 3.0  # height of what the ranks hold, in rows
 
 
+class Picture(str):
+    """A picture as the text of an SVG, which a notebook shows."""
+
+    def _repr_svg_(self) -> str:
+        return self
+
+    def __repr__(self) -> str:
+        return f"<picture of {len(self)} characters>"
+
+
 def plot(
     timeline: Timeline,
     path: str | Path | None = None,
@@ -54,12 +65,13 @@ def plot(
     axes: Axes | None = None,
     window: tuple[float, float] | None = None,
     memory: bool = False,
-) -> None:
+) -> Picture | None:
     """Draws a simulated schedule into a file, or into axes of yours; see :func:`draw`.
 
     Args:
         timeline: What :meth:`Schedule.simulate` returned.
-        path: File to write: .png, .svg or .pdf. None: ``axes`` are drawn into.
+        path: File to write: .png, .svg or .pdf. None: ``axes`` are drawn into; without these
+            either, the picture is returned, which a notebook shows.
         size: Width and height in inches; by default what the numbers in the boxes need.
         title: In the place of the schedule's name, sizes, bubble and peak.
         dpi: Dots in an inch, of a .png.
@@ -68,9 +80,11 @@ def plot(
         memory: Whether what each rank holds is drawn below, in bytes where the costs give them;
             not together with ``axes``.
 
+    Returns:
+        The picture, an SVG, where there is neither path nor axes.
+
     Raises:
-        ConfigError: As :func:`draw`; neither or both of ``path`` and ``axes``; nothing runs within
-            the window.
+        ConfigError: As :func:`draw`; both ``path`` and ``axes``; nothing runs within the window.
         PackageNotFound: matplotlib is not installed.
     """
     panel = panel_of(timeline, memory=memory)
@@ -82,8 +96,12 @@ def plot(
         _draw_panel(axes, panel, 72 * inches / (end - begin))
         axes.set_xlim(begin, end)
         _draw_axis(axes, panel.unit, end - begin)
-    elif path is not None and axes is None:
-        draw([panel], path, size=size, dpi=dpi)
+    elif axes is None:
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "timeline.svg" if path is None else path
+            draw([panel], file, size=size, dpi=dpi)
+            if path is None:
+                return Picture(Path(file).read_text(encoding="utf-8"))
     else:
         raise ConfigError(
             "a schedule is drawn into one place",
@@ -91,6 +109,7 @@ def plot(
             got=f"path={str(path)!r}, axes={axes!r}, memory={memory}",
             fix="give one of path and axes",
         )
+    return None
 
 
 def draw(

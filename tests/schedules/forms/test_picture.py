@@ -11,7 +11,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Costs, Placement, build
 from fleetpipe.schedules.forms.events import Event
 from fleetpipe.schedules.forms.panel import Panel, panel_of
-from fleetpipe.schedules.forms.picture import draw, plot
+from fleetpipe.schedules.forms.picture import Picture, draw, plot
 
 
 def test_a_picture_names_ranks_kinds_bubble_and_peak(tmp_path: Path) -> None:
@@ -203,7 +203,14 @@ def test_other_forms_of_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.png, \.svg, \.pdf"):
         plot(timeline, tmp_path / "a.gif")
     with pytest.raises(ConfigError, match="one of path and axes"):
-        plot(timeline)
+        plot(timeline, tmp_path / "a.svg", axes=object())  # type: ignore[arg-type]
+
+
+def test_without_a_place_the_picture_is_what_a_notebook_shows() -> None:
+    pytest.importorskip("matplotlib")
+    picture = plot(build("1F1B", ranks=2, micro_batches=2).simulate())
+    assert isinstance(picture, Picture)
+    assert ">rank 1</text>" in picture._repr_svg_()
 
 
 def test_without_matplotlib_it_says_what_to_install(
