@@ -51,7 +51,9 @@ CONSTRAINTS := .ci/constraints.txt
 	@echo 'setting up $(@D): the first time this takes a minute or two, most of it for Paddle'
 	$(@D)/$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
 	@echo '$(@D)/$(BIN)/python -m pip install -c $(CONSTRAINTS) $(subst ','\'',$(REQUIREMENTS))'
-	@$(@D)/$(BIN)/python -m pip install --progress-bar off -c $(CONSTRAINTS) $(REQUIREMENTS) \
+	@while sleep 15 >&- 2>&-; do echo "  still installing after $$SECONDS s"; done & \
+	trap "kill $$! || true" EXIT; \
+	$(@D)/$(BIN)/python -m pip install --progress-bar off -c $(CONSTRAINTS) $(REQUIREMENTS) \
 	    | sed -unE '/^ *(Downloading|Using cached|Installing) /p'
 	@touch $@
 
@@ -103,6 +105,8 @@ test-262-cpu: .venv-262-cpu/.installed
 	.venv-262-cpu/$(BIN)/python $(PYTEST) $(PYTEST_ARGS) \
 	    $(addprefix tests/processes/examples/test_,alexnet.py gpt.py mlp.py static.py)
 
+# The link that the site has to its repository; none where that is no address of the web.
+export REPOSITORY_URL ?= $(patsubst %.git,%,$(filter https://%,$(shell git remote get-url origin 2>/dev/null)))
 # NO_MKDOCS_2_WARNING: the theme's advice not to move to mkdocs 2, which setup.cfg excludes.
 docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/$(BIN)/python -m mkdocs build --strict

@@ -92,7 +92,9 @@ def measured(schedule: str, args: Any, train: Any, test: Any) -> Row:
     adam = paddle.optimizer.Adam(1e-3, parameters=model.parameters())
     model.prepare(adam, nn.CrossEntropyLoss(), paddle.metric.Accuracy())
     clock = Clock()
-    options = {"batch_size": args.batch_size, "drop_last": True, "verbose": 0}
+    if model.is_rank("first"):
+        print(f"training under {schedule}", flush=True)
+    options = {"batch_size": args.batch_size, "drop_last": True, "verbose": 1}
     model.fit(train, epochs=args.epochs, callbacks=clock, **options)
     found = model.evaluate(test, batch_size=len(test), verbose=0)
     fleet.shutdown()
