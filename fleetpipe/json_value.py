@@ -14,6 +14,7 @@ import os
 import reprlib
 from collections.abc import Collection
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, TypeVar
 
@@ -141,7 +142,7 @@ class JsonValue:
     def record(
         self,
         kind: type[Record],
-        each: Callable[[JsonValue], Any],
+        each: Callable[[JsonValue], Any] | None = None,
         **readers: Callable[[JsonValue], Any],
     ) -> Record:
         """Returns a dataclass or named tuple whose fields are those of an object.
@@ -150,19 +151,29 @@ class JsonValue:
 
         Args:
             kind: The class.
-            each: Reads a field.
+            each: Reads a field; by default what suits its annotation, a number, a text or a tuple
+                of these.
             readers: By the name of a field, what else reads it.
         """
-        defaults = _defaults(kind)
+        cls: Any = kind
+        defaults = _defaults(cls)
         self.require_names(defaults)
-        values = {}
+        fields_here, values = self.fields(), {}
         for name, default in defaults.items():
-            value = self.fields().get(name)
+            value = fields_here.get(name)
             if value is not None and (value.content is not None or default is not None):
-                values[name] = readers.get(name, each)(value)
+                values[name] = (readers.get(name) or each or _reader(cls, name))(value)
             elif default is MISSING:
                 raise self.refused(f"an object with {name!r}")
         return kind(**values)
+
+    def row(self, kind: type[Record]) -> Record:
+        """Returns a named tuple whose fields are the values of a list, in their order."""
+        cls: Any = kind
+        items, names = self.items(), _defaults(cls)
+        if len(items) != len(names):
+            raise self.refused(f"a list of {len(names)} values")
+        return kind(*(_reader(cls, name)(item) for name, item in zip(names, items)))
 
     def _at(self, content: object, step: str) -> JsonValue:
         return JsonValue(content, self.source, f"{self.place}{step}".lstrip("."))
@@ -213,6 +224,25 @@ def read_text(
         raise
 
 
+#: What reads a field, by its annotation.
+_READERS: dict[str, Callable[[JsonValue], Any]] = {
+    "int": JsonValue.count,
+    "float": JsonValue.figure,
+    "str": JsonValue.text,
+    "tuple[int, ...]": JsonValue.counts,
+    "tuple[float, ...]": JsonValue.figures,
+    "tuple[str, ...]": JsonValue.texts,
+}
+
+
+@cache
+def _reader(kind: type[Any], name: str) -> Callable[[JsonValue], Any]:
+    annotation = kind.__annotations__[name]
+    text = str(getattr(annotation, "__forward_arg__", annotation))
+    return _READERS[text.removesuffix(" | None")]
+
+
+@cache
 def _defaults(kind: type[Any]) -> dict[str, object]:
     """Returns the fields of a class with their defaults; MISSING for those without one."""
     if is_dataclass(kind):

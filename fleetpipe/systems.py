@@ -78,6 +78,17 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def memory_limit() -> int:
+    """Returns the bytes that this process may have, with others: of the host, or of its container.
+
+    The largest number where it is not told.
+    """
+    limit = ""
+    with contextlib.suppress(OSError):
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    return min(memory_bytes(), int(limit)) if limit.isdecimal() else memory_bytes()
+
+
 def resident_bytes(peak: bool = False) -> int:
     """Returns the bytes of memory that this process has, or the most that it had.
 

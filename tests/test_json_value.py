@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fleetpipe.checkpoint.files import manifest
 from fleetpipe.dygraph.state import manifest as layers_manifest
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, ScheduleError
-from fleetpipe.json_value import JsonValue, Source, parse, read
+from fleetpipe.json_value import Source, parse, read
 from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.report import run
 from fleetpipe.schedules import Costs, Schedule, build
@@ -187,7 +187,7 @@ class Board(NamedTuple):
 
 def test_a_record_has_the_fields_of_its_class() -> None:
     def board(text: str) -> Board:
-        return parse(text, SOURCE).record(Board, JsonValue.figure, holes=JsonValue.count)
+        return parse(text, SOURCE).record(Board)
 
     assert board('{"length": 2, "holes": null}') == Board(2)
     assert board('{"length": 2, "holes": 3}') == Board(2, holes=3)
@@ -201,3 +201,6 @@ def test_a_record_has_the_fields_of_its_class() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             board(text)
+    assert parse("[2, 0.25, 1]", SOURCE).row(Board) == Board(2, 0.25, 1)
+    with pytest.raises(ConfigError, match="a list of 3 values"):
+        parse("[2, 0.25]", SOURCE).row(Board)

@@ -257,9 +257,14 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
     return list(dict.fromkeys(clips.values()))
 
 
-def total_norm(clips: Sequence[GlobalNormClip]) -> float | None:
-    """Returns the norm before clipping over all groups of parameters; None where none clips."""
-    norms = [float(norm) for clip in clips for norm in clip.norms]
+def norms_of(clips: Sequence[GlobalNormClip]) -> list[Tensor]:
+    """Returns the norms before clipping of the last step, one for each group of parameters."""
+    return [norm for clip in clips for norm in clip.norms]
+
+
+def total_norm(norms_of_groups: Sequence[Tensor]) -> float | None:
+    """Returns the norm over all groups of parameters; None where there is none."""
+    norms = [float(norm) for norm in norms_of_groups]
     if len(norms) < 2:
         return norms[0] if norms else None
     return float(sum(norm**2 for norm in norms) ** 0.5)

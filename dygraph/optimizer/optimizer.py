@@ -13,7 +13,7 @@ from typing import Any
 
 from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Scheduler, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.optimizer.clip_global import COPY, replace_clips, total_norm
+from fleetpipe.dygraph.optimizer.clip_global import COPY, norms_of, replace_clips, total_norm
 from fleetpipe.dygraph.optimizer.clip_sharded import Pairs
 from fleetpipe.dygraph.optimizer.fleets_type import FleetsType
 from fleetpipe.dygraph.optimizer.post_validation import PostValidation
@@ -84,7 +84,7 @@ class PipelineOptimizer(FleetsType):
         With parameter groups, of which each is clipped by its own norm, the norm of all clipped
         groups. None before the first step, and where nothing is clipped by the global norm.
         """
-        return total_norm(self._clips)
+        return total_norm(norms_of(self._clips))
 
     @property
     def steps_ahead(self) -> int:
@@ -222,12 +222,18 @@ class PipelineOptimizer(FleetsType):
         self._reduce(parameters)
         for clip in self._clips:
             clip.begin()
+        stepped = None
         if self._shards is not None:
-            return self._shards.step(step, nothing)
-        if parameters:
-            return step()
-        nothing()
-        return None
+            stepped = self._shards.step(step, nothing)
+        elif parameters:
+            stepped = step()
+        else:
+            nothing()
+        job = current_job()
+        if job is not None and self._clips:
+            # Read where somebody looks: on a GPU that waits for the step.
+            job.progress.gradient_norm = partial(total_norm, norms_of(self._clips))
+        return stepped
 
     def _clip_nothing(self, clips: Sequence[Clip]) -> None:
         """Takes part in the norms of ranks that have parameters to step."""

@@ -267,8 +267,10 @@ class Runtime:
                     trace.begin_step()
                 with self.job.progress.step_of(self.meter) if training else nullcontext():
                     yield
+                if training:
+                    self.job.progress.held = max(engine.peak_held.values())
                 if trace is not None:
-                    trace.end_step()
+                    trace.end_step(self.job.progress.step)
         except BaseException:
             # Some micro-batches are in the gradients: the next batch must not add its own to that.
             if training:
@@ -382,9 +384,11 @@ class Runtime:
         training = [observer for observer in (self.trace, chaos) if observer is not None]
         placement = self.schedule.placement
         self.meter = StepMeter(self._plan, self.job.pipeline_ranks())
+        costs = self.config.costs
         self.job.describe_steps(
             (s for s in range(placement.stages) if self.plays(placement.rank_of(s))),
             self.config.micro_batches * self.config.micro_batch_size,
+            None if costs is not None and costs.bytes is not None else self.config.memory_cap,
         )
         self.engine = self._engine(self._plan, [*training, self.meter])
         edges = self.layers.edges(training=False)

@@ -149,6 +149,12 @@ class Model(paddle.Model):
         """The optimizer's, as it is now."""
         return float(self._optimizer.get_lr())
 
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of the gradients of the last step before clipping; None where none is known."""
+        optimizer = self.optimizer
+        return None if optimizer is None else optimizer.gradient_norm
+
     def is_rank(self, place: str) -> bool:
         """Returns whether this process is a certain one of the job; the same one all the time.
 

@@ -24,7 +24,7 @@ from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.mesh.axes import COPIES, REPLICA, SHARDS, Coordinate, Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
-from fleetpipe.paddle_api.device import process_bytes
+from fleetpipe.paddle_api.device import memory_limit, process_bytes
 from fleetpipe.transport import (
     MemoryHub,
     SocketTransport,
@@ -107,7 +107,7 @@ class Job:
         self._agreements = 0
         self.keeps_board = False
         self.progress = RunProgress() if watch is None else watch.progress
-        self.progress.memory = process_bytes
+        self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
         if connections is not None:
             self.progress.awaited = lambda: connections.awaited
             self.progress.queues = connections.queues
@@ -118,15 +118,17 @@ class Job:
             return self._watch.heard()
         return {0: Heard(self.progress.record(0, self.progress.action(), with_rows=True))}
 
-    def describe_steps(self, stages: Iterable[int], samples: int) -> None:
+    def describe_steps(self, stages: Iterable[int], samples: int, held_cap: int | None) -> None:
         """Says what this process runs in each step, for the job's board.
 
         Args:
             stages: Its stages.
             samples: Rows of a step of one replica.
+            held_cap: Most forwards that it may hold; None: no cap.
         """
         progress = self.progress
         progress.stages, progress.shard = tuple(stages), self.shard[0]
+        progress.held_cap = held_cap
         progress.replica, progress.samples = self.replica, samples * self.degrees.replicas
 
     def pipeline_ranks(self) -> list[int]:

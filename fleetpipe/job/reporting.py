@@ -11,15 +11,16 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from fleetpipe import atomic_file, log
+from fleetpipe.errors import ConfigError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.report import files
 from fleetpipe.watch.address import Address
-from fleetpipe.watch.board import FILE, PERIOD, Boards, JobBoard
+from fleetpipe.watch.board import FILE, PERIOD, Boards, JobBoard, read_board
 from fleetpipe.watch.slow_ranks import SlowRank
 
 _log = log.logger(__name__)
@@ -46,7 +47,7 @@ class Reporter:
         """Ends the thread; the last board says that the job has ended."""
         self._ended.set()
         self._thread.join(PERIOD)
-        ranks = tuple(rank._replace(state="ended") for rank in self.board.ranks)
+        ranks = tuple(replace(rank, state="ended") for rank in self.board.ranks)
         self.board = replace(self.board, at=time.time(), ranks=ranks, news="the job has ended")
         self._write(self.board)
 
@@ -77,7 +78,7 @@ class Reporter:
         for one in slow:
             if (one.rank, one.what) not in self._slow:
                 _log.warning("step %d: %s", self.board.step, one)
-                line = {"step": self.board.step, "time": time.time(), **one._asdict()}
+                line = {"step": self.board.step, "time": time.time(), **asdict(one)}
                 for folder in self._job.progress.folders:
                     with contextlib.suppress(OSError):
                         files.append_line(folder / files.SLOW, line)
@@ -88,9 +89,19 @@ def record_in(folder: Path) -> None:
     """Has the board of the current job kept in the folder of its run too, by the first rank."""
     job = current_job()
     if job is not None and job.leads():
+        _warn_of_another(folder)
         job.progress.folders.append(folder)
         if not job.keeps_board:
             _keep(job)
+
+
+def _warn_of_another(folder: Path) -> None:
+    """Says that another job writes into this folder, where its board is of this moment."""
+    with contextlib.suppress(ConfigError):
+        board = read_board(folder / FILE)
+        over = all(rank.state == "ended" for rank in board.ranks)
+        if not over and board.seen_at(time.time()) is board:
+            _log.warning("another job runs in %s: give each a folder of its own", folder)
 
 
 def _keep(job: Job) -> Reporter:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,11 +36,15 @@ class RunProgress:
         awaited: Says for which rank's message it waits; None for none.
         queues: Says how many messages and bytes it has not taken, and not sent.
         memory: Says how many bytes it holds.
+        memory_limit: Bytes that it may hold.
+        gradient_norm: Says what it was in the last step; None where nobody does.
         folders: Where the run is recorded.
         stages: The stages that it runs.
         replica: The number of its replica.
         shard: Its place among the ranks that share its layers.
         samples: Rows of a step, of all replicas.
+        held: Most forwards that it held in the last step.
+        held_cap: Most that it may hold; None: no cap.
         step: Steps that are done, in all attempts.
         steps: Steps of the whole run; None where nobody says.
     """
@@ -49,10 +55,13 @@ class RunProgress:
         self.awaited: Callable[[], int | None] = lambda: None
         self.queues: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.memory: Callable[[], int] = lambda: 0
+        self.memory_limit = sys.maxsize
+        self.gradient_norm: Callable[[], float | None] = lambda: None
         self.folders: list[Path] = []
         self.stages: tuple[int, ...] = ()
-        self.replica = self.shard = self.samples = self.step = 0
+        self.replica = self.shard = self.samples = self.held = self.step = 0
         self.steps: int | None = None
+        self.held_cap: int | None = None
         self._done = 0
         self._page = attempt_files.Page(attempt_files.DONE)
         self._ended: float | None = None
@@ -105,23 +114,28 @@ class RunProgress:
         if with_rows:
             rows = tuple(self._rows.popleft() for _ in range(len(self._rows)))
         incoming, outgoing = self.queues()
+        norm = self.gradient_norm()
         return RankRecord(
             rank,
             action,
-            self.stages,
-            self.replica,
-            self.shard,
-            self.awaited(),
-            self.step,
-            self.steps,
-            None if ended is None else now - ended,
-            spans / len(last) if last else 0.0,
-            min(1.0, sum(row.wall for row in last) / spans) if spans else 0.0,
-            self.samples,
-            self.memory(),
-            incoming,
-            outgoing,
-            None if saved is None else saved[0],
-            None if saved is None else now - saved[1],
-            rows,
+            stages=self.stages,
+            replica=self.replica,
+            shard=self.shard,
+            awaited=self.awaited(),
+            step=self.step,
+            steps=self.steps,
+            step_age=None if ended is None else now - ended,
+            step_time=spans / len(last) if last else 0.0,
+            busy=min(1.0, sum(row.wall for row in last) / spans) if spans else 0.0,
+            samples=self.samples,
+            memory=self.memory(),
+            memory_limit=None if self.memory_limit == sys.maxsize else self.memory_limit,
+            held=self.held,
+            held_cap=self.held_cap,
+            gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
+            incoming=incoming,
+            outgoing=outgoing,
+            saved=None if saved is None else saved[0],
+            saved_age=None if saved is None else now - saved[1],
+            rows=rows,
         )

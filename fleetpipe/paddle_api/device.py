@@ -68,6 +68,13 @@ def peak_bytes() -> int:
     return int(core.host_memory_stat_peak_value("Allocated", 0))
 
 
+def memory_limit() -> int:
+    """Returns the most that :func:`process_bytes` may come to, as far as the system tells."""
+    if device_kind() == "gpu":
+        return int(paddle.device.cuda.get_device_properties().total_memory)
+    return systems.memory_limit()
+
+
 def process_bytes() -> int:
     """Returns what this process has in use: the GPU's memory where it has one, else the host's."""
     return allocated_bytes() if device_kind() == "gpu" else systems.resident_bytes()

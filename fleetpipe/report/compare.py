@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fleetpipe.report import tables
 from fleetpipe.report.numbers import aligned, moment, seconds
-from fleetpipe.report.page import status_of, templates
+from fleetpipe.report.page import status_of, templates_of
 from fleetpipe.report.run import RunFolder
 from fleetpipe.report.run_charts import (
     BUBBLE,
@@ -50,7 +50,7 @@ def compared(runs: Mapping[str, RunFolder], now: float | None = None) -> str:
     """
     at = time.time() if now is None else now
     text: str = (
-        templates()
+        templates_of(__package__)
         .get_template("compare.html")
         .render(
             names=list(runs),

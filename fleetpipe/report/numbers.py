@@ -45,6 +45,8 @@ def size(count: float) -> str:
 
 def seconds(value: float) -> str:
     """Writes a length of time."""
+    if 0 < value < 0.1:
+        return f"{1000 * value:.3g} ms"
     if value < 10:
         return f"{value:.1f} s"
     whole = round(value)

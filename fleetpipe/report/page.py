@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from fleetpipe.report import tables
 from fleetpipe.report.drawing import drawings
@@ -30,16 +30,18 @@ _SETTINGS = {
 
 
 @cache
-def templates() -> Environment:
-    """Returns what reads the templates: whatever they are filled with is escaped."""
+def templates_of(package: str) -> Environment:
+    """Returns what reads a package's templates, and these: what they are filled with is escaped."""
     environment = Environment(
-        loader=PackageLoader(__package__),
+        loader=ChoiceLoader(
+            [PackageLoader(name) for name in dict.fromkeys([package, __package__])]
+        ),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(short=short, size=size)
+    environment.filters.update(short=short, size=size, seconds=seconds)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment
 
@@ -54,7 +56,7 @@ def page(run: RunFolder, now: float | None = None) -> str:
     at = time.time() if now is None else now
     status, kind = status_of(run, at)
     command = run.about.get("command")
-    template = templates().get_template("page.html")
+    template = templates_of(__package__).get_template("page.html")
     text: str = template.render(
         run=run,
         status=status,

@@ -10,14 +10,14 @@ from fleetpipe.report.chart import Chart, chart
 from fleetpipe.report.curves import Curve, with_mean
 from fleetpipe.report.run import Row, RunFolder
 
-LOSS, RATE, BUBBLE = "loss", "learning_rate", "bubble_rate"
+LOSS, RATE, NORM, BUBBLE = "loss", "learning_rate", "gradient_norm", "bubble_rate"
 THROUGHPUT = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
 #: Figures of the machine, which are no metrics of the model.
 _MACHINE = (*THROUGHPUT, BUBBLE, "peak_held")
 _TITLES = {
     RATE: "learning rate",
     BUBBLE: "bubble",
-    "gradient_norm": "gradient norm",
+    NORM: "gradient norm",
     **dict.fromkeys(THROUGHPUT, "throughput"),
 }
 #: Lists with a figure of each rank: title, name of a curve, unit, and factor.
@@ -40,13 +40,13 @@ def metrics(run: RunFolder) -> list[str]:
     """Returns the names of what the user measures, beside the loss."""
     rows = chain(run.train[-1:], run.evaluations[-1:], run.train[:1])
     names = dict.fromkeys(name for row in rows for name in row.figures)
-    return [name for name in names if name not in (LOSS, RATE, *_MACHINE)]
+    return [name for name in names if name not in (LOSS, RATE, NORM, *_MACHINE)]
 
 
 def learning(runs: Mapping[str, RunFolder]) -> list[Chart]:
-    """Returns the charts of loss, metrics and learning rate."""
+    """Returns the charts of loss, metrics, learning rate and gradient norm."""
     names = dict.fromkeys(name for run in runs.values() for name in metrics(run))
-    return list(_charts(runs, [LOSS, *names, RATE]))
+    return list(_charts(runs, [LOSS, *names, RATE, NORM]))
 
 
 def machine(runs: Mapping[str, RunFolder]) -> list[Chart]:

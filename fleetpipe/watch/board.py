@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.json_value import JsonValue, Source, parse, read
+from fleetpipe.report.numbers import seconds
 from fleetpipe.watch.records import RankRecord
 from fleetpipe.watch.slow_ranks import SlowRank, SlowRanks
 
@@ -23,27 +25,23 @@ PERIOD = 0.2
 _SOURCE = Source("this is no board of a job", ConfigError, "watch a job of the same fleetpipe")
 
 
-class LastCheckpoint(NamedTuple):
+@dataclass(frozen=True, order=True)
+class LastCheckpoint:
     """The last checkpoint: its step, and the seconds since it was saved."""
 
     step: int
     age: float
 
 
-class RankState(NamedTuple):
-    """How a rank gets on.
+@dataclass(frozen=True)
+class RankState:
+    """How a rank gets on; what is not described here is as in :class:`RankRecord`.
 
     Attributes:
         rank: Its rank in the job.
         stage: The first of its stages; None before a model is wrapped.
         state: ``starting``, ``running``, ``waiting``, ``stopped`` or ``ended``.
-        busy: The share of the last steps in which it computed.
-        memory: Bytes that its process holds.
         last_step_age: Seconds since it finished a step; None before the first.
-        step: Steps that are done.
-        action: What it does, in words.
-        incoming: Messages that it has not taken.
-        outgoing: Bytes that it has not sent.
     """
 
     rank: int
@@ -56,10 +54,21 @@ class RankState(NamedTuple):
     action: str = "nothing heard yet"
     incoming: int = 0
     outgoing: int = 0
+    memory_limit: int | None = None
+    held: int = 0
+    held_cap: int | None = None
 
 
-#: What a script gets of each rank.
-_OF_RANK = RankState._fields[:6]
+#: What a script gets, and what it gets of each rank.
+_STATUS = (
+    *("step", "steps", "step_time", "samples_per_second", "eta_seconds", "ranks", "slow"),
+    *("restarts", "last_checkpoint"),
+)
+_STATUS_OF_RANK = ("rank", "stage", "state", "busy", "memory", "last_step_age")
+#: What is on the board of a rank as its record says it.
+_RECORDED = tuple(
+    {field.name for field in fields(RankState)} & {field.name for field in fields(RankRecord)}
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class JobBoard:
         slow: Who is slow.
         restarts: How often the job was started again.
         last_checkpoint: The last that was saved; None where none was.
+        gradient_norm: Of the last step, before clipping; None where nothing is clipped by it.
         news: What became of the job, where that is to be said.
     """
 
@@ -88,6 +98,7 @@ class JobBoard:
     slow: tuple[SlowRank, ...] = ()
     restarts: int = 0
     last_checkpoint: LastCheckpoint | None = None
+    gradient_norm: float | None = None
     news: str = ""
 
     @property
@@ -99,23 +110,16 @@ class JobBoard:
 
     def content(self) -> dict[str, Any]:
         """Returns all of it as a value of JSON."""
-        ranks = [rank._asdict() for rank in self.ranks]
-        slow = [one._asdict() for one in self.slow]
-        saved = self.last_checkpoint and self.last_checkpoint._asdict()
-        return {**asdict(self), "ranks": ranks, "slow": slow, "last_checkpoint": saved}
+        return asdict(self)
 
     def status(self) -> dict[str, Any]:
         """Returns what scripts get, under keys that stay as they are."""
-        content = self.content()
-        return {
-            "step": self.step,
-            "steps": self.steps,
-            "step_time": self.step_time,
-            "samples_per_second": self.samples_per_second,
-            "eta_seconds": self.eta_seconds,
-            "ranks": [{name: rank[name] for name in _OF_RANK} for rank in content["ranks"]],
-            **{name: content[name] for name in ("slow", "restarts", "last_checkpoint")},
-        }
+        content = {**asdict(self), "eta_seconds": self.eta_seconds}
+        content["slow"] = [*content["slow"]]
+        content["ranks"] = [
+            {name: rank[name] for name in _STATUS_OF_RANK} for rank in content["ranks"]
+        ]
+        return {name: content[name] for name in _STATUS}
 
     @classmethod
     def of(cls, value: JsonValue) -> JobBoard:
@@ -124,53 +128,45 @@ class JobBoard:
         Raises:
             ConfigError: It is something else.
         """
-        return value.record(cls, JsonValue.figure, **_READERS)
+        return value.record(
+            cls,
+            ranks=lambda ranks: tuple(one.record(RankState) for one in ranks.items()),
+            slow=lambda slow: tuple(one.record(SlowRank) for one in slow.items()),
+            last_checkpoint=lambda saved: saved.record(LastCheckpoint),
+        )
 
     def seen_at(self, now: float) -> JobBoard:
         """Returns it as it is a while later, where nothing has been heard since."""
         silence = now - self.at
         if silence < SILENT_SECONDS:
             return self
-        ranks = (
-            rank._replace(
+        ranks = tuple(
+            replace(
+                rank,
                 state=rank.state if rank.state == "ended" else "stopped",
                 last_step_age=None if rank.last_step_age is None else rank.last_step_age + silence,
             )
             for rank in self.ranks
         )
         saved = self.last_checkpoint
-        aged = saved and saved._replace(age=saved.age + silence)
-        return replace(self, ranks=tuple(ranks), last_checkpoint=aged)
+        aged = None if saved is None else replace(saved, age=saved.age + silence)
+        over = not ranks or all(rank.state == "ended" for rank in ranks)
+        news = self.news if over else f"nothing was heard of the job for {seconds(silence)}"
+        return replace(self, ranks=ranks, last_checkpoint=aged, news=news)
 
 
-def _rank(value: JsonValue) -> RankState:
-    return value.record(
-        RankState,
-        JsonValue.count,
-        state=JsonValue.text,
-        busy=JsonValue.figure,
-        last_step_age=JsonValue.figure,
-        action=JsonValue.text,
-    )
+def end_of(board: JobBoard, now: float) -> str:
+    """Returns how long a job still takes, and when that is by this host's clock; or nothing."""
+    left = board.eta_seconds
+    if left is None:
+        return ""
+    return f"{seconds(left)}, until {time.strftime('%H:%M %Z', time.localtime(now + left))}"
 
 
-def _slow(value: JsonValue) -> SlowRank:
-    return value.record(SlowRank, JsonValue.count, what=JsonValue.text, factor=JsonValue.figure)
-
-
-def _last_checkpoint(value: JsonValue) -> LastCheckpoint:
-    return value.record(LastCheckpoint, JsonValue.count, age=JsonValue.figure)
-
-
-_READERS = {
-    "step": JsonValue.count,
-    "steps": JsonValue.count,
-    "restarts": JsonValue.count,
-    "ranks": lambda value: tuple(map(_rank, value.items())),
-    "slow": lambda value: tuple(map(_slow, value.items())),
-    "last_checkpoint": _last_checkpoint,
-    "news": JsonValue.text,
-}
+def checkpoint_of(board: JobBoard) -> str:
+    """Returns which step was saved last, and when."""
+    saved = board.last_checkpoint
+    return "none" if saved is None else f"step {saved.step:,}, {seconds(saved.age)} ago"
 
 
 def read_board(path: Path) -> JobBoard:
@@ -228,9 +224,12 @@ class Boards:
             ranks=tuple(_state(heard[rank]) for rank in sorted(heard)),
             slow=tuple(self._name_slow(records)),
             last_checkpoint=saved,
+            gradient_norm=first.gradient_norm,
         )
 
     def _name_slow(self, records: Mapping[int, RankRecord]) -> list[SlowRank]:
+        if len(records) == 1:
+            return []  # slower than which other?
         places = {rank: (one.stages, one.shard) for rank, one in records.items()}
         if self._slow is None or places != self._places:
             self._places, self._slow = places, SlowRanks(places)
@@ -248,16 +247,9 @@ def _state(heard: Heard) -> RankState:
         state = "starting"
     elif record.awaited is not None:
         state = "waiting"
-    age = None if record.step_age is None else record.step_age + heard.silence
     return RankState(
-        record.rank,
-        min(record.stages, default=None),
-        state,
-        record.busy,
-        record.memory,
-        age,
-        record.step,
-        record.action,
-        record.incoming,
-        record.outgoing,
+        **{name: getattr(record, name) for name in _RECORDED},
+        stage=min(record.stages, default=None),
+        state=state,
+        last_step_age=None if record.step_age is None else record.step_age + heard.silence,
     )

@@ -58,6 +58,10 @@ class RankRecord:
         busy: The share of them in which it computed.
         samples: Rows of a step, of all replicas.
         memory: Bytes that the process holds.
+        memory_limit: Bytes that it may hold; None where nobody says.
+        held: Most forwards that it held for their backwards in the last step.
+        held_cap: The ``memory_cap`` of its schedule, where that counts forwards.
+        gradient_norm: Of the last step, before clipping; None where nothing is clipped by it.
         incoming: Messages that have arrived and that it has not taken.
         outgoing: Bytes that it has handed over and that are not sent.
         saved: The last step that was saved; None where none was.
@@ -78,6 +82,10 @@ class RankRecord:
     busy: float = 0.0
     samples: int = 0
     memory: int = 0
+    memory_limit: int | None = None
+    held: int = 0
+    held_cap: int | None = None
+    gradient_norm: float | None = None
     incoming: int = 0
     outgoing: int = 0
     saved: int | None = None
@@ -101,7 +109,7 @@ class RankRecord:
             ConfigError: It is no such record.
         """
         value = JsonValue(content, SOURCE)
-        record = value.record(cls, JsonValue.count, **_READERS)
+        record = value.record(cls, rows=_rows)
         if record.rank >= _MOST_RANKS or len(record.rows) > MOST_ROWS:
             raise value.refused("a record of one rank")
         return record
@@ -113,33 +121,5 @@ def _rounded(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _row(value: JsonValue) -> StepRow:
-    items = value.items()
-    if len(items) != len(StepRow._fields):
-        raise value.refused(f"a list of {len(StepRow._fields)} values")
-    step, span, cpu, wall, data, save, sent, taken = items
-    return StepRow(
-        step.count(),
-        span.figure(),
-        cpu.figure(),
-        wall.figure(),
-        data.figure(),
-        save.figure(),
-        sent.figures(),
-        taken.figures(),
-    )
-
-
 def _rows(value: JsonValue) -> tuple[StepRow, ...]:
-    return tuple(map(_row, value.items()))
-
-
-_READERS = {
-    "action": JsonValue.text,
-    "stages": JsonValue.counts,
-    "step_age": JsonValue.figure,
-    "step_time": JsonValue.figure,
-    "busy": JsonValue.figure,
-    "saved_age": JsonValue.figure,
-    "rows": _rows,
-}
+    return tuple(item.row(StepRow) for item in value.items())

@@ -10,24 +10,36 @@ import asyncio
 import contextlib
 import hmac
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from email.message import Message
+from email.parser import Parser
 from http import HTTPStatus
 from urllib.parse import parse_qs, urlsplit
 
 from fleetpipe.arguments import using
+from fleetpipe.errors import ConfigError
 from fleetpipe.watch import metrics
 from fleetpipe.watch.address import Address
 from fleetpipe.watch.board import PERIOD, JobBoard
-from fleetpipe.watch.page import page
+from fleetpipe.watch.page import StepFigures, page
 
 #: Connections that may be open at once: the descriptors are the training's too.
 MOST_CONNECTIONS = 64
 #: Seconds that a request, and the reading of its answer, may take.
 PATIENCE = 3.0
 _MOST_BYTES = 8192
-#: Bytes that the kernel keeps for one that does not read; the rest waits here.
+#: Steps of the page's curves.
+_MOST_STEPS = 600
+#: The types of the pages; ``/board.json`` is what ``fleetpipe watch`` reads.
+_KINDS = {
+    "/": "text/html; charset=utf-8",
+    "/status.json": "application/json",
+    "/board.json": "application/json",
+    "/metrics": metrics.CONTENT_TYPE,
+}
 _HEADERS = (
     "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
     "Referrer-Policy: no-referrer\r\nConnection: close\r\n"
@@ -55,7 +67,8 @@ class Server:
         metrics.require_package()
         self._board = board
         self._token = address.token()
-        self._texts: dict[str, tuple[float, str, bytes]] = {}
+        self._texts: dict[str, tuple[float, bytes]] = {}
+        self._history: dict[int, StepFigures] = {}
         self._open: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.new_event_loop()
         try:
@@ -69,7 +82,9 @@ class Server:
             raise
         port = self._server.sockets[0].getsockname()[1]
         token = f"/?token={self._token}" if self._token else "/"
-        self.url = f"http://{address._replace(port=port)}{token}"
+        # All addresses of this host are none that a browser takes.
+        host = socket.gethostname() if address.host in ("0.0.0.0", "::") else address.host
+        self.url = f"http://{Address(host, port)}{token}"
         self._thread = threading.Thread(target=self._run, name="fleetpipe-serve", daemon=True)
         self._thread.start()
 
@@ -96,78 +111,73 @@ class Server:
             del self._open[oldest]
             oldest.cancel()
         self._open[task] = None
+        dropped = (OSError, ValueError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError)
         try:
-            with contextlib.suppress(OSError, ValueError, EOFError, asyncio.LimitOverrunError):
+            with contextlib.suppress(*dropped, asyncio.CancelledError):
                 await asyncio.wait_for(self._answer(reader, writer), PATIENCE)
-        except (asyncio.TimeoutError, asyncio.CancelledError):
-            pass
         finally:
             self._open.pop(task, None)
             # What is not read by now is not sent either.
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        request, *lines = head.split("\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        request, _, lines = head.decode("latin-1").partition("\r\n")
         method, target, *_ = [*request.split(), "", ""]
-        headers = {
-            name.strip().lower(): text.strip()
-            for name, _, text in (x.partition(":") for x in lines)
-        }
-        status, kind, body = self._respond(method, target, headers)
+        status, kind, body = self._respond(method, target, Parser().parsestr(lines))
         more = 'WWW-Authenticate: Bearer realm="fleetpipe"\r\n' if status == 401 else ""
         writer.write(
             f"HTTP/1.1 {status:d} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\n{more}{_HEADERS}\r\n".encode()
         )
-        if method != "HEAD":
-            writer.write(body)
+        writer.write(b"" if method == "HEAD" else body)
         await writer.drain()
 
-    def _respond(self, method: str, target: str, headers: dict[str, str]) -> tuple[int, str, bytes]:
+    def _respond(self, method: str, target: str, headers: Message) -> tuple[int, str, bytes]:
         """Returns the code of an answer, its type and its body."""
         parts = urlsplit(target)
         if self._token:
             shown = parse_qs(parts.query).get("token", [""])[0]
-            shown = headers.get("authorization", "").removeprefix("Bearer ") or shown
+            shown = headers.get("Authorization", "").removeprefix("Bearer ") or shown
             if not hmac.compare_digest(shown.encode(), self._token.encode()):
-                return _text(403 if shown else 401, "this job is shown to those with its token")
+                return _refusal(403 if shown else 401, "this job is shown to those with its token")
         if method not in ("GET", "HEAD"):
-            return _text(405, "only GET")
-        if parts.path not in _PAGES:
-            return _text(404, "there are /, /status.json and /metrics")
-        kind, body = self._page(parts.path)
-        return 200, kind, body
+            return _refusal(405, "only GET")
+        if parts.path not in _KINDS:
+            return _refusal(404, "there are /, /status.json and /metrics")
+        try:
+            return 200, _KINDS[parts.path], self._page(parts.path)
+        except ConfigError as error:
+            return _refusal(503, str(error))
 
-    def _page(self, path: str) -> tuple[str, bytes]:
-        now = time.monotonic()
-        made, kind, body = self._texts.get(path, (-PERIOD, "", b""))
-        if now - made >= PERIOD:
-            kind, make = _PAGES[path]
-            body = make(self._board().seen_at(time.time()))
-            self._texts[path] = now, kind, body
-        return kind, body
+    def _page(self, path: str) -> bytes:
+        made, body = self._texts.get(path, (-PERIOD, b""))
+        if time.monotonic() - made >= PERIOD:
+            body = self._made(path, self._board().seen_at(time.time()))
+            self._texts[path] = time.monotonic(), body
+        return body
+
+    def _made(self, path: str, board: JobBoard) -> bytes:
+        if path == "/metrics":
+            return metrics.text(board)
+        if path == "/":
+            return page(board, self._seen(board)).encode()
+        content = board.status() if path == "/status.json" else board.content()
+        return json.dumps(content).encode() + b"\n"
+
+    def _seen(self, board: JobBoard) -> dict[int, StepFigures]:
+        """Returns the figures of the steps that were looked at, those of this one among them."""
+        if board.step_time:
+            busy = [rank.busy for rank in board.ranks]
+            self._history[board.step] = board.step_time, sum(busy) / max(1, len(busy))
+        for step in sorted(self._history)[:-_MOST_STEPS]:
+            del self._history[step]
+        return self._history
 
 
 async def _finished(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _text(code: int, text: str) -> tuple[int, str, bytes]:
+def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
     return code, "text/plain; charset=utf-8", f"{text}\n".encode()
-
-
-def _json(content: object) -> bytes:
-    return json.dumps(content).encode() + b"\n"
-
-
-#: The type of each page, and what makes it. ``/board.json`` is what the page itself reads.
-_PAGES: dict[str, tuple[str, Callable[[JobBoard], bytes]]] = {
-    "/": ("text/html; charset=utf-8", lambda board: page(board).encode()),
-    "/status.json": ("application/json", lambda board: _json(board.status())),
-    "/board.json": (
-        "application/json",
-        lambda board: _json(board.content()),
-    ),
-    "/metrics": (metrics.CONTENT_TYPE, metrics.text),
-}

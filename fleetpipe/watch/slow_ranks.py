@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ _SHORTEST = 1e-7
 _STEADY = math.log(1.1)
 
 
-class SlowRank(NamedTuple):
+@dataclass(frozen=True)
+class SlowRank:
     """A rank that is slow.
 
     Attributes:

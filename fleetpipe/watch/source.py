@@ -7,7 +7,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.watch.address import TOKEN, Address
@@ -23,7 +25,7 @@ def source_of(text: str) -> Source:
     """Returns what reads the board of a job.
 
     Args:
-        text: The folder of its run, or HOST:PORT.
+        text: The folder of its run, HOST:PORT, or the address of its page.
 
     Raises:
         ConfigError: It is neither.
@@ -42,14 +44,15 @@ def source_of(text: str) -> Source:
         raise ConfigError(
             "there is no such folder, and this is no HOST:PORT",
             got=text,
-            fix="give the folder of a run, or the HOST:PORT of --serve",
+            fix="give the folder of a run that has begun, or the HOST:PORT of --serve",
         )
-    address = Address.parse(text)
-    return lambda: _fetched(address)
+    parts = urlsplit(text if "://" in text else f"//{text}")
+    address = Address.parse(parts.netloc)
+    token = parse_qs(parts.query).get("token", [os.environ.get(TOKEN, "")])[0]
+    return lambda: _fetched(address, token)
 
 
-def _fetched(address: Address) -> JobBoard:
-    token = os.environ.get(TOKEN)
+def _fetched(address: Address, token: str) -> JobBoard:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         # A proxy of the environment is not for what is nearby.
@@ -62,11 +65,13 @@ def _fetched(address: Address) -> JobBoard:
         raise ConfigError(
             "the job is not shown to this user" if wrong else "this is no served job",
             got=f"{error.code} {error.reason} from {address}",
-            fix=f"set {TOKEN}=TOKEN, as the job says where it begins" if wrong else None,
+            fix=f"set {TOKEN}=TOKEN, as the job says where it begins"
+            if wrong
+            else "give the HOST:PORT of --serve",
         ) from error
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise ConfigError(
             f"no job is served at {address}",
-            cause=str(getattr(error, "reason", error)),
-            fix="start it with fleetpipe launch --serve PORT",
+            cause=str(getattr(error, "reason", error)).strip(),
+            fix="start it with fleetpipe launch --serve PORT; on another host with HOST:PORT",
         ) from error

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import needed_for
-from fleetpipe.watch.board import JobBoard
+from fleetpipe.report.numbers import seconds, short, size
+from fleetpipe.watch.board import JobBoard, checkpoint_of, end_of
 from fleetpipe.watch.source import Source
 
 if TYPE_CHECKING:
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 _PERIOD = 0.5
 _STYLES = {"running": "green", "waiting": "yellow", "stopped": "bold red"}
 _BARS = "▁▂▃▄▅▆▇█"
-_COLUMNS = ("rank", "stage", "state", "busy", "step", "last step", "memory", "waiting", "action")
+_COLUMNS = (
+    *("rank", "stage", "state", "busy", "step", "last step", "memory", "held", "waiting"),
+    "action",
+)
 
 
 def show(source: Source) -> None:
@@ -57,6 +61,7 @@ def rendered(board: JobBoard, times: Sequence[float]) -> RenderableType:
         times: The times of a step that were seen until now.
     """
     from rich.console import Group
+    from rich.padding import Padding
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -66,20 +71,22 @@ def rendered(board: JobBoard, times: Sequence[float]) -> RenderableType:
         words = name in ("state", "busy", "action")
         table.add_column(name, justify="left" if words else "right", overflow="ellipsis")
     for rank in board.ranks:
+        limit = "" if rank.memory_limit is None else f" of {size(rank.memory_limit)}"
         table.add_row(
             str(rank.rank),
             "–" if rank.stage is None else str(rank.stage),
             Text(rank.state, _STYLES.get(rank.state, "dim")),
             f"{'█' * round(8 * rank.busy):8} {rank.busy:4.0%}",
             str(rank.step),
-            "–" if rank.last_step_age is None else f"{rank.last_step_age:.1f} s ago",
-            f"{rank.memory / 1e6:,.0f} MB",
+            "–" if rank.last_step_age is None else f"{seconds(rank.last_step_age)} ago",
+            f"{size(rank.memory)}{limit}",
+            str(rank.held) + ("" if rank.held_cap is None else f" of {rank.held_cap}"),
             str(rank.incoming),
             rank.action,
         )
     parts: list[RenderableType] = [Text("  ".join(_headline(board, times)))]
     if board.steps:
-        parts.append(ProgressBar(board.steps, board.step))
+        parts.append(Padding(ProgressBar(board.steps, board.step), 0))
     parts += [Text(str(one), "bold red") for one in board.slow]
     if board.news:
         parts.append(Text(board.news, "yellow"))
@@ -87,17 +94,15 @@ def rendered(board: JobBoard, times: Sequence[float]) -> RenderableType:
 
 
 def _headline(board: JobBoard, times: Sequence[float]) -> Iterator[str]:
-    of = "" if board.steps is None else f" of {board.steps}"
-    yield f"step {board.step}{of}"
+    yield f"step {board.step}" + ("" if board.steps is None else f" of {board.steps}")
     most = max(times, default=0.0) or 1.0
-    yield f"{board.step_time:.3g} s/step " + "".join(_BARS[int(7 * one / most)] for one in times)
-    yield f"{board.samples_per_second:.4g} samples/s"
-    left = board.eta_seconds
-    if left is not None:
-        end = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
-        yield f"{left:,.0f} s left, until {end}"
-    saved = board.last_checkpoint
-    yield "no checkpoint" if saved is None else f"step {saved.step} saved {saved.age:.0f} s ago"
+    yield f"{seconds(board.step_time)}/step " + "".join(_BARS[int(7 * one / most)] for one in times)
+    yield f"{short(board.samples_per_second)} samples/s"
+    if board.eta_seconds is not None:
+        yield f"remaining {end_of(board, time.time())}"
+    if board.gradient_norm is not None:
+        yield f"gradient norm {short(board.gradient_norm)}"
+    yield f"checkpoint: {checkpoint_of(board)}"
     yield f"{board.restarts} restarts"
 
 

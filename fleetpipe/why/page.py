@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from jinja2 import ChoiceLoader, Environment, PackageLoader
 
 from fleetpipe.report.drawing import Drawing, laid_out
-from fleetpipe.report.page import templates
+from fleetpipe.report.page import templates_of
 from fleetpipe.report.timelines import placement_of
 from fleetpipe.schedules.forms.events import Event
 from fleetpipe.schedules.forms.panel import Panel
@@ -44,7 +42,7 @@ def page(steps: Sequence[ReplayedStep], slowdown: Slowdown, sentence: str) -> st
     slowest = int(np.argmax(lost))
     columns = _columns(len(steps))
     text: str = (
-        _environment()
+        templates_of(__package__)
         .get_template("why.html")
         .render(
             sentence=sentence,
@@ -62,13 +60,6 @@ def page(steps: Sequence[ReplayedStep], slowdown: Slowdown, sentence: str) -> st
         )
     )
     return text
-
-
-@cache
-def _environment() -> Environment:
-    shared = templates()
-    loaders = [PackageLoader(__package__), shared.loader]
-    return shared.overlay(loader=ChoiceLoader([loader for loader in loaders if loader]))
 
 
 def _timelines(steps: Sequence[ReplayedStep], slowdown: Slowdown, number: int) -> Drawing:

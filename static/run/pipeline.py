@@ -213,7 +213,7 @@ class StaticPipeline:
             with self._job.progress.step_of(compiled.meter):
                 compiled.engine.run({"REDUCE": compiled.reduce, "STEP": compiled.step}, first)
             if self._recipe.trace is not None:
-                self._recipe.trace.end_step()
+                self._recipe.trace.end_step(self._job.progress.step)
             results = [self._result(one, compiled, scope) for one in wanted]
             if config.fetch_broadcast:
                 results = [self._everywhere(*pair) for pair in zip(wanted, results)]

@@ -379,3 +379,20 @@ def test_a_line_does_not_stand_in_the_bar(model: Any, monkeypatch: Any, capsys: 
     assert len(said) == 4
     # Before each line the bar is wiped away.
     assert [before.rpartition("\r")[2] for before, _ in said] == [""] * 4
+
+
+def test_rows_have_the_norm_of_the_gradients_where_the_optimizer_clips_by_it(
+    tmp_path: Path,
+) -> None:
+    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+        model = fleetpipe.Model(layers())
+        clip = paddle.nn.ClipGradByGlobalNorm(1e-3)
+        sgd = paddle.optimizer.SGD(0.01, parameters=model.parameters(), grad_clip=clip)
+        model.prepare(sgd, paddle.nn.CrossEntropyLoss())
+        fit(model, MetricsLogger(tmp_path))
+        last = model.gradient_norm
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    norms = [json.loads(line)["gradient_norm"] for line in lines]
+    assert len({*norms}) == 4
+    assert norms[-1] == last
+    assert min(norms) > 1e-3

@@ -18,7 +18,7 @@ from fleetpipe.cli import main
 from fleetpipe.report.chart import chart
 from fleetpipe.report.curves import Curve, with_mean
 from fleetpipe.report.numbers import aligned, clock, labels, seconds, short, size, ticks
-from fleetpipe.report.page import page, templates
+from fleetpipe.report.page import page, templates_of
 from fleetpipe.report.run import read
 from tests.report.runs import EVIL, row, schedule, written
 from tests.test_without_paddle import without_paddle
@@ -118,7 +118,7 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
     pipeline = parsed.sections["pipeline"]
     # 1F1B on two ranks: (m + 1) * 3 long, of which 3 m are busy.
     assert "Predicted with the mean cost of each action: bubble 20.0%" in pipeline
-    assert "Measured, the last of 2 traced steps: bubble 20.0%" in pipeline
+    assert "Measured, step 2: bubble 20.0%" in pipeline
     # Predicted beside each of the two steps, and measured in the first.
     assert pipeline.count("B0.3 on rank 0: 20 ms") == 3
     assert pipeline.count("B0.3 on rank 0: 40 ms") == 1
@@ -157,7 +157,7 @@ def test_the_folder_of_a_trace_alone_has_a_page(
     traced(tmp_path / "trace.json")
     parsed = Parsed(page(read(tmp_path)))
     assert list(parsed.sections) == ["head", "missing", "pipeline"]
-    assert "Measured, the last of 2 traced steps" in parsed.sections["pipeline"]
+    assert "Measured, step 2" in parsed.sections["pipeline"]
     for name in ("metrics.jsonl", "run.json"):
         assert f"{name} is missing" in parsed.sections["missing"]
 
@@ -232,7 +232,7 @@ def test_a_curve_of_many_steps_keeps_its_peaks() -> None:
 @given(st.lists(st.floats(-1e200, 1e200) | st.just(math.nan), min_size=1, max_size=80))
 def test_any_figures_can_be_drawn(values: list[float]) -> None:
     drawn = (
-        templates()
+        templates_of("fleetpipe.report")
         .get_template("chart.html")
         .render(chart=chart("x", with_mean(Curve("training", range(len(values)), values))))
     )

@@ -14,6 +14,7 @@ from fleetpipe.watch.board import (
     Boards,
     Heard,
     JobBoard,
+    LastCheckpoint,
     board_of,
     read_board,
 )
@@ -31,6 +32,10 @@ RECORD = RankRecord(
     busy=0.75,
     samples=32,
     memory=1000,
+    memory_limit=4000,
+    held=2,
+    held_cap=4,
+    gradient_norm=1.5,
     saved=5,
     saved_age=2.0,
     rows=(StepRow(7, 0.25, 0.125, 0.2, 0.01, 0.0, (1, 12.5), (1, 12.75)),),
@@ -67,8 +72,9 @@ def test_the_state_of_each_rank() -> None:
         (4, None, "ended", 0.1),
     ]
     assert (made.step, made.steps, made.step_time) == (0, 20, 0.5)
+    assert (made.ranks[0].held, made.ranks[0].held_cap, made.gradient_norm) == (2, 4, 1.5)
     assert (made.samples_per_second, made.eta_seconds) == (64.0, 10.0)
-    assert made.last_checkpoint == (5, 2.0)
+    assert made.last_checkpoint == LastCheckpoint(5, 2.0)
 
 
 def test_scripts_get_fixed_keys() -> None:
@@ -111,5 +117,6 @@ def test_a_board_of_which_nothing_more_is_heard_ages() -> None:
     late = whole.seen_at(now + 8)
     assert [rank.state for rank in late.ranks] == ["stopped", "stopped"]
     assert [rank.last_step_age for rank in late.ranks] == pytest.approx([8.25, 12.0])
+    assert late.news == "nothing was heard of the job for 8.0 s"
     assert late.last_checkpoint is not None
     assert late.last_checkpoint.age == pytest.approx(11.5)

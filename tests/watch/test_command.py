@@ -14,6 +14,7 @@ import pytest
 from fleetpipe import fleet
 from fleetpipe.cli import main
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from fleetpipe.job import reporting
 from fleetpipe.launch.serving import AttemptBoard
 from fleetpipe.watch.board import FILE, read_board
 from tests.watch.boards import board
@@ -84,11 +85,13 @@ def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"pp_degree": 2}
     strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2}
+    strategy.fleetpipe_configs = {"memory_cap": 3}
     fleet.init(is_collective=True, strategy=strategy)
     try:
         layers = [LayerDesc(paddle.nn.Linear, 4, 4) for _ in range(4)]
         net = PipelineLayer(layers, loss_fn=paddle.nn.MSELoss(), num_stages=2)
-        adam = paddle.optimizer.Adam(0.01, parameters=net.parameters())
+        clip = paddle.nn.ClipGradByGlobalNorm(1.0)
+        adam = paddle.optimizer.Adam(0.01, parameters=net.parameters(), grad_clip=clip)
         model, optimizer = fleet.distributed_model(net), fleet.distributed_optimizer(adam)
         for _ in range(3):
             model.train_batch([paddle.ones([8, 4]), paddle.ones([8, 4])], optimizer)
@@ -108,5 +111,23 @@ def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert rank["memory"] > 10_000_000
     assert status["samples_per_second"] == pytest.approx(8 / status["step_time"])
     last = read_board(tmp_path / FILE)
+    assert last.gradient_norm == pytest.approx(optimizer.gradient_norm, rel=1e-5)
+    assert (last.ranks[0].held, last.ranks[0].held_cap) == (2, 3)
+    assert rank["memory"] < (last.ranks[0].memory_limit or 0)
     assert (last.ranks[0].state, last.news) == ("ended", "the job has ended")
     assert replace(last, ranks=()).slow == ()
+
+
+def test_a_folder_that_another_job_writes_into_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    warning = "fleetpipe.job.reporting._log.warning"
+    monkeypatch.setattr(warning, lambda text, *values: said.append(text % values))
+    reporting._warn_of_another(tmp_path)
+    write(tmp_path, at=time.time() - 60)
+    reporting._warn_of_another(tmp_path)
+    assert said == []
+    write(tmp_path)
+    reporting._warn_of_another(tmp_path)
+    assert said == [f"another job runs in {tmp_path}: give each a folder of its own"]

@@ -57,7 +57,7 @@ def test_its_pages() -> None:
         page = get(url)
         text = page.read().decode()
         assert page.headers["Content-Type"] == "text/html; charset=utf-8"
-        assert r"\u003clast\u003e" in text
+        assert "&lt;last&gt;" in text
         assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
         assert json.load(get(url + "status.json")) == board().status()
         assert refusal(url + "etc/passwd") == 404
@@ -100,6 +100,7 @@ def test_elsewhere_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert get(url + "status.json?token=secret").status == 200
         address = url.removeprefix("http://").rstrip("/")
         assert main(["watch", address, "--once", "--json"]) == 0
+        assert main(["watch", f"{url}?token=other", "--once", "--json"]) == 2
         monkeypatch.setenv(TOKEN, "other")
         assert main(["watch", address, "--once", "--json"]) == 2
 

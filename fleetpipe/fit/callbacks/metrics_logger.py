@@ -32,6 +32,8 @@ class Sink(Protocol):
 class MetricsLogger(rank_policy.Callback):
     """Writes losses, metrics and learning rate to ``metrics.jsonl`` and ``metrics.csv``.
 
+    And the norm of the gradients, where the optimizer clips by it.
+
     Beside them stand ``run.json``, what runs (layout, stages, schedule, versions), and
     ``lives.jsonl``, when it began and how that ended: ``fleetpipe report`` draws them.
 
@@ -87,7 +89,9 @@ class MetricsLogger(rank_policy.Callback):
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
         """Writes a row every ``log_freq`` batches."""
         if self.model.global_step % self._every == 0:
-            self._write("train", {**logs, "learning_rate": self.model.learning_rate})
+            norm = self.model.gradient_norm
+            norms = {} if norm is None else {"gradient_norm": norm}
+            self._write("train", {**logs, "learning_rate": self.model.learning_rate, **norms})
 
     def on_eval_end(self, logs: Any = None) -> None:
         """Writes the row of an evaluation."""

@@ -1,6 +1,7 @@
 """What ranks of a job tell each other through the watch: a length, a JSON object, and its seal.
 
-Nothing of it is believed before it is checked: a message of another shape is a ``ValueError``.
+Nothing of it is believed before it is checked: a message of another shape is a ``ValueError``. A
+record that is none comes as the error that says so: the job can do without it.
 """
 
 from __future__ import annotations
@@ -72,5 +73,5 @@ def _checked(message: Any) -> dict[str, Any]:
         try:
             return {"kind": kind, "record": RankRecord.of(message["record"])}
         except ConfigError as error:
-            raise ValueError(" ".join(str(error).split())[:200]) from error
+            return {"kind": kind, "record": error}
     return message

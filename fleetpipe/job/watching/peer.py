@@ -9,11 +9,14 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from fleetpipe import systems
+from fleetpipe import log, systems
+from fleetpipe.errors import ConfigError
 from fleetpipe.job.watching import news
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.transport.wire.seal import Seals
 from fleetpipe.watch.records import MOST_ROWS, RankRecord, StepRow
+
+_log = log.logger(__name__)
 
 #: A rank that was not heard for so long is called silent, and gets no records, which would fill its
 #: socket.
@@ -48,6 +51,7 @@ class Peer:
         self._outgoing = None if seals is None else seals.outgoing
         self._incoming = None if seals is None else seals.incoming
         self._received = bytearray()
+        self._refused = False
 
     def tell(self, message: dict[str, Any]) -> None:
         """Sends a message, without waiting where the rank does not read.
@@ -91,11 +95,14 @@ class Peer:
             if kind == "failure":
                 yield Failure(**message)
 
-    def _note(self, record: RankRecord) -> None:
-        if record.rank != self.rank:
-            raise ValueError(f"a record of rank {record.rank}")
-        self.record = record.lean
-        self.rows.extend(record.rows)
+    def _note(self, record: RankRecord | ConfigError) -> None:
+        if isinstance(record, RankRecord) and record.rank == self.rank:
+            self.record = record.lean
+            self.rows.extend(record.rows)
+        elif not self._refused:
+            self._refused = True
+            why = f"it is one of rank {record.rank}" if isinstance(record, RankRecord) else record
+            _log.warning("a record of rank %d was left out, and so are others: %s", self.rank, why)
 
     @property
     def silence(self) -> float:

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Callable, NamedTuple
 
+from fleetpipe import log
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.run_progress import RunProgress
@@ -31,6 +32,9 @@ from fleetpipe.transport.limit import STOPPED_SECONDS
 from fleetpipe.transport.sockets import forks
 from fleetpipe.transport.wire.seal import Seals
 from fleetpipe.watch.board import Heard
+from fleetpipe.watch.records import RankRecord
+
+_log = log.logger(__name__)
 
 #: Seconds between two records of what a rank is doing.
 STATUS_SECONDS = 0.2
@@ -83,7 +87,7 @@ class Watch:
         self._interrupts: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._noticed = False
-        self._closed = False
+        self._closed = self._refused = False
         self._end_at = float("inf")
         self._status_at = 0.0
         self._turned = time.monotonic()
@@ -265,9 +269,19 @@ class Watch:
             for peer in self._peers.values():
                 peer.tell(message)
 
+    def _record(self, with_rows: bool) -> RankRecord:
+        """Returns what this rank says of itself; where that fails, what it does and no more."""
+        try:
+            return self.progress.record(self.rank, self._status(), with_rows)
+        except Exception as error:
+            if not self._refused:
+                self._refused = True
+                _log.warning("rank %d cannot say how it gets on: %r", self.rank, error)
+            return RankRecord(self.rank, self._status())
+
     def _tell_record(self) -> None:
         """Says what this rank is doing; to the first rank, which keeps the board, its steps too."""
-        record = self.progress.record(self.rank, self._status(), with_rows=self.rank != 0)
+        record = self._record(with_rows=self.rank != 0)
         content, lean = record.content(), record.lean.content()
         with self._lock:
             for peer in self._peers.values():
@@ -277,7 +291,7 @@ class Watch:
 
     def heard(self) -> dict[int, Heard]:
         """Returns what is known of every rank, with the steps that are new since the last call."""
-        record = self.progress.record(self.rank, self._status(), with_rows=True)
+        record = self._record(with_rows=True)
         everyone = {self.rank: Heard(record)}
         for peer in self._peers.values():
             rows = tuple(peer.rows.popleft() for _ in range(len(peer.rows)))

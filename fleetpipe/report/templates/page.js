@@ -183,9 +183,15 @@ const chart = (figure) => {
   return timed;
 };
 
-const figures = [...document.querySelectorAll("figure.chart")];
-const timed = figures.map(chart);
-if (figures.length) {
+// Takes the charts that are on the page, once more where others have come in their place.
+const begin = () => {
+  charts.length = 0;
+  const timed = [...document.querySelectorAll("figure.chart")].map(chart);
+  if (chosen.view || chosen.smooth > 1 || chosen.time) redraw();
+  return timed;
+};
+const timed = begin();
+if (document.querySelector(".tools")) {
   const tools = document.querySelector(".tools");
   tools.hidden = false;
   const [smooth, axis] = tools.querySelectorAll("input, select");

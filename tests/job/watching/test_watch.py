@@ -289,14 +289,6 @@ FAILURE = (
         framed(b'{"kind":"status","record":' + b"[" * 1000 + b"]" * 1000 + b"}"),
         framed(b'{"kind": "status", "record": 7}'),
         framed(b'{"kind": ["status"], "record": {}}'),
-        record(),
-        record(rank=2),
-        record(action=7),
-        record(action="F0.1", step=-1),
-        record(action="F0.1", step=1.5),
-        record(action="F0.1", busy="1"),
-        record(action="F0.1", news=1),
-        record(action="F0.1", rows=[[0, 1, 1, 1, 0, [], []]]),
         record(action="F0.1", rows=[[0, 1, 1, 1, 0, 0, [], []]] * (MOST_ROWS + 1)),
         framed(FAILURE.replace(b"died", b"?")),
         framed(FAILURE.replace(b"1", b'"1"')),
@@ -313,6 +305,47 @@ def test_bytes_that_are_no_message_end_all_by_name(begin: Begin, words: bytes) -
             watch.check()
         told = "rank 1 sent bytes that are no message: to the watch of rank 0: "
         assert str(raised.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        record(),
+        record(rank=2),
+        record(action=7),
+        record(action="F0.1", step=-1),
+        record(action="F0.1", step=1.5),
+        record(action="F0.1", busy="1"),
+        record(action="F0.1", news=1),
+        record(action="F0.1", rows=[[0, 1, 1, 1, 0, [], []]]),
+    ],
+)
+def test_a_record_that_is_none_is_left_out_and_said_once(
+    begin: Begin, words: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job goes on, and knows of the rank what it last said in order."""
+    said: list[object] = []
+    monkeypatch.setattr(peers._log, "warning", lambda text, *values: said.append(text % values))
+    first, second = begin(2)
+    second._peers[0].sock.send(words * 2)
+    second.progress.step = 7
+    assert soon(lambda: first._peers[1].record.step == 7)
+    (text,) = said
+    assert str(text).startswith("a record of rank 1 was left out, and so are others: ")
+    assert first.failure is second.failure is None
+
+
+def test_a_rank_that_cannot_say_how_it_gets_on_says_what_it_does(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(module._log, "warning", lambda text, *values: said.append(text % values))
+    first, second = begin(2)
+    first.progress.gradient_norm = lambda: 1 / 0
+    first.progress.action = lambda: "in step 3"
+    assert soon(lambda: second._peers[0].record.action == "in step 3")
+    assert said == ["rank 0 cannot say how it gets on: ZeroDivisionError('division by zero')"]
+    assert first.failure is second.failure is None
 
 
 def test_a_process_that_was_stopped_does_not_hold_the_time_against_others(
