@@ -43,7 +43,7 @@ def hide_own_flags() -> None:
 
         @functools.wraps(stock)
         def print_others(flags: Sequence[Any]) -> None:
-            stock([flag for flag in flags if flag.name != "FLAGS_enable_pir_in_executor"])
+            stock([flag for flag in flags if "pir_in_executor" not in flag.name])
 
         _parallel._print_modified_flags = print_others
 
