@@ -20,6 +20,7 @@ from fleetpipe.schedules import (
     canonical_name,
     option_names,
 )
+from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 from fleetpipe.watch.address import SERVE, Address
 
 DEFAULT_TIMEOUT = 600.0
@@ -41,6 +42,7 @@ FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     "serve": None,
     "timeout": None,
     "trace": None,
+    "transport": None,
     "warmup_slack": None,
 }
 
@@ -67,6 +69,8 @@ class PipelineConfig:
         fetch: Static graph: ``"mean"``, ``"last"`` or ``"all"`` of a value of the micro-batches.
         fetch_broadcast: Static graph: whether every rank gets what is fetched.
         trace: Folder for the trace of what really ran; None: nothing is recorded.
+        transport: What tensors between ranks go over: ``"sockets"`` or Paddle's
+            ``"process_group"``; None: process groups where the ranks have devices.
         costs: What actions cost, for the schedule ``auto`` and for a memory cap in bytes.
         options: Further options of the schedule, as ``groups`` and ``warmup_slack``, and those of
             registered schedules: pairs of a name and a value.
@@ -85,6 +89,7 @@ class PipelineConfig:
     serve: Address | None = None
     timeout: float = DEFAULT_TIMEOUT
     trace: str | None = None
+    transport: str | None = None
     fetch: str = "mean"
     fetch_broadcast: bool = False
     costs: Costs | None = None
@@ -117,6 +122,7 @@ class PipelineConfig:
             fetch=_choice("fetch", options["fetch"], ("mean", "last", "all")),
             fetch_broadcast=_switch("fetch_broadcast", options["fetch_broadcast"]),
             trace=_trace(options["trace"], strategy),
+            transport=_transport(options["transport"]),
             costs=_costs(options["costs"]),
             options=_of_schedule(options),
             slices=_slices(options["slices"]),
@@ -325,6 +331,12 @@ def _trace(value: object, strategy: Strategy) -> str | None:
             fix="set strategy.fleetpipe_configs = {'trace': 'pipeline_trace'}",
         )
     return os.fspath(value)
+
+
+def _transport(value: object) -> str | None:
+    """Returns what tensors between ranks go over, if the strategy or the environment says it."""
+    value = os.environ.get("FLEETPIPE_TRANSPORT") or None if value is None else value
+    return None if value is None else _choice("transport", value, (SOCKETS, PROCESS_GROUP))
 
 
 def _serve(value: object) -> Address | None:

@@ -18,6 +18,7 @@ from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateError
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import agreement, job, meeting, reporting, slurm, start
+from fleetpipe.job.groups import neighbours
 from fleetpipe.job.groups import topology as fleet_topology
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.watching import process_exit
@@ -250,14 +251,17 @@ def _begin(
     if world_size == 1:
         begun = _begin_alone(degrees, arguments, config.timeout, number)
     else:
+        transport = config.transport or neighbours.default_transport()
+        neighbours.refuse_without_gloo(transport)
         facts = {
             **agreement.facts(degrees, config),
+            "transport": transport,
             "hybrid_configs": repr(strategy.hybrid_configs),
             "hybrid_configs['order']": repr(strategy.hybrid_parallel_order),
         }
         mesh = Mesh.in_order(degrees, strategy.hybrid_parallel_order)
         groups = functools.partial(_make_groups, mesh, arguments)
-        begun = start.begin_together(mesh, facts, config.timeout, number, groups)
+        begun = start.begin_together(mesh, facts, config.timeout, number, groups, transport)
     job.begin(begun)
     reporting.begin(begun, config.serve)
     tensor_parallel.connect_shards(begun)

@@ -115,6 +115,8 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         JSON file from ``model.profile``, for the schedule ``auto``. ``rng``: what layers draw
         random numbers from, ``"keyed"`` (default) or ``"fleet"``, Paddle's generator as it is.
         ``serve``: a port at which a rank serves the page of the running job (default none).
+        ``transport``: what tensors between ranks go over, ``"sockets"`` or Paddle's
+        ``"process_group"`` (default ``FLEETPIPE_TRANSPORT``, else the latter on GPUs alone).
         ``fast_leaves``: whether layers may compute the same bits in less time (default True).
         ``post_validation``: whether a rank steps before the norm of all gradients is known, and
         puts its state back where they were clipped after all (default False; the same bits).

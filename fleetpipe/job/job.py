@@ -27,6 +27,7 @@ from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
 from fleetpipe.paddle_api.device import memory_limit, process_bytes
 from fleetpipe.transport import (
     MemoryHub,
+    ProcessGroupTransport,
     SocketTransport,
     Store,
     Transport,
@@ -74,6 +75,7 @@ class Job:
         fused_copies: Any = None,
         run: str = "",
         mesh: Mesh | None = None,
+        pipeline: ProcessGroupTransport | None = None,
     ) -> None:
         """Describes a job.
 
@@ -88,6 +90,7 @@ class Job:
             fused_copies: Paddle's group of :meth:`copies`, where several axes span them.
             run: A name that no other job has, the same on all ranks; by default a new one.
             mesh: The places of all ranks; by default in Paddle's order.
+            pipeline: What tensors of its pipeline go over; by default the connections.
         """
         self.mesh = Mesh(degrees) if mesh is None else mesh
         self.degrees = degrees
@@ -97,7 +100,10 @@ class Job:
         self.run = run or uuid.uuid4().hex
         self._store = store
         self._prefix = f"fleetpipe/{number}"
+        self._pipeline = pipeline
         self._transports: dict[int, Transport] = {}
+        if pipeline is not None:
+            self._transports[pipeline.rank] = pipeline
         self._groups: dict[str, Group] = {}
         self._fused_copies = fused_copies
         self.endings: list[Callable[[], None]] = []
@@ -109,7 +115,7 @@ class Job:
         self.progress = RunProgress() if watch is None else watch.progress
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
         if connections is not None:
-            self.progress.awaited = lambda: connections.awaited
+            self.progress.awaited = self._awaited
             self.progress.queues = connections.queues
 
     def heard(self) -> Mapping[int, Heard]:
@@ -138,8 +144,8 @@ class Job:
     def connect(self) -> dict[int, Transport]:
         """Returns the transport of each rank of the pipeline that this process plays.
 
-        In a launched job that is a view of the connections to all ranks; only the engine sends what
-        is of kind F and B over it.
+        In a launched job that is a view of the connections to all ranks, or goes over Paddle's
+        groups; only the engine sends what is of kind F and B over it.
         """
         if not self._transports:
             if self._connections is None:
@@ -157,6 +163,8 @@ class Job:
         self._groups = {}
         if self._connections is not None:
             self._connections.timeout = timeout
+        if self._pipeline is not None:
+            self._pipeline.timeout = timeout
 
     def group(self) -> Group:
         """Returns the ranks of this process's pipeline as a group for collective operations."""
@@ -366,8 +374,9 @@ class Job:
         try:
             if error is None and self._watch is not None and not self._watch.noticed:
                 with self.guarded(lambda: "ending the job"):
-                    if self._connections is not None:
-                        self._connections.flush(self.timeout)
+                    for transport in (self._pipeline, self._connections):
+                        if transport is not None:
+                            transport.flush(self.timeout)
         finally:
             self._close(error)
 
@@ -386,6 +395,12 @@ class Job:
                 ends.callback(ending)
             self._transports, self._groups, self.endings = {}, {}, []
 
+    def _awaited(self) -> int | None:
+        """Returns the rank of the job that this process waits for at this moment, or None."""
+        if self._pipeline is not None and (peer := self._pipeline.awaited) is not None:
+            return self.pipeline_ranks()[peer]
+        return None if self._connections is None else self._connections.awaited
+
     def _describe(self, text: str) -> str:
         """Adds to what this rank is doing which replica it is, and for which rank it waits."""
         if self.degrees.size == self.degrees.pp:
@@ -395,7 +410,7 @@ class Job:
                 text = f"{name} {getattr(self.coordinate, axis)}, {text}"
         if self.degrees.replicas > 1:
             text = f"replica {self.replica}, {text}"
-        awaited = None if self._connections is None else self._connections.awaited
+        awaited = self._awaited()
         return text if awaited is None else f"{text}, waiting for rank {awaited}"
 
 

@@ -14,11 +14,12 @@ from typing import Any
 from fleetpipe import systems
 from fleetpipe.job import attempt_files, meeting
 from fleetpipe.job.agreement import require_agreement
-from fleetpipe.job.groups import gloo, paddle_groups
+from fleetpipe.job.groups import gloo, neighbours, paddle_groups
 from fleetpipe.job.job import Job
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.mesh.axes import Mesh
 from fleetpipe.transport import SocketTransport
+from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 from fleetpipe.transport.joining.connections import join
 
 
@@ -28,6 +29,7 @@ def begin_together(
     timeout: float,
     number: int,
     make_groups: Callable[[], tuple[Any, Any]],
+    transport: str = SOCKETS,
 ) -> Job:
     """Begins a job, whose ranks watch each other from the first moment on. Collective over the job.
 
@@ -38,6 +40,7 @@ def begin_together(
         number: How many jobs the processes began before.
         make_groups: Has Paddle make its groups; returns its topology, and its group of those that
             hold the same parameters where several axes span them.
+        transport: What tensors of a pipeline go over: "sockets" or "process_group".
 
     Raises:
         ConfigError: The ranks differ in ``facts``.
@@ -77,6 +80,15 @@ def begin_together(
             paddle_groups.forget_where_in_doubt(number, store, agree)
             with paddle_groups.made_for(number, store, watch, timeout):
                 hcg, copies = make_groups()
+                by_groups = transport == PROCESS_GROUP and degrees.pp > 1
+                groups = neighbours.make_groups(mesh) if by_groups else {}
+            pipeline = None
+            if groups:
+                members = mesh.along(mesh.coordinate(rank), ["pp"])
+                pipeline = neighbours.connect(
+                    *(connections, members, groups, store, f"{prefix}/neighbours", timeout)
+                )
+                watch.on_failure(pipeline.interrupt)
     except BaseException:
         gloo.share_store_again()
         connections.close()
@@ -86,6 +98,7 @@ def begin_together(
         *(degrees, hcg, timeout, number, store, watch, connections, copies),
         run=store.get(f"{prefix}/run").decode(),
         mesh=mesh,
+        pipeline=pipeline,
     )
     job.endings += [
         gloo.share_store_again,

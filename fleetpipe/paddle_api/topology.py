@@ -190,7 +190,7 @@ def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore]) -> No
     def new_group(
         backend: str, store: PaddleStore, rank: int, ranks: int, *more: object, **named: Any
     ) -> PaddleGroup:
-        if backend == "gloo" and _has_gloo():
+        if backend == "gloo" and has_gloo():
             # The default group, which is number 0, gives no group_id.
             store = own_store(rank, ranks, named.get("group_id", 0))
             _kept_stores.append(store)
@@ -199,7 +199,8 @@ def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore]) -> No
     _paddle_collective._new_process_group_impl = new_group
 
 
-def _has_gloo() -> bool:
+def has_gloo() -> bool:
+    """Whether this Paddle has Gloo: the wheels for macOS and Windows do not."""
     return isinstance(getattr(core, "ProcessGroupGloo", None), type)
 
 
@@ -208,13 +209,13 @@ def make_without_gloo(create: Callable[..., PaddleGroup]) -> None:
 
     Does nothing where this Paddle has Gloo: the wheels for macOS and Windows do not.
     """
-    if not _has_gloo():
+    if not has_gloo():
         vars(core)["ProcessGroupGloo"] = SimpleNamespace(create=create)
 
 
 def complete_gloo(methods: Mapping[str, Callable[..., Any]]) -> None:
     """Gives Gloo's groups methods in the place of those that it says it does not have."""
-    if _has_gloo():
+    if has_gloo():
         for name, method in methods.items():
             setattr(core.ProcessGroupGloo, name, method)
 
@@ -223,6 +224,26 @@ def ranks_of(process_group: PaddleGroup) -> list[int]:
     """Returns the ranks of the job that are members of one of Paddle's process groups."""
     groups = _paddle_collective._group_map.values()
     return next(list(group.ranks) for group in groups if group.process_group is process_group)
+
+
+def transfers(group: PaddleGroup, peer: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns what Paddle's ``isend`` to a member of a group does, and ``irecv`` from it.
+
+    Those two themselves, where static mode is on, would add an operation to the program.
+
+    Args:
+        group: One of Paddle's.
+        peer: The member's rank in the job.
+    """
+    among, rank = group.process_group, group.get_group_rank(peer)
+
+    def isend(tensor: Any) -> Any:
+        return among.send(tensor, rank, False)
+
+    def irecv(tensor: Any) -> Any:
+        return among.recv(tensor, rank, False)
+
+    return isend, irecv
 
 
 def restore_gloo_stores() -> None:

@@ -1,10 +1,10 @@
-"""Edges between ranks: one interface over memory, sockets and NCCL.
+"""Edges between ranks: one interface over memory, sockets and Paddle's process groups.
 
 Names that need Paddle are loaded when first used, so that the interface is importable without.
 
 Entered by: ``base``, ``joining.connections``, ``joining.hosts``, ``limit``,
-``sockets.forks``, ``sockets.transport``, ``wire.bridge``, ``wire.message``,
-``wire.parsing``, ``wire.seal``, ``wire.structure``.
+``process_group.lane``, ``sockets.forks``, ``sockets.transport``, ``wire.bridge``,
+``wire.message``, ``wire.parsing``, ``wire.seal``, ``wire.structure``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fleetpipe.transport.wire.message import MessageKey, describe
 
 if TYPE_CHECKING:
     from fleetpipe.transport.memory import MemoryHub, MemoryTransport
-    from fleetpipe.transport.nccl import NcclTransport
+    from fleetpipe.transport.process_group.transport import ProcessGroupTransport
     from fleetpipe.transport.sockets.transport import SocketTransport, connect
 
 _HOMES = {
     "MemoryHub": "memory",
     "MemoryTransport": "memory",
-    "NcclTransport": "nccl",
+    "ProcessGroupTransport": "process_group.transport",
     "SocketTransport": "sockets.transport",
     "connect": "sockets.transport",
 }
@@ -40,7 +40,7 @@ __all__ = [
     "MemoryHub",
     "MemoryTransport",
     "MessageKey",
-    "NcclTransport",
+    "ProcessGroupTransport",
     "SocketTransport",
     "Store",
     "Transport",

@@ -11,6 +11,9 @@ from fleetpipe.transport.wire.message import MessageKey
 # checked at run time, where the message can name the place inside the value.
 Value = Any
 
+#: What tensors between the ranks of a launched job may go over.
+SOCKETS, PROCESS_GROUP = "sockets", "process_group"
+
 
 class Store(Protocol):
     """The part of Paddle's ``TCPStore`` through which ranks find each other."""

@@ -105,18 +105,42 @@ def allocate(leaves: Iterable[TensorLeaf]) -> tuple[list[Tensor], list[memoryvie
 
 
 @_in_dynamic_mode
-def empty(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    """Returns new tensors on the device that Paddle computes on, for a transfer to fill."""
-    tensors = [paddle.empty(leaf.shape, DTYPES[leaf.dtype]) for leaf in leaves]
-    for tensor, leaf in zip(tensors, leaves):
-        tensor.stop_gradient = leaf.stop_gradient
-    return tensors
+def flat_bytes(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the bytes of each tensor that has data, where it is: in order, in one dimension."""
+    whole = [tensor.detach().contiguous() for tensor in tensors if 0 not in tensor.shape]
+    return [tensor.reshape([-1]).view("uint8") for tensor in whole]
+
+
+def byte_buffers(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
+    """Returns tensors for :func:`flat_bytes` to be received in, on the device that computes.
+
+    On a CPU they are made without an operation of Paddle's, by any thread in any mode.
+    """
+    sizes = [leaf.nbytes for leaf in leaves if leaf.nbytes]
+    if device_kind() == "cpu":
+        return [dlpack.from_dlpack(np.empty(size, "uint8").__dlpack__()) for size in sizes]
+    return _empty_bytes(sizes)
 
 
 @_in_dynamic_mode
-def contiguous(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns detached tensors with the same data in order, where they are."""
-    return [tensor.detach().contiguous() for tensor in tensors]
+def _empty_bytes(sizes: list[int]) -> list[Tensor]:
+    return [paddle.empty([size], "uint8") for size in sizes]
+
+
+@_in_dynamic_mode
+def from_bytes(buffers: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
+    """Returns the tensors of which :func:`byte_buffers` were filled with the bytes."""
+    filled = iter(buffers)
+    tensors = []
+    for leaf in leaves:
+        if leaf.nbytes:
+            flat = next(filled)
+            tensor = flat.view(DTYPES[leaf.dtype]).reshape(leaf.shape)
+        else:
+            tensor = paddle.empty(leaf.shape, DTYPES[leaf.dtype])
+        tensor.stop_gradient = leaf.stop_gradient
+        tensors.append(tensor)
+    return tensors
 
 
 def on_device(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:

@@ -57,6 +57,15 @@ def slow_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
             job.signal(rank, signal.SIGKILL)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def stopped_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two ranks over Paddle's groups of which one is stopped, while the other tests run."""
+    with begin("stopped_over_groups", 2, tmp_path_factory.mktemp("stopped"), timeout=100) as job:
+        yield job
+        for rank in range(2):  # where its own test was not selected, or failed
+            job.signal(rank, signal.SIGKILL)
+
+
 # A rank that dies
 
 
@@ -302,3 +311,14 @@ def test_a_rank_that_computes_longer_than_gloo_waits_goes_on(slow_job: Ranks) ->
     ranks = slow_job.wait(limit=90)
     assert [ended.code for ended in ranks.values()] == [0, 0], ranks
     assert slow_job.moment("done.0") > 0
+
+
+def test_a_rank_that_is_stopped_longer_than_gloo_waits_goes_on(stopped_job: Ranks) -> None:
+    since = stopped_job.wait_for("stopped.1")
+    time.sleep(max(0.0, since + 36 - time.monotonic()))
+    stopped_job.signal(1, signal.SIGCONT)
+    ranks = stopped_job.wait(limit=60)
+    assert [ended.code for ended in ranks.values()] == [0, 0], ranks
+    losses = [(stopped_job.home / f"losses.{rank}").read_text() for rank in range(2)]
+    assert losses[0] == losses[1]
+    assert stopped_job.moment("done.0") - since > 30

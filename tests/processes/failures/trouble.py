@@ -233,6 +233,14 @@ def slow_replica() -> None:
     note("done")
 
 
+def stopped_over_groups() -> None:
+    """A rank that is stopped before another sends to it over one of Paddle's groups."""
+    Plan.forward = on_rank(0, lambda: time.sleep(1.5))
+    Plan.backward = on_rank(1, once(stop))
+    Path(f"losses.{RANK}").write_text("\n".join(train(*begin(transport="process_group"))))
+    note("done")
+
+
 def raises_everywhere() -> None:
     """One job after another in the same processes, each ended by an error on another rank."""
     for rank in range(RANKS):

@@ -1,7 +1,8 @@
-"""The order and the content of transfers, with Paddle's own replaced: nothing here needs a GPU."""
+"""The order and the content of transfers that return at once, as NCCL's, with stand-ins."""
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable
 
@@ -9,9 +10,8 @@ import paddle
 import pytest
 
 from fleetpipe.errors import BoundaryError, PipelineTimeout
-from fleetpipe.transport import MemoryHub, NcclTransport
-from fleetpipe.transport.wire import bridge
-from fleetpipe.transport.wire.structure import TensorLeaf
+from fleetpipe.transport import MemoryHub, ProcessGroupTransport
+from fleetpipe.transport.process_group.lane import Lane
 from tests.transport.helpers import LIMIT, backward, forward, same, sample
 
 
@@ -33,11 +33,7 @@ class Wire:
         self.started.append(("receive", peer, rank))
         source = self.lines[peer, rank].popleft()
         assert (source.shape, source.dtype) == (tensor.shape, tensor.dtype)
-        leaf = TensorLeaf(bridge.NAMES[source.dtype], tuple(source.shape), True)
-        leaves = [TensorLeaf(leaf.dtype, leaf.shape, True)]
-        _, (read,) = bridge.readable([source], leaves)
-        _, (written,) = bridge.readable([tensor], leaves)
-        written[:] = read
+        ctypes.memmove(tensor.data_ptr(), source.data_ptr(), source.shape[0])
         return FakeTask(lambda: True)
 
 
@@ -49,17 +45,16 @@ class FakeTask:
         assert self.is_completed()
 
 
-def ranks(wire: Wire, count: int = 2) -> list[NcclTransport]:
-    hub = MemoryHub(count)
+def ranks(wire: Wire) -> list[ProcessGroupTransport]:
+    hub = MemoryHub(2)
 
-    def make(rank: int) -> NcclTransport:
-        return NcclTransport(
-            hub.endpoint(rank),
-            lambda tensor, peer: wire.isend(rank, tensor, peer),
-            lambda tensor, peer: wire.irecv(rank, tensor, peer),
-        )
+    def make(rank: int) -> ProcessGroupTransport:
+        sockets, peer = hub.endpoint(rank), 1 - rank
+        outgoing = Lane(peer, sockets, lambda tensor: wire.isend(rank, tensor, peer))
+        incoming = Lane(peer, sockets, lambda tensor: wire.irecv(rank, tensor, peer))
+        return ProcessGroupTransport(sockets, {peer: outgoing}, {peer: incoming}, LIMIT)
 
-    return [make(rank) for rank in range(count)]
+    return [make(0), make(1)]
 
 
 def test_values_arrive_as_they_were() -> None:
@@ -117,10 +112,10 @@ def test_sent_tensors_are_kept_until_they_have_left() -> None:
     one, other = ranks(Wire())
     one.send(1, forward(0), sample("float32", [2]))
     one.send(1, forward(1), sample("float32", [2]))
-    assert len(one._leaving) == 2
+    assert len(one._outgoing[1]._leaving) == 2
     other.post(0, forward(0))
     one.send(1, forward(2), 1)
-    assert len(one._leaving) == 0
+    assert len(one._outgoing[1]._leaving) == 0
     one.flush(LIMIT)
 
 

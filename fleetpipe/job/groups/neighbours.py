@@ -1,0 +1,120 @@
+"""Paddle's groups between neighbours of a pipeline, and the transport that goes over them.
+
+Neighbours stand beside each other in the ring of a pipeline's ranks; nearly all that stages send
+goes to one. Groups of all pairs would be as many as the square of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fleetpipe.aliases import PaddleGroup
+from fleetpipe.errors import ConfigError
+from fleetpipe.job import attempt_files, meeting
+from fleetpipe.mesh.axes import Mesh
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.topology import has_gloo, transfers
+from fleetpipe.transport import ProcessGroupTransport, SocketTransport, Store, View
+from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
+from fleetpipe.transport.joining.connections import Joined, join
+from fleetpipe.transport.process_group.lane import Lane
+
+
+class Direction(NamedTuple):
+    """From one rank of a pipeline to another."""
+
+    source: int
+    target: int
+
+
+def default_transport() -> str:
+    """Returns what tensors of a job's pipelines go over where nobody chose: by the device."""
+    return SOCKETS if device_kind() == "cpu" else PROCESS_GROUP
+
+
+def refuse_without_gloo(transport: str) -> None:
+    """Refuses process groups where this Paddle has none that sends.
+
+    Raises:
+        ConfigError: There is no device, and no Gloo.
+    """
+    if transport == PROCESS_GROUP and device_kind() == "cpu" and not has_gloo():
+        raise ConfigError(
+            "this Paddle has no process groups that send on a CPU",
+            cause="its wheel is built without Gloo, as those for macOS are",
+            fix="leave fleetpipe_configs['transport'] and FLEETPIPE_TRANSPORT out, or 'sockets'",
+        )
+
+
+def directions(ranks: int) -> list[Direction]:
+    """Returns every direction between two neighbours of a pipeline."""
+    steps = {1 % ranks, -1 % ranks} - {0}
+    return [Direction(rank, (rank + step) % ranks) for rank in range(ranks) for step in steps]
+
+
+def make_groups(mesh: Mesh) -> dict[Direction, PaddleGroup]:
+    """Has Paddle make a group for each direction between neighbours. Collective over the job.
+
+    Returns:
+        The groups of this process's pipeline.
+    """
+    mine: dict[Direction, PaddleGroup] = {}
+    for members in mesh.groups(["pp"]):
+        for direction in directions(len(members)):
+            group = paddle.distributed.new_group(ranks=[members[rank] for rank in direction])
+            if meeting.own_rank() in members:
+                mine[direction] = group
+    return mine
+
+
+def connect(
+    connections: SocketTransport,
+    members: Sequence[int],
+    groups: Mapping[Direction, PaddleGroup],
+    store: Store,
+    namespace: str,
+    timeout: float,
+) -> ProcessGroupTransport:
+    """Makes the transport of a pipeline that goes over groups. Collective over the pipeline.
+
+    Args:
+        connections: This process's, to all ranks of the job.
+        members: The pipeline's ranks in the job, in order.
+        groups: Those of :func:`make_groups`.
+        store: The job's.
+        namespace: Prefix of its keys there, new for each job.
+        timeout: Seconds that any wait for another rank may last.
+    """
+    view = View(connections, members)
+    streams: list[Joined] = []
+    if device_kind() == "cpu":
+        streams = join(
+            rank=view.rank,
+            ranks=view.ranks,
+            store=store,
+            namespace=f"{namespace}/{members[0]}",
+            timeout=timeout,
+            streams=2,
+            attempt=attempt_files.number(),
+        )
+
+    def lane(direction: Direction) -> Lane:
+        sends = direction.source == view.rank
+        peer = direction.target if sends else direction.source
+        isend, irecv = transfers(groups[direction], members[peer])
+        transfer = isend if sends else irecv
+        if not streams:
+            return Lane(peer, view, transfer)
+        stream = streams[direction.source > direction.target]
+        seals = {peer: stream.seals[peer]} if stream.seals else None
+        sockets = {peer: stream.sockets.pop(peer)}
+        only = SocketTransport(view.rank, view.ranks, sockets, timeout=timeout, seals=seals)
+        return Lane(peer, only, transfer, only.interrupt)
+
+    outgoing = {d.target: lane(d) for d in groups if d.source == view.rank}
+    incoming = {d.source: lane(d) for d in groups if d.target == view.rank}
+    for sock in (sock for stream in streams for sock in stream.sockets.values()):
+        sock.close()
+    return ProcessGroupTransport(view, outgoing, incoming, timeout)

@@ -1,0 +1,51 @@
+"""One direction between two ranks: a stream for headers, and a transfer for bytes of tensors."""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple, Protocol
+
+from fleetpipe.transport.base import Transport
+from fleetpipe.transport.wire.bridge import Tensor
+from fleetpipe.transport.wire.message import MessageKey
+
+#: Under this key go, in the order of sends, the headers: kind, source, target, channel and
+#: micro-batch, then an announcement where the structure has changed. They are texts, not tensors,
+#: which the sockets would move to the GPU.
+HEADER = MessageKey("C", 0, 0, "process group header", 0)
+#: The answer of a receiver whose transfers block: it is about to enter them.
+READY = MessageKey("C", 0, 0, "process group ready", 0)
+
+
+class Task(Protocol):
+    """What Paddle returns for a transfer under way."""
+
+    def wait(self) -> object:
+        """Makes what is computed next wait for the transfer."""
+
+    def is_completed(self) -> bool:
+        """Tells whether the transfer is over."""
+
+
+Transfer = Callable[[Tensor], Task]
+
+
+class Lane(NamedTuple):
+    """What a direction between two ranks goes over.
+
+    Attributes:
+        peer: The other rank.
+        stream: Connections of this rank, used for nothing else but this direction.
+        transfer: Starts to send, or to fill, a tensor of bytes in one dimension.
+        interrupt: Ends a wait at ``stream`` from any thread. None where ``transfer`` returns at
+            once, as NCCL's does: no thread waits there. Gloo's returns when the other side came.
+    """
+
+    peer: int
+    stream: Transport
+    transfer: Transfer
+    interrupt: Callable[[], None] | None = None
+
+    def end_waits(self) -> None:
+        """Ends a wait at the stream, from any thread."""
+        if self.interrupt is not None:
+            self.interrupt()

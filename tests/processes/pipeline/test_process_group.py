@@ -1,0 +1,99 @@
+"""Tensors over Paddle's own groups: on real ranks, by Gloo, as they go over NCCL between GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fleetpipe.job.job import current_job
+from fleetpipe.schedules import names
+from fleetpipe.transport import ProcessGroupTransport
+from tests.dygraph import sliced
+from tests.dygraph.models import MODELS
+from tests.launching import Finished, JobFailed
+from tests.pipelines import Trained, momentum, pipeline, sgd, train
+from tests.pipelines import batch as rows
+from tests.pipelines import job as begun
+
+
+def trained(ranks: int, schedules: list[str], transport: str | None) -> dict[str, Trained]:
+    """What training under each schedule ends with."""
+    results = {}
+    for schedule in schedules:
+        case = sliced.MODEL if schedule == "Seq1F1B" else MODELS["mlp"]
+        results[schedule] = train(
+            case.layers(),
+            ranks,
+            schedule,
+            micro_batches=4,
+            steps=1,
+            data=case.batch,
+            optimizer=momentum,
+            loss_fn=case.loss,
+            gradients=True,
+            configs={"transport": transport},
+            each_step=lambda _: require_transport(transport),
+        )
+    return results
+
+
+def require_transport(name: str | None) -> None:
+    """Fails where tensors go another way than was asked for."""
+    job = current_job()
+    assert job is not None
+    for transport in job.connect().values():
+        assert isinstance(transport, ProcessGroupTransport) == (name is not None)
+
+
+@pytest.mark.parametrize(("ranks", "schedules"), [(2, names()), (3, ["1F1B", "ZBV"]), (4, names())])
+def test_every_schedule_has_the_bits_of_one_process(
+    on_ranks: Callable[..., Any], ranks: int, schedules: list[str]
+) -> None:
+    alone = trained(ranks, schedules, None)
+    of_ranks = on_ranks(trained, ranks, ranks, schedules, "process_group", timeout=120)
+    for schedule, one in alone.items():
+        for result in of_ranks:
+            assert result[schedule].losses == one.losses, schedule
+            assert result[schedule].state == one.state, schedule
+        gradients = {k: v for result in of_ranks for k, v in result[schedule].gradients.items()}
+        assert gradients == one.gradients, schedule
+
+
+def end_in_the_midst(how: str) -> None:
+    """Rank 1 dies, or stops, while rank 0 waits for the gradients of its second step."""
+    with begun(2, timeout=3):
+        model = pipeline()
+        optimizer = sgd(model)
+        require_transport("process_group")
+        model.train_batch(rows(), optimizer)
+        if os.environ["PADDLE_TRAINER_ID"] == "1":
+            if how == "sleep":
+                time.sleep(20)
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.train_batch(rows(), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("die", "PeerFailed: rank 1 died"),
+        ("sleep", "rank 0 waited 3 s for a message of rank 1"),
+    ],
+)
+def test_what_a_rank_waits_for_is_named(
+    on_ranks: Callable[..., Any], how: str, message: str
+) -> None:
+    env = {"FLEETPIPE_TRANSPORT": "process_group"}
+    with pytest.raises(JobFailed) as failed:
+        on_ranks(end_in_the_midst, 2, how, env=env, timeout=60)
+    ended = failed.value.job
+    assert isinstance(ended, Finished)
+    assert message in ended.logs[0]
+    assert re.search(r"operation B0\.\d \(stage 0, micro-batch \d\)", ended.logs[0])
+    assert ended.seconds < 15
