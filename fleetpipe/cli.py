@@ -70,6 +70,12 @@ COMMANDS = (
         "fleetpipe.parity.command:run",
     ),
     Command(
+        "doctor",
+        "say what this machine or cluster can do, and what is wrong with it",
+        "fleetpipe.doctor.command:configure",
+        "fleetpipe.doctor.command:run",
+    ),
+    Command(
         "profile",
         "measure what each layer of a training script's model costs",
         "fleetpipe.launch.script:configure_profile",

@@ -89,6 +89,17 @@ def memory_limit() -> int:
     return min(memory_bytes(), int(limit)) if limit.isdecimal() else memory_bytes()
 
 
+def descriptor_limits() -> tuple[float, float]:
+    """Returns how many descriptors a process may have, and what it may raise that to by itself."""
+    if sys.platform == "win32":
+        return float("inf"), float("inf")
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (float("inf") if n == resource.RLIM_INFINITY else n for n in limits)
+    return soft, hard
+
+
 def resident_bytes(peak: bool = False) -> int:
     """Returns the bytes of memory that this process has, or the most that it had.
 

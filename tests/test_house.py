@@ -67,6 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch cli __main__",),
     ("parity/command", "fit callbacks"),
     ("compat", "ray"),
+    ("doctor",),
     ("__init__",),
 )
 
