@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-libraries test-libraries-short test-models benchmarks benchmarks-short types lint clean distclean
+.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-libraries test-libraries-short test-models test-next benchmarks benchmarks-short types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # Where an environment has its programs: on Windows, make and bash are those of Git's shell.
@@ -28,6 +28,7 @@ help:
 	@echo 'make test-262-cpu  the examples, on paddlepaddle 2.6.2'
 	@echo 'make test-libraries  PaddleNLP and PaddleFormers on fleetpipe, beside themselves'
 	@echo 'make test-models  every model of paddle.vision as a pipeline, beside itself: a table'
+	@echo 'make test-next  what the newest Paddle of PyPI would break: a report that never fails'
 	@echo 'make benchmarks  every benchmark: a table and a JSON, within 40 minutes of an idle machine'
 	@echo 'make benchmarks-short  those of the GPT under three schedules, and of plans: five minutes'
 	@echo 'make docs      the documentation as a site, in build/site'
@@ -41,13 +42,14 @@ help:
 FOR_262 := 'numpy<2' 'protobuf==3.20.3' 'setuptools<80' --editable '.[examples,test]'
 .venv-262/.installed: REQUIREMENTS = 'paddlepaddle-gpu==2.6.2' $(FOR_262)
 .venv-262-cpu/.installed: REQUIREMENTS = 'paddlepaddle==2.6.2' $(FOR_262)
+.venv-next/.installed: REQUIREMENTS = --upgrade paddlepaddle --editable '.[examples,test]'
 # A site is built from text and needs neither Paddle nor what tests need.
 .venv-docs/.installed: REQUIREMENTS = --editable '.[docs]'
 
 # The tools, pinned. It names nothing that Paddle needs.
 CONSTRAINTS := .ci/constraints.txt
 
-.venv/.installed .venv-262/.installed .venv-262-cpu/.installed .venv-docs/.installed: setup.cfg $(CONSTRAINTS)
+.venv/.installed .venv-262/.installed .venv-262-cpu/.installed .venv-next/.installed .venv-docs/.installed: setup.cfg $(CONSTRAINTS)
 	@echo 'setting up $(@D): the first time this takes a minute or two, most of it for Paddle'
 	$(@D)/$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
 	@echo '$(@D)/$(BIN)/python -m pip install -c $(CONSTRAINTS) $(subst ','\'',$(REQUIREMENTS))'
@@ -105,6 +107,11 @@ test-262-cpu: .venv-262-cpu/.installed
 	.venv-262-cpu/$(BIN)/python $(PYTEST) $(PYTEST_ARGS) \
 	    $(addprefix tests/processes/examples/test_,alexnet.py gpt.py mlp.py static.py)
 
+# The newest Paddle of PyPI, within the range of setup.cfg or beyond it: a report, not a failure.
+test-next: .venv-next/.installed
+	-.venv-next/$(BIN)/python -m tests.paddle_names
+	-.venv-next/$(BIN)/python $(PYTEST) -m 'not libraries and not once' $(PYTEST_ARGS)
+
 # The link that the site has to its repository; none where that is no address of the web.
 export REPOSITORY_URL ?= $(patsubst %.git,%,$(filter https://%,$(shell git remote get-url origin 2>/dev/null)))
 # NO_MKDOCS_2_WARNING: the theme's advice not to move to mkdocs 2, which setup.cfg excludes.
@@ -153,4 +160,4 @@ clean:
 	find fleetpipe static dygraph examples tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-262 .venv-262-cpu .venv-docs $(LIBRARIES:%=.venv-%)
+	rm -rf .venv .venv-262 .venv-262-cpu .venv-next .venv-docs $(LIBRARIES:%=.venv-%)
