@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
+import pytest
 from paddle import nn
 
 from fleetpipe import fleet
@@ -34,6 +35,16 @@ def pipeline(layers: list[Any] | None = None, **options: Any) -> Any:
     return fleet.distributed_model(
         PipelineLayer(layers or mlp_layers(), topology=topology, **options)
     )
+
+
+def switch(**switches: Any) -> None:
+    """Turns on switches of ``pp_configs`` in the running job's strategy."""
+    strategy = fleet.fleet._user_defined_strategy
+    known = strategy.hybrid_configs["pp_configs"]
+    for name, value in switches.items():
+        if not hasattr(known, name):
+            pytest.skip(f"this Paddle has no pp_configs.{name}")
+        setattr(known, name, value)
 
 
 def sgd(model: Any, rate: float = 0.1) -> Any:

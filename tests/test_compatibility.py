@@ -264,6 +264,9 @@ def _trained(configs: str | None = None, name: str | None = None) -> list[bytes]
         fleet.shutdown()
 
 
+#: Attributes of tensor-parallel layers that scripts set, and no one reads here.
+SWITCHES_OF_LAYERS = {"mp_async_allreduce", "mp_skip_c_identity", "mp_fused_linear_param_grad_add"}
+
 OPTIONS_ELSEWHERE = {
     # Read by Paddle, or under another name.
     "order": "hybrid_parallel_order",
@@ -286,7 +289,7 @@ def test_an_option_does_what_the_page_says(row: Row, monkeypatch: pytest.MonkeyP
             _wrap_overlapped(row.name)
     else:
         elsewhere = {other.name for other in ROWS if other.status == WORKS}
-        assert row.name not in words - elsewhere
+        assert row.name not in words - elsewhere - SWITCHES_OF_LAYERS
         if row.subject != "sharding_configs":
             assert _trained(row.subject, row.name) == _trained()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -35,7 +36,7 @@ def checked(layers: object) -> list[Entry]:
             got=type(layers).__name__,
             fix="pass [LayerDesc(..), LayerDesc(..), ..], in the order in which they run",
         )
-    entries = list(layers)
+    entries = [_without_flag(entry) for entry in layers]
     if not entries:
         raise ConfigError(
             "the list of layers of a PipelineLayer is empty",
@@ -47,6 +48,20 @@ def checked(layers: object) -> list[Entry]:
     for index, entry in enumerate(entries):
         _check(entry, index)
     return entries
+
+
+def _without_flag(entry: Entry) -> Entry:
+    """Returns a description without the argument that newer Paddles' ``SharedLayerDesc`` takes.
+
+    Where Paddle does not know it, it would be the layer's: what is shared here is in any case what
+    ``shared_weight_attr`` gives, and a whole layer where class and arguments are the same.
+    """
+    if not is_shared(entry) or "shared_submodule_weight_only" not in entry.kwargs:
+        return entry
+    entry = copy.copy(entry)
+    entry.kwargs = {**entry.kwargs}
+    del entry.kwargs["shared_submodule_weight_only"]
+    return entry
 
 
 def _check(entry: Entry, index: int) -> None:
@@ -88,23 +103,32 @@ def shared_attributes(entry: Entry) -> tuple[str, ...]:
     return (named,) if isinstance(named, str) else tuple(named)
 
 
-def shared_weight(entry: Entry, index: int, layer: Layer, attribute: str) -> tuple[str, Tensor]:
-    """Returns the path within ``layer`` of a weight that its entry shares, and the weight.
+def shared_weights(
+    entry: Entry, index: int, layer: Layer, attribute: str
+) -> dict[str, tuple[str, Tensor]]:
+    """Returns what an attribute shares by name: a weight's path within ``layer``, and the weight.
+
+    An attribute is a parameter, or gives pairs of names and parameters as ``named_parameters()`` of
+    a sublayer does: ``body.fc.weight`` is the ``fc.weight`` of an attribute ``body``.
 
     Raises:
         ConfigError: The layer has no parameter of that name.
     """
     paths = {id(parameter): path for path, parameter in layer.named_parameters()}
-    weight = getattr(layer, attribute, None)
-    if id(weight) not in paths:
-        raise ConfigError(
-            f"the shared layer {entry.layer_name!r} has no parameter {attribute!r}",
-            where=f"layer {index} of the list ({type(layer).__name__})",
-            expected=f"one of its parameters: {', '.join(paths.values())}",
-            got="no such attribute" if weight is None else type(weight).__name__,
-            fix="pass its name as shared_weight_attr, or write a property that returns it",
-        )
-    return paths[id(weight)], weight
+    value = getattr(layer, attribute, None)
+    weights = {attribute: value}
+    if isinstance(value, Iterator):
+        weights = {f"{attribute}.{path}": parameter for path, parameter in value}
+    for name, weight in weights.items():
+        if id(weight) not in paths:
+            raise ConfigError(
+                f"the shared layer {entry.layer_name!r} has no parameter {name!r}",
+                where=f"layer {index} of the list ({type(layer).__name__})",
+                expected=f"one of its parameters: {', '.join(paths.values())}",
+                got="no such attribute" if weight is None else type(weight).__name__,
+                fix="pass its name as shared_weight_attr, or write a property that returns it",
+            )
+    return {name: (paths[id(weight)], weight) for name, weight in weights.items()}
 
 
 def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -> Any:
@@ -202,8 +226,9 @@ class Blueprints(Sequence[Layer]):
             return {}
         lender = self._entries[first]
         return {
-            attribute: shared_weight(lender, first, self[first], attribute)[1]
+            name: weight
             for attribute in shared_attributes(lender)
+            for name, (_, weight) in shared_weights(lender, first, self[first], attribute).items()
         }
 
 

@@ -96,6 +96,7 @@ def find(entries: Sequence[Entry], blueprints: Blueprints) -> tuple[SharedLayer,
             sublayer_names = {
                 path: f"{variant.indices[0]}.{path}" for path in _paths_of(variant, blueprints)
             }
+            _require_shared(sorted(paths.keys() - pivot.keys()), pivot, entries, first, variant)
             for attribute, path in paths.items():
                 _require_alike(key, attribute, (first, pivot), (variant, paths), blueprints)
                 sublayer_names[path] = names[pivot[attribute]]
@@ -109,21 +110,37 @@ def _sort_in(variants: list[_Variant], entries: Sequence[Entry], index: int) -> 
     entry = entries[index]
     attributes = descriptions.shared_attributes(entry)
     if variants:
-        missing = sorted(set(attributes) - set(variants[0].attributes))
-        if missing:
-            raise ConfigError(
-                f"layer {index} shares {missing} of {entry.layer_name!r}, its first entry does not",
-                where=f"layers {variants[0].indices[0]} and {index} of the list",
-                expected=f"some of {sorted(variants[0].attributes)}",
-                got=str(sorted(attributes)),
-                fix="name all shared weights in the shared_weight_attr of the key's first entry",
-            )
+        pivot = variants[0]
+        missing = sorted(set(attributes) - set(pivot.attributes))
+        _require_shared(
+            missing, pivot.attributes, entries, pivot, _Variant([index], list(attributes))
+        )
     for variant in variants:
         if _alike(_description(entries[variant.indices[0]]), _description(entry)):
             variant.indices.append(index)
             variant.attributes.extend(set(attributes) - set(variant.attributes))
             return
     variants.append(_Variant([index], list(attributes)))
+
+
+def _require_shared(
+    missing: Sequence[str],
+    names: Iterable[str],
+    entries: Sequence[Entry],
+    first: _Variant,
+    variant: _Variant,
+) -> None:
+    """Refuses an entry that shares what the first of its key, which shares ``names``, does not."""
+    if missing:
+        index = variant.indices[0]
+        raise ConfigError(
+            f"layer {index} shares {missing} of {entries[index].layer_name!r}, its first entry "
+            "does not",
+            where=f"layers {first.indices[0]} and {index} of the list",
+            expected=f"some of {sorted(names)}",
+            got=str(sorted(variant.attributes)),
+            fix="name all shared weights in the shared_weight_attr of the key's first entry",
+        )
 
 
 def _description(entry: Entry) -> tuple[object, ...]:
@@ -164,8 +181,9 @@ def _attribute_paths(
     index = variant.indices[0]
     entry, layer = entries[index], blueprints[index]
     return {
-        attribute: descriptions.shared_weight(entry, index, layer, attribute)[0]
+        name: path
         for attribute in variant.attributes
+        for name, (path, _) in descriptions.shared_weights(entry, index, layer, attribute).items()
     }
 
 

@@ -20,10 +20,10 @@ from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.optimizer.scaler import prepared
 from fleetpipe.dygraph.train.fleet_face import PipelineFace
 from fleetpipe.dygraph.train.forward_batch import forwarded
-from fleetpipe.dygraph.train.training_batch import TrainingBatch
+from fleetpipe.dygraph.train.training_batch import TrainingBatch, take_step
 from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.paddle_types import Batch, GradScaler, LRScheduler, Optimizer, Tensor
 from fleetpipe.profiling import Profile
 
@@ -35,6 +35,10 @@ class PipelineParallel(PipelineFace):
     number of times, in the same order. A batch that raises an error leaves no gradients and nothing
     else behind; where one process plays all ranks, the next may follow.
     """
+
+    #: What the parts of a step hand on to the last of them.
+    _prepared: tuple[Optimizer, LRScheduler | None] | None = None
+    _scaler: GradScaler | None = None
 
     def train_batch(
         self,
@@ -115,6 +119,7 @@ class PipelineParallel(PipelineFace):
             return self.get_static_scheduler()
         batch = TrainingBatch(self._runtime, data, 0, scaler, return_micro_batch_loss, weights)
         batch.train()
+        self._scaler = scaler
         return batch.loss
 
     def _prepare_training(
@@ -128,7 +133,8 @@ class PipelineParallel(PipelineFace):
         Args:
             data: As for :meth:`train_batch`.
             optimizer: What ``fleet.distributed_optimizer`` returned.
-            lr_scheduler: Accepted for Fleet's sake; who steps the optimizer steps it.
+            lr_scheduler: Stepped by :meth:`_optimizer_step`; who steps the optimizer without that
+                steps it.
 
         Returns:
             ``data``, for :meth:`forward_backward_pipeline`.
@@ -139,7 +145,28 @@ class PipelineParallel(PipelineFace):
         """
         self._runtime.require_running()
         self._bind(optimizer)
+        self._prepared = optimizer, lr_scheduler
         return data
+
+    def _optimizer_step(self) -> None:
+        """Takes the step of what :meth:`_prepare_training` was given; clears the gradients.
+
+        The third part of a step, after :meth:`forward_backward_pipeline`.
+
+        Raises:
+            StateError: There was no :meth:`_prepare_training`.
+        """
+        if self._prepared is None:
+            raise StateError(
+                "_optimizer_step takes the step of an optimizer that _prepare_training was given",
+                got="no _prepare_training before",
+                fix="call _prepare_training(data, optimizer, lr_scheduler), "
+                "forward_backward_pipeline(data) and _optimizer_step(), or train_batch",
+            )
+        optimizer, lr_scheduler = self._prepared
+        take_step(self._runtime, optimizer, self._scaler)
+        if lr_scheduler is not None:
+            lr_scheduler.step()
 
     def eval_batch(
         self,

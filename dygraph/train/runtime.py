@@ -24,7 +24,7 @@ from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.layers.sliceable import require_sliceable
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite
-from fleetpipe.dygraph.observe.hooks import HookCalls, UserHooks
+from fleetpipe.dygraph.observe.hooks import HookCalls, IssuedSends, UserHooks, watches_sends
 from fleetpipe.dygraph.observe.timers import TimedActions, Timers
 from fleetpipe.dygraph.optimizer import replicas
 from fleetpipe.dygraph.train.switches import Switches
@@ -177,6 +177,11 @@ class Runtime:
         """Has ``observer`` watch every operation of later batches."""
         self._observers.append(observer)
         self._connect()
+
+    def watch_sends(self) -> None:
+        """Has hooks called between a send and the next wait, where there are any by now."""
+        if watches_sends() and not self._sends_watched:
+            self._connect()
 
     def resize(self, micro_batches: int, micro_batch_size: int) -> None:
         """Takes another number and size of micro-batches from the next batch on.
@@ -381,8 +386,11 @@ class Runtime:
     def _connect(self) -> None:
         """Makes the engines. Collective over the pipeline the first time in a job."""
         chaos = Chaos.asked_for(self._plan, self.job.hcg.get_stage_id(), meeting.own_rank())
-        training = [observer for observer in (self.trace, chaos) if observer is not None]
         placement = self.schedule.placement
+        self._sends_watched = watches_sends()
+        issued = IssuedSends(self.hook_calls, placement.rank_of) if self._sends_watched else None
+        observers = (issued, self.trace, chaos)
+        training = [observer for observer in observers if observer is not None]
         self.meter = StepMeter(self._plan, self.job.pipeline_ranks())
         costs = self.config.costs
         self.job.describe_steps(

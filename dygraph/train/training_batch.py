@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -94,6 +95,7 @@ class TrainingBatch:
         self._optimizer = optimizer
         runtime = self._runtime
         runtime.layers.begin(training=True)
+        runtime.watch_sends()
         companion = runtime.companion
         if companion is not None:
             data, weights, loss_fn_idx = self._beside
@@ -136,27 +138,32 @@ class TrainingBatch:
             self._runtime.companion.reduced(self.loss)
 
     def _step(self) -> None:
-        if self._optimizer is None:
-            return
-        runtime = self._runtime
-        if runtime.switches.delay_scale_loss:
-            parameters = runtime.layers.trained_parameters()
-            divide_gradients(parameters, runtime.weights[0].denominator)
-        if runtime.companion is None:
-            self._update()
-        else:
-            runtime.companion.step(self._update)
-        if runtime.switches.release_gradients:
-            self._optimizer.clear_grad(set_to_zero=False)
-        else:
-            self._optimizer.clear_grad()
+        if self._optimizer is not None:
+            take_step(self._runtime, self._optimizer, self._scaler)
 
-    def _update(self) -> None:
-        if self._scaler is None:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
+
+def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> None:
+    """Steps with the gradients that a batch's reductions have left, and clears them."""
+    if runtime.switches.delay_scale_loss:
+        parameters = runtime.layers.trained_parameters()
+        divide_gradients(parameters, runtime.weights[0].denominator)
+    update = functools.partial(_update, optimizer, scaler)
+    if runtime.companion is None:
+        update()
+    else:
+        runtime.companion.step(update)
+    if runtime.switches.release_gradients:
+        optimizer.clear_grad(set_to_zero=False)
+    else:
+        optimizer.clear_grad()
+
+
+def _update(optimizer: Optimizer, scaler: Scaler) -> None:
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def _require_gradients() -> None:

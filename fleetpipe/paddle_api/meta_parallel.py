@@ -140,6 +140,22 @@ class _MicroStepLocations(Enum):
     FORWARD_END = "forward_end"
     BACKWARD_BEGIN = "backward_begin"
     BACKWARD_END = "backward_end"
+    P2P_ISSUED = "p2p_issued"
+
+
+def _with_issued(locations: type[Enum], registry: Any) -> None:
+    """Adds ``P2P_ISSUED`` to Paddle's own locations and hooks, where Paddle (to 3.3) lacks it.
+
+    A script may have taken the members that are there from Paddle: another class would not do.
+    """
+    name, value = "P2P_ISSUED", "p2p_issued"
+    if name not in locations.__members__:
+        member: Any = object.__new__(locations)
+        member._name_, member._value_ = name, value
+        type.__setattr__(locations, name, member)
+        locations._member_names_.append(name)
+        locations._member_map_[name] = locations._value2member_map_[value] = member
+    registry.hooks.setdefault(locations[name], [])
 
 
 class _MicroStepCallback:
@@ -191,6 +207,7 @@ PipelineParallelMicroStepCallback: Any = getattr(
 pipeline_parallel_callbacks_: Any = (
     getattr(_pipelines, "pipeline_parallel_callbacks_", None) or PipelineParallelMicroStepCallback()
 )
+_with_issued(PipelineParallelMicroStepLocations, pipeline_parallel_callbacks_)
 register_global_pipeline_parallel_hook: Callable[[Enum, Hook], None] = getattr(
     _pipelines, "register_global_pipeline_parallel_hook", _register_global_hook
 )

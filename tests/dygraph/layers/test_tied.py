@@ -134,6 +134,73 @@ def test_several_attributes_and_a_part_of_them() -> None:
     assert second.names == {"one": "1.one", "two": "shared_layers.k.two"}
 
 
+class Body(nn.Layer):
+    """A layer that gives its parameters by name, for one with a layer like it inside to share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    @property
+    def weights(self) -> Any:
+        return self.named_parameters()
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(self.fc(x)).tanh()
+
+
+class Deeper(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+        self.out = nn.Linear(WIDTH, 3)
+
+    @property
+    def weights(self) -> Any:
+        return self.body.weights
+
+    def forward(self, x: Any) -> Any:
+        return self.out(self.body(x))
+
+
+@pytest.mark.parametrize("named", [{}, {"shared_submodule_weight_only": True}], ids=str)
+def test_the_weights_of_a_sublayer_are_shared_by_name(named: dict[str, bool]) -> None:
+    entries = [
+        SharedLayerDesc("body", Body, None, "weights", **named),
+        LayerDesc(nn.Linear, WIDTH, WIDTH),
+        SharedLayerDesc("body", Deeper, None, "weights", **named),
+    ]
+    inputs, labels = paddle.randn([8, WIDTH]), paddle.randint(0, 3, [8, 1])
+    with job(2, 4):
+        model = pipeline(entries)
+        parameters = dict(model.layers.named_parameters())
+        assert len(parameters) == 4 + 2 + 2
+        body, middle, deeper = Body(), nn.Linear(WIDTH, WIDTH), Deeper()
+        for path, name in [("fc", "fc"), ("norm", "norm")]:
+            setattr(deeper.body, path, getattr(body, name))
+        plain = nn.Sequential(body, middle, deeper)
+        values = [value.numpy() for value in parameters.values()]
+        for parameter, value in zip(plain.parameters(), values):
+            parameter.set_value(value)
+        loss = model.train_batch([inputs, labels], sgd(model))
+        expected = nn.functional.cross_entropy(plain(inputs), labels)
+        expected.backward()
+        paddle.optimizer.SGD(0.1, parameters=plain.parameters()).step()
+        assert abs(float(loss) - float(expected)) < 1e-6
+        for ours, theirs in zip(parameters.values(), plain.parameters()):
+            assert float((ours - theirs).abs().max()) < 1e-6
+
+
+def test_a_sublayer_shares_no_more_than_the_first_entry_has() -> None:
+    entries = [
+        SharedLayerDesc("body", nn.Linear, None, "weight", WIDTH, WIDTH),
+        SharedLayerDesc("body", Deeper, None, ["weight", "weights"]),
+    ]
+    with pytest.raises(ConfigError, match="its first entry does not"):
+        found(entries)
+
+
 def test_the_pivot_may_stand_anywhere_and_shared_parameters_come_first() -> None:
     entries = [
         LayerDesc(nn.Linear, 6, 6),

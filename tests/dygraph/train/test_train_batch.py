@@ -25,17 +25,7 @@ from fleetpipe.fleet.meta_parallel import (
 )
 from fleetpipe.fleet.meta_parallel import PipelineParallelMicroStepLocations as Locations
 from tests import jobs
-from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd, train
-
-
-def switch(**switches: Any) -> None:
-    """Turns on switches of ``pp_configs`` in the running job's strategy."""
-    strategy = fleet.fleet._user_defined_strategy
-    known = strategy.hybrid_configs["pp_configs"]
-    for name, value in switches.items():
-        if not hasattr(known, name):
-            pytest.skip(f"this Paddle has no pp_configs.{name}")
-        setattr(known, name, value)
+from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd, switch, train
 
 
 def cross_entropy(output: Any, label: Any) -> Any:

@@ -10,9 +10,9 @@ import pytest
 from paddle.distributed.fleet.meta_optimizers import HybridParallelOptimizer
 
 from fleetpipe import fleet
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fleet.meta_parallel import PipelineDatasetPreprocessor
-from tests.pipelines import batch, bits, job, pipeline, sgd
+from tests.pipelines import batch, bits, job, pipeline, sgd, switch
 
 
 def by_itself(model: Any, optimizer: Any, data: Any) -> Any:
@@ -47,6 +47,39 @@ def test_a_step_in_three_parts_has_the_bits_of_train_batch() -> None:
             evaluated = model.eval_batch(batch(seed=2), compute_loss=True).numpy().tobytes()
             found.append((losses, evaluated, bits(model.state_dict()), optimizer.gradient_norm))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_the_last_part_of_a_step_is_that_of_train_batch(delayed: bool) -> None:
+    found = []
+    for in_parts in (True, False):
+        with job(2):
+            switch(delay_scale_loss=delayed)
+            model = pipeline()
+            rate = paddle.optimizer.lr.StepDecay(0.5, step_size=1)
+            inner = paddle.optimizer.Momentum(rate, parameters=model.parameters())
+            optimizer, losses = fleet.distributed_optimizer(inner), []
+            for seed in range(3):
+                if in_parts:
+                    data = model._prepare_training(batch(seed=seed), optimizer, rate)
+                    losses.append(model.forward_backward_pipeline(data))
+                    model._optimizer_step()
+                    assert all(
+                        one.grad is None or not one.grad.any() for one in inner._parameter_list
+                    )
+                else:
+                    losses.append(model.train_batch(batch(seed=seed), optimizer, rate))
+            assert rate() == 0.5 * 0.1**3
+            found.append(([loss.numpy().tobytes() for loss in losses], bits(model.state_dict())))
+    assert found[0] == found[1]
+
+
+def test_a_last_part_without_the_first_is_refused() -> None:
+    with job(2):
+        model = pipeline()
+        model.forward_backward_pipeline(batch())
+        with pytest.raises(StateError, match="no _prepare_training before"):
+            model._optimizer_step()
 
 
 def test_an_optimizer_of_another_model_is_refused_before_the_batch() -> None:
