@@ -20,6 +20,7 @@ def strategy(
     rows: int = ROWS,
     order: Sequence[str] = (),
     own: Mapping[str, Any] | None = None,
+    sharding_stage: int = 1,
     **degrees: int,
 ) -> Any:
     """Builds a strategy.
@@ -30,6 +31,7 @@ def strategy(
         rows: Rows of a micro-batch.
         order: The axes that come first in the order of the axes; the others follow as usual.
         own: fleetpipe's own options.
+        sharding_stage: What the ranks along sharding share.
         degrees: By axis; the others are Fleet's defaults.
     """
     made = fleet.DistributedStrategy()
@@ -44,6 +46,8 @@ def strategy(
         "schedule_mode": schedule,
     }
     made.fleetpipe_configs = dict(own or {})
+    made.sharding = sharding_stage > 1
+    made.sharding_configs = {"stage": sharding_stage}
     return made
 
 
@@ -57,6 +61,7 @@ def begin(
     sharding: int = 1,
     rows: int = ROWS,
     order: Sequence[str] = (),
+    sharding_stage: int = 1,
     **own: Any,
 ) -> Any:
     """Begins a job on all ranks, or on the one process that plays them; returns it.
@@ -64,6 +69,7 @@ def begin(
     The arguments are those of `strategy`; ``own`` are fleetpipe's own options.
     """
     degrees = {"dp": dp, "mp": mp, "pp": pp, "sharding": sharding}
+    degrees["sharding_stage"] = sharding_stage
     chosen = strategy(micro_batches, schedule, rows=rows, order=order, own=own, **degrees)
     fleet.init(is_collective=True, strategy=chosen)
     return current_job()

@@ -2,5 +2,5 @@
 
 Start with ``optimizer.py``.
 
-Entered by: ``optimizer``, ``replicas``, ``scaler``.
+Entered by: ``optimizer``, ``replicas``, ``scaler``, ``shards``.
 """

@@ -65,13 +65,19 @@ class PipelineOptimizer(FleetsType):
         job = current_job()
         self._hcg = None if job is None else job.hcg
         if job is not None and job.sharding().ranks > 1:
-            self._shards = Shards(optimizer, job.sharding(), job.expert_sharding())
+            sharing = job.sharding(), job.expert_sharding()
+            self._shards = Shards(optimizer, *sharing, scatters=job.scatters_gradients)
         self._replace_clips()
 
     @property
     def wrapped(self) -> Optimizer:
         """The user's optimizer."""
         return self._inner_opt
+
+    @property
+    def shards(self) -> Shards | None:
+        """Who keeps the state of which parameter; None where each rank keeps that of all."""
+        return self._shards
 
     def owns_state(self, parameter: Tensor) -> bool:
         """Whether this process keeps the optimizer's state of a parameter, not another shard."""
@@ -252,7 +258,7 @@ class PipelineOptimizer(FleetsType):
         if job is None or job.copies().ranks == 1 or in_data_parallel_mode(job.hcg):
             return
         if self._layers is None and not job.trains(parameters):
-            reduce_all(parameters, job, job.degrees.sep / job.copies().ranks)
+            reduce_all(parameters, job, job.degrees.sep / job.copies().ranks, self._shards)
 
     @property
     def _rate(self) -> float | Scheduler:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
+from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient, zero_gradient
+from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.dygraph.tensor_parallel import is_sequence_parallel_parameter
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
@@ -18,7 +19,9 @@ from fleetpipe.paddle_api.tensor import tensor_bytes
 _PIECE_BYTES = 128 * 1024 * 1024
 
 
-def reduce_all(parameters: Sequence[Tensor], job: Job, share: float) -> None:
+def reduce_all(
+    parameters: Sequence[Tensor], job: Job, share: float, shards: Shards | None = None
+) -> None:
     """Adds up the gradients of all copies of a stage, and experts' over their own copies.
 
     An expert has the tokens of all ranks that it is spread over: its gradient is the sum of theirs,
@@ -30,31 +33,53 @@ def reduce_all(parameters: Sequence[Tensor], job: Job, share: float) -> None:
         parameters: This rank's parameters, the same on every copy.
         job: The job.
         share: What each gradient is multiplied by.
+        shards: Who owns which parameter; None where each rank steps all.
 
     Raises:
         ConfigError: A gradient is sparse.
         PipelineTimeout: Some copy did not come within the limit.
     """
     spread = [parameter for parameter in parameters if is_spread(parameter)]
-    reduce_gradients([p for p in parameters if not is_spread(p)], job.copies(), share)
-    if spread:
-        alike = job.degrees.mp if job.degrees.ep > 1 else 1
-        of_parts = [p for p in spread if is_sequence_parallel_parameter(p)]
-        of_all = [p for p in spread if not is_sequence_parallel_parameter(p)]
-        reduce_gradients(of_parts, job.expert_copies(), share)
-        reduce_gradients(of_all, job.expert_copies(), share / alike)
+    alike = job.degrees.mp if job.degrees.ep > 1 else 1
+    of_parts = [p for p in spread if is_sequence_parallel_parameter(p)]
+    of_all = [p for p in spread if not is_sequence_parallel_parameter(p)]
+    _reduce_copies([p for p in parameters if not is_spread(p)], job.copies(), job, share, shards)
+    _reduce_copies(of_parts, job.expert_copies(), job, share, shards)
+    _reduce_copies(of_all, job.expert_copies(), job, share / alike, shards)
 
 
-def reduce_gradients(parameters: Sequence[Tensor], group: Group, share: float = 1.0) -> None:
+def _reduce_copies(
+    parameters: Sequence[Tensor], copies: Group, job: Job, share: float, shards: Shards | None
+) -> None:
+    """Adds gradients up over ``copies``; in stage 2 first over those who share the state."""
+    scattered = [] if shards is None else shards.scattered(parameters)
+    if shards is not None and scattered:
+        spread = is_spread(scattered[0])
+        reduce_gradients(scattered, shards.members(spread), share, shards.owner)
+        kept = [parameter for parameter in scattered if shards.owns(parameter)]
+        reduce_gradients(kept, job.beside_sharding(spread))
+    apart = {id(parameter) for parameter in scattered}
+    whole = [parameter for parameter in parameters if id(parameter) not in apart]
+    if whole:
+        reduce_gradients(whole, copies, share)
+
+
+def reduce_gradients(
+    parameters: Sequence[Tensor],
+    group: Group,
+    share: float = 1.0,
+    owner_of: Callable[[Tensor], int] | None = None,
+) -> None:
     """Adds up the gradients of ranks that hold the same parameters, fused. Collective over these.
 
     A parameter that had no gradient on some rank counts as zero there. The result has the same
-    bits on every rank.
+    bits on every rank that keeps it.
 
     Args:
         parameters: This rank's parameters, the same on every replica.
         group: The replicas: all ranks of dp and sharding that hold these parameters.
         share: What each gradient is multiplied by.
+        owner_of: Returns the member that keeps the gradient of a parameter; None: all do.
 
     Raises:
         ConfigError: A gradient is sparse.
@@ -64,15 +89,20 @@ def reduce_gradients(parameters: Sequence[Tensor], group: Group, share: float = 
         return
     present = [gradient_of(parameter) is not None for parameter in parameters]
     everywhere = group.all_gather("".join("01"[flag] for flag in present))
-    gradients = []
+    used = []
     for index, parameter in enumerate(parameters):
         if not any(flags[index] == "1" for flags in everywhere):
             continue
         if not present[index]:
             set_gradient(parameter, zero_gradient(parameter))
-        gradients.append(_dense(gradient_of(parameter), parameter))
-    for piece in _pieces(gradients):
-        _add_up(piece, group, share)
+        _require_dense(parameter)
+        used.append(parameter)
+    for piece in _pieces(used):
+        if owner_of is None:
+            _add_up(piece, group, share)
+        else:
+            owned = [[p for p in piece if owner_of(p) == rank] for rank in range(group.ranks)]
+            _scatter(owned, group, share)
 
 
 def mean_loss(loss: Tensor, group: Group) -> Tensor:
@@ -85,28 +115,28 @@ def mean_loss(loss: Tensor, group: Group) -> Tensor:
     return first / group.ranks
 
 
-def _dense(gradient: Tensor, parameter: Tensor) -> Tensor:
-    if gradient.is_selected_rows():
+def _require_dense(parameter: Tensor) -> None:
+    if gradient_of(parameter).is_selected_rows():
         raise ConfigError(
             f"the gradient of {parameter.name} is sparse, and replicas add up dense ones",
             cause="an Embedding(sparse=True)",
             fix="build it with sparse=False",
         )
-    return gradient
 
 
-def _pieces(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Sorts gradients by dtype into pieces that are added at once."""
+def _pieces(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Sorts parameters by their gradients' dtype into pieces that are added at once."""
     pieces: list[list[Tensor]] = []
     open_pieces: dict[str, tuple[list[Tensor], int]] = {}
-    for gradient in gradients:
+    for parameter in parameters:
+        gradient = gradient_of(parameter)
         kind = str(gradient.dtype)
         piece, size = open_pieces.get(kind, ([], _PIECE_BYTES))
         nbytes = tensor_bytes(gradient)
         if size + nbytes > _PIECE_BYTES:
             piece, size = [], 0
             pieces.append(piece)
-        piece.append(gradient)
+        piece.append(parameter)
         open_pieces[kind] = (piece, size + nbytes)
     return pieces
 
@@ -116,9 +146,39 @@ def _add_up(piece: Sequence[Tensor], group: Group, share: float) -> None:
     """Replaces the gradients of a piece by the sum over ``group`` of ``share`` of each."""
     # Paddle's fused_allreduce_gradients_with_group works in its own groups alone, asserts where a
     # gradient is sparse, and does not meet the others before it enters Gloo.
-    flat = paddle.concat([gradient.reshape([-1]) for gradient in piece])
-    flat.scale_(share)
+    flat = _flat(piece, share)
     group.all_reduce([flat])
-    parts = paddle.split(flat, [int(gradient.size) for gradient in piece])
-    for gradient, part in zip(piece, parts):
+    _put(flat, piece)
+
+
+@paddle.no_grad()
+def _scatter(owned: Sequence[Sequence[Tensor]], group: Group, share: float) -> None:
+    """As :func:`_add_up`, for the owner alone; others' gradients are freed.
+
+    Args:
+        owned: The parameters of a piece that each member owns, by member.
+        group: The members.
+        share: What each gradient is multiplied by.
+    """
+    first = next(parameter for part in owned for parameter in part)
+    nothing = paddle.zeros([0], gradient_of(first).dtype)
+    parts = [_flat(part, share) if part else nothing for part in owned]
+    for rank, part in enumerate(owned):
+        if rank != group.rank:
+            drop_gradients(part)
+    _put(group.reduce_scatter(parts), owned[group.rank])
+
+
+def _flat(parameters: Sequence[Tensor], share: float) -> Tensor:
+    flat = paddle.concat([gradient_of(parameter).reshape([-1]) for parameter in parameters])
+    return flat.scale_(share)
+
+
+def _put(flat: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Gives parameters the gradients that stand one after another in ``flat``."""
+    if not parameters:
+        return
+    gradients = [gradient_of(parameter) for parameter in parameters]
+    parts = paddle.split(flat, [int(gradient.size) for gradient in gradients])
+    for gradient, part in zip(gradients, parts):
         paddle.assign(part.reshape(gradient.shape), gradient)

@@ -1,7 +1,8 @@
-"""Stage 1 of ZeRO: each sharding rank keeps the optimizer's state of its share of the parameters.
+"""Stages 1 and 2 of ZeRO: each sharding rank has the optimizer's state of its share of a model.
 
-All ranks have the parameters and the reduced gradients. Each steps only those that it owns, so the
-optimizer makes state for these alone, and then they are broadcast. Paddle's own
+All ranks have the parameters, and in stage 1 all reduced gradients, in stage 2 those of the own
+share. Each steps only what it owns, so the optimizer makes state for these parameters alone, and
+then they are broadcast. Paddle's own
 ``DygraphShardingOptimizer`` does the same, but takes no parameter groups, empties the lists of the
 optimizer that it wraps, and enters Gloo, which gives up after 30 s, before the others have come.
 
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.gradients import gradient_of
+from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import optimized_parameters, restricted
@@ -25,16 +26,28 @@ Result = TypeVar("Result")
 
 
 class Shards:
-    """Who owns which parameter of an optimizer, among the ranks that share its state."""
+    """Who owns which parameter of an optimizer, among the ranks that share its state.
 
-    def __init__(self, optimizer: Optimizer, group: Group, of_experts: Group | None = None) -> None:
+    Attributes:
+        scatters: Whether the owner of a parameter alone keeps its gradient: stage 2.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: Group,
+        of_experts: Group | None = None,
+        scatters: bool = False,
+    ) -> None:
         """Gives every parameter an owner; the same on all members, which have the same ones.
 
         Args:
             optimizer: A Paddle optimizer, or Paddle's ``MixPrecisionOptimizer`` around one.
             group: The sharding ranks.
             of_experts: Those of them that hold the same experts; None: all do.
+            scatters: Whether a gradient is kept by the owner of its parameter alone.
         """
+        self.scatters = scatters
         self._optimizer = optimizer
         self._groups = (group, group if of_experts is None else of_experts)
         self._owners: dict[int, int] = {}
@@ -49,7 +62,36 @@ class Shards:
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank keeps the state of ``parameter``."""
-        return self._owners[id(parameter)] == self._groups[is_spread(parameter)].rank
+        return self.owner(parameter) == self._groups[is_spread(parameter)].rank
+
+    def members(self, spread: bool) -> Group:
+        """Returns the ranks that share the state of experts, or of all else."""
+        return self._groups[spread]
+
+    def owner(self, parameter: Tensor) -> int:
+        """Returns which of these ranks keeps the state of ``parameter``."""
+        return self._owners[id(parameter)]
+
+    def scattered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns those whose gradients their owners alone add up, in stage 2.
+
+        These are not what nobody steps, nor tied weights: a copy has another owner on each stage.
+        """
+        chosen = [p for p in parameters if id(p) in self._owners and self.scatters]
+        return [p for p in chosen if not hasattr(p, "is_firstly_shared")]
+
+    def drop_others(self, parameters: Sequence[Tensor]) -> None:
+        """Frees the gradients of what other members own, in stage 2."""
+        if self.scatters:
+            drop_gradients(p for p in parameters if id(p) in self._owners and not self.owns(p))
+
+    def gradient(self, parameter: Tensor) -> Tensor:
+        """Returns the gradient that the owner of a parameter has. Collective in stage 2."""
+        gradient = gradient_of(parameter)
+        if not self.scatters or id(parameter) not in self._owners:
+            return gradient
+        copy = None if gradient is None else gradient.clone()
+        return self.members(is_spread(parameter)).broadcast(copy, self.owner(parameter))
 
     def step(self, step: Callable[[], Result], nothing: Callable[[], Result]) -> Result:
         """Steps what this rank owns, and gives all members what each has stepped. Collective.
@@ -68,11 +110,14 @@ class Shards:
 
     @paddle.no_grad()
     def _publish(self) -> None:
-        """Broadcasts the parameters that have a gradient from their owners. Collective."""
+        """Broadcasts the parameters that have a gradient from their owners. Collective.
+
+        In stage 2 others than the owner cannot tell which these are, and all are sent.
+        """
         changed = [
             parameter
             for parameter in optimized_parameters(self._optimizer)
-            if not parameter.stop_gradient and gradient_of(parameter) is not None
+            if not parameter.stop_gradient and (self.scatters or gradient_of(parameter) is not None)
         ]
         for spread, members in enumerate(self._groups):
             part = [(p, self._owners[id(p)]) for p in changed if is_spread(p) == bool(spread)]

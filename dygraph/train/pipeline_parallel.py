@@ -15,6 +15,7 @@ from fleetpipe.dygraph.backward.deferral_report import DeferralReport
 from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, split_value, unwrapped
 from fleetpipe.dygraph.batch.outputs import joined, on_host
+from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.dygraph.observe import profile as profiling
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.optimizer.scaler import prepared
@@ -270,6 +271,12 @@ class PipelineParallel(PipelineFace):
         """Has ``companion`` trained beside each of the next batches; None ends that."""
         self._runtime.companion = companion
 
+    def gradient_of(self, parameter: Tensor) -> Tensor:
+        """Returns the gradient that the last batch has left, or None. Collective over sharding."""
+        shards = self._runtime.last_shards
+        left: Tensor = gradient_of(parameter) if shards is None else shards.gradient(parameter)
+        return left
+
     def deferral_report(self) -> DeferralReport:
         """Returns which parameters' gradients wait for W, and the bytes kept between I and W.
 
@@ -386,6 +393,7 @@ class PipelineParallel(PipelineFace):
                 fix="optimizer = fleet.distributed_optimizer(optimizer)",
             )
         optimizer.bind(self._runtime.layers, self._runtime.config.post_validation)
+        self._runtime.shards = optimizer.shards
 
 
 def _require_methods(argument: str, value: Any, kind: str, methods: tuple[str, ...]) -> None:

@@ -20,13 +20,14 @@ from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.token_weights import TokenWeights
 from fleetpipe.dygraph.broadcast import broadcast_copies
-from fleetpipe.dygraph.gradients import drop_gradients
+from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.dygraph.layers.sliceable import require_sliceable
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite
 from fleetpipe.dygraph.observe.hooks import HookCalls, IssuedSends, UserHooks, watches_sends
 from fleetpipe.dygraph.observe.timers import TimedActions, Timers
 from fleetpipe.dygraph.optimizer import replicas
+from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.engine.chaos import Chaos
 from fleetpipe.engine.engine import Engine
@@ -63,6 +64,8 @@ class Runtime:
         evaluation: The engines that run forwards only.
         losses: Those of the last batch, where this process owns the last stage.
         companion: What is trained beside each batch; None for nothing.
+        shards: Who owns which parameter in the batch that comes; None where each rank keeps all.
+        last_shards: As ``shards``, for the gradients of the batch before, until they are cleared.
     """
 
     config: PipelineConfig
@@ -94,6 +97,8 @@ class Runtime:
         self.timers = Timers() if self.switches.enable_timer else None
         self.losses: Losses | None = None
         self.companion: Companion | None = None
+        self.shards: Shards | None = None
+        self.last_shards: Shards | None = None
         self.sequence = job.along("sep", "cp")
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         self._check_finite = finite.asked_for()
@@ -223,6 +228,23 @@ class Runtime:
                 "the model anew, and load what was saved",
             )
 
+    def require_cleared(self) -> None:
+        """Refuses to add to gradients that were scattered: those of one rank would count alone.
+
+        Raises:
+            StateError: Those of the batch before are still there.
+        """
+        scattered = self.last_shards is not None and self.last_shards.scatters
+        gradients = map(gradient_of, self.layers.trained_parameters()) if scattered else ()
+        if any(gradient is not None and bool((gradient != 0).any()) for gradient in gradients):
+            raise StateError(
+                "stage 2 has added up the gradients of the batch before, each on one rank",
+                expected="a step, and no gradients, before the next batch",
+                cause="forward_backward_pipeline was called twice without clear_grad between",
+                fix="optimizer.clear_grad() after each step; raise accumulate_steps for larger "
+                "batches, or use sharding_configs['stage'] = 1",
+            )
+
     def require_data(self, batches: MicroBatches, labelled: bool) -> None:
         """Refuses a batch that lacks what this process's stages need.
 
@@ -304,6 +326,7 @@ class Runtime:
 
     def reduce_gradients(self) -> None:
         """Adds up gradients over all copies of the stages, then of shared weights. Collective."""
+        self.last_shards, self.shards = self.shards, None
         with self.timing("allreduce_gradients"):
             parameters = self.layers.trained_parameters()
             experts.fill_gradients(self.layers.state.own_parameters())
@@ -311,10 +334,12 @@ class Runtime:
             replicas.reduce_gradients(of_parts, self.job.model_parallel())
             # A loss is weighed for an average over the ranks that split its sequences.
             averaged = self.job.copies().ranks if self.scale == "avg" else self.sequence.ranks
-            replicas.reduce_all(parameters, self.job, 1.0 / averaged)
+            replicas.reduce_all(parameters, self.job, 1.0 / averaged, self.last_shards)
         # After the replicas: their sums differ in the last bit from stage to stage.
         with self.timing("allreduce_shared_weight_gradients"):
             self.layers.allreduce_shared_weight_gradients()
+        if self.last_shards is not None:
+            self.last_shards.drop_others(parameters)
 
     def _facts(self) -> dict[str, str]:
         """Returns what must be the same on all ranks."""

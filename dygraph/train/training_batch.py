@@ -51,9 +51,10 @@ class TrainingBatch:
         Raises:
             ConfigError: The batch, the weights, loss_fn_idx or the grad mode does not fit.
             BoundaryError: A value is not made of Tensors.
-            StateError: ``fleet.shutdown`` ended the job of the model.
+            StateError: ``fleet.shutdown`` ended the job of the model, or gradients are left.
         """
         runtime.require_running()
+        runtime.require_cleared()
         functions = runtime.loss_functions(loss_fn_idx)
         _require_gradients()
         # First, so that it does not matter which ranks' data draw random numbers too.
@@ -156,6 +157,7 @@ def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> 
         optimizer.clear_grad(set_to_zero=False)
     else:
         optimizer.clear_grad()
+    runtime.last_shards = None
 
 
 def _update(optimizer: Optimizer, scaler: Scaler) -> None:

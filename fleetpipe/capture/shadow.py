@@ -29,7 +29,7 @@ from fleetpipe.dygraph import PipelineParallel, random_keys
 from fleetpipe.dygraph.backward.adding import is_watched
 from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
+from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError, reason
 from fleetpipe.job.job import all_ranks
@@ -126,7 +126,7 @@ class Shadow:
         rounding = Rounding(gradients, lambda: self._moved(reference, batch))
         off: list[str] = []
         for name, parameter in self._pipe.state.own_parameters().items():
-            gap = _apart(gradient_of(parameter), gradients.get(name))
+            gap = _apart(self._pipeline.gradient_of(parameter), gradients.get(name))
             if gap and not rounding.carries(name, gap):
                 off.append(name)
         differences = [f"the gradient of {name}" for name in off]
@@ -152,7 +152,7 @@ class Shadow:
         expected = reference.tensors()
         for name, parameter in parameters.items():
             # Rounding in a gradient is no fault of the optimizer's, and Adam makes it large.
-            gradient = gradient_of(parameter)
+            gradient = self._pipeline.gradient_of(parameter)
             if gradient is not None and not same_bits(gradient, expected[name].grad):
                 expected[name].grad = gradient.clone()
         _take_rate(learning_rate_of(batch.optimizer.wrapped), reference.optimizer)

@@ -23,7 +23,7 @@ from fleetpipe.job.groups import topology as fleet_topology
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees, Mesh
-from fleetpipe.mesh.degree_checks import refuse_sharding_options
+from fleetpipe.mesh.degree_checks import sharding_stage
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
 from fleetpipe.paddle_api.topology import (
@@ -91,8 +91,8 @@ def init(
         )
     arguments = (role_maker, is_collective, strategy, log_level)
     dynamic = paddle.in_dynamic_mode()
-    if dynamic and is_collective and degrees.state_shards > 1:
-        refuse_sharding_options(strategy)
+    shards = dynamic and is_collective and degrees.state_shards > 1
+    stage = sharding_stage(strategy) if shards else 1
     static.install()
     if not dynamic:
         return _init_static(degrees, arguments)
@@ -104,8 +104,8 @@ def init(
         )
     running = current_job()
     if running is not None:
-        return _change_strategy(running, degrees, strategy, config)
-    return _begin(degrees, world_size, arguments, config)
+        return _change_strategy(running, degrees, strategy, config, stage)
+    return _begin(degrees, world_size, arguments, config, stage)
 
 
 def _refuse_second_reading() -> None:
@@ -228,7 +228,7 @@ def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Fleet:
 
 
 def _change_strategy(
-    running: Job, degrees: Degrees, strategy: Any, config: PipelineConfig
+    running: Job, degrees: Degrees, strategy: Any, config: PipelineConfig, stage: int = 1
 ) -> Fleet:
     if degrees != running.degrees:
         raise ConfigError(
@@ -238,12 +238,17 @@ def _change_strategy(
             fix="call fleet.shutdown() first",
         )
     running.limit_waits(config.timeout)
+    running.scatters_gradients = stage == 2
     install_topology(running.hcg, copy.deepcopy(strategy))
     return _fleet
 
 
 def _begin(
-    degrees: Degrees, world_size: int, arguments: tuple[Any, ...], config: PipelineConfig
+    degrees: Degrees,
+    world_size: int,
+    arguments: tuple[Any, ...],
+    config: PipelineConfig,
+    stage: int = 1,
 ) -> Fleet:
     number = next(_numbers)
     _log.debug("job %d of this process begins: %s", number, degrees)
@@ -258,10 +263,12 @@ def _begin(
             "transport": transport,
             "hybrid_configs": repr(strategy.hybrid_configs),
             "hybrid_configs['order']": repr(strategy.hybrid_parallel_order),
+            "sharding_configs['stage']": str(stage),
         }
         mesh = Mesh.in_order(degrees, strategy.hybrid_parallel_order)
         groups = functools.partial(_make_groups, mesh, arguments)
         begun = start.begin_together(mesh, facts, config.timeout, number, groups, transport)
+    begun.scatters_gradients = stage == 2
     job.begin(begun)
     reporting.begin(begun, config.serve)
     tensor_parallel.connect_shards(begun)

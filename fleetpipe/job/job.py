@@ -61,6 +61,8 @@ class Job:
         pipelines: The models that were wrapped for training, as weak references.
         progress: How far this process is, and what its steps take.
         keeps_board: Whether this process keeps the job's board.
+        scatters_gradients: Whether those who share the optimizer's state keep the gradients of
+            their own share alone.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Job:
         self._watch = watch
         self._connections = connections
         self._agreements = 0
-        self.keeps_board = False
+        self.keeps_board = self.scatters_gradients = False
         self.progress = RunProgress() if watch is None else watch.progress
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
         if connections is not None:
@@ -238,6 +240,17 @@ class Job:
         if self.degrees.ep > 1:
             return self.along("moe_sharding")
         return self.along(*(axis for axis in COPIES if axis != self._expert_axis))
+
+    def beside_sharding(self, spread: bool) -> Group:
+        """Returns the ranks with copies of the same parameters that own the same of them.
+
+        Args:
+            spread: Whether these are experts.
+        """
+        axes = [axis for axis in COPIES if axis not in self.degrees.state_axes]
+        if spread:  # along ep all copies of an expert share its state
+            axes = [axis for axis in axes if axis != "dp" and self.degrees.ep == 1]
+        return self.along(*axes)
 
     def expert_sharding(self) -> Group:
         """Returns those of :meth:`expert_copies` that share the optimizer's state."""

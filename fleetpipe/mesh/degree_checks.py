@@ -152,30 +152,34 @@ def require_order(order: Sequence[str], axes: Collection[str]) -> None:
         )
 
 
-def refuse_sharding_options(strategy: Any) -> None:
-    """Refuses what shards more than the optimizer's state, or shards it in another way.
+def sharding_stage(strategy: Any) -> int:
+    """Returns what ``sharding_degree`` shards: 1, the optimizer's state; 2, gradients too.
 
     Raises:
-        ConfigError: The strategy asks for it.
+        ConfigError: The strategy asks for more, or for another way.
     """
-    if strategy.sharding and strategy.sharding_configs.get("stage", 1) > 1:
-        _refuse_sharding(f"sharding_configs['stage'] = {strategy.sharding_configs['stage']}")
+    stage = strategy.sharding_configs.get("stage", 1) if strategy.sharding else 1
+    if stage not in (1, 2):
+        _refuse_sharding(f"sharding_configs['stage'] = {stage}")
     configs = strategy.hybrid_configs.get("sharding_configs")
-    for option in _SHARDING_BY_REDUCE_SCATTER:
+    for option in _OTHER_SHARDING:
         if getattr(configs, option, False):
             _refuse_sharding(f"hybrid_configs['sharding_configs'].{option} = True")
+    return int(stage)
 
 
 #: split_param is Fleet's version 2 of the sharded optimizer.
-_SHARDING_BY_REDUCE_SCATTER = ("split_param", "tensor_fusion", "comm_overlap")
+_OTHER_SHARDING = ("split_param", "tensor_fusion", "comm_overlap")
 
 
 def _refuse_sharding(got: str) -> None:
     raise ConfigError(
-        "sharding_degree above 1 runs stage 1: each rank keeps the state of whole parameters",
+        "sharding_degree above 1 runs stages 1 and 2: a rank owns the state, and in stage 2 the "
+        "gradients, of whole parameters",
         got=got,
-        cause="stages 2 and 3 and these options scatter gradients or parameters as well",
-        fix="leave it out: every rank then still holds 1/sharding_degree of the optimizer's state",
+        cause="stage 3 scatters parameters as well, and these options pieces of them",
+        fix="strategy.sharding = True; strategy.sharding_configs = {'stage': 2}; for parameters "
+        "raise pp_degree or mp_degree, each rank of which holds its part alone",
     )
 
 

@@ -119,7 +119,8 @@ class ComparingOptimizer(PipelineOptimizer):
         """Compares the gradients and steps both optimizers. Collective as both are."""
         reference = self._reference.tensors()
         for name, parameter in self._parameters.items():
-            grad, expected = _whole(parameter.grad, parameter), reference[name].grad
+            grad = parameter.grad if self.shards is None else self.shards.gradient(parameter)
+            grad, expected = _whole(grad, parameter), reference[name].grad
             difference = compare("gradient", name, self._number, grad, expected)
             if difference:
                 self.differences.append(difference)

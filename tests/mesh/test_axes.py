@@ -14,7 +14,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.axes import AXES, DENSE, Coordinate, Degrees, Mesh
-from fleetpipe.mesh.degree_checks import refuse_sharding_options
+from fleetpipe.mesh.degree_checks import sharding_stage
 from fleetpipe.mesh.groups import SoleGroup
 
 NAMES = {
@@ -100,22 +100,23 @@ def test_experts_are_spread_over_all_ranks_of_a_stage() -> None:
 
 
 @pytest.mark.parametrize("option", ["split_param", "tensor_fusion", "comm_overlap"])
-def test_sharding_beyond_stage_1_is_refused(option: str) -> None:
+def test_sharding_of_pieces_is_refused(option: str) -> None:
     strategy = fleet.DistributedStrategy()
-    refuse_sharding_options(strategy)
+    assert sharding_stage(strategy) == 1
     setattr(strategy.hybrid_configs["sharding_configs"], option, True)
-    with pytest.raises(ConfigError, match=f"{option} = True(.|\n)*scatter gradients"):
-        refuse_sharding_options(strategy)
+    with pytest.raises(ConfigError, match=f"{option} = True(.|\n)*these options pieces"):
+        sharding_stage(strategy)
 
 
-def test_another_stage_of_sharding_is_refused() -> None:
+def test_stage_3_of_sharding_is_refused() -> None:
     strategy = fleet.DistributedStrategy()
     strategy.sharding = True
-    strategy.sharding_configs = {"stage": 1}
-    refuse_sharding_options(strategy)
-    strategy.sharding_configs = {"stage": 2}
-    with pytest.raises(ConfigError, match=r"\['stage'\] = 2(.|\n)*stages 2 and 3"):
-        refuse_sharding_options(strategy)
+    for stage in (1, 2):
+        strategy.sharding_configs = {"stage": stage}
+        assert sharding_stage(strategy) == stage
+    strategy.sharding_configs = {"stage": 3}
+    with pytest.raises(ConfigError, match=r"\['stage'\] = 3(.|\n)*raise pp_degree or mp_degree"):
+        sharding_stage(strategy)
 
 
 class Topology:

@@ -24,9 +24,11 @@ def test_the_single_model_beside_spread_experts(on_ranks: Call) -> None:
         (cases.Routed, 2, "1F1B", SPREAD),
         (cases.Stock, 2, "1F1B", {"pp": 2, "dp": 2, "ep": 2}),
         (cases.Routed, 1, "1F1B", {"pp": 2, "mp": 2, "ep": 2}),
+        (cases.Routed, 1, "1F1B", {**SPREAD, "sharding_stage": 2}),
     ]
     found = on_ranks(cases.beside_each, 4, runs, timeout=240)
-    for exact, several, stock, members in found:
+    for exact, several, stock, members, scattered in found:
+        assert "bit-exact" in scattered["verdict"], scattered["verdict"]
         assert "bit-exact" in exact["verdict"], exact["verdict"]
         assert members["passed"], members["verdict"]
         assert several["passed"], several["verdict"]

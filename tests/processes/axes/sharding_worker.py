@@ -1,0 +1,195 @@
+"""Random jobs with a sharded optimizer: what its two stages and plain Paddle train, in bits."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import paddle
+
+import fleetpipe
+from fleetpipe import fleet, parity
+from fleetpipe.dygraph.gradients import gradient_of
+from fleetpipe.errors import FleetPipeError
+from tests.pipelines import ROWS, bits, job, pipeline
+from tests.processes.axes.hybrid_worker import KINDS, adamw, in_groups, momentum, part
+from tests.scalers import enabled_scaler, half_precision
+
+STEPS = 3
+OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "groups": in_groups}
+
+
+class Case(NamedTuple):
+    """A job of four ranks.
+
+    Attributes:
+        degrees: By axis.
+        scaled: Whether a GradScaler scales the loss; it skips step 1.
+        apart: Whether a step is taken in the three parts of a library's trainer.
+    """
+
+    degrees: dict[str, int]
+    model: str = "mlp"
+    schedule: str = "1F1B"
+    optimizer: str = "adamw"
+    micro_batches: int = 2
+    scaled: bool = False
+    apart: bool = False
+
+
+def drawn(seed: int) -> Case:
+    """A case of its own for each seed."""
+    numbers = random.Random(seed)
+    degrees = numbers.choice(
+        [{"pp": 2, "sharding": 2}] * 3 + [{"sharding": 4}, {"dp": 2, "sharding": 2}]
+    )
+    schedules = ["1F1B", "FThenB", "ZBH1", "ZBV"] if "pp" in degrees else ["1F1B"]
+    scaled = numbers.random() < 0.3
+    return Case(
+        degrees,
+        numbers.choice(["mlp", "gpt", "tied"]),
+        numbers.choice(schedules),
+        # Adam makes as much of the last bits as of a sign where a gradient is next to nothing.
+        numbers.choice([*OPTIMIZERS] if "pp" in degrees else ["momentum", "groups"]),
+        numbers.choice([2, 3, 4]),
+        scaled,
+        not scaled and numbers.random() < 0.5,
+    )
+
+
+def trained(case: Case, stage: int, report: bool = False) -> dict[str, Any]:
+    """Trains a job; returns what it ends with, and what plain Paddle does."""
+    kind, make = KINDS[case.model], OPTIMIZERS[case.optimizer]
+    options = {"micro_batches": case.micro_batches, "schedule": case.schedule}
+    chunks = {"num_virtual_pipeline_stages": 2} if case.schedule == "ZBV" else {}
+    scaling = half_precision() if case.scaled else nullcontext()
+    with job(**options, timeout=60, sharding_stage=stage, **case.degrees) as running, scaling:
+        paddle.seed(3)
+        model = pipeline(kind.layers(), loss_fn=kind.loss, **chunks)
+        single = model.layers.single_model()
+        single.set_state_dict(model.layers.full_state_dict())
+        wrapped, plain = (
+            fleet.distributed_optimizer(make(model.parameters())),
+            make(single.parameters()),
+        )
+        scaler = enabled_scaler(init_loss_scaling=256.0) if case.scaled else None
+        losses, norms, nbytes = [], [], []
+        for step in range(STEPS):
+            whole = kind.batch(case.micro_batches * running.degrees.replicas, step)
+            mine = part(whole, running.replica, case.micro_batches * ROWS)
+            broken = case.scaled and step == 1 and running.replica == 0
+            hook = (
+                model.parameters()[-1].register_hook(lambda g: g * float("nan")) if broken else None
+            )
+            if case.apart:
+                model._prepare_training(mine, wrapped)
+                losses.append(model.forward_backward_pipeline(mine))
+                nbytes.append(gradient_bytes(model, wrapped))
+                wrapped.step()
+                wrapped.clear_grad()
+            else:
+                losses.append(model.train_batch(mine, wrapped, scaler=scaler))
+                nbytes.append(gradient_bytes(model, wrapped))
+            if hook is not None:
+                hook.remove()
+            if not (case.scaled and step == 1):
+                norms.append(wrapped.gradient_norm)
+                plain_step(single, plain, whole, case, running.degrees.replicas)
+        state = model.layers.full_state_dict()
+        return {
+            "ends": (bits(dict(enumerate(losses))), norms, bits(state)),
+            "nbytes": nbytes,
+            # Absolute: the bias of a key has no gradient but rounding.
+            "gap": max(float((state[n] - t).abs().max()) for n, t in single.state_dict().items()),
+            "equal": bits(state) == bits(single.state_dict()),
+        }
+
+
+def left_over() -> str:
+    """What a second batch says whose first one was neither stepped nor cleared."""
+    with job(pp=2, sharding=2, sharding_stage=2, micro_batches=2):
+        model = pipeline(KINDS["mlp"].layers(), loss_fn=KINDS["mlp"].loss)
+        optimizer = fleet.distributed_optimizer(momentum(model.parameters()))
+        data = KINDS["mlp"].batch(2, 0)
+        for _ in range(2):  # cleared between
+            model._prepare_training(data, optimizer)
+            model.forward_backward_pipeline(data)
+            optimizer.step()
+            optimizer.clear_grad()
+        model.forward_backward_pipeline(model._prepare_training(data, optimizer))
+        try:
+            model.forward_backward_pipeline(data)
+        except FleetPipeError as error:
+            return str(error)
+    return "nothing"
+
+
+def gradient_bytes(model: Any, optimizer: Any) -> tuple[int, int]:
+    """Bytes of the gradients that this rank has, and of those of the parameters that it owns."""
+    sizes = {id(p): 4 * int(p.size) for p in model.parameters()}
+    here = (p for p in model.parameters() if gradient_of(p) is not None)
+    own = (p for p in model.parameters() if optimizer.owns_state(p))
+    return sum(sizes[id(p)] for p in here), sum(sizes[id(p)] for p in own)
+
+
+def plain_step(single: Any, optimizer: Any, data: Any, case: Case, replicas: int) -> None:
+    """A step of the single model on the batch of all replicas, whose gradients it averages."""
+    sums: dict[str, Any] = {}
+    for replica in range(replicas):
+        rows = part(data, replica, case.micro_batches * ROWS)
+        for number in range(case.micro_batches):
+            inputs, labels = part(rows, number, ROWS)
+            loss = KINDS[case.model].loss(single(inputs), labels)
+            (loss * float(Fraction(1, case.micro_batches))).backward()
+        for parameter in single.parameters():
+            share = parameter.grad / replicas
+            before = sums.get(parameter.name)
+            sums[parameter.name] = share if before is None else before + share
+            parameter.clear_gradient(False)
+    for parameter in single.parameters():
+        parameter.grad = sums[parameter.name]
+    optimizer.step()
+    optimizer.clear_grad()
+
+
+def both_stages(cases: list[Case]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [(trained(case, 1), trained(case, 2)) for case in cases]
+
+
+def through_layouts(folder: Path, layouts: list[tuple[int, dict[str, int]]]) -> list[Any]:
+    """Trains a step under each stage and layout from the checkpoint of the one before.
+
+    Returns:
+        For each the loss, and the state that it ends with.
+    """
+    legs = []
+    kind = KINDS["gpt"]
+    for step, (stage, degrees) in enumerate(layouts):
+        replicas = degrees.get("sharding", 1)
+        with job(micro_batches=4 // replicas, sharding_stage=stage, **degrees) as running:
+            paddle.seed(3)
+            model = pipeline(kind.layers(), loss_fn=kind.loss)
+            optimizer = fleet.distributed_optimizer(adamw(model.parameters()))
+            manager = fleetpipe.CheckpointManager(folder)
+            if step:
+                manager.restore(step=step - 1, model=model, optimizer=optimizer)
+            mine = part(kind.batch(4, step), running.replica, 4 // replicas * ROWS)
+            loss = model.train_batch(mine, optimizer)
+            manager.save(step, model=model, optimizer=optimizer)
+            manager.wait()
+            legs.append((float(loss), bits(model.layers.full_state_dict())))
+    return legs
+
+
+def verdict() -> tuple[bool, str]:
+    """What parity says of stage 2, with a tied weight and a clip."""
+    kind = KINDS["tied"]
+    with job(pp=2, sharding=2, sharding_stage=2, micro_batches=2):
+        model = pipeline(kind.layers(), loss_fn=kind.loss)
+        session = parity.begin(model, fleet.distributed_optimizer(adamw(model.parameters())))
+        for step in range(STEPS):
+            session.step(kind.batch(2, step))
+        return session.report.passed, session.report.verdict()
