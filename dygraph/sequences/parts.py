@@ -18,6 +18,7 @@ import numpy as np
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.nest import mapped, tensors_of
+from fleetpipe.dygraph.tensor_parallel.groups import is_alone
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
@@ -37,8 +38,8 @@ class SequenceRanks(NamedTuple):
 
     @classmethod
     def of(cls, job: Job | None) -> SequenceRanks:
-        """Returns those of a job; this process alone where there is none."""
-        if job is None or job.local:
+        """Returns those of a job; this process alone without one, and within ``alone()``."""
+        if job is None or job.local or is_alone():
             return cls(SoleGroup(), SoleGroup())
         return cls(job.along("sep"), job.along("cp"))
 
@@ -115,6 +116,30 @@ class SequenceRanks(NamedTuple):
         order = np.argsort(np.concatenate([np.arange(*chunk) for chunk in chunks]))
         return paddle.index_select(whole, paddle.to_tensor(order, dtype="int64"), axis)
 
+    def whole_batch(self, value: Nest) -> Nest:
+        """Returns whole sequences of a batch of which every rank has its places. Collective.
+
+        Parts of sequences differ between the ranks, and what is as long as one of those is one too:
+        the rest, which all ranks have alike, stays as it is.
+
+        Args:
+            value: Tensors, in tuples, lists and dicts, whose second axis may be that of the places.
+        """
+        if self.ranks == 1:
+            return value
+        lengths: set[int] = set()
+        for group in self:
+            for rank_value in group.all_gather(value):
+                pairs = zip(tensors_of(value), tensors_of(rank_value))
+                lengths.update(t.shape[1] for t, o in pairs if t.ndim > 1 and not _alike(t, o))
+        for group in self:
+            lengths = {length for part in group.all_gather([*lengths]) for length in part}
+
+        def whole(tensor: Tensor) -> Tensor:
+            return self.whole(tensor) if tensor.ndim > 1 and tensor.shape[1] in lengths else tensor
+
+        return mapped(whole, value)
+
     def require(self, length: int) -> None:
         """Refuses a sequence of which the ranks cannot have equal parts.
 
@@ -155,6 +180,10 @@ def documents_of(position_ids: Tensor) -> Tensor:
             document begins.
     """
     return (position_ids == 0).astype("int32").cumsum(axis=-1)
+
+
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    return list(tensor.shape) == list(other.shape) and bool((tensor == other).all())
 
 
 def _joined(part: Tensor, group: Group, axis: int) -> Tensor:

@@ -15,16 +15,19 @@ from fleetpipe.dygraph.backward.deferral_report import DeferralReport
 from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, split_value, unwrapped
 from fleetpipe.dygraph.batch.outputs import joined, on_host
+from fleetpipe.dygraph.batch.token_weights import TokenWeights
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.dygraph.observe import profile as profiling
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.optimizer.scaler import prepared
+from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.dygraph.train.fleet_face import PipelineFace
 from fleetpipe.dygraph.train.forward_batch import forwarded
 from fleetpipe.dygraph.train.training_batch import TrainingBatch, take_step
 from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_types import Batch, GradScaler, LRScheduler, Optimizer, Tensor
 from fleetpipe.profiling import Profile
 
@@ -337,26 +340,38 @@ class PipelineParallel(PipelineFace):
     def share(self, batches: MicroBatches) -> tuple[MicroBatches, MicroBatches]:
         """As :meth:`shared_micro_batches`, for a batch that is cut already. Collective.
 
-        Raises:
-            ConfigError: A model beside this one would need weights that it cannot know.
+        Sequences that are split along sep and cp are whole in what it returns.
         """
         runtime = self._runtime
-        if runtime.config.loss_reduction == "tokens" or runtime.sequence.ranks > 1:
-            raise ConfigError(
-                "a model beside this pipeline does not know how much its losses count",
-                cause="they count by their places: sequences are split along sep or cp, or "
-                "loss_reduction is 'tokens'",
-                fix="compare with sep_degree and cp_degree 1, and loss_reduction 'mean'",
-            )
         group = runtime.job.group()
         inputs = group.broadcast(batches.inputs, runtime.first_owner)
         labels = group.broadcast(batches.labels, runtime.last_owner)
+        inputs, labels = sequence_ranks().whole_batch((inputs, labels))
         replicas = self.replicas.all_gather((inputs, labels))
         everyone = MicroBatches(
             [one for parts, _ in replicas for one in parts],
             [one for _, parts in replicas for one in parts],
         )
         return MicroBatches(inputs, labels), everyone
+
+    def token_weights(self, labels: Sequence[Nest], group: Group) -> list[Fraction] | None:
+        """Returns how much micro-batches count by their places; None where all count alike.
+
+        Collective over ``group`` with ``loss_reduction="tokens"``; nothing happens without it.
+
+        Args:
+            labels: Those of whole sequences, by micro-batch.
+            group: The ranks whose losses are averaged, each of which has other micro-batches.
+        """
+        if self._runtime.config.loss_reduction != "tokens":
+            return None
+        weights = TokenWeights(self.layers.loss_functions(), labels, None, group)
+        return [weights.of(0, number) for number in range(len(labels))]
+
+    @property
+    def sequence(self) -> Group:
+        """The ranks that have parts of the same sequences."""
+        return self._runtime.sequence
 
     def from_last_stage(self, value: Nest) -> list[Nest]:
         """Returns on every rank what the owners of the last stage pass. Collective over the job.

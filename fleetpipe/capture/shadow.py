@@ -187,6 +187,8 @@ class Shadow:
             return f"a function of {holder} holds on to what a copy has anew"
         if self._pipeline.model_parallel.ranks > 1:
             return "its layers have shards of their weights here, and a copy is not whole"
+        if self._pipeline.sequence.ranks > 1:
+            return "each rank has a part of its sequences, and adds up in another order"
         if batch.loss_fn_idx:
             return f"backward starts from loss function {batch.loss_fn_idx}"
         if batch.scaler is not None and batch.scaler.is_enable():

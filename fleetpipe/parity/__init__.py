@@ -56,9 +56,9 @@ def begin(
             pipeline's loss function of ``model(inputs)``.
         tolerance: Largest relative difference that passes. Default: none where bits can be equal.
             1e-6 where more than two replicas add up their gradients in another order than one
-            device does, 1e-5 where ranks that hold slices of a layer do so in every layer, where
-            several stages use one weight, and where the model's graph makes the pipeline add up in
-            another order, as the report then says.
+            device does; 1e-5 where ranks that hold slices of a layer or parts of sequences do so in
+            every layer, where several stages use one weight, and where the model's graph makes the
+            pipeline add up in another order, as the report then says.
         train_batch: ``train_batch(data, optimizer, lr_scheduler, scaler)`` trains the pipeline with
             that optimizer for a batch, and returns its loss: for a program that calls
             ``forward_backward_pipeline`` and steps the optimizer itself. None: the pipeline's own.

@@ -10,6 +10,7 @@ from typing import Any, Callable
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineParallel, random_keys, tensor_parallel, weighted
 from fleetpipe.dygraph.nest import rebuilt
+from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.job.job import pipeline_group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.cutting import RepeatedBatch, cut, shares_of_rows
@@ -110,6 +111,7 @@ class Evaluations:
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
         parts = cut(inputs, size, count), cut(labels, size, count)
         values = group.broadcast(parts[0], self._owner(0))
+        values = sequence_ranks().whole_batch(values)
         shares = [Fraction(1, len(values))] * len(values)
         if sum(pipeline.weights) != 1:
             weights = [Fraction(1)] * len(values)
@@ -118,7 +120,9 @@ class Evaluations:
         # A message carries whole numbers, and no fractions.
         pairs = [[weight.numerator, weight.denominator] for weight in weights]
         labels, pairs = group.broadcast((parts[1], pairs), self._owner(-1))
-        return values, labels, [Fraction(*pair) for pair in pairs]
+        labels = sequence_ranks().whole_batch(labels)
+        by_tokens = pipeline.token_weights(labels, pipeline.replicas) if labels else None
+        return values, labels, by_tokens or [Fraction(*pair) for pair in pairs]
 
     def _losses(
         self, inputs: Sequence[Nest], labels: Sequence[Nest], weights: Sequence[Fraction]

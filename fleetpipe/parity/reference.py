@@ -320,10 +320,13 @@ class Beside:
         usual, reported = pipeline.weights_in_backward, pipeline.weights[0]
         count = len(usual)
         losses, gradients = [], []
+        by_tokens = pipeline.token_weights(everyone.labels, SoleGroup()) if not weights else None
         # Replica by replica, as they add up: the sum of two has the bits of the pipeline's.
         for first in range(0, replicas * count, count):
             inputs, labels = (part[first : first + count] for part in everyone)
             batches = MicroBatches(inputs, labels)
+            if by_tokens:  # of all; those of a replica are averaged with the others'
+                weights = [weight * replicas for weight in by_tokens[first : first + count]]
             losses.append(self.accumulate(batches, weights or usual, first))
             if replicas > 1:
                 gradients.append(self._reference.take_gradients())

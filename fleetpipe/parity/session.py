@@ -126,7 +126,8 @@ class Session:
             loss = self._calls.train_batch(batch.again(), watched, lr_scheduler, scaler)
         differences += batch.differences(step) + watched.differences
         differences += compare_outputs(outputs, expected, step, self._replicas.rank)
-        differences += compare_state(layers, reference, step, self._replicas.ranks == 1)
+        alone = self._replicas.ranks == self._pipeline.sequence.ranks == 1
+        differences += compare_state(layers, reference, step, alone)
         differences += compare_values("loss", "", step, loss, single) + rates.stepped(step)
         self._gather(differences, watched.squares)
         if not self._tolerance_given:
@@ -186,8 +187,9 @@ class Session:
         step, model = self.report.steps, self._reference.model
         differences = rates.used(step)
         wrong = any(not d.relative <= self.report.tolerance for d in gradients)
-        # Only under keys do layers draw the same once more.
-        if not (wrong and keys is not None and isinstance(model, SingleModel)):
+        # Only under keys do layers draw the same once more; edges carry no whole sequences.
+        whole = self._pipeline.sequence.ranks == 1
+        if not (wrong and whole and keys is not None and isinstance(model, SingleModel)):
             return differences
         first, slices = self._first_micro_batch, self._pipeline.schedule.slices
         weights = self._pipeline.weights_in_backward
@@ -212,7 +214,8 @@ def _usual_tolerance(pipeline: PipelineParallel) -> float:
     shards = tensor_parallel.model_parallel_group().nranks
     state = pipeline.layers.state
     # An expert adds up the tokens of all ranks by micro-batch.
-    if shards > 1 or state.adds_up_uses or state.spreads_experts:
+    several = shards > 1 or pipeline.sequence.ranks > 1
+    if several or state.adds_up_uses or state.spreads_experts:
         return orders.ROUNDING
     # Gloo adds up more than two in an order of its own.
     return 0.0 if pipeline.replicas.ranks <= 2 else 1e-6

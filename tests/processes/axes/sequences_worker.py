@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ from paddle import nn
 from paddle.distributed.fleet.utils import sequence_parallel_utils as paddles
 from paddle.nn import functional
 
-from fleetpipe import fleet
+import fleetpipe
+from fleetpipe import fleet, parity
 from fleetpipe.dygraph import sequences
 from fleetpipe.dygraph.tensor_parallel import share_of
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from tests import jobs
+from tests.pipelines import bits
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 11, 8, 4, 16, 2
 MICRO_BATCHES, ROWS, STEPS, RATE = 2, 2, 3, 0.5
@@ -175,6 +178,7 @@ class PaddlesHead(SequenceParallelHead):
 def layers(kind: str) -> list[Any]:
     embedding, block, head = {
         "parts": (Embedding, BlockOfParts, Head),
+        "apart": (Embedding, Block, Head),  # wrong: a place sees this rank's places alone
         "planned": (Embedding, PlannedBlock, Head),
         "members": (SequenceParallelEmbedding, SequenceParallelBlock, SequenceParallelHead),
         "members of parts": (SequenceParallelEmbedding, MembersOfParts, SequenceParallelHead),
@@ -273,3 +277,57 @@ def train(
 def train_each(cases: list[tuple[str, dict[str, int], str, dict[str, Any]]]) -> list[Any]:
     """Trains several jobs, one after another: see `train`."""
     return [train(*case) for case in cases]
+
+
+def verdicts(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> list[tuple[str, str]]:
+    """What parity says of jobs: its verdict, and the first thing that differs."""
+    texts = []
+    for kind, degrees, options in cases:
+        replicas = degrees.get("dp", 1)
+        count = MICRO_BATCHES // replicas
+        fleet.init(is_collective=True, strategy=jobs.strategy(count, own=options, **degrees))
+        model, optimizer = piped(kind, degrees)
+        session = parity.begin(model, optimizer)
+        for step in range(2):
+            session.step(list(sequences.own_part(own_rows(data(step), replicas))))
+        batch = list(sequences.own_part(own_rows(data(2), replicas)))
+        session.eval_batch(batch, compute_loss=True)
+        session.predict_batch(batch[0])
+        fleet.shutdown()
+        texts.append((session.report.verdict(), str(session.report.differences[:1])))
+    return texts
+
+
+def piped(kind: str, degrees: dict[str, int]) -> tuple[Any, Any]:
+    criterion = nn.CrossEntropyLoss(ignore_index=0)
+    paddle.seed(5)
+    model = PipelineLayer(layers(kind), num_stages=degrees.get("pp", 1), loss_fn=criterion)
+    model = fleet.distributed_model(model)
+    return model, fleet.distributed_optimizer(
+        paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+    )
+
+
+def through_layouts(folder: Path, layouts: list[dict[str, int]]) -> list[Any]:
+    """Trains a step under each layout, traced, from the checkpoint of the one before.
+
+    Returns:
+        For each the loss, and the state that it begins and ends with.
+    """
+    legs = []
+    for step, degrees in enumerate(layouts):
+        options = {"trace": str(folder / f"trace{step}")}
+        strategy = jobs.strategy(MICRO_BATCHES, own=options, **degrees)
+        fleet.init(is_collective=True, strategy=strategy)
+        model, optimizer = piped("parts", degrees)
+        manager = fleetpipe.CheckpointManager(folder / "run")
+        if step:
+            manager.restore(step=step - 1, model=model, optimizer=optimizer)
+        states = [bits(model.layers.full_state_dict())]
+        loss = model.train_batch(list(sequences.own_part(data(step))), optimizer)
+        manager.save(step, model=model, optimizer=optimizer)
+        manager.wait()
+        states.append(bits(model.layers.full_state_dict()))
+        fleet.shutdown()
+        legs.append((float(loss), *states))
+    return legs

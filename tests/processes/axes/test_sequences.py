@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fleetpipe.cli import main
 from fleetpipe.paddle_api import VERSION
-from tests.processes.axes.sequences_worker import train_each
+from tests.processes.axes.sequences_worker import through_layouts, train_each, verdicts
 
 CASES = [
     ("members", {"pp": 2, "mp": 2}, "1F1B", {}),
@@ -35,3 +37,34 @@ def test_split_sequences_are_the_plain_model(on_ranks: Callable[..., Any]) -> No
             for gaps in steps:
                 # Not max: it would pass over NaN.
                 assert not {name: gap for name, gap in gaps.items() if not gap < 1e-5}, case
+
+
+def test_parity_joins_the_parts_of_sequences(on_ranks: Callable[..., Any]) -> None:
+    tokens = {"loss_reduction": "tokens"}
+    cases: list[Any] = [
+        ("parts", {"pp": 2, "sep": 2}, {}),
+        ("parts", {"pp": 2, "cp": 2}, tokens),
+        ("parts", {"dp": 2, "sep": 2}, tokens),
+        ("members of parts", {"mp": 2, "cp": 2}, {}),
+    ]
+    cases = [case for case in cases if not VERSION.startswith("2.") or "cp" not in case[1]]
+    for found in on_ranks(verdicts, 4, [*cases, ("apart", {"pp": 2, "sep": 2}, {})], timeout=240):
+        for case, (verdict, first) in zip(cases, found):
+            assert "equal within 1e-05" in verdict, (case, verdict, first)
+        verdict, first = found[-1]
+        assert "FAILED" in verdict
+        assert "quantity='output', name='1." in first
+
+
+def test_checkpoints_and_traces_of_split_sequences(
+    on_ranks: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split = {"pp": 2, "sep": 2}
+    layouts = [split, split, {"pp": 4}, split]
+    legs = on_ranks(through_layouts, 4, tmp_path / "a", layouts, timeout=240)[0]
+    for (_, _, saved), (_, restored, _) in zip(legs, legs[1:]):
+        assert restored == saved
+    alone = on_ranks(through_layouts, 4, tmp_path / "b", [{"pp": 4}] * 4, timeout=240)[0]
+    assert [leg[0] for leg in legs] == pytest.approx([leg[0] for leg in alone], rel=1e-5)
+    assert main(["why", str(tmp_path / "a" / "trace0")]) == 0
+    assert "steps" in capsys.readouterr().out
