@@ -62,6 +62,12 @@ class Experts(paddle.nn.Layer):
         super().__init__()
         self._group = expert_parallel() if group is None else members_of(group)
         ranks = self._group.ranks
+        if not callable(make) or not isinstance(count, int):
+            raise ConfigError(
+                "Experts(make, count) takes what builds an expert, and how many there are",
+                got=f"{type(make).__name__}, {count!r}",
+                fix="Experts(lambda: nn.Linear(16, 16), 8)",
+            )
         if count < 1 or count % ranks:
             nearest = max(ranks, round(count / ranks) * ranks)
             raise ConfigError(
@@ -124,7 +130,7 @@ class Experts(paddle.nn.Layer):
 
 
 def _require_shapes(tokens: Tensor, choices: Tensor, weights: Tensor) -> None:
-    shapes = [list(tensor.shape) for tensor in (tokens, choices, weights)]
+    shapes = [list(getattr(tensor, "shape", ())) for tensor in (tokens, choices, weights)]
     two = all(len(shape) == 2 for shape in shapes)
     if not two or shapes[0][0] != shapes[1][0] or shapes[1] != shapes[2]:
         raise UsageError(

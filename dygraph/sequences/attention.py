@@ -46,6 +46,8 @@ def attention(
     ranks = sequence_ranks() if ranks is None else ranks
     _require_shapes(query, key, value, documents)
     ranks.require(query.shape[1] * ranks.ranks)
+    packed = "no documents" if documents is None else "documents"
+    ranks.require_alike(f"{list(query.shape)}, {key.shape[2]} heads of keys, {causal=}, {packed}")
     dtype = query.dtype
     if dtype in _HALVES:
         query, key, value = (tensor.astype("float32") for tensor in (query, key, value))
@@ -59,6 +61,11 @@ def attention(
 
 
 def _require_shapes(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> None:
+    for name, tensor in {"query": query, "key": key, "value": value}.items():
+        if not isinstance(tensor, paddle.Tensor):
+            raise ConfigError(
+                f"{name} is no Tensor", got=type(tensor).__name__, fix=f"paddle.to_tensor({name})"
+            )
     rows, length, heads, size = query.shape if query.ndim == 4 else (0, 0, 0, 0)
     shared = key.shape[2] if key.ndim == 4 else 0
     fits = list(key.shape) == list(value.shape) == [rows, length, shared, size]
@@ -69,10 +76,10 @@ def _require_shapes(query: Tensor, key: Tensor, value: Tensor, documents: Tensor
             got=f"query {query.shape}, key {key.shape}, value {value.shape}",
             fix="give all three this rank's places; nothing is attended to from elsewhere",
         )
-    if documents is not None and list(documents.shape) != [rows, length]:
+    if documents is not None and list(getattr(documents, "shape", ())) != [rows, length]:
         raise ConfigError(
             "there is one document for each place",
             expected=f"integers {[rows, length]}",
-            got=f"{documents.shape}",
+            got=f"{getattr(documents, 'shape', documents)}",
             fix="documents = own_part(documents_of(position_ids))",
         )

@@ -12,7 +12,7 @@ consecutive parts::
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -95,7 +95,7 @@ class SequenceRanks(NamedTuple):
             ConfigError: The ranks cannot have equal parts of the sequences.
         """
         for tensor in tensors_of(value):
-            self.require(tensor.shape[axis])
+            self.require(_length(tensor, axis))
         if self.ranks == 1:
             return value
 
@@ -115,6 +115,27 @@ class SequenceRanks(NamedTuple):
         chunks = [c for rank in range(self.cp.ranks) for c in self.chunks(whole.shape[axis], rank)]
         order = np.argsort(np.concatenate([np.arange(*chunk) for chunk in chunks]))
         return paddle.index_select(whole, paddle.to_tensor(order, dtype="int64"), axis)
+
+    def require_alike(self, facts: str) -> None:
+        """Refuses ranks that do not compute the same. Collective over sep, then cp.
+
+        Args:
+            facts: What must be the same on all ranks.
+
+        Raises:
+            ConfigError: It differs; every rank of the group raises.
+        """
+        for group in self:
+            everyone = group.all_gather(facts)
+            if any(other != facts for other in everyone):
+                raise ConfigError(
+                    "the ranks that share a sequence do not attend to the same",
+                    where=f"member {group.rank} of {group.ranks}",
+                    expected="parts of one shape, and the same arguments, on all of them",
+                    got="; ".join(f"{number}: {other}" for number, other in enumerate(everyone)),
+                    fix="cut the same whole sequences by own_part on every rank, and give "
+                    "documents to all or to none",
+                )
 
     def whole_batch(self, value: Nest) -> Nest:
         """Returns whole sequences of a batch of which every rank has its places. Collective.
@@ -146,6 +167,7 @@ class SequenceRanks(NamedTuple):
         Raises:
             ConfigError: Its length cannot be divided.
         """
+        _require_number(length)
         if length % self.divisor:
             zigzag = " x 2, for the two chunks of each cp rank" if self.cp.ranks > 1 else ""
             raise ConfigError(
@@ -180,6 +202,23 @@ def documents_of(position_ids: Tensor) -> Tensor:
             document begins.
     """
     return (position_ids == 0).astype("int32").cumsum(axis=-1)
+
+
+def _require_number(length: Any) -> None:
+    if not hasattr(length, "__index__"):
+        raise ConfigError(
+            "the length of a sequence is a whole number", got=repr(length), fix="ids.shape[1]"
+        )
+
+
+def _length(tensor: Tensor, axis: int) -> int:
+    if not -tensor.ndim <= axis < tensor.ndim:
+        raise ConfigError(
+            f"a tensor of shape {list(tensor.shape)} has no axis {axis}, that of the places",
+            expected="ids, labels and the like, [rows, length, ..]",
+            fix="own_part(value, axis=..), and leave out what is no sequence",
+        )
+    return int(tensor.shape[axis])
 
 
 def _alike(tensor: Tensor, other: Tensor) -> bool:

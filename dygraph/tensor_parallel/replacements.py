@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Callable
 
-from fleetpipe.aliases import PaddleGroup, Tensor
+from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations, sequence
 from fleetpipe.dygraph.tensor_parallel.cross_entropy import ParallelCrossEntropy
 from fleetpipe.dygraph.tensor_parallel.embedding import own_rows
@@ -140,9 +140,32 @@ SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = (
     }
 )
 
-_places = [
+
+def _saying_cuts(stock: Callable[..., None], **axes: int) -> Callable[..., None]:
+    """Returns a constructor that notes along which axes its layer's parameters are cut.
+
+    Paddle 2.6.2 says that of no other layers than those without sequence parallelism.
+    """
+
+    @functools.wraps(stock)
+    def construct(layer: Layer, *args: object, **named: object) -> None:
+        stock(layer, *args, **named)
+        for name, axis in axes.items():
+            parameter: Tensor = getattr(layer, name, None)
+            if getattr(parameter, "is_distributed", False):
+                parameter.split_axis = axis
+
+    return construct
+
+
+_COLUMN, _ROW = (
+    getattr(SEQUENCE_PARALLEL, f"{kind}SequenceParallelLinear") for kind in ("Column", "Row")
+)
+_places: list[tuple[Any, Mapping[str, Callable[..., Any]]]] = [
     *((module, OPERATIONS) for module in OPERATION_MODULES),
     (SEQUENCE_PARALLEL, SEQUENCE_OPERATIONS),
+    (_COLUMN, {"__init__": _saying_cuts(_COLUMN.__init__, weight=1, bias=0)}),
+    (_ROW, {"__init__": _saying_cuts(_ROW.__init__, weight=0)}),
 ]
 _originals = [{name: getattr(module, name) for name in names} for module, names in _places]
 

@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe.dygraph.experts import Experts
-from fleetpipe.errors import UsageError
+from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.mesh import SoleGroup
 from fleetpipe.paddle_api.kernels import CAN_GATHER_NOTHING
 
@@ -58,3 +58,9 @@ def test_a_routing_of_other_shapes_is_refused(
     with pytest.raises(UsageError, match="as many choices of experts as weights") as caught:
         mixture(paddle.ones(tokens), paddle.zeros(choices, "int64"), paddle.ones(weights))
     assert f"choices {choices}, weights {weights}" in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [(nn.Linear(4, 4), "8"), ([nn.Linear(4, 4)], 1)])
+def test_odd_arguments_of_experts_are_named(arguments: Any) -> None:
+    with pytest.raises(ConfigError, match="what builds an expert, and how many"):
+        Experts(*arguments)

@@ -224,3 +224,34 @@ def test_an_error_in_backward_keeps_its_type() -> None:
     output = attention(*tensors, ranks=SequenceRanks(Gone(2), SoleGroup()))
     with pytest.raises(PeerFailed, match="member 1 left"), own_errors():
         output.sum().backward()
+
+
+@pytest.mark.parametrize("odd", ["places", "documents", "causal"])
+@pytest.mark.parametrize(("sep", "cp"), [(2, 1), (1, 2)])
+def test_ranks_that_attend_to_something_else_are_refused(sep: int, cp: int, odd: str) -> None:
+    """The second rank has another part, other arguments, or documents alone."""
+
+    def attend(own: SequenceRanks) -> str:
+        second = own.sep.rank + own.cp.rank == 1
+        tensors = [paddle.zeros([2, 8 if second and odd == "places" else 4, 2, 8])] * 3
+        documents = paddle.ones([2, 4], "int32") if second and odd == "documents" else None
+        causal = not (second and odd == "causal")
+        with pytest.raises(ConfigError, match="attend to the same") as caught:
+            attention(*tensors, causal=causal, documents=documents, ranks=own)
+        return str(caught.value)
+
+    with sequence_ranks(sep, cp) as ranks:
+        first, second = on_all(ranks, attend)
+    assert "member 0 of 2" in first
+    assert "member 1 of 2" in second
+    assert {"places": "[2, 8, 2, 8]", "documents": "no documents", "causal": "=False"}[odd] in first
+
+
+def test_odd_arguments_are_named() -> None:
+    tensor = paddle.zeros([2, 4, 2, 8])
+    with pytest.raises(ConfigError, match="key is no Tensor"):
+        attention(tensor, tensor.numpy(), tensor)
+    with pytest.raises(ConfigError, match=r"shape \[4\] has no axis 1"):
+        SequenceRanks(SoleGroup(), SoleGroup()).own_part((paddle.zeros([2, 4]), paddle.zeros([4])))
+    with pytest.raises(ConfigError, match="whole number"):
+        SequenceRanks(SoleGroup(), SoleGroup()).places("4")  # type: ignore[arg-type]

@@ -25,8 +25,8 @@ CASES = [
     ("parts", {"pp": 1, "sep": 2, "cp": 2}, "1F1B", {}),
 ]
 if VERSION.startswith("2."):
-    # It has no cp_degree, and its own sequence-parallel layers do not say how weights are cut.
-    CASES = [case for case in CASES if "cp" not in case[1] and case[0] != "paddles members"]
+    # It has no cp_degree.
+    CASES = [case for case in CASES if "cp" not in case[1]]
 
 
 @pytest.mark.timeout(300)
