@@ -1,7 +1,7 @@
-"""Refuses, by name, what a model of a library is asked to do and its layers cannot do on a CPU.
+"""Refuses, by name, what a model of a library is asked to do and its layers cannot do here.
 
 Such a model tells its options in ``config``. Without this it would fail in its first batch, on one
-rank, in a kernel that is not there.
+rank, in a kernel that is not there, or train something else without a word.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib.metadata
 
 from fleetpipe.aliases import Layer
+from fleetpipe.dygraph.broadcast import is_spread
+from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api.device import device_kind
 
 LIBRARIES = ("paddlenlp", "paddleformers")
@@ -21,11 +24,14 @@ def refuse_library_options(model: Layer) -> None:
     """Looks at the configuration of a model whose class comes from one of the libraries.
 
     Raises:
-        ConfigError: On a CPU, its values are float16 or bfloat16, it cuts sequences, or it calls a
-            fused kernel.
+        ConfigError: Its layers attend to this rank's places alone, or the mesh does not know its
+            experts; on a CPU, its values are float16 or bfloat16, or it calls a fused kernel.
     """
     origins = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
-    if origins.isdisjoint(LIBRARIES) or device_kind() != "cpu":
+    if origins.isdisjoint(LIBRARIES):
+        return
+    _refuse_lost_degrees(model)
+    if device_kind() != "cpu":
         return
     config = model.config
     if config.dtype in ("float16", "bfloat16"):
@@ -43,13 +49,6 @@ def refuse_library_options(model: Layer) -> None:
             cause="the library imports it from fused_ln or fast_ln, which are built with CUDA",
             fix="use_fused_rms_norm=False",
         )
-    if getattr(config, "sequence_parallel", False):
-        raise ConfigError(
-            "sequence_parallel is not run on a CPU",
-            got=f"{type(model).__name__} with config.sequence_parallel=True",
-            cause="its layers need a reduce_scatter, which Gloo does not have",
-            fix="sequence_parallel=False",
-        )
     if _fuses_norms(model):
         raise ConfigError(
             "fuse_rms_norm needs a kernel that CPUs do not have",
@@ -57,6 +56,30 @@ def refuse_library_options(model: Layer) -> None:
             f"{getattr(config, 'fuse_rms_norm', 'not set')}",
             cause="PaddleFormers switches it on by default since 1.1",
             fix="config.fuse_rms_norm = False before the model is built, or in its config.json",
+        )
+
+
+def _refuse_lost_degrees(model: Layer) -> None:
+    """Refuses flags of the Trainer that split what the model's layers do not join."""
+    job, ranks = current_job(), sequence_ranks().ranks
+    if ranks > 1:
+        raise ConfigError(
+            "the library's attention does not reach the places of other ranks",
+            got=f"{type(model).__name__} with sep_degree x cp_degree = {ranks}",
+            cause="--sep_parallel_degree or --context_parallel_degree (PaddleFormers: _size); "
+            "PaddleNLP's exchange takes its arguments in the order of Paddle 2.6, its ring needs a "
+            "kernel of GPUs, and PaddleFormers' models have neither",
+            fix="--sequence_parallel 1 with --tensor_parallel_degree, or a model of your own that "
+            "calls fleetpipe.dygraph.sequences.attention",
+        )
+    unknown = job is not None and job.degrees.ep == 1 and hasattr(job.hcg, "expert_parallel_group")
+    if unknown and any(map(is_spread, model.parameters())):
+        raise ConfigError(
+            "the mesh does not know along which ranks the library spreads experts",
+            got=f"{type(model).__name__} with --expert_parallel_degree and ep_degree=1",
+            cause="PaddleNLP's Trainer makes groups of its own for them",
+            fix="strategy.hybrid_configs = {'ep_degree': 2, ..}, which PaddleFormers' "
+            "--expert_model_parallel_size sets",
         )
 
 

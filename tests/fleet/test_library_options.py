@@ -11,6 +11,7 @@ import pytest
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
+from fleetpipe.fleet import _library_options
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.paddle_api.device import device_kind
 from tests.pipelines import job, mlp_layers
@@ -36,7 +37,6 @@ def model(kind: type[PipelineLayer], **options: Any) -> Any:
         ({"dtype": "bfloat16"}, r"(?s)bfloat16 on a CPU.*TheirLayers.*dtype=\"float32\""),
         ({"dtype": "float16"}, r"float16 on a CPU"),
         ({"use_fused_rms_norm": True}, r"(?s)use_fused_rms_norm.*TheirLayers"),
-        ({"sequence_parallel": True}, r"(?s)sequence_parallel.*TheirLayers"),
     ],
 )
 def test_an_option_is_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -76,3 +76,20 @@ def test_what_runs_is_not_refused() -> None:
     with job(2):
         for dtype in ("float32", None):
             fleet.distributed_model(model(TheirLayers, dtype=dtype))
+
+
+def test_flags_of_a_trainer_that_its_layers_do_not_take_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with job(2) as running:
+        layers = model(TheirLayers)
+        with monkeypatch.context() as patch:
+            patch.setattr(_library_options, "sequence_ranks", lambda: SimpleNamespace(ranks=2))
+            with pytest.raises(ConfigError, match=r"(?s)sep_parallel_degree.*--sequence_parallel"):
+                fleet.distributed_model(layers)
+        running.hcg.expert_parallel_group = None
+        fleet.distributed_model(layers)
+        layers = model(TheirLayers)
+        layers.parameters()[0].no_sync = True
+        with pytest.raises(ConfigError, match=r"(?s)--expert_parallel_degree.*ep_degree"):
+            fleet.distributed_model(layers)

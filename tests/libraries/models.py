@@ -79,9 +79,16 @@ if OLD:
     del _PIPELINES["recompute"]
 _HYBRIDS = {
     "mp 2": Form({"mp_degree": 2}, {}, {"slices": True}),
+    "mp 2, sequence_parallel": Form(
+        {"mp_degree": 2}, {"sequence_parallel": True}, {"slices": True}
+    ),
     "sharding 2": Form({"sharding_degree": 2}, {}, {"replicas": 2, "all states": False}),
     "dp 2": Form({"dp_degree": 2}, {}, {"replicas": 2}),
 }
+
+
+if OLD:  # not tried there
+    del _HYBRIDS["mp 2, sequence_parallel"]
 
 
 class Job(NamedTuple):
