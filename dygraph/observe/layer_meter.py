@@ -21,6 +21,7 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
+from fleetpipe.mesh import traffic
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import allocated_bytes, peak_bytes, restart_peak
 from fleetpipe.paddle_api.tensor import tensor_bytes
@@ -46,7 +47,7 @@ class Sample(NamedTuple):
     """What one run of a layer cost: seconds, and bytes, as in ``LayerCost``.
 
     ``free`` is how much of its output its own graph does not keep, so that it may be let go. I and
-    W are None where they were not measured.
+    W are None where they were not measured. What it exchanges is of F and B.
     """
 
     forward: float
@@ -62,6 +63,8 @@ class Sample(NamedTuple):
     working: float
     saved: float
     free: float
+    exchanges: float
+    exchanged: float
 
 
 class LayerMeter:
@@ -188,7 +191,8 @@ class _Meter:
             self._free = _not_kept(run, box[0])
             self._warm = True
         recompute = self._splits and self._piece.needs_recompute(box[0])
-        forward, backward, held, working = self._whole(run, box[0])
+        with traffic.counted() as sent:
+            forward, backward, held, working = self._whole(run, box[0])
         apart = self._parted(run, box[0]) if self._splits else (forward, None, None, 0, 0)
         split_forward, input_grad, weight_grad, held_split, waiting = apart
         output = run(box[0])
@@ -201,6 +205,7 @@ class _Meter:
         sample = Sample(
             *(forward, backward, split_forward, input_grad, weight_grad, bytes_of(output)),
             *(held, releases, held_split, waiting, working, saved, self._free),
+            *(sent.exchanges, sent.nbytes),
         )
         return output, sample
 
@@ -303,6 +308,11 @@ def fastest(samples: Iterable[Sequence[float | None]]) -> Sample:
     return Sample._make(None if None in each else min(each) for each in zip(*samples))
 
 
+def slowest(samples: Iterable[Sequence[float | None]]) -> Sample:
+    """Returns the most of each figure, of ranks that compute a layer together."""
+    return Sample._make(None if None in each else max(each) for each in zip(*samples))
+
+
 def layer_costs(
     names: Iterable[str], samples: Iterable[Sample], sizes: Iterable[tuple[int, int]]
 ) -> list[LayerCost]:
@@ -323,6 +333,7 @@ def layer_costs(
                 *(name, one.forward, one.backward, one.input_grad, one.weight_grad),
                 *(trained, trained, untrained, int(one.output), int(one.held), int(releases)),
                 *(int(one.held_split), int(one.waiting), int(one.working), int(one.saved)),
+                *(int(one.exchanges), int(one.exchanged)),
             )
         )
     return costs

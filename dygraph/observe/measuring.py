@@ -31,6 +31,7 @@ from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
 from fleetpipe.job.job import Job
+from fleetpipe.mesh.groups import Group
 from fleetpipe.schedules import Action, Placement, Schedule, forward_only
 from fleetpipe.schedules.action import numbers
 from fleetpipe.schedules.forms.events import Event
@@ -123,6 +124,9 @@ class Runs:
         merged: dict[Doing, float] = {}
         for part in self._job.group().all_gather(list(meter.seconds().items())):
             merged.update({(kind, number, index): each for (kind, number, index), each in part})
+        for part in computing_together(self._job).all_gather(list(merged.items())):
+            for (kind, number, index), each in part:
+                merged[kind, number, index] = max(each, merged[kind, number, index])
         return {doing: seconds / count for doing, seconds in merged.items()}
 
     def latency(self) -> float | None:
@@ -228,6 +232,11 @@ def _run(engine: Engine, stage: DygraphStage, batch: Batch, slices: int = 1) -> 
         engine.run({"REDUCE": lambda: None, "STEP": lambda: None})
     finally:
         stage.end()
+
+
+def computing_together(job: Job) -> Group:
+    """Returns the ranks that exchange values within layers: each waits for the slowest of them."""
+    return job.along(*job.degrees.layer_axes)
 
 
 def clock_for(job: Job) -> Callable[[], float]:

@@ -8,6 +8,7 @@ each slice is measured like this as well.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,8 +18,21 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, slices_in
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.observe.layer_meter import Sample, fastest, layer_costs, state_bytes
-from fleetpipe.dygraph.observe.measuring import Runs, Samples, StageTimes, crossed
+from fleetpipe.dygraph.observe.layer_meter import (
+    Sample,
+    fastest,
+    layer_costs,
+    slowest,
+    state_bytes,
+)
+from fleetpipe.dygraph.observe.measuring import (
+    Runs,
+    Samples,
+    StageTimes,
+    clock_for,
+    computing_together,
+    crossed,
+)
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.job.job import Job
 from fleetpipe.profiling import LayerCost, Link, Profile, Transfer
@@ -64,6 +78,8 @@ def measure(
         parts = _of_all_ranks(job, run.layers_of_slices(slicing)) if cut else {}
     uses = layers.layer_tensors()
     sizes = [[number, *size] for number, size in zip(uses, state_bytes(uses.values()))]
+    # Processor time has none of the time that an exchange is on its way.
+    waits_left_out = clock_for(job) is time.thread_time
     everyone = job.group().all_gather((sizes, run.lengths(slicing) if cut else []))
     profile = None
     if job.group().rank == 0:
@@ -71,6 +87,8 @@ def measure(
         whole_profile = _profile(
             layers, _whole_costs(layers, samples, held, whole, split), whole, latency
         )
+        if waits_left_out:
+            whole_profile = replace(whole_profile, exchange=whole_profile.link(0))
         if cut:
             lengths = next(lengths_there for _, lengths_there in everyone if lengths_there)
             costs = tuple(_slice_costs(layers, parts, times, i) for i in range(len(lengths)))
@@ -80,10 +98,18 @@ def measure(
 
 
 def _of_all_ranks(job: Job, samples: Samples) -> _Typical:
-    """Returns the fastest times of each layer and slice; collective."""
+    """Returns the fastest times of each layer and slice, on the slowest rank; collective."""
     plain = [[*key, [list(sample) for sample in measured]] for key, measured in samples.items()]
     everyone = job.group().all_gather(plain)
-    return {(i, n): fastest(measured) for part in everyone for i, n, measured in part}
+    typical = {(i, n): fastest(measured) for part in everyone for i, n, measured in part}
+    of_places = computing_together(job).all_gather(
+        [[*key, list(one)] for key, one in typical.items()]
+    )
+    by_layer: dict[tuple[int, int], list[list[float | None]]] = {}
+    for part in of_places:
+        for i, n, figures in part:
+            by_layer.setdefault((i, n), []).append(figures)
+    return {key: slowest(figures) for key, figures in by_layer.items()}
 
 
 def _parts(layers: PipelineLayer) -> list[tuple[int, int]]:

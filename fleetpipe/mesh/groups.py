@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from fleetpipe.errors import PeerFailed
+from fleetpipe.mesh import traffic
 from fleetpipe.mesh.sums import added, added_up, copies
 from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
@@ -237,6 +238,7 @@ class DirectGroup:
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
         """Gives each member its part without waiting for the others'; see :meth:`all_to_all`."""
         outgoing = copies(parts, self.rank, self.ranks)
+        traffic.note([outgoing[peer] for peer in self._peers()])
         for peer in self._peers():
             self.transport.send(peer, self._exchange, outgoing[peer])
         return self._begin(self._exchange, outgoing[self.rank])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Callable, NamedTuple
 
@@ -76,6 +76,9 @@ class LayerCost:
         waiting: Bytes that stay allocated between I and W.
         working: Most bytes that an action takes besides, while it runs.
         saved: Bytes of ``held`` that are not held where it is recomputed; 0: it never is.
+        exchanges: How often its F and B exchange something with other ranks of their stage, as
+            experts do along ep and attention along sep and cp.
+        exchanged: Bytes that they send in these exchanges.
     """
 
     name: str
@@ -93,6 +96,20 @@ class LayerCost:
     waiting: int = 0
     working: int = 0
     saved: int = 0
+    exchanges: int = 0
+    exchanged: int = 0
+
+    def with_exchanges(self, link: Link) -> LayerCost:
+        """Returns what it costs where its exchanges go over a link: half in F, half in B or I."""
+        half = (link.latency * self.exchanges + link.per_byte * self.exchanged) / 2
+        if not half:
+            return self
+        slower = {
+            name: seconds + half
+            for name in ("forward", "backward", "input_grad")
+            if (seconds := getattr(self, name)) is not None
+        }
+        return replace(self, **slower)
 
     @property
     def whole(self) -> float:

@@ -30,6 +30,8 @@ VERSION = 1
 
 #: Transfers that keep no rank busy.
 _NOTHING = Transfer()
+#: An exchange that takes what the layers' times have of it.
+_FREE = Link(0.0, 0.0)
 
 #: The name of a layer that is a part of a vocabulary head. The loss follows the last of them.
 HEAD_PART = "VocabularyPart"
@@ -62,6 +64,7 @@ class Profile:
             and last of the loss where there is one. Their parameters do not count: those of
             ``layers`` do.
         slice_lengths: The places of each of these slices.
+        exchange: What an exchange among the ranks of a stage costs, beside the times of layers.
 
     Raises:
         ConfigError: No layer, a figure that is negative or no number, a layer with neither B nor
@@ -76,6 +79,7 @@ class Profile:
     transfer: Transfer = _NOTHING
     slices: tuple[tuple[LayerCost, ...], ...] = ()
     slice_lengths: tuple[int, ...] = ()
+    exchange: Link = _FREE
 
     def __post_init__(self) -> None:
         if not self.layers or not self.links:
@@ -89,8 +93,8 @@ class Profile:
         for link in self.links:
             for name, value in link._asdict().items():
                 check_figure(name, value, "a link")
-        for name, value in self.transfer._asdict().items():
-            check_figure(name, value, "a transfer")
+        for name, value in (*self.transfer._asdict().items(), *self.exchange._asdict().items()):
+            check_figure(name, value, "a transfer or an exchange")
         self._require_whole_slices()
         places = self.places or ()
         if any(not 0 < place < len(self.layers) for place in places) or list(places) != sorted(
@@ -161,9 +165,14 @@ class Profile:
                 fix="use fewer ranks, or list the model's layers more finely",
             )
 
-    def with_links(self, *links: Link) -> Profile:
-        """Returns this profile with other links, such as those of the machines it is meant for."""
-        return replace(self, links=links)
+    def with_links(self, *links: Link, exchange: Link | None = None) -> Profile:
+        """Returns this profile with other links, such as those of the machines it is meant for.
+
+        Args:
+            links: As the attribute.
+            exchange: Likewise; None for the profile's own.
+        """
+        return replace(self, links=links, exchange=exchange or self.exchange)
 
     def link(self, rank: int) -> Link:
         """Returns the link between a rank and the one after it."""
@@ -174,6 +183,7 @@ class Profile:
         content: dict[str, Any] = {"version": VERSION, **asdict(self)}
         content["links"] = [link._asdict() for link in self.links]
         content["transfer"] = self.transfer._asdict()
+        content["exchange"] = self.exchange._asdict()
         layers, slices = _plain(content.pop("layers")), list(map(_plain, content.pop("slices")))
         lengths = content.pop("slice_lengths")
         if slices:
@@ -210,8 +220,8 @@ class Profile:
 
     @property
     def stages(self) -> Stages:
-        """What stages of these layers cost."""
-        return Stages(self.layers, self.loss)
+        """What stages of these layers cost, exchanges included."""
+        return Stages([layer.with_exchanges(self.exchange) for layer in self.layers], self.loss)
 
     @property
     def stages_of_slices(self) -> tuple[Stages, ...]:
@@ -267,6 +277,7 @@ class Profile:
             raise version.refused(f"version {VERSION}")
         loss, links, transfer = map(fields_of_profile.get, ("loss", "links", "transfer"))
         slices, places = fields_of_profile.get("slices"), fields_of_profile.get("places")
+        exchange = fields_of_profile.get("exchange")
         boundaries, lengths = (
             fields_of_profile.get("boundaries"),
             fields_of_profile.get("slice_lengths"),
@@ -284,6 +295,7 @@ class Profile:
             _NOTHING if transfer is None else transfer.record(Transfer, JsonValue.figure),
             tuple(tuple(map(_layer, part.items())) for part in slices.items()) if slices else (),
             () if lengths is None else lengths.counts(),
+            _FREE if exchange is None else exchange.record(Link, JsonValue.figure),
         )
 
     def write(self, path: str | Path) -> None:
@@ -314,7 +326,8 @@ class Profile:
     def __str__(self) -> str:
         """A table: milliseconds of F, B, I and W, and bytes, of each layer."""
         head = ("layer", "name", "F ms", "B ms", "I ms", "W ms", "parameters", "output", "held")
-        rows: list[tuple[str, ...]] = [head]
+        exchanges = any(layer.exchanges for layer in self.layers)
+        rows: list[tuple[str, ...]] = [(*head, *(("exchanged",) if exchanges else ()))]
         for number, layer in enumerate((*self.layers, *filter(None, [self.loss]))):
             times = (layer.forward, layer.whole, layer.input_grad, layer.weight_grad)
             rows.append(
@@ -323,6 +336,7 @@ class Profile:
                     layer.name,
                     *("-" if time is None else f"{1e3 * time:.3f}" for time in times),
                     *(f"{size:,}" for size in (layer.parameters, layer.output, layer.held)),
+                    *((f"{layer.exchanged:,}",) if exchanges else ()),
                 )
             )
         return table(rows, left=(1,))

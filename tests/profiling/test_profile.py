@@ -117,3 +117,22 @@ def test_places_and_links_are_checked() -> None:
         Profile.read("nowhere.json")
     with pytest.raises(ConfigError, match=r"(?s)the path of a file.*NoneType"):
         plan(None, 2, 4)  # type: ignore[arg-type]
+
+
+def test_a_plan_weighs_the_exchanges_of_experts_and_of_sequences() -> None:
+    experts = replace(BLOCK, name="Experts", exchanges=8, exchanged=10**6)
+    profile = Profile((experts, experts, *[BLOCK] * 6))
+    assert Profile.loads(profile.dumps()) == profile
+    assert "1,000,000" in str(profile).splitlines()[1]
+
+    def boundaries(weighed: Profile) -> tuple[int, ...]:
+        return plan(weighed, 2, 4, search=["partition"]).partition.boundaries
+
+    # As measured all eight cost the same; each exchange of 0.5 ms makes two of them dear.
+    assert boundaries(profile) == (0, 4, 8)
+    over_network = profile.with_links(Link(), exchange=Link(5e-4, 1e-9))
+    assert Profile.loads(over_network.dumps()) == over_network
+    assert boundaries(over_network) == (0, 3, 8)
+    dear, plain = (over_network.stages.stage(n, n + 1) for n in (0, 2))
+    assert dear.forward - plain.forward == pytest.approx(2.5e-3)
+    assert dear.backward - plain.backward == pytest.approx(2.5e-3)

@@ -10,7 +10,14 @@ import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.paddle_api import VERSION
-from tests.processes.axes.sequences_worker import through_layouts, train_each, verdicts
+from tests.processes.axes.sequences_worker import (
+    LENGTH,
+    ROWS,
+    WIDTH,
+    through_layouts,
+    train_each,
+    verdicts,
+)
 
 CASES = [
     ("members", {"pp": 2, "mp": 2}, "1F1B", {}),
@@ -62,8 +69,11 @@ def test_checkpoints_and_traces_of_split_sequences(
     split = {"pp": 2, "sep": 2}
     layouts = [split, split, {"pp": 4}, split]
     legs = on_ranks(through_layouts, 4, tmp_path / "a", layouts, timeout=240)[0]
-    for (_, _, saved), (_, restored, _) in zip(legs, legs[1:]):
+    for (_, _, saved, _), (_, restored, _, _) in zip(legs, legs[1:]):
         assert restored == saved
+    # Half of queries, keys, values and outputs, forward and backward, in float32.
+    half = ROWS * LENGTH // 2 * WIDTH // 2 * 4
+    assert [leg[3] for leg in legs[1:3]] == [[0, 8 * half, 8 * half, 0], [0] * 4]
     alone = on_ranks(through_layouts, 4, tmp_path / "b", [{"pp": 4}] * 4, timeout=240)[0]
     assert [leg[0] for leg in legs] == pytest.approx([leg[0] for leg in alone], rel=1e-5)
     assert main(["why", str(tmp_path / "a" / "trace0")]) == 0
