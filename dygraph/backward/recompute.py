@@ -22,7 +22,12 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import automatic_casts
 from fleetpipe.paddle_api.layer import state_slots
-from fleetpipe.paddle_api.tensor import is_parameter, same_memory, switch_gradients_on
+from fleetpipe.paddle_api.tensor import (
+    is_parameter,
+    same_memory,
+    saved_by,
+    switch_gradients_on,
+)
 
 #: ``run(value)`` runs the layers of a piece.
 Run = Callable[[Nest], Nest]
@@ -57,6 +62,8 @@ class RecomputedPiece:
         ]
         #: Whether its layers write into its inputs; None before the first call.
         self.writes_into_inputs: bool | None = None
+        #: Whether they ask for gradients, as ``paddle.grad`` does; likewise.
+        self.differentiates: bool | None = None
         #: What a call changes, by whether each of its layers trains: known from a first call.
         self._changing: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
 
@@ -111,14 +118,18 @@ def call(piece: RecomputedPiece, run: Run, value: Nest) -> Nest:
         What ``run(value)`` returns, with its graph.
 
     Raises:
-        ConfigError: A layer wrote into the piece's input, and in its first call did not.
+        ConfigError: A layer wrote into the piece's input, or asked for gradients, and in its first
+            call did not.
     """
     global _failure
     # One that nobody asked for, of a backward of the user's own.
     _failure = None
     rerun = _Rerun(piece, run, value)
-    with _opened(rerun.pack, rerun.unpack):
-        output = run(value)
+    try:
+        with _opened(rerun.pack, rerun.unpack):
+            output = run(value)
+    except Exception as error:
+        raise cause_of(error)  # noqa: B904
     rerun.settle(value)
     return output
 
@@ -146,11 +157,14 @@ class _Rerun:
         self._random = RandomStates()
         self._casts = automatic_casts()
         self._tickets: list[weakref.ref[_Ticket]] = []
+        self._in_forward, self._differentiates = True, False
 
     def pack(self, tensor: Tensor) -> Tensor | _Ticket:
         if _stays(tensor):
             return tensor
         ticket = _Ticket()
+        if self._piece.differentiates is not False:
+            ticket.tensor = same_memory(tensor)
         self._tickets.append(weakref.ref(ticket))
         return ticket
 
@@ -158,21 +172,39 @@ class _Rerun:
         global _failure
         if _stays(ticket):
             return ticket
-        if ticket.tensor is None:
-            try:
+        try:
+            if self._in_forward:
+                return self._saved(ticket)
+            if ticket.tensor is None:
                 self._again()
-            except Exception as error:
-                # Paddle would tell only that there is no tensor, and leave gradients off.
-                _failure = error
-                switch_gradients_on()
-                raise
+        except Exception as error:
+            # Paddle would tell only that there is no tensor, and leave gradients off.
+            _failure = error
+            switch_gradients_on()
+            raise
         # Handed over: what backward is through with is gone.
         tensor, ticket.tensor = ticket.tensor, None
         return tensor
 
+    def _saved(self, ticket: _Ticket) -> Tensor:
+        """Returns what a layer's own ``paddle.grad`` needs, which may need it again."""
+        self._differentiates = True
+        if ticket.tensor is None:
+            raise ConfigError(
+                "a layer computes gradients in its forward, and in its first call did not",
+                where=self._piece.name,
+                fix="call it the same way each time, or set recompute_interval=0",
+            )
+        return same_memory(ticket.tensor)
+
     def settle(self, value: Nest) -> None:
         """Ends the forward: learns from a first one what has to be copied for the next."""
         piece, tensors = self._piece, list(tensors_of(value))
+        self._in_forward = False
+        if piece.differentiates is not False:
+            piece.differentiates = self._differentiates or bool(piece.differentiates)
+            for ticket in filter(None, (reference() for reference in self._tickets)):
+                ticket.tensor = None
         written = self._versions != [tensor.inplace_version for tensor in tensors]
         if piece.writes_into_inputs is None:
             piece.writes_into_inputs = written
@@ -191,19 +223,20 @@ class _Rerun:
         filled: list[tuple[Tensor, int]] = []
         tickets = iter(self._tickets)
 
-        def fill(tensor: Tensor) -> None:
+        def fill(tensor: Tensor) -> Tensor | None:
             if _stays(tensor):
-                return
+                return tensor
             ticket = next(tickets, _lost)()
             if ticket is not None:
                 ticket.tensor = same_memory(tensor)
                 filled.append((tensor, tensor.inplace_version))
+            return same_memory(tensor) if self._piece.differentiates else None
 
         before, _rerunning = _rerunning, True
         try:
             with random_states_kept(), self._state_of_then(), paddle.enable_grad(), self._casts():
                 self._random.put_back()
-                with _opened(fill, _refuse):
+                with _opened(fill, _kept if self._piece.differentiates else _refuse):
                     self._run(self._inputs())
         finally:
             _rerunning = before
@@ -271,6 +304,10 @@ def _lost() -> None:
     """Stands for a ticket that there is no more, or never was."""
 
 
+def _kept(packed: Tensor) -> Tensor:
+    return packed if _stays(packed) else same_memory(packed)
+
+
 def _refuse(_packed: object) -> None:
     raise RuntimeError("backward cannot run through the second run of a recomputed piece")
 
@@ -288,7 +325,7 @@ def _opened(
     global _in_piece
     before, _in_piece = _in_piece, True
     try:
-        with paddle.autograd.saved_tensors_hooks(pack, unpack):
+        with saved_by(pack, unpack):
             yield
     finally:
         _in_piece = before

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Callable
 
@@ -19,7 +20,7 @@ from fleetpipe.aliases import Tensor
 from fleetpipe.paddle_api import paddle
 
 _Tensor: Any = core.eager.Tensor
-_eager: ModuleType = core.eager
+_eager: Any = core.eager
 #: What ``run_backward`` of Paddle's takes behind the graph's roots: whether to keep the graph and,
 #: on 3.x, where to draw it.
 _PLAINLY: tuple[object, ...] = (
@@ -99,6 +100,31 @@ def switch_gradients_on() -> None:
     """Undoes that Paddle leaves gradients off where a hook failed in the middle of backward."""
     framework: ModuleType = paddle.framework
     framework._dygraph_tracer()._has_grad = True
+
+
+@contextmanager
+def saved_by(pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Does what ``paddle.autograd.saved_tensors_hooks`` does, but not within ``paddle.grad``.
+
+    The graph that it makes there for gradients of gradients saves what it needs as it is: Paddle
+    fails where hooks take some of that.
+    """
+    hooks = paddle.autograd.saved_tensors_hooks(pack, unpack)
+    grad: Callable[..., Any] = _eager.run_partial_grad
+
+    def freely(*args: object) -> Any:
+        hooks.__exit__()
+        try:
+            return grad(*args)
+        finally:
+            hooks.__enter__()
+
+    _eager.run_partial_grad = freely
+    try:
+        with hooks:
+            yield
+    finally:
+        _eager.run_partial_grad = grad
 
 
 def saves_freely() -> bool:

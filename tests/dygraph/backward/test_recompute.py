@@ -507,6 +507,47 @@ def test_a_saved_tensor_that_is_changed_in_place_is_refused() -> None:
             model.forward_backward_pipeline(batch(1))
 
 
+class Penalized(nn.Linear):
+    """Adds how its output depends on its input: a gradient within the forward."""
+
+    asks = True
+
+    def forward(self, x: Any) -> Any:
+        y = paddle.tanh(super().forward(x))
+        if not self.asks or not paddle.is_grad_enabled():
+            return y
+        (slope,) = paddle.grad(y.sum(), [x], create_graph=True)
+        (again,) = paddle.grad((y * y).sum(), [x], create_graph=True)
+        return y + slope.sum(axis=1, keepdim=True) + again.mean()
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("interval", [1, 2])
+def test_gradients_within_a_piece(run: tuple[int, int, str], interval: int) -> None:
+    # The first piece is not recomputed, and its backward may be split.
+    kinds = [nn.Linear, nn.Linear, Penalized, nn.Linear, Penalized, Penalized]
+    sizes = [FEATURES, 8, 8, 8, 8, 8, CLASSES]
+    layers = [LayerDesc(*described) for described in zip(kinds, sizes, sizes[1:])]
+    ranks, chunks, _ = run
+    whole = trained(layers, 0, (ranks, chunks, "Interleaved1F1B" if chunks > 1 else "1F1B"))
+    assert whole.gradients
+    assert trained(layers, interval, run) == whole
+
+
+def test_gradients_that_only_later_calls_ask_for_are_refused() -> None:
+    layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(Penalized, 8, CLASSES)]
+    with job(1, 2):
+        model = pipeline(layers, recompute_interval=1, recompute_ctx=CONTEXT)
+        Penalized.asks = False
+        try:
+            model.forward_backward_pipeline(batch(2))
+        finally:
+            Penalized.asks = True
+        with pytest.raises(ConfigError, match="in its first call did not"):
+            model.forward_backward_pipeline(batch(2))
+        assert paddle.is_grad_enabled()
+
+
 def test_layers_that_use_pylayers_and_fleets_own_recompute() -> None:
     class Scaled(paddle.autograd.PyLayer):
         @staticmethod
