@@ -58,6 +58,8 @@ class GraphCall(Call):
             stand: Callable[..., Tensor] = _Root.apply
             roots = [stand(self, roots[0])]
         self._graph: CallGraph | None = CallGraph(list(inputs), roots)
+        #: Those of the parameters, where they had to be computed in I.
+        self._computed: Sequence[Tensor] | None = None
 
     def measure(self, taken: Iterable[Tensor], outputs: Sequence[Tensor], allocated: int) -> None:
         """Notes what the call keeps, given that it left ``allocated`` bytes more in use."""
@@ -75,7 +77,12 @@ class GraphCall(Call):
         if self._graph is None:
             raise RuntimeError("backward ran twice through a call of a leaf layer")
         self.arrived, inputs = grads, self._graph.inputs
-        gradients = self._gradients(inputs, retain_graph=True)
+        if any(grad is not None and not grad.size for grad in grads):
+            # Asked for one gradient of a product without rows, Paddle fails for want of the other.
+            gradients = self._gradients([*inputs, *self.parameters], retain_graph=True)
+            self._computed = gradients[len(inputs) :]
+        else:
+            gradients = self._gradients(inputs, retain_graph=True)
         # Paddle adds up gradients in place: one that lives in the memory of another is safe only
         # until the other is handed on.
         self.arrived = [_apart(grad, gradients) for grad in grads]
@@ -88,8 +95,10 @@ class GraphCall(Call):
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that have a gradient, with it; frees the graph."""
-        gradients = self._gradients(self.parameters, retain_graph=False)
-        self._graph, self.arrived = None, ()
+        gradients = self._computed
+        if gradients is None:
+            gradients = self._gradients(self.parameters, retain_graph=False)
+        self._graph, self._computed, self.arrived = None, None, ()
         return [(p, grad) for p, grad in zip(self.parameters, gradients) if grad is not None]
 
     def _gradients(self, wanted: Sequence[Tensor], retain_graph: bool) -> list[Tensor]:

@@ -57,6 +57,25 @@ def test_a_skip_connection_across_a_border_has_the_bits_of_a_whole_backward(rank
     assert train(layers, ranks, "ZBH1") == train(layers, 1)
 
 
+class Chosen(nn.Layer):
+    """Two experts, of which one gets no rows, as where nobody chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.one(x) + self.one(x[:0]).sum() + self.other(x[:0]).sum()
+
+
+@pytest.mark.skipif(paddle.__version__ < "3", reason="2.6.2 refuses a product without rows")
+def test_a_linear_without_rows_has_the_bits_of_a_whole_backward() -> None:
+    layers = [LayerDesc(nn.Linear, 6, 8), *[LayerDesc(Chosen)] * 2, LayerDesc(nn.Linear, 8, 4)]
+    plain = train(layers, 1, gradients=True)
+    assert "1.other.weight" in plain.gradients
+    assert train(layers, 2, "ZBH1", gradients=True) == plain
+
+
 def test_evaluation_under_a_split_schedule_is_as_ever() -> None:
     with job(2, 4, "ZBH1"):
         model = pipeline()
