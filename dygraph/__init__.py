@@ -10,12 +10,8 @@ from fleetpipe import paddle_api as paddle_api
 from fleetpipe.dygraph.backward.crossings import Crossing, reordered
 from fleetpipe.dygraph.batch.fake_micro_dataset import FakeMicroDataset
 from fleetpipe.dygraph.batch.losses import weighted
-from fleetpipe.dygraph.layers.vocabulary import (
-    VocabularyEmbedding,
-    VocabularyHead,
-    VocabularyLoss,
-    vocabulary_cross_entropy,
-)
+from fleetpipe.dygraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead
+from fleetpipe.dygraph.layers.vocabulary_losses import VocabularyLoss, vocabulary_cross_entropy
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer

@@ -3,5 +3,5 @@
 Start with ``entries.py``.
 
 Entered by: ``chunk``, ``entries``, ``run_stage``, ``sliceable``, ``tied``,
-``vocabulary``.
+``vocabulary``, ``vocabulary_losses``.
 """

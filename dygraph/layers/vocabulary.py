@@ -1,9 +1,10 @@
-"""A head over a large vocabulary, in parts: its products, and the cross-entropy over all of them.
+"""A head over a large vocabulary, in parts. ``vocabulary_losses`` has the cross-entropy over them.
 
 With hidden values x [rows, hidden] and the rows W_r [vocabulary / p, hidden] of part r its logits
-are z_r = x W_r^T. Of each row only three numbers leave a part: log(sum(exp(z_r))); the label's
-logit, 0 where the label is in another part; and whether it is in this one. The loss of a row is
-the logarithm of the summed exponentials of the first, less the sum of the second.
+are z_r = x W_r^T, and its bias b_r [vocabulary / p] more where it has one. Of each row only three
+numbers leave a part: log(sum(exp(z_r))); the label's logit, 0 where the label is in another part;
+and whether it is in this one. The loss of a row is the logarithm of the summed exponentials of the
+first, less the sum of the second.
 
 A pipeline computes each part on a rank of its own. One process has them all, and computes each
 in the same products and sums, when the loss asks for it: until then the logits are deferred.
@@ -15,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe.aliases import Context, Nest, Tensor
+from fleetpipe.checkpoint.contents.whole_parts import PartOfWhole
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
-from fleetpipe.paddle_api.kernels import mean_leaves_out_below_zero
 from fleetpipe.representation import shows
 
 # Typed: Paddle's own is not.
@@ -77,24 +78,47 @@ class VocabularyHead(_Description):
         weight_attr: The ``ParamAttr`` of the weights of each part.
         tied: The key of the :class:`VocabularyEmbedding` whose weights these are; None for weights
             of its own.
+        bias_attr: The ``ParamAttr`` of the bias of each part, None for Paddle's default; False for
+            no bias, as a tied head has none.
+
+    Raises:
+        ConfigError: A tied head with a bias.
     """
 
     def __init__(
-        self, hidden: int, vocabulary: int, weight_attr: Any = None, tied: str | None = None
+        self,
+        hidden: int,
+        vocabulary: int,
+        weight_attr: Any = None,
+        tied: str | None = None,
+        bias_attr: Any = False,
     ) -> None:
         super().__init__(hidden, vocabulary, weight_attr, tied)
+        self.bias_attr = bias_attr
+        if tied is not None and bias_attr is not False:
+            raise ConfigError(
+                "a head tied to the embedding has its weights, and no bias",
+                got=f"tied={tied!r}, bias_attr={bias_attr!r}",
+                fix="leave bias_attr out, or tied for weights of its own",
+            )
 
     def layers(self, ranks: int) -> list[Any]:
         """Returns what it stands for: a part for each rank, and the loss."""
         parts: list[Any] = []
         bounds = self.bounds(ranks)
         for part, (first, last) in enumerate(zip(bounds, bounds[1:])):
-            arguments = self.hidden, first, last, self.weight_attr
+            arguments = (
+                self.hidden,
+                PartOfWhole(part, first, last, self.vocabulary),
+                self.weight_attr,
+            )
             if self.tied is None:
-                parts.append(_LayerDesc(VocabularyPart, *arguments))
+                parts.append(_LayerDesc(VocabularyPart, *arguments, self.bias_attr))
             else:
                 name = _name(part)
-                shared = _SharedLayerDesc(self.tied, VocabularyPart, None, [name], *arguments, name)
+                shared = _SharedLayerDesc(
+                    *(self.tied, VocabularyPart, None, [name], *arguments, False, name)
+                )
                 parts.append(shared)
         return [*parts, vocabulary_loss]
 
@@ -126,6 +150,12 @@ def _name(part: int) -> str:
     return f"part{part}"
 
 
+def _part(parameter: Tensor, part: PartOfWhole) -> Tensor:
+    """Marks a parameter as a part: checkpoints have it in the whole."""
+    parameter.part_of_whole = part
+    return parameter
+
+
 class DeferredLogits(NamedTuple):
     """The logits of one process's model, which the loss computes part by part.
 
@@ -139,19 +169,42 @@ class DeferredLogits(NamedTuple):
 
 
 class VocabularyPart(paddle.nn.Layer):
-    """The rows ``first`` to ``last - 1`` of a vocabulary: their weights, [last - first, hidden]."""
+    """Some rows of a vocabulary: their weights, [rows, hidden], and perhaps their bias, [rows].
+
+    Args:
+        hidden: Numbers of a row.
+        part: Which rows.
+        weight_attr: The ``ParamAttr`` of the weights.
+        bias_attr: That of the bias; False for none.
+        name: What the layer calls its weights.
+    """
+
+    bias: Tensor | None
 
     def __init__(
-        self, hidden: int, first: int, last: int, weight_attr: Any = None, name: str = "weight"
+        self,
+        hidden: int,
+        part: PartOfWhole,
+        weight_attr: Any = None,
+        bias_attr: Any = False,
+        name: str = "weight",
     ) -> None:
         super().__init__()
-        self.first, self.last, self._name = first, last, name
-        weight = self.create_parameter([last - first, hidden], attr=weight_attr)
-        self.add_parameter(name, weight)
+        self._part, self._name = part, name
+        rows = part.last - part.first
+        self.add_parameter(name, _part(self.create_parameter([rows, hidden], weight_attr), part))
+        self.bias = None
+        if bias_attr is not False:
+            self.bias = _part(self.create_parameter([rows], bias_attr, is_bias=True), part)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first row, and the one after the last."""
+        return self._part.first, self._part.last
 
     def extra_repr(self) -> str:
         """Returns what stands in the first line of its ``repr``."""
-        return f"rows={self.first}..{self.last - 1}"
+        return f"rows={self._part.first}..{self._part.last - 1}"
 
     def forward(self, value: Nest) -> Nest:
         """Computes its numbers of each row, [3, rows], or defers that to the loss.
@@ -186,9 +239,10 @@ class VocabularyPart(paddle.nn.Layer):
                 fix="cast the labels, and where they are several tensors name the classes first",
             )
         rows = hidden.reshape([-1, hidden.shape[-1]])
-        local = label.detach().reshape([-1, 1]) - self.first
+        local = label.detach().reshape([-1, 1]) - self._part.first
         compute: Callable[..., Tensor] = _Statistics.apply
-        return compute(rows, getattr(self, self._name), local)
+        biases = [] if self.bias is None else [self.bias]
+        return compute(rows, getattr(self, self._name), local, *biases)
 
 
 class EmbeddingInParts(paddle.nn.Layer):
@@ -203,9 +257,10 @@ class EmbeddingInParts(paddle.nn.Layer):
     def __init__(self, hidden: int, bounds: Sequence[int], weight_attr: Any = None) -> None:
         super().__init__()
         self._bounds = tuple(bounds)
-        for part, (first, last) in enumerate(zip(bounds, bounds[1:])):
+        for number, (first, last) in enumerate(zip(bounds, bounds[1:])):
+            part = PartOfWhole(number, first, last, bounds[-1])
             weight = self.create_parameter([last - first, hidden], attr=weight_attr)
-            self.add_parameter(_name(part), weight)
+            self.add_parameter(_name(number), _part(weight, part))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns the rows of tokens, [.., hidden]: in all parts but one a row is zeros."""
@@ -222,23 +277,27 @@ class _Statistics(paddle.autograd.PyLayer):
     """The logits of a part, of which one buffer of rows x part is kept and nothing else."""
 
     @staticmethod
-    def forward(ctx: Context, rows: Tensor, weight: Tensor, local: Tensor) -> Tensor:
+    def forward(
+        ctx: Context, rows: Tensor, weight: Tensor, local: Tensor, *biases: Tensor
+    ) -> Tensor:
         here = paddle.logical_and(local >= 0, local < weight.shape[0])
         index = paddle.where(here, local, paddle.zeros_like(local))
         logits = _multiply(rows, weight, transpose_y=True)
+        for bias in biases:
+            logits.add_(bias)
         chosen = paddle.take_along_axis(logits, index, 1) * here.astype(logits.dtype)
         highest = logits.max(axis=1, keepdim=True)
         logits.subtract_(highest)
         logits.exp_()
         total = logits.sum(axis=1, keepdim=True)
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(rows, weight, *biases)
         ctx.kept = logits, total, index, here
         numbers = [paddle.log(total) + highest, chosen, here.astype(logits.dtype)]
         return paddle.concat(numbers, axis=1).t()
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Any:
-        rows, weight = ctx.saved_tensor()
+        rows, weight, *biases = ctx.saved_tensor()
         (logits, total, index, here), ctx.kept = ctx.kept, None
         of_sum, of_chosen, _ = grad.t().split(3, axis=1)
         logits.multiply_(of_sum / total)
@@ -248,99 +307,13 @@ class _Statistics(paddle.autograd.PyLayer):
         of_weight = None
         if not weight.stop_gradient:
             of_weight = _multiply(logits, rows, transpose_x=True)
-        return of_rows, of_weight, None
-
-
-class _Copies(paddle.autograd.PyLayer):
-    """A value for each part, whose gradients are added as in a pipeline: the last part's first."""
-
-    @staticmethod
-    def forward(ctx: Context, value: Tensor, count: int) -> tuple[Tensor, ...]:
-        return tuple(value.clone() for _ in range(count))
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> Tensor:
-        *rest, total = grads
-        for grad in rest[::-1]:
-            total = total + grad
-        return total
+        of_biases = [None if bias.stop_gradient else logits.sum(axis=0) for bias in biases]
+        return of_rows, of_weight, None, *of_biases
 
 
 def vocabulary_loss(value: Nest) -> Nest:
     """Stands for the loss in a list of layers: its stage has no layers of its own."""
     return value
-
-
-def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -100) -> Tensor:
-    """Returns the cross-entropy of each row, as ``F.cross_entropy(.., reduction="none")`` does.
-
-    Args:
-        output: What a model returns whose last layer is a :class:`VocabularyHead`.
-        label: Classes, whole numbers, as many as there are rows.
-        ignore_index: The label of rows that have no loss: theirs is 0.
-
-    Returns:
-        A Tensor of the label's shape.
-
-    Raises:
-        BoundaryError: The output is of another model, or a label is no class of it.
-    """
-    if isinstance(output, DeferredLogits):
-        copy: Callable[..., Sequence[Tensor]] = _Copies.apply
-        pairs = zip(output.parts, copy(output.hidden, len(output.parts)))
-        output = tuple(part.statistics(value, label) for part, value in pairs)
-    if not isinstance(output, tuple) or not all(isinstance(one, paddle.Tensor) for one in output):
-        raise BoundaryError(
-            "vocabulary_cross_entropy takes what a model with a VocabularyHead returns",
-            got=type(output).__name__,
-            fix="make VocabularyHead(hidden, vocabulary) the last entry of the list of layers",
-        )
-    sums, chosen, here = paddle.stack(list(output), axis=1)
-    labels = label.reshape([-1])
-    counted = labels != ignore_index
-    unknown = paddle.logical_and(counted, here.detach().sum(axis=0) == 0)
-    if bool(unknown.any()):
-        raise BoundaryError(
-            "a label is no class of the VocabularyHead",
-            expected=f"0 to vocabulary - 1, or ignore_index={ignore_index}",
-            got=f"label {labels[unknown].tolist()[0]}",
-            fix="correct the labels, or pass ignore_index for rows that do not count",
-        )
-    losses = paddle.logsumexp(sums, axis=0) - chosen.sum(axis=0)
-    return (losses * counted.astype(losses.dtype)).reshape(label.shape)
-
-
-@shows("ignore_index", "reduction")
-class VocabularyLoss:
-    """The loss of a model whose last layer is a :class:`VocabularyHead`.
-
-    Args:
-        ignore_index: The label of rows that do not count.
-        reduction: "mean" over the rows that count, or "sum". As in Paddle's ``CrossEntropyLoss``
-            all rows count where ``ignore_index`` is below 0 (in 3.3, not in 2.6).
-
-    Raises:
-        ConfigError: Another reduction.
-    """
-
-    def __init__(self, ignore_index: int = -100, reduction: str = "mean") -> None:
-        if reduction not in ("mean", "sum"):
-            raise ConfigError(
-                "the loss of a batch is one number",
-                expected="reduction='mean' or 'sum'",
-                got=f"reduction={reduction!r}",
-                fix="for each row's use vocabulary_cross_entropy in a loss_fn of your own",
-            )
-        self.ignore_index, self.reduction = ignore_index, reduction
-
-    def __call__(self, output: Nest, label: Tensor) -> Tensor:
-        """Returns the loss of a micro-batch; see :func:`vocabulary_cross_entropy`."""
-        losses = vocabulary_cross_entropy(output, label, self.ignore_index)
-        if self.reduction == "sum":
-            return losses.sum()
-        if self.ignore_index < 0 and not mean_leaves_out_below_zero():
-            return losses.mean()
-        return losses.sum() / (label != self.ignore_index).sum().clip(min=1).astype(losses.dtype)
 
 
 def with_parts(entries: Sequence[Any], ranks: int) -> list[Any]:

@@ -22,7 +22,7 @@ from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.stage import Borders
-from fleetpipe.dygraph.layers import entries, tied, vocabulary
+from fleetpipe.dygraph.layers import entries, tied, vocabulary, vocabulary_losses
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner, checked_interval
 from fleetpipe.dygraph.model import fleet_face
@@ -366,9 +366,11 @@ class PipelineLayer(paddle.nn.Layer):
         """Takes another loss than the one given to the constructor, from the next batch on.
 
         Raises:
-            ConfigError: It cannot be called.
+            ConfigError: It cannot be called, or takes whole logits of a vocabulary head.
         """
         losses.require_functions(loss_fn)
+        if self._layers_desc[-1:] == [vocabulary.vocabulary_loss]:
+            vocabulary_losses.refuse_whole_logits(losses.functions_in(loss_fn))
         # As Fleet keeps it. Around Layer.__setattr__, which would make a sublayer of a loss.
         self.__dict__["_loss_fn"] = (
             losses.functions_in(loss_fn) if LOSS_FUNCTIONS_ARE_A_LIST else loss_fn

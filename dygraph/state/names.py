@@ -10,17 +10,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe.aliases import Layer
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.checkpoint.contents.whole_parts import PartOfWhole, part_of
 from fleetpipe.dygraph import experts, tensor_parallel
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle
 
 
 class Slot(NamedTuple):
-    """One parameter or buffer of the whole model."""
+    """One parameter or buffer of the whole model.
+
+    Attributes:
+        name: Its lasting name.
+        shape: Its whole shape.
+        part: Which part of a whole parameter it is; None where it is whole itself.
+    """
 
     name: str
     shape: tuple[int, ...]
+    part: PartOfWhole | None = None
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Slot:
+        """Describes a tensor."""
+        return cls(name, tensor_parallel.whole_shape(tensor), part_of(tensor))
 
 
 def slots_of(layer: Layer, index: int) -> list[Slot]:
@@ -28,7 +41,7 @@ def slots_of(layer: Layer, index: int) -> list[Slot]:
     if not isinstance(layer, paddle.nn.Layer):
         return []
     state = experts.whole_state(layer)
-    return [Slot(f"{index}.{name}", tensor_parallel.whole_shape(t)) for name, t in state.items()]
+    return [Slot.of(f"{index}.{name}", tensor) for name, tensor in state.items()]
 
 
 def names_in(slots: Sequence[Slot], model: Layer, plain_names: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from fleetpipe.dygraph.layers import entries as descriptions
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, is_shared
 from fleetpipe.dygraph.state.hidden_buffers import hidden_buffers
 from fleetpipe.dygraph.state.names import Slot, names_in, slots_of, to_pipeline_names
-from fleetpipe.dygraph.tensor_parallel import own_value, split_axis, whole_shape, whole_value
+from fleetpipe.dygraph.tensor_parallel import own_value, split_axis, whole_value
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
@@ -89,13 +89,26 @@ class ModelState:
         places = hidden_buffers(self._functions)
         return {name: holder[key] for name, (holder, key) in places.items()}
 
-    def checkpoint_part(self) -> NamedTensors:
-        """Returns what this process holds as checkpoints take it."""
+    def checkpoint_part(self, joined: bool = True) -> NamedTensors:
+        """Returns what this process holds as checkpoints take it.
+
+        Args:
+            joined: Whether parts of a parameter go by the name of the whole.
+        """
         place = mp_shard()
         tensors = {name: held_of(tensor, place) for name, tensor in self.local_tensors().items()}
         buffers = {name: Held(t, differs=True) for name, t in self.hidden_buffers().items()}
-        outline = {slot.name: tuple(slot.shape) for slot in self.slots()}
-        return NamedTensors(tensors, outline, buffers)
+        slots = self.slots()
+        parts = {slot.name: slot.part for slot in slots if slot.part is not None}
+        if not joined:
+            tensors = {n: h._replace(cut=None) if n in parts else h for n, h in tensors.items()}
+            parts = {}
+        wholes = {name: part.whole_name(name) for name, part in parts.items()}
+        outline = {}
+        for name, shape, _ in slots:
+            whole = (parts[name].rows, *shape[1:]) if name in parts else tuple(shape)
+            outline[wholes.get(name, name)] = whole
+        return NamedTensors(tensors, outline, buffers, wholes)
 
     @property
     def spreads_experts(self) -> bool:
@@ -220,7 +233,7 @@ class ModelState:
         if shared is None:
             return slots_of(layer, index)
         shapes = self._blueprints[shared.indices[0]].state_dict()
-        return [Slot(name, whole_shape(shapes[path])) for path, name in shared.names.items()]
+        return [Slot.of(name, shapes[path]) for path, name in shared.names.items()]
 
 
 def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:

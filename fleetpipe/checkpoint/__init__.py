@@ -8,6 +8,6 @@ folder whole, and ``run_folder.py`` how it appears at once, and which are kept. 
 checkpoints without a job.
 
 Entered by: ``contents.layer_and_optimizer``, ``contents.objects``, ``contents.parts``,
-``contents.training_state``, ``files.host_memory``, ``files.plan``, ``files.tensors``,
-``fleet_files``, ``manager``, ``ranks``, ``restoring``, ``saving``.
+``contents.training_state``, ``contents.whole_parts``, ``files.host_memory``, ``files.plan``,
+``files.tensors``, ``fleet_files``, ``manager``, ``ranks``, ``restoring``, ``saving``.
 """

@@ -32,7 +32,7 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, T
         PipelineTimeout: Some rank did not come within the limit.
     """
     objects = Objects(model, optimizer)
-    part = objects.required_model()
+    part = model.layers.state.checkpoint_part(joined=False)
     states = objects.optimizer_part(part)
     held = {**part.held(), **({} if states is None else states.held())}
     ranks = Ranks.of_job()

@@ -20,7 +20,6 @@ from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.layer_and_optimizer import OptimizerState, unwrapped
-from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import (
     MASTER_WEIGHTS,
     MODEL,
@@ -175,7 +174,7 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
     if not files.state.exists():
         return
     contents = fleet_files.arrays(files.state)
-    part = OptimizerState(optimizer, Objects(pipeline).required_model())
+    part = OptimizerState(optimizer, pipeline.layers.state.checkpoint_part(joined=False))
     base = unwrapped(optimizer)
     names = _names_in_file(files.parameters, pipeline.layers)
     values = _by_lasting_name(contents, names, name_prefix(base))

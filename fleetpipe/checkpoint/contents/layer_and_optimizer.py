@@ -20,6 +20,7 @@ from fleetpipe.checkpoint.contents.parts import (
     SavedOptimizer,
     TensorName,
 )
+from fleetpipe.checkpoint.contents.whole_parts import JoinedParts, part_of, whole_name
 from fleetpipe.checkpoint.files.tensors import Described, Region
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import current_job
@@ -44,6 +45,7 @@ class NamedTensors:
         tensors: The parameters and buffers that this process holds, each once.
         outline: The names and whole shapes of the whole model, in its order.
         buffers: Buffers that no state dict has, by lasting name; a checkpoint may lack them.
+        wholes: The name of the whole of each of ``tensors`` that is a part; the outline has that.
     """
 
     def __init__(
@@ -51,8 +53,11 @@ class NamedTensors:
         tensors: Mapping[str, Held],
         outline: Mapping[str, tuple[int, ...]],
         buffers: Mapping[str, Held] | None = None,
+        wholes: Mapping[str, str] | None = None,
     ) -> None:
         self._tensors = tensors
+        self._wholes = {} if wholes is None else wholes
+        self._joined = JoinedParts([])
         self._outline = outline
         self._buffers = {} if buffers is None else buffers
 
@@ -77,7 +82,9 @@ class NamedTensors:
             for name, tensor in layer.named_buffers()
             if name not in state and has_memory(tensor)
         }
-        return cls(tensors, {name: held.described.shape for name, held in tensors.items()}, buffers)
+        wholes = {name: whole_name(name, part_of(held.tensor)) for name, held in tensors.items()}
+        outline = {wholes[name]: held.described.shape for name, held in tensors.items()}
+        return cls(tensors, outline, buffers, wholes)
 
     def order(self) -> tuple[str, ...]:
         """Returns the names of the whole model's parameters and buffers, in its order."""
@@ -89,10 +96,17 @@ class NamedTensors:
 
     def held(self) -> Mapping[TensorName, Held]:
         """Returns what this process holds, each tensor once."""
+        tensors = [
+            (TensorName(MODEL, self.whole_name(name)), held) for name, held in self._tensors.items()
+        ]
         return {
-            **{TensorName(MODEL, name): held for name, held in self._tensors.items()},
+            **JoinedParts(tensors).held,
             **{TensorName(BUFFERS, name): held for name, held in self._buffers.items()},
         }
+
+    def whole_name(self, name: str) -> str:
+        """Returns the name of the whole of a parameter or buffer; mostly it is its own."""
+        return self._wholes.get(name, name)
 
     def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
         """Returns what is to be filled with the saved tensors of these names.
@@ -101,7 +115,11 @@ class NamedTensors:
             CheckpointError: The checkpoint is of another model.
         """
         names = self.saved_names(saved)
-        targets = {TensorName(MODEL, names[name]): held for name, held in self._tensors.items()}
+        self._joined = JoinedParts(
+            (TensorName(MODEL, names[self.whole_name(name)]), held)
+            for name, held in self._tensors.items()
+        )
+        targets = dict(self._joined.held)
         for path, held in self._buffers.items():
             if TensorName(BUFFERS, path) in saved.tensors:
                 targets[TensorName(BUFFERS, path)] = held
@@ -110,7 +128,8 @@ class NamedTensors:
         return targets
 
     def settle(self) -> None:
-        """Does nothing: memory was there before."""
+        """Gives parts of one tensor, which was filled as a whole, their values."""
+        self._joined.hand_out()
 
     def abandon(self) -> None:
         """Does nothing."""
@@ -138,6 +157,8 @@ def held_of(tensor: Tensor, shard: tuple[int, int]) -> Held:
     member, members = shard
     # Paddle's running statistics are parameters that need no gradient.
     differs = bool(tensor.stop_gradient)
+    if (part := part_of(tensor)) is not None:
+        return Held(tensor, part.cut, differs)
     if members == 1 or not getattr(tensor, "is_distributed", False):
         return Held(tensor, None, differs)
     if not hasattr(tensor, "split_axis"):
@@ -226,6 +247,7 @@ class OptimizerState:
         self._model = model
         self._created: list[Tensor] = []
         self._unsaved: list[Tensor] = []
+        self._joined = JoinedParts([])
 
     @property
     def kind(self) -> str:
@@ -234,11 +256,12 @@ class OptimizerState:
 
     def held(self) -> Mapping[TensorName, Held]:
         """Returns the state that this process keeps."""
-        return {
-            name: held
+        state = (
+            pair
             for _, parameter, path, of in self._parameters()
-            for name, held in self._state(parameter, path, of)
-        }
+            for pair in self._state(parameter, self._model.whole_name(path), of)
+        )
+        return JoinedParts(state).held
 
     def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
         """Returns what is to be filled with the saved state, which is made where there is none.
@@ -249,23 +272,26 @@ class OptimizerState:
         require_kind(self.kind, saved)
         names = self._model.saved_names(saved)
         there = by_parameter(saved)
-        targets: dict[TensorName, Held] = {}
+        targets: list[tuple[TensorName, Held]] = []
         for group, parameter, path, of in self._parameters():
-            if names[path] not in there:
+            name = names[self._model.whole_name(path)]
+            if name not in there:
                 self._unsaved.append(parameter)
                 continue
             if not state_of(self._optimizer, parameter.name):
                 self._created.append(parameter)
                 create_state(self._optimizer, group, [parameter])
-            state = dict(self._state(parameter, names[path], of))
-            require_kinds(names[path], set(state), there[names[path]])
-            targets.update(state)
-        for name, held in targets.items():
-            require_fit(name, held, saved.tensors[name])
-        return targets
+            state = dict(self._state(parameter, name, of))
+            require_kinds(name, set(state), there[name])
+            targets += state.items()
+        self._joined = JoinedParts(targets)
+        for target, held in self._joined.held.items():
+            require_fit(target, held, saved.tensors[target])
+        return self._joined.held
 
     def settle(self) -> None:
         """Forgets the state of parameters that had none when the checkpoint was saved."""
+        self._joined.hand_out()
         for parameter in self._unsaved:
             forget_state(self._optimizer, parameter)
 

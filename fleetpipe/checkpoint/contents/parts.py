@@ -135,6 +135,9 @@ class ModelPart(SavedPart, Protocol):
     def parameters(self) -> Mapping[str, Held]:
         """Returns this rank's parameters by lasting name."""
 
+    def whole_name(self, name: str) -> str:
+        """Returns the name of the whole of a parameter or buffer; mostly it is its own."""
+
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
         """Returns the saved name of each parameter and buffer of the whole model.
 

@@ -70,17 +70,27 @@ def adam(model: Any) -> Any:
     return fleet.distributed_optimizer(paddle.optimizer.Adam(0.1, parameters=model.parameters()))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("ignored", [-100, 3])
-def test_it_is_plain_cross_entropy_up_to_rounding(reduction: str, ignored: int) -> None:
+def whole(tensors: dict[str, Any], first: int) -> dict[str, Any]:
+    """Tensors by name, in the place of the parts of a head on two ranks those of a Linear."""
+    joined = dict(tensors)
+    for name in [name for name in tensors if name.startswith(f"{first}.")]:
+        both = paddle.concat(
+            [joined.pop(name), joined.pop(name.replace(str(first), str(first + 1)))]
+        )
+        joined[name] = both.t() if both.ndim == 2 else both
+    return joined
+
+
+@pytest.mark.parametrize("bias", [None, False])
+@pytest.mark.parametrize(("reduction", "ignored"), [("mean", -100), ("mean", 3), ("sum", 3)])
+def test_it_is_plain_cross_entropy_up_to_rounding(reduction: str, ignored: int, bias: Any) -> None:
     entries = mlp_layers(HIDDEN)[:-1]
-    with_linear = [*entries, LayerDesc(nn.Linear, HIDDEN, VOCABULARY, bias_attr=False)]
+    with_linear = [*entries, LayerDesc(nn.Linear, HIDDEN, VOCABULARY, bias_attr=bias)]
+    with_head = [*entries, VocabularyHead(HIDDEN, VOCABULARY, bias_attr=bias)]
     with job(pp=2, micro_batches=MICRO_BATCHES):
-        model = pipeline(layers(), loss_fn=VocabularyLoss(ignored, reduction))
+        model = pipeline(with_head, loss_fn=VocabularyLoss(ignored, reduction))
         plain = PipelineLayer(with_linear, num_stages=1).single_model()
-        state = model._layers.full_state_dict()
-        parts = [state.pop(f"{len(entries) + part}.weight") for part in range(2)]
-        plain.set_state_dict({**state, f"{len(entries)}.weight": paddle.concat(parts).t()})
+        plain.set_state_dict(whole(model._layers.full_state_dict(), len(entries)))
         data = batch()
         data[1] = paddle.where(data[1] == -100, paddle.full_like(data[1], ignored), data[1])
         loss = model.forward_backward_pipeline(data)
@@ -90,8 +100,7 @@ def test_it_is_plain_cross_entropy_up_to_rounding(reduction: str, ignored: int) 
             loss = loss - criterion(plain(inputs), labels) / MICRO_BATCHES
         assert abs(float(loss)) < 1e-5
         gradients = {name: one.grad for name, one in model._layers.own_state().items()}
-        of_parts = [gradients.pop(f"{len(entries) + part}.weight") for part in range(2)]
-        gradients[f"{len(entries)}.weight"] = paddle.concat(of_parts).t()
+        gradients = whole(gradients, len(entries))
         for name, parameter in plain.named_parameters():
             np.testing.assert_allclose(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
@@ -179,7 +188,7 @@ def test_whole_logits_are_refused() -> None:
     [
         ([*layers(), nn.functional.relu], "1F1B", "last entry"),
         ([*layers()[:-1], VocabularyHead(HIDDEN, 1)], "1F1B", "2 classes or more"),
-        (layers(), "ZBV", "vocabulary head"),
+        *((layers(), name, "one of FThenB, 1F1B") for name in ("ZBV", "VPP", "Hanayo", "auto")),
     ],
 )
 def test_what_cannot_be_built_is_refused(entries: Any, schedule: str, message: str) -> None:
@@ -187,7 +196,15 @@ def test_what_cannot_be_built_is_refused(entries: Any, schedule: str, message: s
         pipeline(entries, loss_fn=VocabularyLoss())
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.functional.cross_entropy])
+def test_a_loss_of_whole_logits_is_refused(loss: Any) -> None:
+    with job(pp=2), pytest.raises(ConfigError, match="loss_fn=VocabularyLoss"):
+        pipeline(layers(), loss_fn=loss)
+
+
 def test_wrong_uses_of_the_loss_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no bias"):
+        VocabularyHead(2, 3, tied="words", bias_attr=None)
     with pytest.raises(ConfigError, match="'mean' or 'sum'"):
         VocabularyLoss(reduction="none")
     with pytest.raises(BoundaryError, match="VocabularyHead"):
