@@ -19,6 +19,7 @@ from fleetpipe.capture.running.memory import initialize, without_memory
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of
+from fleetpipe.capture.vocabulary import HeadInParts, head_in_place
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
@@ -47,6 +48,7 @@ def pipeline(
     no_split: Sequence[type | str] = (),
     verify: bool | str = FIRST,
     *,
+    vocabulary_head: str | None = None,
     recompute_interval: int = 0,
     memory_cap: float | None = None,
     memory_limit: float | None = None,
@@ -83,6 +85,9 @@ def pipeline(
             ``"first"``: the first two batches are trained beside the untouched model as well,
             with the real data, loss and optimizer, on every rank that has the memory for it; a
             difference ends the job before the parameters change. False: neither.
+        vocabulary_head: The name of the ``nn.Linear`` that gives the logits, all that the model
+            returns: each rank gets a part of it, which stands in its place in the model, and the
+            loss is a :class:`fleetpipe.dygraph.VocabularyLoss`. ``verify`` compares what it takes.
         recompute_interval: Nodes of a stage whose activations are dropped together after forward,
             and computed again in backward; 0 keeps all.
         memory_cap: With "auto", the bytes that a stage may have.
@@ -116,6 +121,9 @@ def pipeline(
     if chunks is None and job is not None:
         num_chunks = Arrangement(job.degrees.pp, None, use_dualpipev=False).placement.chunks
     stages = requested_stages(num_stages, num_chunks, job)
+    head = None
+    if vocabulary_head is not None:
+        head = _placed_head(plain_model(model), vocabulary_head, stages.ranks, chunks)
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     no_classes = classes_of(plain_model(model), no_split)
     capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
@@ -125,16 +133,29 @@ def pipeline(
     ranks = stages.ranks_of(cut.stages, str(cut))
     again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
     forms = Forms(capturing, cut.borders, recompute_interval, again)
-    examples = (forms.example(training) for training in (True, False))
+    examples = [forms.example(training) for training in (True, False)]
+    if head is not None:
+        head.require_last(examples[0].trace)
     require_one_stage([(form.trace, form.starts) for form in examples])
     _tell_what_is_left_out(forms)
     proof = None
     if verify and _whole(model):
         schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
         proof = prove(capturing, forms, schedule)
-    shadowed = SHADOWED if verify == FIRST else 0
-    findings = Findings(cut.choice, proof, plan, shadowed)
+    shadowed = SHADOWED if verify == FIRST and head is None else 0
+    findings = Findings(cut.choice, proof, plan, shadowed, head)
     return CapturedPipeline(model, forms, ranks, chunks, loss_fn, findings)
+
+
+def _placed_head(model: Layer, path: str, ranks: int | None, chunks: int | None) -> HeadInParts:
+    """Puts a head in parts into the model, if the schedule of the job takes one."""
+    if ranks is None:
+        raise ConfigError(
+            "vocabulary_head needs the number of ranks",
+            fix="call fleet.init with a pp_degree first, or pass num_stages",
+        )
+    Arrangement(ranks, chunks, use_dualpipev=False, head=True)
+    return head_in_place(model, path, ranks)
 
 
 def _tell_what_is_left_out(forms: Forms) -> None:

@@ -21,6 +21,7 @@ from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.shadow import Shadow
 from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.value import Node
+from fleetpipe.capture.vocabulary import HeadedStages, HeadInParts, with_logits
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run
@@ -30,7 +31,6 @@ from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.state.layer_files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
-from fleetpipe.dygraph.tensor_parallel import whole_shape
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.layer import copy_tables
 from fleetpipe.paddle_api.tensor import has_memory
@@ -50,12 +50,14 @@ class Findings(NamedTuple):
         proof: What was compared with the plain model; None where nothing was.
         plan: The plan that said the cut; None where there is none.
         shadowed: How many batches are to be trained beside the plain model.
+        head: The head whose parts are stages of their own; None where there is none.
     """
 
     choice: Choice | None = None
     proof: Proof | None = None
     plan: PipelinePlan | None = None
     shadowed: int = 0
+    head: HeadInParts | None = None
 
 
 class CapturedPipeline(PipelineLayer):
@@ -78,6 +80,7 @@ class CapturedPipeline(PipelineLayer):
     proof: Proof | None
     users: dict[str, tuple[int, ...]]
     _stages: CapturedStages
+    _head: HeadInParts | None
     _shadowed: int
 
     def __init__(
@@ -106,9 +109,11 @@ class CapturedPipeline(PipelineLayer):
         self.__dict__.update(
             choice=findings.choice, proof=findings.proof, _shadowed=findings.shadowed
         )
+        self.__dict__["_head"] = findings.head
         example = forms.example(training=True)
+        described = [] if findings.head is None else [findings.head.description]
         super().__init__(
-            list(example.functions),
+            [*example.functions, *described],
             num_stages=num_stages,
             num_virtual_pipeline_stages=num_chunks,
             loss_fn=loss_fn,
@@ -123,7 +128,12 @@ class CapturedPipeline(PipelineLayer):
     def _build(self) -> None:
         """Takes what this process's stages use. Collective where ranks share weights."""
         example = self.forms.example(training=True)
-        functions = dict(enumerate(example.functions))
+        functions: dict[int, Callable[[Nest], Nest]] = dict(enumerate(example.functions))
+        if self._head is not None:
+            functions = dict(enumerate([*example.functions, *self._head.functions()]))
+            self.__dict__["_stages"] = HeadedStages(
+                *(self.forms, lambda: self.training, self._head, self.placement)
+            )
         self._functions = {i: functions[i] for stage in self._owned for i in self._range(stage)}
         self.runner = example.runner
         users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
@@ -147,7 +157,7 @@ class CapturedPipeline(PipelineLayer):
         # What no node uses is in stage 0.
         tensors = [id(state[name]) for name, stages in users.items() if owned & {*stages}]
         part = part_of(self.plain, self._nodes(self._owned), tensors)
-        slots = [Slot(name, whole_shape(tensor)) for name, tensor in state.items()]
+        slots = [Slot.of(name, tensor) for name, tensor in state.items()]
         nodes = [node.name for node in self.forms.example(training=True).trace.nodes]
         self.state = CapturedState(self, slots, users, nodes, self.holders)
         self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())
@@ -200,6 +210,8 @@ class CapturedPipeline(PipelineLayer):
 
     def calls_of(self, stage: int, value: Nest) -> tuple[Mapping[int, Callable[..., Nest]], Nest]:
         """Returns the nodes that a stage runs for a value, by number, and what the first takes."""
+        if stage >= self.placement.body:
+            return self.stage_layers(stage), value
         form, value = self._stages.form(stage, value)
         return {number: form.functions[number] for number in self._range(stage)}, value
 
@@ -241,10 +253,13 @@ class CapturedPipeline(PipelineLayer):
                 draws them in that batch. None draws as the model does by itself.
             micro_batch: The global number of the micro-batch.
         """
-        return called(model, inputs, self.forms.capturing.unopened, keys, micro_batch)
+        output = called(model, inputs, self.forms.capturing.unopened, keys, micro_batch)
+        return with_logits(model, output)
 
     def stage_layers(self, stage: int) -> dict[int, Layer]:
         """Returns the layers that are nodes of a stage, each by the number of its first call."""
+        if stage >= self.placement.body:
+            return {number: self._functions[number] for number in self._range(stage)}
         return self.forms.example(training=True).layers(stage)
 
     def layer_tensors(self) -> dict[int, list[Tensor]]:
@@ -271,7 +286,12 @@ class CapturedPipeline(PipelineLayer):
 
     def _nodes(self, stages: Sequence[int]) -> list[Node]:
         """Returns the nodes of some stages, in both modes."""
-        return [node for form in self._examples() for at in stages for node in form.nodes(at)]
+        body = self.placement.body
+        nodes = [
+            n for form in self._examples() for at in stages if at < body for n in form.nodes(at)
+        ]
+        head = self._head
+        return nodes + [n for at in stages if head and at >= body for n in head.nodes(at - body)]
 
     def _examples(self) -> list[Form]:
         return [self.forms.example(training) for training in (True, False)]

@@ -10,6 +10,7 @@ from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.signature import completed
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
+from fleetpipe.capture.vocabulary import with_logits
 from fleetpipe.dygraph import random_keys
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
@@ -77,7 +78,8 @@ class Untouched(paddle.nn.Layer):
         keys = random_keys.current()
         micro_batch = _FIRST if keys is None else keys.micro_batch
         inputs = completed(inputs, self._example)
-        return called(self._model, inputs, self._unopened, keys, micro_batch)
+        output = called(self._model, inputs, self._unopened, keys, micro_batch)
+        return with_logits(self._model, output)
 
 
 def called(

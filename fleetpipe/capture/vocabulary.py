@@ -1,0 +1,172 @@
+"""A captured model whose logits are computed in parts: the Linear that gives them is replaced.
+
+The model then returns what that Linear took, and its parts are stages behind those of the model,
+as in a list of layers that ends in a ``VocabularyHead``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Callable
+
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture.running.stages import CapturedStages
+from fleetpipe.capture.running.variants import Forms
+from fleetpipe.capture.tracing.value import Capture, Node, Ref, Scope
+from fleetpipe.dygraph.batch.stage import Borders, Chain
+from fleetpipe.dygraph.layers.run_stage import Run
+from fleetpipe.dygraph.layers.vocabulary import (
+    DeferredLogits,
+    VocabularyHead,
+    VocabularyPart,
+    vocabulary_loss,
+)
+from fleetpipe.engine.stage import Values
+from fleetpipe.errors import CaptureError, ConfigError, nearest
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import parameters_in, sublayers_in
+from fleetpipe.paddle_api.tensor import has_memory
+from fleetpipe.schedules import Edge, Placement
+
+
+class HeadInParts(paddle.nn.Layer):
+    """Stands in the place of a Linear, and returns what it is given: its parts run elsewhere.
+
+    Attributes:
+        path: The name of the Linear in the model.
+        description: What it would be in a list of layers.
+    """
+
+    def __init__(self, linear: Layer, path: str, ranks: int) -> None:
+        """Takes over the values of a Linear, part by part.
+
+        Args:
+            linear: It, of weights [hidden, vocabulary].
+            path: Its name in the model.
+            ranks: How many parts there are.
+        """
+        super().__init__()
+        weight, bias = linear.weight, linear.bias
+        has_bias = None if bias is not None else False
+        self.path = path
+        hidden, vocabulary = weight.shape
+        self.description = VocabularyHead(hidden, vocabulary, bias_attr=has_bias)
+        for number, described in enumerate(self.description.layers(ranks)[:-1]):
+            part = described.build_layer().to(dtype=weight.dtype)
+            first, last = part.rows
+            if has_memory(weight):
+                part.weight.set_value(weight[:, first:last].t())
+            if bias is not None and has_memory(bias):
+                part.bias.set_value(bias[first:last])
+            self.add_sublayer(str(number), part)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the hidden values, as a value of its own."""
+        return hidden.clone()
+
+    @property
+    def parts(self) -> tuple[VocabularyPart, ...]:
+        """The parts, in order."""
+        return tuple(part for part in self.sublayers() if isinstance(part, VocabularyPart))
+
+    def functions(self) -> list[Callable[[Nest], Nest]]:
+        """Returns what runs the stages behind those of the model: the parts, and the loss."""
+        return [*self.parts, vocabulary_loss]
+
+    def nodes(self, number: int) -> list[Node]:
+        """Returns the node of part ``number``; the loss has none."""
+        parts, scope = self.parts[number : number + 1], Scope(f"{self.path}.{number}", 0)
+        return [Node(part, (), {}, (), (), (scope,), "") for part in parts]
+
+    def require_last(self, trace: Capture) -> None:
+        """Refuses a model that does something with its logits.
+
+        Raises:
+            CaptureError: It returns something else than them.
+        """
+        last = trace.nodes[-1]
+        if last.scopes[-1].path != self.path or trace.outputs != Ref(*last.outputs):
+            raise CaptureError(
+                f"the model does something with the logits of {self.path!r}",
+                expected="a model that returns what this layer returns, and nothing else",
+                got=f"{last.name}, {last.place}",
+                fix="do that in the loss function, or leave vocabulary_head out",
+            )
+
+
+def head_in_place(model: Layer, path: str, ranks: int) -> HeadInParts:
+    """Puts parts in the place of a Linear of a model.
+
+    Args:
+        model: The model.
+        path: The Linear's name in it.
+        ranks: Ranks of the pipeline.
+
+    Raises:
+        ConfigError: The model has no Linear of that name, or other layers use its weights.
+    """
+    layers = dict(model.named_sublayers())
+    linear = layers.get(path)
+    if type(linear) is not paddle.nn.Linear:
+        linears = [name for name, layer in layers.items() if type(layer) is paddle.nn.Linear]
+        raise ConfigError(
+            "vocabulary_head names the nn.Linear that gives the logits",
+            got=repr(path) if linear is None else f"{path!r}, a {type(linear).__name__}",
+            fix=nearest(path, linears) if linears else "leave it out",
+        )
+    weights = [id(weight) for layer in layers.values() for weight in parameters_in(layer).values()]
+    if weights.count(id(linear.weight)) > 1:
+        raise ConfigError(
+            f"other layers use the weights of {path!r} as well",
+            fix="describe the model as a list of layers with VocabularyEmbedding and "
+            "VocabularyHead(.., tied=..)",
+        )
+    owner, _, name = path.rpartition(".")
+    head = HeadInParts(linear, path, ranks)
+    sublayers_in(layers.get(owner, model))[name] = head
+    return head
+
+
+def with_logits(model: Layer, output: Nest) -> Nest:
+    """Returns what the loss of a plain model takes: logits that are deferred, if it has a head."""
+    heads = [layer for layer in model.sublayers() if isinstance(layer, HeadInParts)]
+    return DeferredLogits(output, heads[0].parts) if heads else output
+
+
+class HeadedStages(CapturedStages):
+    """The stages of a captured model, and behind them the parts of its head and the loss."""
+
+    def __init__(
+        self,
+        forms: Forms,
+        training: Callable[[], bool],
+        head: HeadInParts,
+        placement: Placement,
+    ) -> None:
+        """Takes the runs of the model, and what its head is."""
+        super().__init__(forms, training)
+        self._functions, self._body = head.functions(), placement.body
+        self._chain: Borders = Chain(placement)
+        ends = [Edge(*ends) for ends in placement.chain()]
+        self._edges = tuple(edge for edge in ends if edge.target >= self._body)
+
+    def edges(self, training: bool) -> Sequence[Edge]:
+        """Returns the edges between all stages, in training or in evaluation."""
+        return (*super().edges(training), *self._edges)
+
+    def function(self, stage: int) -> Run:
+        """Returns what runs a stage."""
+        if stage < self._body:
+            return super().function(stage)
+        function = self._functions[stage - self._body]
+        return lambda value, _micro_batch: function(value)
+
+    def joined(self, values: Values) -> Nest:
+        """Returns what a stage takes."""
+        of_head = next(iter(values)).target >= self._body
+        return self._chain.joined(values) if of_head else super().joined(values)
+
+    def parted(self, stage: int, output: Nest) -> Values:
+        """Returns what leaves a stage on each edge."""
+        of_head = stage >= self._body - 1
+        return self._chain.parted(stage, output) if of_head else super().parted(stage, output)

@@ -1,0 +1,95 @@
+"""A captured model whose Linear of logits is computed in parts, by all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import fleet, parity
+from fleetpipe.dygraph import VocabularyLoss
+from fleetpipe.errors import CaptureError, ConfigError
+from tests.capture.models import WIDTH, WORDS, tokens
+from tests.jobs import job
+from tests.pipelines import sgd
+
+LABELS = tokens(8, seed=1)
+
+
+class Model(nn.Layer):  # type: ignore[misc]
+    """Blocks with a skip around all of them, and a product with the vocabulary at the end."""
+
+    def __init__(self, bias: Any = None, scale: float = 1.0) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.LayerList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, WORDS, bias_attr=bias)
+        self.scale = scale
+
+    def forward(self, ids: Any) -> Any:
+        x = first = self.table(ids)
+        for block in self.blocks:
+            x = paddle.tanh(block(x))
+        logits = self.head(x + first)
+        return logits if self.scale == 1 else logits * self.scale
+
+
+def captured(model: Any, **options: Any) -> Any:
+    options = {"vocabulary_head": "head", "split_spec": ["blocks.2"], **options}
+    return fleetpipe.pipeline(model, tokens(2), VocabularyLoss(), **options)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+@pytest.mark.parametrize("bias", [None, False])
+def test_it_trains_as_the_model_with_the_same_parts(schedule: str, bias: Any) -> None:
+    with job(2, schedule=schedule):
+        paddle.seed(1)
+        plain = Model(bias)
+        state = {name: tensor.numpy() for name, tensor in plain.state_dict().items()}
+        pipe = captured(plain)
+        assert pipe.proof is not None
+        whole = np.concatenate([pipe.state_dict()[f"head.{part}.weight"] for part in range(2)])
+        np.testing.assert_array_equal(whole.T, state["head.weight"])
+        model = fleet.distributed_model(pipe)
+        session = parity.begin(model, sgd(model))
+        for seed in range(2):
+            session.step([tokens(8, seed=seed), LABELS])
+        assert session.report.passed, session.report.verdict()
+        assert session.report.bit_exact
+        losses = session.report.single_loss
+    plain = Model(bias)
+    plain.set_state_dict(state)
+    loss = nn.CrossEntropyLoss()(plain(tokens(8)), LABELS)
+    assert abs(float(loss) - losses[0]) < 1e-5
+
+
+def test_it_is_saved_under_one_name(tmp_path: Any) -> None:
+    with job(2):
+        model = fleet.distributed_model(captured(Model(), verify=False))
+        fleetpipe.CheckpointManager(tmp_path).save(1, model=model)
+        weight = model.layers.full_state_dict()["head.1.weight"].numpy()
+    with job(1):
+        model = fleet.distributed_model(captured(Model(), verify=False, split_spec=[]))
+        fleetpipe.CheckpointManager(tmp_path).restore(model=model)
+        restored = model.layers.full_state_dict()["head.0.weight"].numpy()
+    np.testing.assert_array_equal(restored[-len(weight) :], weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "schedule", "error", "message"),
+    [
+        (Model(scale=2.0), {}, "1F1B", CaptureError, "something with the logits"),
+        (Model(), {"vocabulary_head": "haed"}, "1F1B", ConfigError, "head"),
+        (Model(), {"vocabulary_head": "table"}, "1F1B", ConfigError, "an? Embedding"),
+        (Model(), {}, "ZBV", ConfigError, "one of FThenB, 1F1B"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    model: Any, options: Any, schedule: str, error: type[Exception], message: str
+) -> None:
+    with job(2, schedule=schedule), pytest.raises(error, match=message):
+        captured(model, **options)
