@@ -145,6 +145,7 @@ def process_group(
     store = FolderStore(folder)
     made = neighbours.connect(transport, [0, 1], groups, store, "groups", TIMEOUT)
     yield made
+    made.flush(TIMEOUT)
     made.close()
 
 

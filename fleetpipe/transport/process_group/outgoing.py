@@ -196,7 +196,8 @@ class ThreadedOutgoing(Outgoing):
 def broken(route: Route, peer: int, failure: Exception) -> FleetPipeError:
     """Returns the error of a message that a thread could not send or receive."""
     if isinstance(failure, FleetPipeError):
-        failure.add_place(str(route))
+        if route.key != HEADER:
+            failure.add_place(str(route))
         return failure
     return PeerFailed(
         f"the transfer between this rank and rank {peer} broke",

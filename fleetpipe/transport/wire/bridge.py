@@ -108,6 +108,8 @@ def allocate(leaves: Iterable[TensorLeaf]) -> tuple[list[Tensor], list[memoryvie
 def flat_bytes(tensors: list[Tensor]) -> list[Tensor]:
     """Returns the bytes of each tensor that has data, where it is: in order, in one dimension."""
     whole = [tensor.detach().contiguous() for tensor in tensors if 0 not in tensor.shape]
+    # Seen as bytes, a part of a tensor would begin elsewhere: Paddle multiplies its offset too.
+    whole = [tensor.clone() if tensor.offset else tensor for tensor in whole]
     return [tensor.reshape([-1]).view("uint8") for tensor in whole]
 
 

@@ -65,6 +65,7 @@ def test_values_arrive_as_they_were() -> None:
         "x": [trained, sample("bfloat16", [4])],
         "none": None,
         "empty": paddle.zeros([0, 3]),
+        "part": sample("float32", [9, 4])[5:7],
         "view": sample("float32", [3, 4]).transpose([1, 0]),
         "words": ("with some spaces", 7),
     }

@@ -80,6 +80,7 @@ def test_values_arrive_as_they_were_in_any_order(pair: list[ProcessGroupTranspor
     value = {
         "x": [sample("float32", [2, 3]), sample("bfloat16", [4]), sample("bool", [])],
         "empty": paddle.zeros([0, 3]),
+        "part": sample("float32", [9, 4])[5:7],
         "view": sample("complex64", [3, 4]).transpose([1, 0]),
         "words": ("with some spaces", 7),
     }
