@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fleetpipe.checkpoint.restoring import load_single as load_single
     from fleetpipe.fit.model import Model as Model
     from fleetpipe.launch.resume import resume as resume
+    from fleetpipe.locator.command import locate as locate
     from fleetpipe.profiling.planner import plan as plan
 
 #: Names that are loaded when they are used, by the module that has them.
@@ -40,6 +41,7 @@ _LATE = {
     "callbacks": "fleetpipe.callbacks",
     "explain": "fleetpipe.capture.explain",
     "load_single": "fleetpipe.checkpoint.restoring",
+    "locate": "fleetpipe.locator.command",
     "pipe_split": "fleetpipe.capture.tracing.mark",
     "pipeline": "fleetpipe.capture.api",
     "plan": "fleetpipe.profiling.planner",
@@ -55,6 +57,7 @@ __all__ = [
     "explain",
     "install",
     "load_single",
+    "locate",
     "pipe_split",
     "pipeline",
     "plan",

@@ -70,6 +70,12 @@ COMMANDS = (
         "fleetpipe.parity.command:run",
     ),
     Command(
+        "locate",
+        "name the first place where a job computes something else than one device does",
+        "fleetpipe.locator.options:configure",
+        "fleetpipe.locator.command:run",
+    ),
+    Command(
         "doctor",
         "say what this machine or cluster can do, and what is wrong with it",
         "fleetpipe.doctor.command:configure",

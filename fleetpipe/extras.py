@@ -17,6 +17,7 @@ INSTALLED_BY = {
     "prometheus_client": "pip install 'fleetpipe[watch]'",
     "ray": "pip install 'fleetpipe[ray]'",
     "rich": "pip install 'fleetpipe[watch]'",
+    "safetensors": "pip install safetensors",
     "shtab": "pip install shtab",
     "sklearn": "pip install 'fleetpipe[examples]'",
     "tensorboardX": "pip install tensorboardX",

@@ -65,7 +65,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("capture",),
     ("fleet",),
     ("launch cli __main__",),
-    ("parity/command", "fit callbacks"),
+    ("locator", "parity/command", "fit callbacks"),
     ("compat", "ray"),
     ("doctor",),
     ("__init__",),

@@ -31,7 +31,7 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 def configure_run(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe run`` to its parser."""
     configure_serve(parser)
-    _configure(parser, "a training script that uses paddle.distributed.fleet")
+    configure_script(parser, "a training script that uses paddle.distributed.fleet")
 
 
 def configure_parity(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def configure_parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", type=kinds.new_file, metavar="FILE", help="write the result as JSON"
     )
-    _configure(parser, "a training script that uses fleetpipe.fleet, or Paddle's")
+    configure_script(parser, "a training script that uses fleetpipe.fleet, or Paddle's")
 
 
 def configure_profile(parser: argparse.ArgumentParser) -> None:
@@ -52,10 +52,16 @@ def configure_profile(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="where the profile is written (default: %(default)s)",
     )
-    _configure(parser, "a training script that uses fleetpipe.fleet, or Paddle's")
+    configure_script(parser, "a training script that uses fleetpipe.fleet, or Paddle's")
 
 
-def _configure(parser: argparse.ArgumentParser, what: str) -> None:
+def configure_script(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds how many processes run a script, where they log, the script and its arguments.
+
+    Args:
+        parser: A command's.
+        what: Says in a line which script it takes.
+    """
     parser.add_argument(
         "--nproc",
         *kinds.spelled("nproc_per_node"),

@@ -1,0 +1,173 @@
+"""``fleetpipe locate``: runs a job and its twin, and prints the first place that differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fleetpipe.errors import UsageError
+from fleetpipe.launch import log_filter, script
+from fleetpipe.locator import record
+from fleetpipe.locator.causes import Location
+from fleetpipe.locator.comparison import first_difference
+from fleetpipe.locator.options import SETTING, Setting
+
+#: Where a record has the job, its twin, and the twin that was moved in the last place.
+JOB, TWIN, PERTURBED = "job", "twin", "perturbed"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs what the options ask for; a process that was started to record, records.
+
+    Returns:
+        0 where nothing differs beyond rounding, 1 where something does.
+
+    Raises:
+        UsageError: The job or its twin fails, or trains nothing.
+    """
+    if SETTING in os.environ:
+        if script.to_be_launched(options):
+            return script.launch(options, "locate")
+        from fleetpipe.locator import collecting
+
+        return collecting.run(options)
+    finding, steps = located(options)
+    if options.json:
+        print(json.dumps(None if finding is None else finding.as_dict()))
+    elif finding is None:
+        print(f"locate: {steps} steps: nothing differs beyond rounding")
+    else:
+        print(finding)
+    return 0 if finding is None else 1
+
+
+def located(options: argparse.Namespace) -> tuple[Location | None, int]:
+    """Runs a job and what it is compared with.
+
+    Returns:
+        The first place that differs, or None, and how many steps were compared.
+
+    Raises:
+        UsageError: As :func:`run`.
+    """
+    with tempfile.TemporaryDirectory(prefix="fleetpipe-locate-") as temporary:
+        home = options.record or Path(temporary)
+        _emptied(home)
+        _start(options, Setting(str(home / JOB), options.steps), "the job")
+        job = record.read(home / JOB)
+        if options.against is not None:
+            twin = record.read(options.against / TWIN)
+            moved = options.against / PERTURBED
+            perturbed = record.read(moved) if moved.is_dir() else None
+            return first_difference(job, twin, perturbed), min(job.steps, twin.steps)
+        automatic = not (options.twin or options.twin_arguments)
+        setting = Setting(str(home / TWIN), job.steps, str(home / JOB), False, automatic)
+        _start(options, setting, "the twin")
+        twin = record.read(home / TWIN)
+        steps = min(job.steps, twin.steps)
+        if options.record is None and first_difference(job, twin) is None:
+            return None, steps
+        moved = home / PERTURBED
+        _start(options, setting._replace(folder=str(moved), perturbed=True), "the twin")
+        return first_difference(job, twin, record.read(moved)), steps
+
+
+def locate(
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    nproc: int = 1,
+    twin: Sequence[str] = (),
+    twin_arguments: str | None = None,
+    steps: int = 4,
+    record: str | Path | None = None,
+    against: str | Path | None = None,
+    log_dir: str | Path = "log",
+) -> Location | None:
+    """Runs a training script and its twin on one device, and says where they begin to differ.
+
+    Args:
+        path: The script.
+        arguments: Its arguments.
+        nproc: How many processes it runs on.
+        twin: ``"NAME=VALUE"`` of the environment at degrees 1; empty with ``twin_arguments=None``:
+            degrees are set to 1 in ``fleet.init``.
+        twin_arguments: Arguments, behind the others, with which it runs at degrees 1.
+        steps: How many steps are compared; the script is ended after them.
+        record: A folder that keeps what job and twin have computed.
+        against: Such a folder, with whose twin the job is compared.
+        log_dir: Where each of several processes leaves its log.
+
+    Returns:
+        The first place that differs by more than rounding makes, or None.
+
+    Raises:
+        UsageError: The job or its twin fails, or trains nothing.
+
+    Example:
+        >>> finding = fleetpipe.locate("train.py", nproc=2)    # doctest: +SKIP
+        >>> print(finding)                                     # doctest: +SKIP
+    """
+    options = argparse.Namespace(
+        script=Path(path),
+        arguments=list(arguments),
+        nproc=nproc,
+        twin=list(twin),
+        twin_arguments=twin_arguments,
+        steps=steps,
+        record=None if record is None else Path(record),
+        against=None if against is None else Path(against),
+        log_dir=str(log_dir),
+        log_level=log_filter.DEFAULT_LEVEL,
+        json=True,
+    )
+    return located(options)[0]
+
+
+def _emptied(home: Path) -> None:
+    for part in (JOB, TWIN, PERTURBED):
+        (home / part).mkdir(parents=True, exist_ok=True)
+        for file in (home / part).glob("rank-*.safetensors"):
+            file.unlink()
+
+
+def _start(options: argparse.Namespace, setting: Setting, what: str) -> None:
+    """Runs the script in processes that record.
+
+    Raises:
+        UsageError: It fails.
+    """
+    alone = bool(setting.job)
+    environment = {
+        **log_filter.environment(options.log_level),
+        SETTING: json.dumps(setting._asdict()),
+    }
+    arguments = list(options.arguments)
+    if alone:
+        environment = {k: v for k, v in environment.items() if not k.startswith("PADDLE_TRAINER")}
+        environment.update(pair.split("=", 1) for pair in options.twin or ())
+        arguments += shlex.split(options.twin_arguments or "")
+    count = 1 if alone else options.nproc
+    command = [sys.executable, str(script.LAUNCHED), "locate", "--nproc", str(count)]
+    command += ["--log-dir", options.log_dir, "--log-level", options.log_level]
+    command += [str(options.script), *arguments]
+    quiet = alone or options.json
+    done = subprocess.run(
+        command, env=environment, stdout=sys.stderr if quiet else None, check=False
+    )
+    if done.returncode:
+        raise UsageError(
+            f"{what} failed before it had {setting.steps} steps",
+            where=str(options.script),
+            got=f"exit code {done.returncode}",
+            cause="at degrees 1 the script needs other options" if alone else None,
+            fix="say how it runs at degrees 1: --twin NAME=VALUE, or --twin-arguments '--pp 1'"
+            if alone
+            else "make the script run first: fleetpipe run",
+        )

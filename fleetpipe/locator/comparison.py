@@ -1,0 +1,339 @@
+"""Goes through the phases of each step and returns the first place that differs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from fleetpipe.locator import causes
+from fleetpipe.locator.causes import Location, Outcome, axis_between, first_split
+from fleetpipe.locator.layouts import layouts, part_of
+from fleetpipe.locator.parameters import ParameterChecks
+from fleetpipe.locator.record import Meaning, RankTensors, Record
+from fleetpipe.locator.rows import Matched, SampleRows, gathered, match
+from fleetpipe.locator.tolerance import Tolerances, gap, largest
+
+
+def first_difference(job: Record, twin: Record, perturbed: Record | None = None) -> Location | None:
+    """Returns the first place where a job differs from its twin beyond rounding.
+
+    Args:
+        job: What the ranks have computed.
+        twin: What one device has.
+        perturbed: What that has with numbers moved in the last place; None: any bit counts.
+    """
+    tolerances = Tolerances(twin, perturbed)
+    for step in range(min(job.steps, twin.steps)):
+        finding = StepBesideTwin(job, twin, tolerances, step).first()
+        if finding is not None:
+            return finding
+    return None
+
+
+class StepBesideTwin:
+    """One step of a job beside the twin's."""
+
+    def __init__(self, job: Record, twin: Record, tolerances: Tolerances, step: int) -> None:
+        """Finds out which samples are whose."""
+        self.job, self.tolerances, self.step = job, tolerances, step
+        #: What adds up to the right value, and nothing right was made of it yet.
+        self._waiting: list[Outcome] | None = None
+        (self.single,) = twin.ranks
+        self.matched: Matched = match(job, twin, step)
+        self._by_call: dict[tuple[str, str, str, int], dict[int, np.ndarray]] = defaultdict(dict)
+        self.positions: dict[tuple[str, str, str], float] = {}
+        self._calls: dict[tuple[str, str], int] = {}
+        for number, (p, tensor) in enumerate(self.single.tensors.items()):
+            if p.step == step:
+                self._by_call[p.phase, p.name, p.part, p.call][p.micro_batch] = tensor
+                self.positions.setdefault((p.phase, p.name, p.part), number)
+                if p.phase == "forward":
+                    calls = max(self._calls.get((p.name, p.part), 0), p.call + 1)
+                    self._calls[p.name, p.part] = calls
+        self._own_calls = {rank.rank: _calls_of(rank, step) for rank in job.ranks}
+        self._micro_batches = 1 + max(p.micro_batch for r in job.ranks for p in r.tensors)
+        inputs = [t for p, t in self.single.of(step, "data").items() if t.ndim]
+        self._counts = len(inputs[0]) if inputs else 1
+        axes = ("dp", "sharding", "sep", "cp", "ep")
+        parts = [self.job.degrees.get(axis, 1) for axis in axes]
+        #: By how much a rank's loss, or gradient, may rightly be larger: what ranks average later.
+        self.scales = sorted({1, *parts, int(np.prod(parts[:2])), int(np.prod(parts[:4]))})
+
+    def first(self) -> Location | None:
+        """Returns the first place that differs in this step."""
+        parameters = ParameterChecks(
+            self.job, self.single, self.tolerances, self.step, self.scales, self.positions
+        )
+        checks: list[Callable[[], Location | None]] = [
+            parameters.initial,
+            self._data,
+            lambda: self._flow("forward"),
+            self._streams,
+            self._loss,
+            lambda: self._backward(parameters),
+            parameters.reduction,
+            parameters.clip,
+            parameters.optimizer_input,
+            parameters.update,
+            parameters.buffers,
+        ]
+        return next((finding for check in checks if (finding := check()) is not None), None)
+
+    # What flows through layers
+
+    def outcomes(self, phase: str) -> Iterator[Outcome]:
+        """Compares what layers took, returned, or got as gradients, on all ranks."""
+        for rank in self.job.ranks:
+            for place, tensor in rank.of(self.step, phase).items():
+                if place.micro_batch >= 0 and (place.name or phase == "data"):
+                    outcome = self._outcome(rank, place, tensor)
+                    if outcome is not None:
+                        yield outcome
+
+    def expected(self, rank: RankTensors, place: Meaning) -> list[np.ndarray]:
+        """Returns what the twin has for a micro-batch of a rank: of each call that it may be."""
+        calls = self._calls.get((place.name, place.part), 1)
+        here = self._own_calls[rank.rank][place.name, place.part, place.micro_batch]
+        numbers = [place.call] if here in (0, calls) else range(calls)
+        rows = self._rows_of(rank, place.micro_batch)
+        keys = [(place.phase, place.name, place.part, n) for n in numbers]
+        wholes = [gathered(rows, self._by_call[key], self._counts) for key in keys]
+        return list(itertools.chain.from_iterable(wholes))
+
+    def _rows_of(self, rank: RankTensors, micro_batch: int) -> SampleRows:
+        rows = self.matched.rows.get((self.job.replica(rank), micro_batch))
+        if rows is not None:
+            return rows
+        return SampleRows((), self.job.replica(rank) * self._micro_batches + micro_batch)
+
+    def _parts(
+        self, whole: np.ndarray, rank: RankTensors, shape: tuple[int, ...]
+    ) -> list[np.ndarray]:
+        if whole.shape == shape:
+            return [whole]
+        degrees = self.job.degrees
+        ways = layouts(whole.shape, shape, degrees)
+        return [part_of(whole, layout, rank.coordinate, degrees) for layout in ways]
+
+    def _outcome(self, rank: RankTensors, place: Meaning, tensor: np.ndarray) -> Outcome | None:
+        wholes = self.expected(rank, place)
+        scale = max(map(largest, wholes), default=0.0)
+        scales = self.scales if place.phase == "gradient" else [1]
+        gaps = [
+            gap(tensor / n if n > 1 else tensor, part, scale)
+            for whole in wholes
+            for part in self._parts(whole, rank, tensor.shape)
+            for n in scales
+        ]
+        if not gaps:
+            return None
+        position = self.positions.get((place.phase, place.name, place.part), 0.0)
+        tolerance = self.tolerances.at(place, tensor.dtype)
+        outcome = Outcome(rank, place, position, min(gaps), tolerance)
+        if outcome.right or place.phase == "data":
+            return outcome
+        return outcome._replace(partial=self._partial(rank, place, wholes, scale, tolerance))
+
+    def _partial(
+        self,
+        rank: RankTensors,
+        place: Meaning,
+        wholes: list[np.ndarray],
+        scale: float,
+        tolerance: float,
+    ) -> str:
+        for axis in ("mp", "ep", "sep", "cp"):
+            if self.job.degrees.get(axis, 1) == 1:
+                continue
+            members = [r for r in self.job.ranks if _beside(r, rank, axis)]
+            tensors = [r.tensors[place] for r in members if place in r.tensors]
+            if len(tensors) < 2 or len({t.shape for t in tensors}) > 1:
+                continue
+            total = np.sum([t.astype("float64") for t in tensors], axis=0)
+            for n in self.scales if place.phase == "gradient" else [1]:
+                for whole in wholes:
+                    for part in self._parts(whole, rank, total.shape):
+                        if gap(total / n, part.astype("float64"), scale) <= tolerance:
+                            return axis
+        return ""
+
+    def _flow(self, phase: str) -> Location | None:
+        wrong = self.wrong(list(self.outcomes(phase)))
+        if wrong is None:
+            return None
+        return self._described(wrong)
+
+    def _described(self, wrong: list[Outcome]) -> Location:
+        return causes.of_flow(self.job.degrees, self.step, self.consumer, wrong)
+
+    def wrong(self, outcomes: list[Outcome]) -> list[Outcome] | None:
+        """Returns the outcomes of the first place that is wrong on some rank.
+
+        What adds up along an axis to the right value may be added up later. It is to blame where
+        the next thing that differs is what was made of it.
+        """
+        grouped: dict[tuple[int, float, Meaning], list[Outcome]] = defaultdict(list)
+        for outcome in outcomes:
+            key = outcome.place.micro_batch, outcome.position, outcome.place
+            grouped[key].append(outcome)
+        self._waiting = None
+        for key in sorted(grouped):
+            here = grouped[key]
+            if all(outcome.right for outcome in here):
+                if not key[2].part.startswith("input"):
+                    self._waiting = None
+            elif all(outcome.right or outcome.partial for outcome in here):
+                self._waiting = self._waiting or here
+            else:
+                return self._waiting or here
+        return None
+
+    def _streams(self) -> Location | None:
+        """Finds ranks whose dropouts have drawn the same numbers for different values."""
+        seen: dict[Meaning, list[tuple[RankTensors, np.ndarray]]] = defaultdict(list)
+        for rank in self.job.ranks:
+            for place, mask in rank.of(self.step, "forward").items():
+                if place.part == "mask" and mask.size > 32 and not mask.all():
+                    seen[place].append((rank, mask))
+        for place, masks in seen.items():
+            for (one, mask), (other, same) in itertools.combinations(masks, 2):
+                axis = axis_between([one], [other], self.job.degrees)
+                values = place._replace(part="output 0")
+                outputs = [r.tensors.get(values) for r in (one, other)]
+                if axis not in ("dp", "sharding", "mp") or mask.tobytes() != same.tobytes():
+                    continue
+                if axis == "mp" and self._whole_on_ranks(values, outputs[0]):
+                    continue
+                numbers, k = [one.rank, other.rank], place.micro_batch
+                cause = causes.STREAMS.format(axis)
+                return Location(place.name, "forward", axis, numbers, self.step, k, 1.0, 0.0, cause)
+        return None
+
+    def _whole_on_ranks(self, place: Meaning, output: np.ndarray | None) -> bool:
+        """Whether a rank has a whole value, which its members have too."""
+        whole = self._by_call[place.phase, place.name, place.part, place.call]
+        return output is None or any(t.shape == output.shape for t in whole.values())
+
+    # Data and loss
+
+    def _data(self) -> Location | None:
+        if self.matched.wrong is not None:
+            what, replica = self.matched.wrong
+            ranks = [r for r in self.job.ranks if self.job.replica(r) == replica]
+            rest = [r for r in self.job.ranks if self.job.replica(r) != replica]
+            axis = axis_between(ranks, rest, self.job.degrees)
+            return self._finding("", "data", axis, ranks, 0, causes.of_data(what, replica))
+        wrong = [o for o in self.outcomes("data") if not o.right and o.place.part != "input"]
+        labels = [o for o in wrong if o.place.part.startswith("label")]
+        if not labels:
+            return None
+        first = min(o.place.micro_batch for o in labels)
+        ranks = [o.rank for o in labels if o.place.micro_batch == first]
+        rest = [r for r in self.job.ranks if r not in ranks]
+        axis = axis_between(ranks, rest, self.job.degrees)
+        return self._finding("", "data", axis, ranks, first, causes.LABELS)
+
+    def _finding(
+        self, layer: str, phase: str, axis: str, ranks: list[RankTensors], k: int | None, cause: str
+    ) -> Location:
+        numbers = sorted({rank.rank for rank in ranks})
+        return Location(layer, phase, axis, numbers, self.step, k, float("inf"), 0.0, cause)
+
+    def _loss(self) -> Location | None:
+        shares = _shares(self.job, self.step)
+        expected = _shares_of(self.single, self.step)
+        if shares and expected:
+            ratio = sum(map(sum, map(dict.values, shares.values()))) / (
+                sum(expected.values()) or 1.0
+            )
+            place = Meaning(self.step, "loss", "", 0, "share")
+            tolerance = self.tolerances.at(place, np.dtype("float32"))
+            off = min(abs(ratio / n - 1) for n in self.scales)
+            if not off <= tolerance:
+                if self._waiting is not None:
+                    return self._described(self._waiting)
+                return causes.of_loss(self.job, self.step, shares, expected, ratio, off, tolerance)
+        return self._returned()
+
+    def _returned(self) -> Location | None:
+        """Compares the losses that ``train_batch`` has returned."""
+        place = Meaning(self.step, "loss", "", part="returned 0")
+        value = self.single.tensors.get(place)
+        if value is None:
+            return None
+        tolerance = self.tolerances.at(place, value.dtype)
+        gaps = {r: gap(r.tensors[place], value) for r in self.job.ranks if place in r.tensors}
+        bad = [rank for rank, apart in gaps.items() if not apart <= tolerance]
+        if not bad:
+            return None
+        axis = axis_between(bad, [r for r in gaps if r not in bad], self.job.degrees)
+        axis = axis or first_split(self.job.degrees, "dp", "sharding")
+        numbers = sorted(rank.rank for rank in bad)
+        worst = max(gaps.values())
+        return Location(
+            "", "loss", axis, numbers, self.step, None, worst, tolerance, causes.RETURNED
+        )
+
+    # Backward
+
+    def _backward(self, parameters: ParameterChecks) -> Location | None:
+        outcomes = [o for o in self.outcomes("gradient") if o.place.part.startswith("output")]
+        # By layer, as backward goes; then by micro-batch.
+        ordered = [
+            o._replace(place=o.place._replace(step=o.place.micro_batch, micro_batch=0))
+            for o in outcomes
+        ]
+        wrong = self.wrong(ordered)
+        first = parameters.gradient()
+        if wrong is None and first is not None:
+            wrong = self._waiting
+        if wrong is not None and (first is None or wrong[0].position < first[0]):
+            restored = [
+                o._replace(place=o.place._replace(step=self.step, micro_batch=o.place.step))
+                for o in wrong
+            ]
+            return self._described(restored)
+        return None if first is None else first[1]
+
+    def consumer(self, place: Meaning) -> str:
+        """Returns the innermost layer that takes what a layer returns; "" where none does."""
+        key = place.name, place.part
+        users = [
+            user.name
+            for user, sources in self.single.sources.items()
+            if user.step == self.step and any((s.name, s.part) == key for s in sources)
+        ]
+        return max(users, key=lambda name: name.count("."), default="")
+
+
+def _calls_of(rank: RankTensors, step: int) -> Counter[tuple[str, str, int]]:
+    """Counts the calls of each layer in each micro-batch."""
+    places = (p for p in rank.tensors if p.step == step and p.phase == "forward")
+    return Counter((p.name, p.part, p.micro_batch) for p in places)
+
+
+def _beside(one: RankTensors, other: RankTensors, axis: str) -> bool:
+    places = {**one.coordinate, axis: 0}
+    return places == {**other.coordinate, axis: 0}
+
+
+def _shares(job: Record, step: int) -> dict[tuple[int, ...], dict[int, float]]:
+    """Returns the losses that backward began from, by the place on the axes of data."""
+    shares: dict[tuple[int, ...], dict[int, float]] = {}
+    for rank in job.ranks:
+        place = tuple(rank.coordinate.get(a, 0) for a in ("dp", "sharding", "sep", "cp", "ep"))
+        of_rank = _shares_of(rank, step)
+        if of_rank and place not in shares:
+            shares[place] = of_rank
+    return shares
+
+
+def _shares_of(rank: RankTensors, step: int) -> dict[int, float]:
+    return {
+        place.micro_batch: float(tensor.sum())
+        for place, tensor in rank.of(step, "loss").items()
+        if place.part == "share"
+    }

@@ -1,0 +1,109 @@
+"""Which part of a whole tensor a rank has: by the shapes of both and the rank's coordinate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+#: Axes along which ranks hold parts of one tensor, and pairs that split one together.
+_SPLITTING = (
+    *(("mp",), ("sep",), ("cp",), ("ep",), ("sharding",), ("dp",)),
+    *(("sep", "mp"), ("cp", "mp"), ("sep", "cp"), ("cp", "sep")),
+)
+#: Of fused matrices each part is split: that of q, k and v, or of gate and up.
+_FUSED = (1, 3, 2)
+
+
+class DimensionCut(NamedTuple):
+    """How one dimension of a tensor is split.
+
+    Attributes:
+        dimension: Of the tensor.
+        axes: Of the mesh.
+        parts: The dimension has as many parts, each of which is split.
+        zigzag: Whether a rank has one piece from the front and one from the back.
+    """
+
+    dimension: int
+    axes: tuple[str, ...]
+    parts: int = 1
+    zigzag: bool = False
+
+    def indices(
+        self, size: int, coordinate: Mapping[str, int], degrees: Mapping[str, int]
+    ) -> np.ndarray:
+        """Returns the indices along the dimension that a rank has of ``size``."""
+        place, ranks = 0, 1
+        for axis in self.axes:
+            place = place * degrees[axis] + coordinate.get(axis, 0)
+            ranks *= degrees[axis]
+        every = np.arange(size)
+        if self.zigzag:
+            pieces = every.reshape(2 * ranks, -1)
+            return np.concatenate([pieces[place], pieces[2 * ranks - 1 - place]])
+        return every.reshape(self.parts, ranks, -1)[:, place].reshape(-1)
+
+
+#: How a tensor is split, dimension by dimension; () where a rank has it whole.
+Layout = tuple[DimensionCut, ...]
+
+
+def layouts(
+    whole: Sequence[int], here: Sequence[int], degrees: Mapping[str, int]
+) -> Iterator[Layout]:
+    """Yields the ways in which a tensor may be split that a rank has a part of, likely ones first.
+
+    Args:
+        whole: Shape of the whole tensor.
+        here: Shape of the rank's.
+        degrees: Of the axes that are split.
+    """
+    if len(whole) != len(here):
+        return
+    ways = [
+        list(_cuts(dimension, size, part, degrees))
+        for dimension, (size, part) in enumerate(zip(whole, here))
+        if size != part
+    ]
+    yield from itertools.islice(itertools.product(*ways), 24)
+
+
+def _cuts(
+    dimension: int, size: int, part: int, degrees: Mapping[str, int]
+) -> Iterator[DimensionCut]:
+    for axes in _SPLITTING:
+        ranks = int(np.prod([degrees.get(axis, 1) for axis in axes]))
+        if ranks == 1 or part * ranks != size or not all(degrees.get(a, 1) > 1 for a in axes):
+            continue
+        for parts in _FUSED:
+            if part % parts == 0:
+                yield DimensionCut(dimension, axes, parts)
+        if axes[0] in ("cp", "sep") and part % 2 == 0:
+            yield DimensionCut(dimension, axes, zigzag=True)
+
+
+def part_of(
+    whole: np.ndarray, layout: Layout, coordinate: Mapping[str, int], degrees: Mapping[str, int]
+) -> np.ndarray:
+    """Returns the part of a tensor that a rank has."""
+    for cut in layout:
+        size = whole.shape[cut.dimension]
+        whole = whole.take(cut.indices(size, coordinate, degrees), axis=cut.dimension)
+    return whole
+
+
+def put_part(
+    whole: np.ndarray,
+    part: np.ndarray,
+    layout: Layout,
+    coordinate: Mapping[str, int],
+    degrees: Mapping[str, int],
+) -> None:
+    """Puts a rank's part into its places of the whole tensor."""
+    places: list[np.ndarray] = [np.arange(size) for size in whole.shape]
+    for cut in layout:
+        places[cut.dimension] = cut.indices(whole.shape[cut.dimension], coordinate, degrees)
+    whole[np.ix_(*places)] = part

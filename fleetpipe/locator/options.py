@@ -1,0 +1,71 @@
+"""``fleetpipe locate``: its arguments, and what its processes tell each other."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+from fleetpipe import arguments as kinds
+from fleetpipe.launch.script import configure_script
+
+#: The environment variable that says to a process of a script what it is to record.
+SETTING = "FLEETPIPE_LOCATE"
+
+
+class Setting(NamedTuple):
+    """What one process of a script records.
+
+    Attributes:
+        folder: Where it goes.
+        steps: How many steps.
+        job: Of a twin: the folder of the job that it is fed with; "" for the job itself.
+        perturbed: Whether each number is moved in the last place.
+        automatic: Whether degrees are set to 1 here; else the user says how.
+    """
+
+    folder: str
+    steps: int
+    job: str = ""
+    perturbed: bool = False
+    automatic: bool = True
+
+
+def assignment(text: str) -> str:
+    """Reads ``NAME=VALUE``, of which the value may be empty."""
+    name, equals, _ = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE: give DEGREES= or PP=1")
+    return text
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe locate`` to its parser."""
+    parser.add_argument(
+        "--twin",
+        action="append",
+        type=assignment,
+        metavar="NAME=VALUE",
+        help="environment variable with which the script runs at degrees 1; may be given again",
+    )
+    parser.add_argument(
+        "--twin-arguments",
+        metavar="ARGUMENTS",
+        help="arguments, behind the others, with which the script runs at degrees 1",
+    )
+    parser.add_argument(
+        "--steps", type=kinds.positive, default=4, metavar="N", help="steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="FOLDER", help="keep what job and twin have computed"
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FOLDER",
+        help="compare with the twin of a record, of another version or commit, and run none",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the first place as JSON, or null"
+    )
+    configure_script(parser, "a training script that uses fleetpipe.fleet, or Paddle's")

@@ -1,0 +1,162 @@
+"""What one run has computed, by its meaning: a folder with a file for each rank and step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fleetpipe.errors import UsageError
+from fleetpipe.extras import needed_for
+
+#: Where a step may differ, in its order.
+PHASES = (
+    "initial",
+    "data",
+    "forward",
+    "loss",
+    "gradient",
+    "reduction",
+    "clip",
+    "optimizer input",
+    "update",
+    "buffer",
+)
+
+
+class Meaning(NamedTuple):
+    """What a tensor means.
+
+    Attributes:
+        step: The training step, from 0.
+        phase: One of :data:`PHASES`.
+        name: The path of a layer, parameter or buffer in the whole model; "" for the whole step.
+        micro_batch: Within the step and replica, from 0; -1 for what no micro-batch has alone.
+        part: Which of the tensors of that name: ``"output 0"``, ``"input 0"``, ``"parameter"``.
+        call: Which call of the layer in its micro-batch.
+    """
+
+    step: int
+    phase: str
+    name: str
+    micro_batch: int = -1
+    part: str = ""
+    call: int = 0
+
+
+class RankTensors:
+    """What one rank has computed, in order.
+
+    Attributes:
+        rank: Among all ranks of the job.
+        coordinate: Its place on each axis that is split.
+        tensors: By their meaning, in the order in which they came.
+        sources: For what a layer returned, the places of what it took.
+    """
+
+    def __init__(self, rank: int, coordinate: Mapping[str, int]) -> None:
+        self.rank = rank
+        self.coordinate = dict(coordinate)
+        self.tensors: dict[Meaning, np.ndarray] = {}
+        self.sources: dict[Meaning, list[Meaning]] = {}
+
+    def of(self, step: int, phase: str) -> dict[Meaning, np.ndarray]:
+        """Returns what belongs to one phase of a step."""
+        return {p: t for p, t in self.tensors.items() if p.step == step and p.phase == phase}
+
+    def names(self, step: int, phase: str) -> dict[str, np.ndarray]:
+        """Returns by name what a phase has once for each name: parameters, their gradients."""
+        return {p.name: t for p, t in self.of(step, phase).items() if p.micro_batch == -1}
+
+
+class Record(NamedTuple):
+    """A run of some ranks.
+
+    Attributes:
+        ranks: What each has computed.
+        degrees: Of the axes that are split.
+    """
+
+    ranks: Sequence[RankTensors]
+    degrees: Mapping[str, int]
+
+    @property
+    def steps(self) -> int:
+        """The steps that all ranks have finished."""
+        return min(1 + max((p.step for p in r.tensors), default=-1) for r in self.ranks)
+
+    @property
+    def replicas(self) -> int:
+        """The number of copies of the model that take samples of their own."""
+        return self.degrees.get("dp", 1) * self.degrees.get("sharding", 1)
+
+    def replica(self, rank: RankTensors) -> int:
+        """Returns the number of a rank's replica."""
+        of_sharding = rank.coordinate.get("sharding", 0)
+        return rank.coordinate.get("dp", 0) * self.degrees.get("sharding", 1) + of_sharding
+
+
+def write(folder: Path, record: RankTensors, degrees: Mapping[str, int], step: int) -> None:
+    """Writes one step of a rank, and forgets it."""
+    with needed_for("a record of a run"):
+        from safetensors.numpy import save_file
+    places = [place for place in record.tensors if place.step == step]
+    sources = {str(i): record.sources[p] for i, p in enumerate(places) if p in record.sources}
+    index = {
+        "rank": record.rank,
+        "coordinate": record.coordinate,
+        "degrees": dict(degrees),
+        "places": places,
+        "sources": sources,
+    }
+    arrays = {str(i): np.ascontiguousarray(record.tensors[p]) for i, p in enumerate(places)}
+    file = folder / f"rank-{record.rank:05d}.step-{step:06d}.safetensors"
+    save_file(arrays, file, metadata={"record": json.dumps(index)})
+    record.tensors = {p: t for p, t in record.tensors.items() if p.step != step}
+    record.sources = {p: s for p, s in record.sources.items() if p.step != step}
+
+
+def read(folder: Path) -> Record:
+    """Reads what a run has left.
+
+    Raises:
+        UsageError: The folder has no record.
+    """
+    ranks: dict[int, RankTensors] = {}
+    degrees: Mapping[str, int] = {}
+    for file in sorted(folder.glob("rank-*.step-*.safetensors")):
+        index, arrays = _opened(file)
+        degrees = index["degrees"]
+        rank = ranks.setdefault(index["rank"], RankTensors(index["rank"], index["coordinate"]))
+        places = [Meaning(*fields) for fields in index["places"]]
+        rank.tensors.update((place, arrays[str(i)]) for i, place in enumerate(places))
+        for i, sources in index["sources"].items():
+            rank.sources[places[int(i)]] = [Meaning(*fields) for fields in sources]
+    if not ranks:
+        raise UsageError(
+            "nothing was collected: the script trained no step",
+            where=str(folder),
+            cause="it has no layer that is called and no optimizer that steps, or it is a static "
+            "program",
+            fix="give a training script in dynamic graph that trains at least one step",
+        )
+    return Record([ranks[rank] for rank in sorted(ranks)], degrees)
+
+
+def _opened(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    with needed_for("a record of a run"):
+        from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(file, "numpy") as opened:
+            index = json.loads(opened.metadata()["record"])
+            return index, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            "this file is no record of a run, or is damaged",
+            where=str(file),
+            got=str(error),
+            fix="record the run again with fleetpipe locate --record",
+        ) from error

@@ -1,0 +1,188 @@
+"""A job beside its twin, both written by hand: what is named, and what is no difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+import pytest
+
+from fleetpipe.errors import UsageError
+from fleetpipe.locator import record
+from fleetpipe.locator.comparison import first_difference
+from fleetpipe.locator.record import Meaning, RankTensors, Record
+
+#: By rank, changes what a right rank has.
+Change = Callable[[list[RankTensors]], None]
+WEIGHT = np.arange(1.0, 7.0, dtype="float32").reshape(3, 2)
+ROWS = np.arange(12.0, dtype="float32").reshape(4, 3)
+ROUNDING = np.float32(1 + 2**-23)
+
+
+def one_rank(rank: int, coordinate: dict[str, int], rows: np.ndarray, count: int) -> RankTensors:
+    """Returns a step of ``rows @ WEIGHT`` in one micro-batch, of ``count`` replicas."""
+    here = RankTensors(rank, coordinate)
+    outputs = rows @ WEIGHT
+    gradient = np.full_like(outputs, 1 / outputs.size)
+    local, total = rows.T @ gradient, ROWS.T @ np.full([4, 2], 1 / 8, "float32")
+
+    def put(phase: str, name: str, part: str, value: object, micro_batch: int = -1) -> None:
+        here.tensors[Meaning(0, phase, name, micro_batch, part)] = np.asarray(value)
+
+    put("initial", "fc.weight", "parameter", WEIGHT)
+    put("data", "", "input", rows, 0)
+    put("forward", "fc", "output 0", outputs, 0)
+    put("loss", "", "share", np.float32(outputs.mean()), 0)
+    put("gradient", "fc", "output 0", gradient, 0)
+    put("gradient", "fc.weight", "gradient", local)
+    put("reduction", "fc.weight", "gradient", total)
+    put("optimizer input", "", "learning rate", np.float64(0.1))
+    put("update", "fc.weight", "parameter", WEIGHT - np.float32(0.1) * total)
+    return here
+
+
+def replicas() -> list[RankTensors]:
+    """Returns two replicas, each of which has two of four rows."""
+    return [one_rank(rank, {"dp": rank}, ROWS[2 * rank : 2 * rank + 2], 2) for rank in (0, 1)]
+
+
+def compared(ranks: list[RankTensors], axis: str = "dp") -> record.Record:
+    return Record(ranks, {axis: len(ranks)})
+
+
+def twin(factor: float = 1.0) -> record.Record:
+    single = one_rank(0, {}, ROWS, 1)
+    if factor != 1:
+        floats = {p: t for p, t in single.tensors.items() if p.phase != "data"}
+        single.tensors.update({p: (t * factor).astype(t.dtype) for p, t in floats.items()})
+    return Record([single], {})
+
+
+def test_replicas_of_a_right_job_make_the_twin() -> None:
+    assert first_difference(compared(replicas()), twin(), twin(ROUNDING)) is None
+
+
+def test_rows_are_known_by_content_in_any_order() -> None:
+    other = [one_rank(rank, {"dp": rank}, ROWS[1 - rank :: 2], 2) for rank in (0, 1)]
+    assert first_difference(compared(other), twin(), twin(ROUNDING)) is None
+
+
+def _scaled(phase: str, part: str, factor: float, rank: int | None = None) -> Change:
+    def change(ranks: list[RankTensors]) -> None:
+        for here in ranks if rank is None else [ranks[rank]]:
+            for place in here.tensors:
+                if place.phase == phase and place.part == part:
+                    value = here.tensors[place]
+                    here.tensors[place] = (value * factor).astype(value.dtype)
+
+    return change
+
+
+def _not_reduced(ranks: list[RankTensors]) -> None:
+    for rank in ranks:
+        local = rank.tensors[Meaning(0, "gradient", "fc.weight", part="gradient")]
+        rank.tensors[Meaning(0, "reduction", "fc.weight", part="gradient")] = local / 2
+
+
+def _same_rows(ranks: list[RankTensors]) -> None:
+    ranks[1].tensors = dict(ranks[0].tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "layer", "phase", "axis", "ranks", "words"),
+    [
+        (_same_rows, "", "data", "dp", [1], "does not know of the replicas"),
+        (_scaled("initial", "parameter", 2.0, 1), "fc", "initial", "dp", [1], "broadcast"),
+        (_scaled("forward", "output 0", 1.001, 1), "fc", "forward", "dp", [1], "something else"),
+        (_scaled("loss", "share", 3.0), "", "loss", "dp", [0, 1], "wrong scale"),
+        (_scaled("gradient", "gradient", 1.001, 0), "fc", "gradient", "", [0, 1], "own gradient"),
+        (_not_reduced, "fc", "reduction", "dp", [0, 1], "missing all-reduce over dp"),
+        (_scaled("reduction", "gradient", 2.0), "fc", "reduction", "dp", [0, 1], "2 times"),
+        (_scaled("optimizer input", "learning rate", 2.0, 1), "", "optimizer input", "dp", [1], ""),
+        (_scaled("update", "parameter", 1.001, 0), "fc", "update", "dp", [0], "another step"),
+    ],
+)
+def test_the_first_wrong_place_is_named(
+    change: Change, layer: str, phase: str, axis: str, ranks: list[int], words: str
+) -> None:
+    job = replicas()
+    change(job)
+    finding = first_difference(compared(job), twin(), twin(ROUNDING))
+    assert finding is not None
+    assert (finding.layer, finding.phase, finding.axis) == (layer, phase, axis)
+    assert list(finding.ranks) == ranks
+    assert words in finding.cause
+    assert finding.as_dict().keys() == {
+        *("layer", "phase", "axis", "ranks", "step", "micro_batch"),
+        *("difference", "tolerance", "cause"),
+    }
+
+
+def _members(reduced: bool) -> list[RankTensors]:
+    """Returns two members, each with half of the sum that a layer makes."""
+    ranks = [one_rank(rank, {"mp": rank}, ROWS, 1) for rank in (0, 1)]
+    for rank in ranks:
+        if not reduced:
+            share = Meaning(0, "loss", "", 0, "share")
+            rank.tensors[share] = rank.tensors[share] * np.float32(0.5)
+        place = Meaning(0, "forward", "fc", 0, "output 0")
+        whole = rank.tensors[place]
+        tensors = {place: whole * np.float32(0.25 + 0.5 * rank.rank)}
+        after = whole if reduced else tensors[place]
+        tensors[place._replace(name="block")] = after
+        rank.tensors = {**rank.tensors, **tensors}
+    return ranks
+
+
+def _with_block(factor: float = 1.0) -> record.Record:
+    single = twin(factor)
+    (rank,) = single.ranks
+    output = rank.tensors[Meaning(0, "forward", "fc", 0, "output 0")]
+    rank.tensors[Meaning(0, "forward", "block", 0, "output 0")] = output
+    return single
+
+
+def test_parts_that_are_added_up_later_are_right() -> None:
+    job = compared(_members(reduced=True), "mp")
+    assert first_difference(job, _with_block(), _with_block(ROUNDING)) is None
+
+
+def test_parts_that_are_never_added_up_are_named() -> None:
+    job = compared(_members(reduced=False), "mp")
+    finding = first_difference(job, _with_block(), _with_block(ROUNDING))
+    assert finding is not None
+    assert (finding.layer, finding.phase, finding.axis) == ("fc", "forward", "mp")
+    assert "missing all-reduce over mp" in finding.cause
+
+
+def test_a_rounding_error_counts_only_without_a_measure() -> None:
+    job = replicas()
+    _scaled("forward", "output 0", float(ROUNDING), 1)(job)
+    assert first_difference(compared(job), twin(), twin(ROUNDING)) is None
+    finding = first_difference(compared(job), twin())
+    assert finding is not None
+    assert finding.phase == "forward"
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    here = one_rank(1, {"dp": 1}, ROWS, 1)
+    place = Meaning(0, "forward", "fc", 0, "output 0")
+    here.sources[place] = [place._replace(name="embedding")]
+    tensors = dict(here.tensors)
+    record.write(tmp_path, here, {"dp": 2}, 0)
+    assert not here.tensors
+    again = record.read(tmp_path)
+    (rank,) = again.ranks
+    assert (rank.rank, rank.coordinate, again.degrees) == (1, {"dp": 1}, {"dp": 2})
+    assert rank.tensors.keys() == tensors.keys()
+    assert all(rank.tensors[p].tobytes() == t.tobytes() for p, t in tensors.items())
+    assert rank.sources == {place: [place._replace(name="embedding")]}
+
+
+def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="trained no step"):
+        record.read(tmp_path)
+    (tmp_path / "rank-00000.step-000000.safetensors").write_bytes(b"nothing")
+    with pytest.raises(UsageError, match="is damaged"):
+        record.read(tmp_path)
