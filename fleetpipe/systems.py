@@ -12,6 +12,7 @@ import array
 import contextlib
 import mmap
 import os
+import re
 import signal
 import socket
 import struct
@@ -119,21 +120,48 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 class ProcessorQueue:
-    """How long the thread that made this waited for a processor, though it could have run."""
+    """How long the thread that made this waited for a processor that others had.
+
+    A time in which its container may not run at all is none of these: the rank is slow itself.
+    """
 
     def __init__(self) -> None:
-        """Opens what the kernel keeps of this thread, where it does."""
-        self._file: int | None = None
+        """Opens what the kernel keeps of this thread and its group, where it does."""
+        self._file = self._open("/proc/thread-self/schedstat")
+        self._group: int | None = None
         with contextlib.suppress(OSError):
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file)
+            for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+                _, names, path = line.split(":", 2)
+                if not names or "cpu" in names.split(","):
+                    self._open_group(Path(f"/sys/fs/cgroup{'/cpu' * bool(names)}{path}"))
+
+    def _open(self, path: str) -> int | None:
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, file)
+            return file
+        return None
+
+    def _open_group(self, folder: Path) -> None:
+        """Opens what is kept of a group that has a limit: reading it takes ten microseconds."""
+        for name in ("cpu.max", "cpu.cfs_quota_us"):
+            with contextlib.suppress(OSError):
+                if (folder / name).read_text(encoding="ascii")[0].isdigit():
+                    self._group = self._open(str(folder / "cpu.stat"))
 
     def seconds(self) -> float:
         """Returns the seconds of its whole life; always 0 where that is not told."""
         if sys.platform == "win32" or self._file is None:
             return 0.0
         fields = os.pread(self._file, 100, 0).split()
-        return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
+        queued = int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
+        return queued - self._throttled()
+
+    def _throttled(self) -> float:
+        if sys.platform == "win32" or self._group is None:
+            return 0.0
+        found = re.search(rb"throttled_(time|usec) (\d+)", os.pread(self._group, 1000, 0))
+        return 0.0 if found is None else int(found[2]) / (1e9 if found[1] == b"time" else 1e6)
 
 
 def anonymous_memory(size: int) -> mmap.mmap:

@@ -78,3 +78,16 @@ def test_figures_of_this_host(platform: str, monkeypatch: pytest.MonkeyPatch) ->
     assert systems.memory_bytes() > 1 << 28
     assert ("lo", "127.0.0.1") in systems.interfaces()
     assert len(systems.anonymous_memory(100)) == 100
+
+
+@pytest.mark.parametrize(
+    "text", ["nr_throttled 3\nthrottled_time 250000000\n", "throttled_usec 250000\n"]
+)
+def test_a_time_in_which_a_container_may_not_run_is_no_queue(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cpu.stat").write_text(text)
+    (tmp_path / "schedstat").write_text("1 750000000 9")
+    queue = systems.ProcessorQueue()
+    queue._file = queue._open(str(tmp_path / "schedstat"))
+    queue._group = queue._open(str(tmp_path / "cpu.stat"))
+    assert queue.seconds() == 0.5
+    assert queue._open(str(tmp_path / "missing")) is None

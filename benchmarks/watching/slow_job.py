@@ -76,7 +76,8 @@ class Slowness:
             latency = LATENCY * (factor if kind == "link" else 1)
             self._relay.stdin.write(f"{latency}\n".encode())
             self._relay.stdin.flush()
-        quota = int(_PERIOD / factor) if kind == "processor" else -1
+        # Always some limit, which may be above all that there is.
+        quota = int(_PERIOD / factor) if kind == "processor" else 8 * _PERIOD
         with contextlib.suppress(OSError):
             (self._group / "cpu.cfs_quota_us").write_text(str(quota))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fleetpipe.job import attempt_files
+from fleetpipe.systems import ProcessorQueue
 from fleetpipe.watch.records import MOST_ROWS, RankRecord, StepRow
 
 #: Steps whose mean is the time of a step.
@@ -65,6 +66,7 @@ class RunProgress:
         self._done = 0
         self._page = attempt_files.Page(attempt_files.DONE)
         self._ended: float | None = None
+        self._queue: ProcessorQueue | None = None
         self._save = 0.0
         self._saved: tuple[int, float] | None = None
         self._last: deque[StepRow] = deque(maxlen=_STEPS)
@@ -98,10 +100,12 @@ class RunProgress:
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
         """Within it, a step is saved."""
-        begin = time.monotonic()
+        self._queue = self._queue or ProcessorQueue()
+        begin, queued = time.monotonic(), self._queue.seconds()
         yield
         end = time.monotonic()
-        self._save += end - begin
+        # What others had of the processor is no part of a step's data, from which this is taken.
+        self._save += max(0.0, end - begin - (self._queue.seconds() - queued))
         self._saved = step, end
 
     def record(self, rank: int, action: str, with_rows: bool) -> RankRecord:

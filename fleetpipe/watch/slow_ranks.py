@@ -72,13 +72,15 @@ class _Compared(NamedTuple):
 class StepComparison:
     """One figure of all ranks, step by step."""
 
-    def __init__(self, peers: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, peers: Mapping[int, Sequence[int]], has_floor: bool = False) -> None:
         """Knows nothing yet.
 
         Args:
             peers: What each is compared with; nothing for those that have only their own past.
+            has_floor: Whether chance only adds to a figure: then one of the least is the usual one.
         """
         self._peers = peers
+        self._margin, self._share = (2 * _MARGIN, 5) if has_floor else (_MARGIN, 2)
         self._figures: dict[int, deque[float]] = {rank: deque(maxlen=MOST) for rank in peers}
         self._chance: dict[int, deque[float]] = {rank: deque(maxlen=MOST) for rank in peers}
         self._usual: dict[int, float] = {}
@@ -114,13 +116,16 @@ class StepComparison:
 
     def _learn(self) -> None:
         """Works out what is usual, and how far chance goes; once in a window, for it takes long."""
-        self._usual = {rank: median(figures) for rank, figures in self._figures.items()}
+        self._usual = {
+            rank: sorted(figures)[len(figures) // self._share]
+            for rank, figures in self._figures.items()
+        }
         for rank, chance in self._chance.items():
             # The last ones may be the beginning of what is to be noticed.
             past = list(chance)[:-WINDOW]
             if len(past) >= FEWEST:
                 most = max(past) - median(past)
-                margin = _MARGIN + _FEW / len(past)
+                margin = self._margin + _FEW / len(past)
                 self._thresholds[rank] = max(math.log(LEAST), margin * most)
 
     def _compared(
@@ -218,7 +223,7 @@ class SlowRanks:
         for rank, peer in ways:
             if rank < peer and (peer, rank) in ways:
                 both = ways[rank, peer] + ways[peer, rank]
-                link = self._links.setdefault((rank, peer), StepComparison({rank: []}))
+                link = self._links.setdefault((rank, peer), StepComparison({rank: []}, True))
                 link.add({rank: both}, span, doubt)
 
 
