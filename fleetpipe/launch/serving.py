@@ -12,7 +12,8 @@ from pathlib import Path
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.watch.address import Address
-from fleetpipe.watch.board import FILE, JobBoard, RankState, read_board
+from fleetpipe.watch.board import FILE, JobBoard, read_board
+from fleetpipe.watch.records import RankRecord
 
 
 class AttemptBoard:
@@ -33,7 +34,9 @@ class AttemptBoard:
             restarts: How many attempts before it failed.
             news: Why it was started; empty for the first.
         """
-        starting = tuple(RankState(rank.rank, rank.stage) for rank in self._last.ranks)
+        starting = tuple(
+            RankRecord(rank.rank, "nothing heard yet", rank.stages) for rank in self._last.ranks
+        )
         self._last = replace(self._last, ranks=starting, slow=())
         self._file, self._restarts, self._news = home / FILE, restarts, news
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -33,41 +33,10 @@ class LastCheckpoint:
     age: float
 
 
-@dataclass(frozen=True)
-class RankState:
-    """How a rank gets on; what is not described here is as in :class:`RankRecord`.
-
-    Attributes:
-        rank: Its rank in the job.
-        stage: The first of its stages; None before a model is wrapped.
-        state: ``starting``, ``running``, ``waiting``, ``stopped`` or ``ended``.
-        last_step_age: Seconds since it finished a step; None before the first.
-    """
-
-    rank: int
-    stage: int | None = None
-    state: str = "starting"
-    busy: float = 0.0
-    memory: int = 0
-    last_step_age: float | None = None
-    step: int = 0
-    action: str = "nothing heard yet"
-    incoming: int = 0
-    outgoing: int = 0
-    memory_limit: int | None = None
-    held: int = 0
-    held_cap: int | None = None
-
-
-#: What a script gets, and what it gets of each rank.
+#: What a script gets.
 _STATUS = (
     *("step", "steps", "step_time", "samples_per_second", "eta_seconds", "ranks", "slow"),
     *("restarts", "last_checkpoint"),
-)
-_STATUS_OF_RANK = ("rank", "stage", "state", "busy", "memory", "last_step_age")
-#: What is on the board of a rank as its record says it.
-_RECORDED = tuple(
-    {field.name for field in fields(RankState)} & {field.name for field in fields(RankRecord)}
 )
 
 
@@ -94,7 +63,7 @@ class JobBoard:
     steps: int | None = None
     step_time: float = 0.0
     samples_per_second: float = 0.0
-    ranks: tuple[RankState, ...] = ()
+    ranks: tuple[RankRecord, ...] = ()
     slow: tuple[SlowRank, ...] = ()
     restarts: int = 0
     last_checkpoint: LastCheckpoint | None = None
@@ -117,7 +86,12 @@ class JobBoard:
         content = {**asdict(self), "eta_seconds": self.eta_seconds}
         content["slow"] = [*content["slow"]]
         content["ranks"] = [
-            {name: rank[name] for name in _STATUS_OF_RANK} for rank in content["ranks"]
+            {
+                **{name: getattr(rank, name) for name in ("rank", "stage", "state", "busy")},
+                "memory": rank.memory,
+                "last_step_age": rank.step_age,
+            }
+            for rank in self.ranks
         ]
         return {name: content[name] for name in _STATUS}
 
@@ -130,7 +104,7 @@ class JobBoard:
         """
         return value.record(
             cls,
-            ranks=lambda ranks: tuple(one.record(RankState) for one in ranks.items()),
+            ranks=lambda ranks: tuple(map(RankRecord.read, ranks.items())),
             slow=lambda slow: tuple(one.record(SlowRank) for one in slow.items()),
             last_checkpoint=lambda saved: saved.record(LastCheckpoint),
         )
@@ -144,7 +118,7 @@ class JobBoard:
             replace(
                 rank,
                 state=rank.state if rank.state == "ended" else "stopped",
-                last_step_age=None if rank.last_step_age is None else rank.last_step_age + silence,
+                step_age=None if rank.step_age is None else rank.step_age + silence,
             )
             for rank in self.ranks
         )
@@ -236,7 +210,7 @@ class Boards:
         return self._slow.add({rank: one.rows for rank, one in records.items()})
 
 
-def _state(heard: Heard) -> RankState:
+def _state(heard: Heard) -> RankRecord:
     record = heard.record
     state = "running"
     if heard.left:
@@ -247,9 +221,5 @@ def _state(heard: Heard) -> RankState:
         state = "starting"
     elif record.awaited is not None:
         state = "waiting"
-    return RankState(
-        **{name: getattr(record, name) for name in _RECORDED},
-        stage=min(record.stages, default=None),
-        state=state,
-        last_step_age=None if record.step_age is None else record.step_age + heard.silence,
-    )
+    age = None if record.step_age is None else record.step_age + heard.silence
+    return replace(record, rows=(), state=state, step_age=age)

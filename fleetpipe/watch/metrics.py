@@ -23,7 +23,7 @@ _OF_RANK = (
     ("memory_limit", "memory_limit_bytes", "bytes", "What it may have."),
     ("held", "held_forwards", "", "Most forwards that it held in a step."),
     ("held_cap", "held_cap_forwards", "", "Most that it may hold."),
-    ("last_step_age", "last_step_age_seconds", "seconds", "Time since its last step."),
+    ("step_age", "last_step_age_seconds", "seconds", "Time since its last step."),
     ("incoming", "incoming_messages", "", "Messages that it has not taken."),
     ("outgoing", "outgoing_bytes", "bytes", "What it has not sent."),
 )

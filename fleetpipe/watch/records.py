@@ -67,6 +67,7 @@ class RankRecord:
         saved: The last step that was saved; None where none was.
         saved_age: Seconds since.
         rows: Steps that were done since the last record.
+        state: On a board: ``starting``, ``running``, ``waiting``, ``stopped`` or ``ended``.
     """
 
     rank: int
@@ -91,6 +92,12 @@ class RankRecord:
     saved: int | None = None
     saved_age: float | None = None
     rows: tuple[StepRow, ...] = ()
+    state: str = "starting"
+
+    @property
+    def stage(self) -> int | None:
+        """The first of its stages; None before a model is wrapped."""
+        return min(self.stages, default=None)
 
     @property
     def lean(self) -> RankRecord:
@@ -108,7 +115,11 @@ class RankRecord:
         Raises:
             ConfigError: It is no such record.
         """
-        value = JsonValue(content, SOURCE)
+        return cls.read(JsonValue(content, SOURCE))
+
+    @classmethod
+    def read(cls, value: JsonValue) -> RankRecord:
+        """Reads it from a value of JSON; raises as the source of that says."""
         record = value.record(cls, rows=_rows)
         if record.rank >= _MOST_RANKS or len(record.rows) > MOST_ROWS:
             raise value.refused("a record of one rank")

@@ -78,7 +78,7 @@ def rendered(board: JobBoard, times: Sequence[float]) -> RenderableType:
             Text(rank.state, _STYLES.get(rank.state, "dim")),
             f"{'█' * round(8 * rank.busy):8} {rank.busy:4.0%}",
             str(rank.step),
-            "–" if rank.last_step_age is None else f"{seconds(rank.last_step_age)} ago",
+            "–" if rank.step_age is None else f"{seconds(rank.step_age)} ago",
             f"{size(rank.memory)}{limit}",
             str(rank.held) + ("" if rank.held_cap is None else f" of {rank.held_cap}"),
             str(rank.incoming),

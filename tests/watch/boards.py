@@ -5,14 +5,35 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from fleetpipe.watch.board import JobBoard, LastCheckpoint, RankState
+from fleetpipe.watch.board import JobBoard, LastCheckpoint
+from fleetpipe.watch.records import RankRecord
 from fleetpipe.watch.slow_ranks import SlowRank
 
 
 def board(**fields: object) -> JobBoard:
     """A job of two ranks of which one is slow and one stopped."""
-    running = RankState(0, 0, "running", 0.75, 3_000_000, 0.25, 12, "operation F0.1", 2, 64)
-    stopped = RankState(1, 1, "stopped", 0.5, 5_000_000, 4.0, 11, 'B1.0 "<last>"')
+    running = RankRecord(
+        0,
+        "operation F0.1",
+        (0,),
+        step=12,
+        step_age=0.25,
+        busy=0.75,
+        memory=3_000_000,
+        incoming=2,
+        outgoing=64,
+        state="running",
+    )
+    stopped = RankRecord(
+        1,
+        'B1.0 "<last>"',
+        (1,),
+        step=11,
+        step_age=4.0,
+        busy=0.5,
+        memory=5_000_000,
+        state="stopped",
+    )
     made = JobBoard(
         at=time.time(),
         step=11,

@@ -52,7 +52,7 @@ def test_a_board_is_read_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps(whole.content()))
     assert read_board(tmp_path / FILE) == whole
     with pytest.raises(ConfigError, match=r"where: ranks\[0\].state"):
-        board_of(json.dumps({"at": 1, "ranks": [{"rank": 0, "state": 1}]}))
+        board_of(json.dumps({"at": 1, "ranks": [{"rank": 0, "action": "", "state": 1}]}))
 
 
 def test_the_state_of_each_rank() -> None:
@@ -63,7 +63,7 @@ def test_the_state_of_each_rank() -> None:
         4: Heard(RankRecord(4, "", step_age=0.1), left=True),
     }
     made = Boards().next({0: Heard(RECORD), **others}, 100.0)
-    states = [(rank.rank, rank.stage, rank.state, rank.last_step_age) for rank in made.ranks]
+    states = [(rank.rank, rank.stage, rank.state, rank.step_age) for rank in made.ranks]
     assert states == [
         (0, 0, "running", 0.5),
         (1, None, "waiting", 0.1),
@@ -116,7 +116,7 @@ def test_a_board_of_which_nothing_more_is_heard_ages() -> None:
     assert whole.seen_at(now + 0.3) is whole
     late = whole.seen_at(now + 8)
     assert [rank.state for rank in late.ranks] == ["stopped", "stopped"]
-    assert [rank.last_step_age for rank in late.ranks] == pytest.approx([8.25, 12.0])
+    assert [rank.step_age for rank in late.ranks] == pytest.approx([8.25, 12.0])
     assert late.news == "nothing was heard of the job for 8.0 s"
     assert late.last_checkpoint is not None
     assert late.last_checkpoint.age == pytest.approx(11.5)
