@@ -160,8 +160,10 @@ class ProcessorQueue:
     def _throttled(self) -> float:
         if sys.platform == "win32" or self._group is None:
             return 0.0
-        found = re.search(rb"throttled_(time|usec) (\d+)", os.pread(self._group, 1000, 0))
-        return 0.0 if found is None else int(found[2]) / (1e9 if found[1] == b"time" else 1e6)
+        figure = re.search(rb"throttled_(time|usec) (\d+)", os.pread(self._group, 1000, 0))
+        if figure is None:
+            return 0.0
+        return int(figure[2]) / (1e9 if figure[1] == b"time" else 1e6)
 
 
 def anonymous_memory(size: int) -> mmap.mmap:
