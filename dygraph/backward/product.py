@@ -1,10 +1,8 @@
 """A call of Linear as three products: of the input's gradient in I, of weight's and bias's in W.
 
-Autograd makes the weight's gradient in memory of its own and then adds it: two more passes over as
-many numbers as the weight has. ``paddle.addmm_`` adds while it multiplies. The bias's, as a product
-with ones, takes a tenth of the time of the sum that Paddle's kernels make. Whether any of them has
-the bits of autograd depends on the sizes, as products are made in blocks; it is tried out once for
-each.
+The bias's, as a product with ones, takes a tenth of the time of the sum that Paddle's kernels make.
+Whether any of them has the bits of autograd depends on the sizes, as products are made in blocks;
+it is tried out once for each.
 """
 
 from __future__ import annotations
@@ -16,15 +14,11 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from fleetpipe.aliases import DType, Nest, Tensor
-from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import casts_automatically
 from fleetpipe.paddle_api.tensor import tensor_bytes
-
-#: Bytes to which the memory of tensors is aligned; the product of others may have other bits.
-_ALIGNMENT = 64
 
 # Typed: Paddle's own is not.
 _multiply: Callable[..., Tensor] = paddle.matmul
@@ -39,19 +33,7 @@ _MOST_SHAPES = 8
 _ENOUGH = 2**8
 
 #: What was tried, by what does not change with the batch, and then by the shape of the input.
-_ways_tried: dict[Hashable, dict[tuple[int, ...], Ways | None]] = {}
-
-
-class Ways(NamedTuple):
-    """How a Linear can have the bits of autograd.
-
-    Attributes:
-        ones: [rows]; the factor that makes the bias's gradient a product.
-        added: Whether the weight's gradient may be added as it is made.
-    """
-
-    ones: Tensor
-    added: bool
+_tried: dict[Hashable, dict[tuple[int, ...], Tensor | None]] = {}
 
 
 class Product(NamedTuple):
@@ -60,12 +42,12 @@ class Product(NamedTuple):
     Attributes:
         weight: [inputs, outputs].
         trained: The parameters that need a gradient, the weight among them.
-        ways: How to have the bits of autograd.
+        ones: [rows]; the factor that makes the bias's gradient a product.
     """
 
     weight: Tensor
     trained: list[Tensor]
-    ways: Ways
+    ones: Tensor
 
 
 class ProductCall(Call):
@@ -81,7 +63,7 @@ class ProductCall(Call):
             output: What it returned, [.., outputs].
         """
         super().__init__(leaf, product.trained, [output])
-        self._weight, self._ways = product.weight, product.ways
+        self._weight, self._ones = product.weight, product.ones
         # A forward may give the parameter other memory before I.
         self._then: Tensor = product.weight.detach()
         self._taken: Tensor | None = taken
@@ -109,29 +91,10 @@ class ProductCall(Call):
         operands = self._operands()
         if operands is None:
             return []
-        return [*self._bias_grads(operands[1]), (self._weight, _product(*operands))]
-
-    def add_weight_grads(self, sums: Sums) -> None:
-        """Adds the gradients of the parameters to ``sums``."""
-        if not self._ways.added or not sums.is_open(self._weight):
-            super().add_weight_grads(sums)
-            return
-        operands = self._operands()
-        if operands is None:
-            return
-        left, right = operands
-        sums.add(self._bias_grads(right))
-        if _are_aligned(left, right):
-            with paddle.no_grad():
-                paddle.addmm_(self._weight.grad, left.t(), right)
-            sums.note(self._weight)
-        else:
-            sums.add([(self._weight, _product(left, right))])
-
-    def _bias_grads(self, right: Tensor) -> list[tuple[Tensor, Tensor]]:
         biases = [parameter for parameter in self.parameters if parameter is not self._weight]
         with paddle.no_grad():
-            return [(bias, _multiply(self._ways.ones, right)) for bias in biases]
+            of_biases = [(bias, _multiply(self._ones, operands[1])) for bias in biases]
+        return [*of_biases, (self._weight, _product(*operands))]
 
     def _operands(self) -> tuple[Tensor, Tensor] | None:
         """Returns the two factors of the weight's gradient as matrices; to be called once."""
@@ -171,27 +134,24 @@ def product_of(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]
     shape = tuple(x.shape)
     if not math.prod(shape) * weight.shape[1]:
         return None
-    ways = _ways(shape, weight.shape[1], layer.bias is not None, _DTYPES[x.dtype])
-    return None if ways is None else Product(weight, trained, ways)
+    ones = _ones(shape, weight.shape[1], layer.bias is not None, _DTYPES[x.dtype])
+    return None if ones is None else Product(weight, trained, ones)
 
 
-def _ways(shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any) -> Ways | None:
-    """Returns what :func:`_try` finds for a call, from the one time that it is tried."""
-    tried = _ways_tried.setdefault((shape[-1], outputs, has_bias, dtype), {})
+def _ones(shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any) -> Tensor | None:
+    """Returns ones for the rows of a call, from the one time that it is tried; None for no way."""
+    tried = _tried.setdefault((shape[-1], outputs, has_bias, dtype), {})
     if shape not in tried:
         if len(tried) >= _MOST_SHAPES:
             return None
         draws = range(1 + _ENOUGH // (shape[-1] * outputs))
-        ways = [_try(shape, outputs, has_bias, dtype, seed) for seed in draws]
-        same = [way for way in ways if way is not None]
-        tried[shape] = min(same, key=lambda way: way.added) if len(same) == len(ways) else None
+        same = all(_try(shape, outputs, has_bias, dtype, seed) for seed in draws)
+        tried[shape] = paddle.ones([math.prod(shape[:-1])], dtype) if same else None
     return tried[shape]
 
 
-def _try(
-    shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any, seed: int = 0
-) -> Ways | None:
-    """Tries out which ways have autograd's bits, on random numbers: each of a gradient and a sum.
+def _try(shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any, seed: int = 0) -> bool:
+    """Tries out whether the products have autograd's bits, on random numbers.
 
     Args:
         shape: Of the input, [.., inputs].
@@ -202,8 +162,8 @@ def _try(
     """
     generator = np.random.default_rng(seed)
     sizes = shape, (*shape[:-1], outputs), (shape[-1], outputs)
-    x, grad, total = (paddle.to_tensor(generator.standard_normal(size, dtype)) for size in sizes)
-    parameters = [total.clone(), *[paddle.zeros_like(total[0])] * has_bias]
+    x, grad, weight = (paddle.to_tensor(generator.standard_normal(size, dtype)) for size in sizes)
+    parameters = [weight, *[paddle.zeros_like(weight[0])] * has_bias]
     for tensor in (x, *parameters):
         tensor.stop_gradient = False
     with paddle.amp.auto_cast(enable=False):
@@ -217,11 +177,7 @@ def _try(
             same = bool((_back(grad, parameters[0]) == of_input).all())
             same &= bool((_product(left, right) == wanted).all())
             same &= all(bool((_multiply(ones, right) == expected).all()) for expected in of_bias)
-            wanted.add_(total)
-            paddle.addmm_(total, left.t(), right)
-            # Of one row, sums are rounded once or twice: which, no trial shows for all numbers.
-            added = left.shape[0] > 1 and bool((total == wanted).all())
-            return Ways(ones, added) if same else None
+            return same
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -236,7 +192,3 @@ def _back(grad: Tensor, weight: Tensor) -> Tensor:
 
 def _matrix(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim == 2 else tensor.reshape([-1, tensor.shape[-1]])
-
-
-def _are_aligned(*tensors: Tensor) -> bool:
-    return all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)

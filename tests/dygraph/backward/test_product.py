@@ -11,7 +11,6 @@ import pytest
 from paddle import nn
 
 from fleetpipe.dygraph.backward import product
-from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS
 from tests.dygraph.backward.leaves import Steps, grads_of, numbers, score
 
 MICRO_BATCHES = 3
@@ -31,23 +30,9 @@ SIZES: list[tuple[tuple[int, ...], int]] = [
 
 @pytest.fixture(autouse=True)
 def _ways_forgotten() -> Iterator[None]:
-    product._ways_tried.clear()
+    product._tried.clear()
     yield
-    product._ways_tried.clear()
-
-
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the sums that were added to while their product was made, in order."""
-    shapes: list[tuple[int, ...]] = []
-    original = paddle.addmm_
-
-    def addmm_(total: Any, *factors: Any) -> Any:
-        shapes.append(tuple(total.shape))
-        return original(total, *factors)
-
-    monkeypatch.setattr(paddle, "addmm_", addmm_)
-    return shapes
+    product._tried.clear()
 
 
 def two(make: Callable[[], Any]) -> tuple[Any, Steps]:
@@ -88,32 +73,6 @@ def test_every_batch_has_the_bits_of_autograd(
                 parameter.clear_gradient(cleared == "zeroed")
 
 
-@pytest.mark.skipif(
-    not CAN_RUN_REDUCE_HOOKS, reason="this Paddle has no way to run the hooks behind a gradient"
-)
-def test_products_are_added_as_they_are_made(added: list[tuple[int, ...]]) -> None:
-    plain, steps = two(lambda: nn.Linear(256, 256))
-    assert product._ways((128, 256), 256, True, np.float32) is not None
-    added.clear()
-    batch(plain, steps, (128, 256), 0)
-    assert added == []  # Hooks tell where the gradients of the first batch arrive.
-    batch(plain, steps, (128, 256), 10)
-    ways = product._ways((128, 256), 256, True, np.float32)
-    # The first goes through autograd, which may replace what an optimizer left.
-    assert len(added) == (MICRO_BATCHES - 1 if ways is not None and ways.added else 0)
-    assert grads_of(steps.layer) == grads_of(plain)
-
-
-def test_what_one_row_gives_is_not_added_as_it_is_made(added: list[tuple[int, ...]]) -> None:
-    plain, steps = two(lambda: nn.Linear(5, 4))
-    product._ways((1, 5), 4, True, np.float32)
-    added.clear()
-    for seed in range(10):
-        batch(plain, steps, (1, 5), 10 * seed)
-        assert grads_of(plain) == grads_of(steps.layer)
-    assert added == []
-
-
 @pytest.mark.parametrize("shape", [[1], [1, 16]])
 def test_a_bias_of_another_shape_is_left_to_autograd(shape: list[int]) -> None:
     def make() -> Any:
@@ -129,27 +88,22 @@ def test_a_bias_of_another_shape_is_left_to_autograd(shape: list[int]) -> None:
 
 def test_small_weights_are_tried_until_no_chance_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr(product, "_try", lambda *args: seeds.append(args[-1]))
-    assert product._ways((2, 8), 8, True, np.float32) is None
+    monkeypatch.setattr(product, "_try", lambda *args: seeds.append(args[-1]) is None)
+    assert product._ones((2, 8), 8, True, np.float32) is not None
     assert seeds == [0, 1, 2, 3, 4]
 
 
 def test_a_product_of_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = paddle.addmm_
-
-    def off_by_a_bit(total: Any, *factors: Any) -> Any:
-        return original(total, *factors).scale_(1 + 2**-20)
-
-    monkeypatch.setattr(paddle, "addmm_", off_by_a_bit)
+    original = product._product
+    monkeypatch.setattr(product, "_product", lambda *both: original(*both).scale_(1 + 2**-20))
     plain, steps = two(lambda: nn.Linear(16, 16))
     for number in range(2):
         batch(plain, steps, (8, 16), 10 * number)
     assert grads_of(steps.layer) == grads_of(plain)
-    ways = product._ways((8, 16), 16, True, np.float32)
-    assert ways is None or not ways.added
+    assert product._ones((8, 16), 16, True, np.float32) is None
 
 
-def test_a_hook_sees_every_gradient_from_when_it_is_there(added: list[tuple[int, ...]]) -> None:
+def test_a_hook_sees_every_gradient_from_when_it_is_there() -> None:
     plain, steps = two(lambda: nn.Linear(16, 16))
     seen: list[list[bytes]] = [[], []]
     batch(plain, steps, (8, 16), 0)
@@ -161,12 +115,10 @@ def test_a_hook_sees_every_gradient_from_when_it_is_there(added: list[tuple[int,
                 return grad * 2
 
             parameter.register_hook(note)
-    added.clear()
     batch(plain, steps, (8, 16), 10)
     assert len(seen[0]) == 2 * MICRO_BATCHES
     assert sorted(seen[0]) == sorted(seen[1])
     assert grads_of(steps.layer) == grads_of(plain)
-    assert added == []
 
 
 def test_what_runs_behind_a_gradient_runs_for_each() -> None:
@@ -205,16 +157,12 @@ def test_an_input_changed_before_w_is_refused() -> None:
         steps.weight_grads(0)
 
 
-def test_a_second_split_of_the_same_layer_adds_as_well(added: list[tuple[int, ...]]) -> None:
+def test_a_second_split_of_the_same_layer_adds_as_well() -> None:
     plain, steps = two(lambda: nn.Linear(256, 256))
     batch(plain, steps, (128, 256), 0)
     again = Steps(steps.layer)
     for number in range(1, 3):
-        added.clear()
         batch(plain, again, (128, 256), 10 * number)
-    ways = product._ways((128, 256), 256, True, np.float32)
-    expected = MICRO_BATCHES - 1 if CAN_RUN_REDUCE_HOOKS and ways is not None and ways.added else 0
-    assert len(added) == expected
     assert grads_of(steps.layer) == grads_of(plain)
 
 
@@ -223,7 +171,7 @@ def test_not_every_length_of_a_batch_is_tried() -> None:
     for rows in range(1, 21):
         batch(plain, steps, (rows, 4), rows)
     assert grads_of(steps.layer) == grads_of(plain)
-    (tried,) = product._ways_tried.values()
+    (tried,) = product._tried.values()
     assert set(tried) == {(rows, 4) for rows in range(1, product._MOST_SHAPES + 1)}
 
 
