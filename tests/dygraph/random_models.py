@@ -176,7 +176,7 @@ if paddle.__version__ < "3":
 AROUND = frozenset(kind for kind in KINDS if "around" in kind or "of other" in kind) | {
     *("shared bias", "gradient of a weight"),
 }
-BIAS_THREE_TIMES = "bias all around"
+BIAS_THREE_TIMES = frozenset({"bias all around", "some rows"})
 
 #: Those that cannot run where backward is split.
 REFUSED = frozenset({"gradient", "gradient of a weight"})
