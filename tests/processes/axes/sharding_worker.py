@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paddle
+from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet, parity
@@ -193,3 +194,20 @@ def verdict() -> tuple[bool, str]:
         for step in range(STEPS):
             session.step(kind.batch(2, step))
         return session.report.passed, session.report.verdict()
+
+
+def captured(stage: int) -> tuple[list[float], dict[str, bytes]]:
+    """Trains a plain model, beside itself in the first batches, which compares all gradients."""
+    with job(pp=2, sharding=2, sharding_stage=stage, micro_batches=2):
+        paddle.seed(3)
+        plain = nn.Sequential(*[nn.Linear(6, 6), nn.Tanh()] * 2, nn.Linear(6, 4))
+        x, labels = paddle.randn([2 * ROWS, 6]), paddle.zeros([2 * ROWS], "int64")
+        pipe = fleetpipe.pipeline(plain, x[:ROWS], nn.CrossEntropyLoss(), num_stages=2)
+        model = fleet.distributed_model(pipe)
+        optimizer = fleet.distributed_optimizer(adamw(model.parameters()))
+        losses = [float(model.train_batch([x, labels], optimizer)) for _ in range(STEPS)]
+        return losses, bits(model.layers.full_state_dict())
+
+
+def captured_in_both() -> list[tuple[list[float], dict[str, bytes]]]:
+    return [captured(1), captured(2)]

@@ -59,3 +59,8 @@ def test_checkpoints_and_parity(on_ranks: Call, tmp_path: Path) -> None:
     for passed, verdict in on_ranks(cases.verdict, 4, timeout=240):
         assert passed, verdict
         assert "within" in verdict or "bit-exact" in verdict
+
+
+def test_a_captured_model_is_compared_with_scattered_gradients(on_ranks: Call) -> None:
+    for first, second in on_ranks(cases.captured_in_both, 4, timeout=120):
+        assert first == second
