@@ -35,6 +35,10 @@ ONCE: dict[str, tuple[str, ...]] = {
     "cuts connections and hosts off below Paddle": (
         *("processes/hosts/test_hosts.py", "processes/hosts/test_two_hosts.py"),
     ),
+    "sends over Paddle's groups, or reads late: run on 3.3.1 alone until now": (
+        *("transport/process_group", "transport/test_late.py", "dygraph/train/test_late.py"),
+        *("static/run/test_late.py", "processes/pipeline/test_process_group.py", "doctor"),
+    ),
     "is what make test-262-cpu runs, on the wheel of 2.6.2 for CPUs": (
         *("processes/examples/test_alexnet.py", "processes/examples/test_gpt.py"),
         "processes/examples/test_mlp.py",
