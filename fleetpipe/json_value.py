@@ -9,6 +9,7 @@ what stands there, and the file where :func:`read` reads one.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import reprlib
@@ -194,7 +195,7 @@ def parse(text: str | bytes, source: Source) -> JsonValue:
 def read(
     path: str | os.PathLike[str], source: Source, build: Callable[[JsonValue], Record]
 ) -> Record:
-    """Reads a file of JSON.
+    """Reads a file of JSON, or of TOML where its name ends so.
 
     Args:
         path: The file.
@@ -204,7 +205,28 @@ def read(
     Raises:
         FleetPipeError: It cannot be read, or as :func:`parse` and ``build``.
     """
-    return read_text(path, source, lambda text: build(parse(text, source)))
+    toml = str(path).endswith(".toml")
+    return read_text(
+        path, source, lambda text: build(parse_toml(text, source) if toml else parse(text, source))
+    )
+
+
+def parse_toml(text: str, source: Source) -> JsonValue:
+    """Reads TOML, which Python does from 3.11 on.
+
+    Raises:
+        FleetPipeError: It is no TOML, or Python is older; of the class that the source says.
+    """
+    try:
+        toml = importlib.import_module("tomllib")
+    except ImportError:
+        raise source.refused(
+            expected="JSON: reading TOML needs Python 3.11", got="a file of TOML"
+        ) from None
+    try:
+        return JsonValue(toml.loads(text), source)
+    except (ValueError, RecursionError) as error:
+        raise source.refused(expected="TOML", got=str(error)) from error
 
 
 def read_text(

@@ -185,6 +185,17 @@ class Board(NamedTuple):
     holes: int | None = None
 
 
+def test_a_file_of_toml_is_read_by_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("tomllib", reason="reading TOML needs Python 3.11")
+    path = tmp_path / "shelf.toml"
+    path.write_text('books = 3\n[size]\nwidth = 1.5\nwood = "oak"\n', encoding="utf-8")
+    content = read(path, SOURCE, lambda value: value.content)
+    assert content == {"books": 3, "size": {"width": 1.5, "wood": "oak"}}
+    path.write_text("books = ", encoding="utf-8")
+    with pytest.raises(ConfigError, match="expected: TOML"):
+        read(path, SOURCE, lambda value: value.content)
+
+
 def test_a_record_has_the_fields_of_its_class() -> None:
     def board(text: str) -> Board:
         return parse(text, SOURCE).record(Board)
