@@ -1,4 +1,4 @@
-"""``fleetpipe plan`` and ``fleetpipe estimate``: from a stored profile, with nothing run."""
+"""``fleetpipe plan`` and ``fleetpipe estimate``: from a file, with nothing run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, positive, using
 from fleetpipe.errors import ConfigError
+from fleetpipe.profiling.clusters.commands import (
+    configure_cluster,
+    estimated,
+    profile_of_fastest,
+    require_no_cluster,
+)
 from fleetpipe.profiling.estimating import estimates, shown
 from fleetpipe.profiling.planner import SEARCH, plan
 from fleetpipe.profiling.profile import Profile
@@ -21,8 +27,12 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe plan`` to its parser."""
     _add_profile(parser)
     parser.add_argument(
-        "--ranks", type=positive, required=True, metavar="P", help="ranks of the pipeline"
+        "--ranks",
+        type=positive,
+        metavar="P",
+        help="ranks of the pipeline; with --cluster, those of the fastest layout by default",
     )
+    configure_cluster(parser)
     parser.add_argument(
         "--memory-cap",
         metavar="SIZE",
@@ -65,18 +75,29 @@ def configure_estimate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=("text", "json"), default="text", help="a table, or JSON"
     )
+    parser.add_argument("--json", action="store_const", const="json", dest="format", help="JSON")
+    parser.add_argument(
+        "--plot",
+        type=new_file,
+        metavar="FILE",
+        help="with --cluster: draw the layouts to a .png, .svg or .pdf (needs matplotlib)",
+    )
+    configure_cluster(parser)
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="a profile, or a list of layers by hand, as JSON"
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="a profile, or a list of layers by hand, as JSON; with --cluster also a transformer",
     )
     parser.add_argument(
         "--micro-batches",
         type=positive,
         default=8,
         metavar="M",
-        help="micro-batches of a batch (default: 8)",
+        help="micro-batches of a batch (default: 8); with --cluster see --batch",
     )
     parser.add_argument(
         "--optimizer-copies",
@@ -84,7 +105,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
         default=2,
         metavar="N",
         help="tensors of a gradient's size that the optimizer keeps: 2 for Adam (default), 1 with"
-        " momentum, 0 for SGD",
+        " momentum, 0 for SGD; where a model trains in 16 bits, the master copy comes besides",
     )
 
 
@@ -109,7 +130,11 @@ def _require_moderate(profile: Profile, ranks: int, micro_batches: int) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Makes a plan, writes and prints it; returns the exit code."""
-    profile = Profile.read(arguments.file)
+    if arguments.cluster is None:
+        require_no_cluster(arguments, plans=True)
+        profile = Profile.read(arguments.file)
+    else:
+        profile = profile_of_fastest(arguments)
     _require_moderate(profile, arguments.ranks, arguments.micro_batches)
     made = plan(
         profile,
@@ -131,7 +156,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def run_estimate(arguments: argparse.Namespace) -> int:
-    """Prints what each schedule costs on several numbers of ranks; returns the exit code."""
+    """Prints what each schedule costs on several numbers of ranks, or layouts of a cluster."""
+    if arguments.cluster is not None:
+        sys.stdout.write(estimated(arguments) + "\n")
+        return 0
+    require_no_cluster(arguments)
     profile = Profile.read(arguments.file)
     for ranks in arguments.ranks or (1,):
         profile.require_cuts_for(ranks)

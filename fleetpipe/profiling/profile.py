@@ -264,10 +264,11 @@ class Profile:
         Raises:
             ConfigError: It is none, of a newer version, or lacks what a profile needs.
         """
-        return cls._of(parse(text, _SOURCE))
+        return cls.of(parse(text, _SOURCE))
 
     @classmethod
-    def _of(cls, content: JsonValue) -> Profile:
+    def of(cls, content: JsonValue) -> Profile:
+        """Makes one of what a file holds; raises as :meth:`loads`."""
         fields_of_profile = content["profile"]
         fields_of_profile.require_names(
             [*("version", "layers"), *(field.name for field in fields(cls))]
@@ -321,7 +322,7 @@ class Profile:
         Raises:
             ConfigError: As :meth:`loads`, or there is no such file.
         """
-        return read(path, _SOURCE, cls._of)
+        return read(path, _SOURCE, cls.of)
 
     def __str__(self) -> str:
         """A table: milliseconds of F, B, I and W, and bytes, of each layer."""

@@ -1,0 +1,227 @@
+"""A cluster as a value: its hosts and devices, how fast these compute, and what joins them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.json_value import JsonValue, Source, read
+from fleetpipe.profiling.cost_model import Link
+from fleetpipe.profiling.sizes import read_bytes
+
+#: FLOP/s by the size of a product: the edge of the cube with as many multiplications.
+Curve = tuple[tuple[float, float], ...]
+
+#: Ranks that exchange values: how many, and the distance from each to the next.
+Group = tuple[int, int]
+
+#: How an all-reduce goes about.
+ALL_REDUCES = ("ring", "tree")
+
+_SOURCE = Source(
+    "this describes no cluster",
+    ConfigError,
+    "write hosts, devices, memory, memory_bandwidth, flops, peak, inside and between, as"
+    " docs/estimate.md shows",
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a job runs on. Immutable.
+
+    Attributes:
+        hosts: How many.
+        devices: Devices of a host.
+        memory: Bytes of a device.
+        memory_bandwidth: Bytes that a device reads and writes in a second, sustained.
+        flops: By dtype, what a product sustains, as a curve; one point is a constant.
+        peak: FLOP/s that a utilisation of 100 % means.
+        inside: A message between devices of a host: latency, and seconds of a byte.
+        between: Likewise between hosts, for each device.
+        all_reduce: "ring" or "tree".
+        overlapped_transfers: The share of a transfer between stages during which ranks compute.
+        overlapped_gradients: The share of the exchange of gradients during which they do.
+        profiled: FLOP/s of the machine that a profile was measured on.
+    """
+
+    hosts: int
+    devices: int
+    memory: float
+    memory_bandwidth: float
+    flops: dict[str, Curve] = field(hash=False)
+    peak: float
+    inside: Link
+    between: Link
+    all_reduce: str = "ring"
+    overlapped_transfers: float = 1.0
+    overlapped_gradients: float = 0.0
+    profiled: float | None = None
+
+    @property
+    def ranks(self) -> int:
+        """All devices."""
+        return self.hosts * self.devices
+
+    @classmethod
+    def read(cls, path: str | Path) -> Cluster:
+        """Reads a file, .toml or JSON.
+
+        Raises:
+            ConfigError: It cannot be read, or a figure is missing, unknown or impossible.
+        """
+        return read(path, _SOURCE, lambda content: content.record(cls, _rate, **_READERS))
+
+    def with_flops(self, factor: float) -> Cluster:
+        """Returns this cluster with devices whose products are so many times as fast."""
+        flops = {
+            dtype: tuple((size, speed * factor) for size, speed in curve)
+            for dtype, curve in self.flops.items()
+        }
+        return replace(self, flops=flops)
+
+    def product(self, dtype: str, rows: float, columns: float, inner: float) -> float:
+        """Returns the seconds of a product of matrices.
+
+        Raises:
+            ConfigError: The cluster does not say how fast it is in that dtype.
+        """
+        curve = self.flops.get(dtype)
+        if curve is None:
+            raise ConfigError(
+                f"the cluster does not say how fast a product in {dtype} is",
+                expected=f"one of {', '.join(self.flops)}: {nearest(dtype, list(self.flops))}",
+                fix=f"add {dtype} to its flops, or choose another dtype for the model",
+            )
+        multiplications = rows * columns * inner
+        return 2 * multiplications / _interpolated(curve, multiplications ** (1 / 3))
+
+    def traffic(self, size: float) -> float:
+        """Returns the seconds in which a device reads and writes so many bytes."""
+        return size / self.memory_bandwidth
+
+    def link(self, distance: int) -> Link:
+        """Returns the link between two ranks so far from each other."""
+        return self.inside if distance < self.devices else self.between
+
+    def gather(self, size: float, group: Group, messages: int = 1) -> float:
+        """Returns the seconds in which all get ``size`` bytes that lie on all, or reduce-scatter.
+
+        Between hosts, the members of a host share the work: each has its own link.
+
+        Args:
+            size: Bytes that each has in the end.
+            group: Who they are.
+            messages: Of how many gathers one after another these are.
+        """
+        if group[0] == 1 or not size:
+            return 0.0
+        link, steps = self._bottleneck(group), group[0] - 1
+        rounds = steps if self.all_reduce == "ring" else math.ceil(math.log2(group[0]))
+        return messages * rounds * link.latency + steps / group[0] * size * link.per_byte
+
+    def reduce(self, size: float, group: Group) -> float:
+        """Returns the seconds of an all-reduce of ``size`` bytes."""
+        return 2 * self.gather(size, group)
+
+    def exchange(self, size: float, group: Group) -> float:
+        """Returns the seconds of an all-to-all in which each sends ``size`` bytes in all."""
+        if group[0] == 1 or not size:
+            return 0.0
+        members = self._members(group)
+        outside = (group[0] - members) / group[0]
+        within = (members - 1) / group[0]
+        return self.between.seconds(size * outside) + self.inside.seconds(size * within)
+
+    def _members(self, group: Group) -> int:
+        """Returns how many of a group share a host."""
+        return max(1, min(group[0], self.devices // group[1]))
+
+    def _bottleneck(self, group: Group) -> Link:
+        members = self._members(group)
+        if members == group[0]:
+            return self.inside
+        slowest = max(self.inside.per_byte, self.between.per_byte / members)
+        return Link(self.between.latency, slowest)
+
+
+def _interpolated(curve: Curve, size: float) -> float:
+    """Returns a value between the points of a curve, both in logarithms; the ends stay level."""
+    if size <= curve[0][0]:
+        return curve[0][1]
+    for (low, first), (high, second) in zip(curve, curve[1:]):
+        if size <= high:
+            share = math.log(size / low) / math.log(high / low)
+            return float(first * (second / first) ** share)
+    return curve[-1][1]
+
+
+def _curves(value: JsonValue) -> dict[str, Curve]:
+    curves = {dtype: _curve(curve) for dtype, curve in value.fields().items()}
+    if not curves:
+        raise value.refused("FLOP/s of at least one dtype")
+    return curves
+
+
+def _curve(value: JsonValue) -> Curve:
+    if not isinstance(value.content, list):
+        return ((1.0, _rate(value)),)
+    points = [tuple(map(_rate, point.items())) for point in value.items()]
+    sizes = [point[0] for point in points if len(point) == 2]
+    if not points or len(sizes) < len(points) or sizes != sorted(set(sizes)):
+        raise value.refused("pairs of a size and FLOP/s, sizes rising")
+    return tuple((size, speed) for size, speed in points)
+
+
+def _link(value: JsonValue) -> Link:
+    value.require_names(["latency", "bandwidth"])
+    return Link(value["latency"].figure(), 1 / _size(value["bandwidth"]))
+
+
+def _positive(value: JsonValue) -> int:
+    if not value.count():
+        raise value.refused("a whole number of 1 or more")
+    return value.count()
+
+
+def _rate(value: JsonValue) -> float:
+    if not value.figure():
+        raise value.refused("a number above 0")
+    return float(value.figure())
+
+
+def _size(value: JsonValue) -> float:
+    try:
+        return read_bytes(value.content)
+    except ConfigError:
+        raise value.refused('a number above 0, or a size such as "80GB"') from None
+
+
+def _share(value: JsonValue) -> float:
+    if value.figure() > 1:
+        raise value.refused("a share, 0 to 1")
+    return float(value.figure())
+
+
+def _kind(value: JsonValue) -> str:
+    if value.content not in ALL_REDUCES:
+        raise value.refused(" or ".join(ALL_REDUCES))
+    return value.text()
+
+
+_READERS: dict[str, Callable[[JsonValue], Any]] = {
+    "hosts": _positive,
+    "devices": _positive,
+    "memory": _size,
+    "memory_bandwidth": _size,
+    "flops": _curves,
+    "inside": _link,
+    "between": _link,
+    "all_reduce": _kind,
+    "overlapped_transfers": _share,
+    "overlapped_gradients": _share,
+}

@@ -1,0 +1,114 @@
+"""How long a pipeline takes: played by the schedules' own simulator, and carried on where long.
+
+From some micro-batches on, a schedule repeats: every further one takes as long as the last. So a
+batch of very many is two shorter ones, and what lies between them as often as it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.profiling.cost_model import StageCost
+from fleetpipe.schedules import Costs, Schedule, build
+from fleetpipe.schedules.action import flatten
+from fleetpipe.schedules.simulation.replay import replay
+
+#: Actions beyond which a batch is carried on, not played.
+_MOST_PLAYED = 20_000
+
+
+#: By stage, how many forwards a rank holds whose B or I is to come, and whose W is to come.
+HeldStages = tuple[dict[int, int], dict[int, int]]
+
+
+@lru_cache(maxsize=256)
+def built(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    """Returns a schedule, kept: layouts of many degrees share it.
+
+    Raises:
+        ConfigError: There is none of these sizes.
+    """
+    return build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
+
+
+def pipeline_time(
+    name: str, ranks: int, chunks: int, micro_batches: int, stages: Sequence[StageCost], comm: float
+) -> tuple[float, float]:
+    """Returns what a batch takes, and what the rank computes that computes most.
+
+    Args:
+        name: The schedule's.
+        ranks: Ranks of the pipeline.
+        chunks: Chunks of each.
+        micro_batches: Micro-batches of a batch.
+        stages: What the stages cost, with the transfers that keep ranks busy.
+        comm: Seconds that a value is on its way besides.
+
+    Raises:
+        ConfigError: The schedule does not take these numbers.
+    """
+    actions = 2 * len(stages) * micro_batches
+    period = _period(ranks, micro_batches)
+    first = 2 * period + micro_batches % period
+    if actions <= _MOST_PLAYED or micro_batches <= first + period:
+        return _played(name, ranks, chunks, micro_batches, stages, comm)
+    shorter = _played(name, ranks, chunks, first, stages, comm)
+    longer = _played(name, ranks, chunks, first + period, stages, comm)
+    rounds = (micro_batches - first) / period
+    seconds, busy = (low + rounds * (high - low) for low, high in zip(shorter, longer))
+    return seconds, busy
+
+
+def _period(ranks: int, micro_batches: int) -> int:
+    """Returns after how many micro-batches a schedule repeats: interleaved ones after p."""
+    return max(ranks, 4) if micro_batches >= ranks else micro_batches
+
+
+def _played(
+    name: str, ranks: int, chunks: int, micro_batches: int, stages: Sequence[StageCost], comm: float
+) -> tuple[float, float]:
+    schedule = built(name, ranks, micro_batches, chunks)
+    costs = Costs(
+        forward=tuple(stage.forward for stage in stages),
+        backward=tuple(stage.backward for stage in stages),
+        input_grad=tuple(stage.input_grad for stage in stages),
+        weight_grad=tuple(stage.weight_grad for stage in stages),
+        comm=comm,
+    )
+    times = replay(schedule, None, costs)
+    return max(ends[-1] for ends in times.ends), max(times.busy)
+
+
+@lru_cache(maxsize=256)
+def most_held(
+    name: str, ranks: int, chunks: int, micro_batches: int
+) -> tuple[HeldStages, ...] | None:
+    """Returns for each rank what it holds when it holds most, with all stages alike.
+
+    What is held does not grow once the pipeline is full: twice its length shows it. None where the
+    schedule does not take these numbers.
+    """
+    # F then B holds all of them.
+    enough = micro_batches if name == "FThenB" else 2 * _period(ranks, micro_batches)
+    try:
+        schedule = built(name, ranks, min(micro_batches, enough), chunks)
+    except ConfigError:
+        return None
+    return tuple(_most_of(schedule, rank) for rank in range(ranks))
+
+
+def _most_of(schedule: Schedule, rank: int) -> HeldStages:
+    whole = dict.fromkeys(schedule.placement.stages_of(rank), 0)
+    waiting = dict(whole)
+    most, best = -1, (whole, waiting)
+    for kind, stage, _ in flatten(schedule.actions[rank]):
+        whole[stage] += kind == "F"
+        total = sum(whole.values()) + sum(waiting.values())
+        if total > most:
+            most = total
+            best = {**whole}, {**waiting}
+        whole[stage] -= kind in "BI"
+        waiting[stage] += (kind == "I") - (kind == "W")
+    return best

@@ -1,0 +1,1 @@
+"""Estimates for clusters that are not there."""
