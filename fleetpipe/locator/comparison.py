@@ -75,6 +75,7 @@ class StepBesideTwin:
             self._loss,
             lambda: self._backward(parameters),
             parameters.reduction,
+            parameters.trained,
             parameters.clip,
             parameters.optimizer_input,
             parameters.update,

@@ -159,6 +159,7 @@ class ParameterChecks:
         right = [self._ranks[n] for n in best.apart if n not in bad]
         axis = axis_between(wrong, right, self._job.degrees)
         axis = axis or next(iter(self._split_axes(self._parts("gradient", name), whole)), "")
+        axis = axis or ("mp" if self._job.degrees.get("mp", 1) > 1 else "")
         worst = max(best.apart.values())
         cause, tolerance = causes.GRADIENT, self._tolerance("reduction", name, whole)
         parts = self._parts("gradient", name)
@@ -276,8 +277,18 @@ class ParameterChecks:
             return finding._replace(axis=axis)
         return finding
 
+    def trained(self) -> Location | None:
+        """Finds a parameter that no optimizer has; a clip's norm is another without it."""
+        place = Meaning(self._step, "optimizer input", "", part="learning rate")
+        trained = {name for rank in self._job.ranks for name in _listed(rank, place)}
+        for name in _listed(self._single, place):
+            if trained and name not in trained and self._holders(name):
+                ranks = self._holders(name)
+                return self._finding(name, "optimizer input", "", ranks, causes.UNTRAINED)
+        return None
+
     def optimizer_input(self) -> Location | None:
-        """Compares learning rates, and which parameters are trained."""
+        """Compares learning rates."""
         place = Meaning(self._step, "optimizer input", "", part="learning rate")
         rate = self._single.tensors.get(place)
         rates = {r.rank: r.tensors[place] for r in self._job.ranks if place in r.tensors}
@@ -292,11 +303,6 @@ class ParameterChecks:
             axis = axis_between(wrong, rest, self._job.degrees)
             apart = max(gap(rates[n], rate) for n in bad if rate is not None)
             return self._finding("", "optimizer input", axis, wrong, causes.RATE, apart)
-        trained = {name for rank in self._job.ranks for name in _listed(rank, place)}
-        for name in _listed(self._single, place):
-            if trained and name not in trained and self._holders(name):
-                ranks = self._holders(name)
-                return self._finding(name, "optimizer input", "", ranks, causes.UNTRAINED)
         return None
 
     def update(self) -> Location | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -137,6 +138,9 @@ class Recorder:
                 self.put(place(f"input {number}"), tensor)
         for number, tensor in enumerate(tensors_of(output)):
             if id(tensor) in self._made and self._made[id(tensor)][1].name == path:
+                continue
+            if math.prod(tensor.shape) == 1:
+                # A loss, of as many rows as a micro-batch happens to have.
                 continue
             here = place(f"output {number}")
             self.put(here, tensor)
