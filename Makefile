@@ -137,14 +137,14 @@ test-libraries: $(LIBRARIES:%=.venv-%/.installed)
 	.venv-libraries-262/$(BIN)/python -m pytest -m libraries $(PYTEST_ARGS) \
 	    tests/libraries/test_models.py
 
-# For CI: one family of each library, in every form.
+# For CI: a dense family of each library, and a mixture.
 SHORT := libraries libraries-formers-1.2.0
 
 test-libraries-short: $(SHORT:%=.venv-%/.installed)
-	export FLEETPIPE_TEST_FAMILIES=llama; \
-	.venv-libraries/$(BIN)/python -m pytest -m libraries tests/libraries/test_models.py; \
-	.venv-libraries-formers-1.2.0/$(BIN)/python -m pytest -m libraries \
-	    tests/libraries/formers/test_formers_models.py
+	FLEETPIPE_TEST_FAMILIES=llama,qwen2moe \
+	    .venv-libraries/$(BIN)/python -m pytest -m libraries tests/libraries/test_models.py
+	FLEETPIPE_TEST_FAMILIES=llama .venv-libraries-formers-1.2.0/$(BIN)/python -m pytest \
+	    -m libraries tests/libraries/formers/test_formers_models.py
 
 # Every model of paddle.vision, for as long as that takes.
 test-models: .venv/.installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import distributions
 from typing import Any, NamedTuple
 
@@ -22,10 +23,17 @@ OLD = any(
 
 
 class Model(NamedTuple):
-    """The prefix of the library's class names, and options of the configuration."""
+    """A family of the library's models.
+
+    Attributes:
+        prefix: That of its class names.
+        options: Of its configuration.
+        lacks: Forms that the library itself does not run.
+    """
 
     prefix: str
     options: dict[str, Any]
+    lacks: tuple[str, ...] = ()
 
 
 _SIZES = {
@@ -50,6 +58,44 @@ MODELS = {
     "gemma": Model("Gemma", {**_SIZES, "head_dim": 16}),
     "qwen": Model("QWen", {**_SIZES, "kv_channels": 16, "intermediate_size": 256}),
 }
+_MIXTURE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_DEEPSEEK = {
+    **_SIZES,
+    **_MIXTURE,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "topk_method": "greedy",
+    # The library adds the loss of balance once for each micro-batch, whatever their weights.
+    "aux_loss_alpha": 0.0,
+    # Without one the library's rotary embedding fails.
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+#: Gates of mixtures take three axes, and parts of sequences have two.
+_NO_PARTS = ("mp 2, sequence_parallel",)
+# The library spreads the experts of mixtures along dp.
+_MIXTURES = {
+    "qwen2moe": Model(
+        "Qwen2Moe",
+        {**_SIZES, **_MIXTURE, "num_experts": 4, "shared_expert_intermediate_size": 64},
+        _NO_PARTS,
+    ),
+    "deepseekv2": Model("DeepseekV2", _DEEPSEEK, (*_NO_PARTS, "mp 2")),
+}
+MODELS.update(_MIXTURES)
 if OLD:
     MODELS = {name: MODELS[name] for name in ("llama", "gpt")}
 MODELS = families.chosen(MODELS)
@@ -109,7 +155,33 @@ def class_of(model: str, ending: str) -> Any:
     """Returns a class of the library: ``LlamaForCausalLMPipe``, ``LlamaConfig``."""
     from paddlenlp import transformers
 
+    if not OLD:
+        _mend_gates()
     return getattr(transformers, MODELS[model].prefix + ending)
+
+
+def _mend_gates() -> None:
+    """Has PaddleNLP's gates run on Paddle 3.3, and their gradients have the scale of the loss.
+
+    They multiply int32 with sums of int32, which are int64 since Paddle 3.2. And their mask of
+    bools, which they make of weights, has the weights' gradients be 1 more.
+    """
+    import paddle
+    from paddlenlp.transformers.moe_gate import PretrainedMoEGate
+
+    cumsum, gating = paddle.cumsum, PretrainedMoEGate.topkgating
+    if hasattr(gating, "__wrapped__"):
+        return
+
+    def sums(x: Any, axis: Any = None, dtype: Any = None, **named: Any) -> Any:
+        return cumsum(x, axis, x.dtype if dtype is None else dtype, **named)
+
+    @functools.wraps(gating)
+    def topkgating(gate: Any, scores: Any) -> Any:
+        capacity, weights, mask, *rest = gating(gate, scores)
+        return capacity, weights, mask.detach(), *rest
+
+    paddle.cumsum, PretrainedMoEGate.topkgating = sums, topkgating
 
 
 def batches() -> list[np.ndarray[Any, Any]]:
