@@ -44,7 +44,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Outcome(NamedTuple):
+class FastestLayouts(NamedTuple):
     """What a search says.
 
     Attributes:
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
     lacking: StepEstimate | None
 
 
-def search(job: TrainingJob, only: Mapping[str, tuple[Any, ...]], top: int = 10) -> Outcome:
+def search(job: TrainingJob, only: Mapping[str, tuple[Any, ...]], top: int = 10) -> FastestLayouts:
     """Returns the fastest layouts of a job that fit into memory.
 
     Args:
@@ -93,7 +93,7 @@ def search(job: TrainingJob, only: Mapping[str, tuple[Any, ...]], top: int = 10)
         _refuse(most, bounds, lacking)
     larger = (job.estimate(layout) for _, _, layout in lacking[:_LACKING])
     faster = next((made for made in larger if made and made.seconds < best[0][0]), None)
-    return Outcome(tuple(made for _, _, made in best[:top]), len(bounds), len(best), faster)
+    return FastestLayouts(tuple(made for _, _, made in best[:top]), len(bounds), len(best), faster)
 
 
 def _refuse(

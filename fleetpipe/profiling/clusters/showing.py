@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.profiling.clusters.estimate import StepEstimate, TrainingJob
-from fleetpipe.profiling.clusters.search import Outcome
+from fleetpipe.profiling.clusters.search import FastestLayouts
 from fleetpipe.profiling.clusters.sensitivity import ResourceLimit
 from fleetpipe.profiling.profile import table
 from fleetpipe.profiling.sizes import show_bytes, show_seconds
@@ -23,7 +23,7 @@ _PARTS = {
 }
 
 
-def shown(job: TrainingJob, outcome: Outcome, rows: Sequence[ResourceLimit]) -> str:
+def shown(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLimit]) -> str:
     """Returns tables of the best layouts, of the memory of the best, and of what limits it."""
     best = outcome.best[0]
     head = (
@@ -93,7 +93,7 @@ def _limit_lines(best: StepEstimate, rows: Sequence[ResourceLimit]) -> Iterator[
         yield (row.resource, *(costs if row.seconds else ("", "")), f"{row.gain:+.1%}")
 
 
-def as_json(job: TrainingJob, outcome: Outcome, rows: Sequence[ResourceLimit]) -> str:
+def as_json(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLimit]) -> str:
     """Returns all of it as JSON."""
     content: dict[str, Any] = {
         "devices": job.cluster.ranks,
