@@ -40,10 +40,12 @@ def refuse_without_gloo(transport: str) -> None:
     Raises:
         ConfigError: There is no device, and no Gloo.
     """
-    if transport == PROCESS_GROUP and device_kind() == "cpu" and not has_gloo():
+    usable = has_gloo() and paddle.version.major != "2"
+    if transport == PROCESS_GROUP and device_kind() == "cpu" and not usable:
         raise ConfigError(
             "this Paddle has no process groups that send on a CPU",
-            cause="its wheel is built without Gloo, as those for macOS are",
+            cause="its wheel is built without Gloo, as those for macOS are; or it is 2.6.2, on "
+            "which threads that receive tensors hang",
             fix="leave fleetpipe_configs['transport'] and FLEETPIPE_TRANSPORT out, or 'sockets'",
         )
 

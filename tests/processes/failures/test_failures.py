@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+import paddle
 import pytest
 
 from tests.byhand import Ended, Ranks, started
@@ -313,6 +314,7 @@ def test_a_rank_that_computes_longer_than_gloo_waits_goes_on(slow_job: Ranks) ->
     assert slow_job.moment("done.0") > 0
 
 
+@pytest.mark.skipif(paddle.version.major == "2", reason="2.6.2 has no such transport on CPUs")
 def test_a_rank_that_is_stopped_longer_than_gloo_waits_goes_on(stopped_job: Ranks) -> None:
     since = stopped_job.wait_for("stopped.1")
     time.sleep(max(0.0, since + 36 - time.monotonic()))
