@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +53,14 @@ def sgd(model: Any, rate: float = 0.1) -> Any:
     return fleet.distributed_optimizer(
         paddle.optimizer.SGD(learning_rate=rate, parameters=model.parameters())
     )
+
+
+@contextmanager
+def mlp_and_sgd(pp: int, *args: Any, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Within it there is a `job` of these arguments, a `pipeline` in it, and its `sgd`."""
+    with job(pp, *args, **options):
+        model = pipeline()
+        yield model, sgd(model)
 
 
 def adam(model: Any, rate: float = 0.01, **options: Any) -> Any:

@@ -18,7 +18,7 @@ from fleetpipe import callbacks, fleet, io, partition, schedules, transport
 from fleetpipe.mesh import groups
 from fleetpipe.parity.report import Report
 from fleetpipe.representation import shows
-from tests.pipelines import batch, job, pipeline, sgd
+from tests.pipelines import batch, mlp_and_sgd
 from tests.test_docs import PUBLIC
 
 #: Paddle's users know these forms: a tree of layers, a table of options, names of another library.
@@ -75,9 +75,7 @@ def test_it_is_short_and_says_something(text: str) -> None:
 
 
 def test_what_a_job_makes(tmp_path: Path) -> None:
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
         profile = model.profile(batch())
         plan = fleetpipe.plan(profile, ranks=2, micro_batches=4)
         manager = fleetpipe.CheckpointManager(tmp_path)

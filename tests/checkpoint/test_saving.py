@@ -24,7 +24,7 @@ from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.transport.wire import bridge
 from tests.launching import ROOT, Finished
-from tests.pipelines import batch, bits, job, pipeline, sgd
+from tests.pipelines import batch, bits, job, mlp_and_sgd, pipeline, sgd
 
 
 def model(value: float = 0.0) -> Any:
@@ -274,9 +274,7 @@ def save_on_a_full_disk(home: Path) -> tuple[list[Any], list[list[int]], list[fl
     """Saves in two ways where rank 1's disk is full in steps 1 and 3: errors, steps and losses."""
     rank = paddle.distributed.get_rank()
     write_at = tensors.write_at
-    with job(2, timeout=20):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2, timeout=20) as (model, optimizer):
         told, losses = [], []
         managers = [
             fleetpipe.CheckpointManager(home / name, async_save=name == "async")

@@ -10,7 +10,7 @@ import pytest
 from fleetpipe.cli import main
 from fleetpipe.engine.chaos import VARIABLE, Strike
 from fleetpipe.errors import ConfigError
-from tests.pipelines import batch, job, pipeline, sgd
+from tests.pipelines import batch, job, mlp_and_sgd, pipeline
 
 
 @pytest.mark.parametrize("at", ["B0.2", "SF0>1.1", "FREE0.0", "STEP"])
@@ -19,9 +19,7 @@ def test_a_rank_is_struck_once_in_its_step_before_the_operation(
 ) -> None:
     struck = []
     monkeypatch.setenv(VARIABLE, str(Strike(signal.SIGKILL, 0, at, 3)))
-    with job(pp=2, micro_batches=4):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(pp=2, micro_batches=4) as (model, optimizer):
         where = model._runtime.engine.where
         monkeypatch.setattr(os, "kill", lambda *killed: struck.append((*killed, where())))
         for step in range(5):

@@ -23,7 +23,7 @@ from fleetpipe.schedules import Plan, Schedule, Send
 from fleetpipe.transport import memory
 from fleetpipe.transport.wire import bridge, structure
 from tests.launching import ROOT
-from tests.pipelines import CLASSES, FEATURES, batch, job, pipeline, sgd
+from tests.pipelines import CLASSES, FEATURES, batch, job, mlp_and_sgd, pipeline, sgd
 
 SCHEDULES = ["1F1B", "FThenB", "Eager1F1B"]
 PACKAGE = (str(ROOT / "fleetpipe"), str(ROOT / "dygraph"))
@@ -61,9 +61,7 @@ def own_calls(run: Callable[[], Any]) -> Counter[str]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_sends_what_the_plan_says_and_announces_nothing(schedule: str) -> None:
-    with job(3, micro_batches=5, schedule=schedule):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(3, micro_batches=5, schedule=schedule) as (model, optimizer):
         model.train_batch(batch(5), optimizer)
         before = counters()
         for seed in range(1, 5):
@@ -77,9 +75,7 @@ def test_a_step_sends_what_the_plan_says_and_announces_nothing(schedule: str) ->
 
 
 def test_another_shape_is_announced_once_for_each_channel() -> None:
-    with job(2, micro_batches=2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2, micro_batches=2) as (model, optimizer):
         model.train_batch(batch(2), optimizer)
         before = counters()
         wide = [[tensor[:1] for tensor in (part[:2], part[2:])] for part in batch(2)]
@@ -91,9 +87,7 @@ def test_another_shape_is_announced_once_for_each_channel() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_held_is_what_was_planned(schedule: str) -> None:
-    with job(3, micro_batches=6, schedule=schedule):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(3, micro_batches=6, schedule=schedule) as (model, optimizer):
         planned = dict(enumerate(model.schedule.simulate().peak_activations))
         for seed in range(3):
             model.train_batch(batch(6, seed), optimizer)
@@ -104,9 +98,7 @@ def test_what_is_held_is_what_was_planned(schedule: str) -> None:
 def test_nothing_is_compiled_or_announced_after_the_first_step(
     monkeypatch: pytest.MonkeyPatch, training: bool
 ) -> None:
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
 
         def step(seed: int) -> None:
             if training:
@@ -131,9 +123,7 @@ def test_nothing_is_compiled_or_announced_after_the_first_step(
 
 
 def test_every_step_makes_the_same_calls_as_the_one_before() -> None:
-    with job(2, micro_batches=4):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2, micro_batches=4) as (model, optimizer):
         data = batch()
 
         def step() -> None:
@@ -149,9 +139,7 @@ def test_every_step_makes_the_same_calls_as_the_one_before() -> None:
 def test_the_calls_of_a_step_grow_with_the_micro_batches_and_no_faster() -> None:
     totals = []
     for micro_batches in (4, 8, 16):
-        with job(2, micro_batches=micro_batches):
-            model = pipeline()
-            optimizer = sgd(model)
+        with mlp_and_sgd(2, micro_batches=micro_batches) as (model, optimizer):
             data = batch(micro_batches)
             model.train_batch(data, optimizer)
             calls = own_calls(lambda m=model, o=optimizer, d=data: m.train_batch(d, o))
@@ -195,9 +183,7 @@ def files_entered(run: Callable[[], Any]) -> set[str]:
 
 def test_a_step_and_a_save_enter_few_files(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
         model.train_batch(batch(), optimizer)
         manager.save(1, model=model, optimizer=optimizer)
         step = files_entered(lambda: model.train_batch(batch(), optimizer))
@@ -207,9 +193,7 @@ def test_a_step_and_a_save_enter_few_files(tmp_path: Path) -> None:
 
 
 def test_nothing_grows_from_step_to_step() -> None:
-    with job(3, micro_batches=4):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(3, micro_batches=4) as (model, optimizer):
         data = batch()
 
         def alive() -> tuple[int, int]:
@@ -232,9 +216,7 @@ def test_nothing_grows_from_step_to_step() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_activations_are_freed_with_their_backward_without_the_collector(schedule: str) -> None:
-    with job(2, micro_batches=4, schedule=schedule):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2, micro_batches=4, schedule=schedule) as (model, optimizer):
         outputs: list[weakref.ref[Any]] = []
         alive: list[int] = []
 
@@ -267,9 +249,7 @@ def counted() -> tuple[dict[str, Any], dict[str, Any], int]:
             "threads": sorted(thread.name for thread in threading.enumerate()),
         }
 
-    with job(2, micro_batches=4):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2, micro_batches=4) as (model, optimizer):
         for seed in range(2):
             model.train_batch(batch(seed=seed), optimizer)
         before = facts()

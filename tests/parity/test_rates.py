@@ -10,7 +10,7 @@ import pytest
 from fleetpipe import parity
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from tests.parity.defects import differences
-from tests.pipelines import batch, job, pipeline, sgd
+from tests.pipelines import batch, job, mlp_and_sgd, pipeline, sgd
 
 Patch = pytest.MonkeyPatch
 
@@ -89,9 +89,7 @@ def test_the_script_steps_and_sets_the_rate_as_it_likes() -> None:
 
 
 def test_a_number_that_the_script_changes_is_followed() -> None:
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
         session = parity.begin(model, optimizer)
         for rate in (0.1, 0.05, 0.5):
             optimizer.set_lr(rate)
@@ -111,9 +109,7 @@ def test_a_scheduler_of_the_scripts_own_is_stepped_on_a_copy() -> None:
             self.last_epoch += 1
             self.optimizer.set_lr(self.get_lr() / 2)
 
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
         session = parity.begin(model, optimizer)
         for seed in range(3):
             session.step(batch(seed=seed), scheduler := Halving(optimizer))

@@ -129,16 +129,20 @@ def test_a_job_loses_a_rank_is_asked_to_stop_and_goes_on_with_its_bits(
     code, output = _launch(tmp_path, address, *size, *script)
     assert code == 0, output
     assert "step 3 " not in output
-    alone = subprocess.run(
-        [sys.executable, str(_WORKER), _STEPS],
+    assert _bits(output) == _bits(_alone(tmp_path, _STEPS)) != []
+    assert _left(tmp_path) == []
+
+
+def _alone(folder: Path, steps: str) -> str:
+    """What the script says that runs without a cluster."""
+    return subprocess.run(
+        [sys.executable, str(_WORKER), steps],
         check=True,
-        cwd=tmp_path,
+        cwd=folder,
         env=_ENVIRONMENT,
         capture_output=True,
         text=True,
-    )
-    assert _bits(output) == _bits(alone.stdout) != []
-    assert _left(tmp_path) == []
+    ).stdout
 
 
 def test_a_cluster_that_is_too_small_is_told_before_anything_starts(
@@ -166,12 +170,4 @@ def test_after_a_lost_node_ranks_go_on_from_a_copy_with_their_bits(
     code, output = _launch(tmp_path, address, *words, stop_at="step 12 ", happens=lose)
     assert code == 0, output
     assert re.search(r"goes on after [123]0 steps, as they were kept in memory", output), output
-    alone = subprocess.run(
-        [sys.executable, str(_WORKER), "36"],
-        check=True,
-        cwd=tmp_path,
-        env=_ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
-    assert _bits(output) == _bits(alone.stdout) != []
+    assert _bits(output) == _bits(_alone(tmp_path, "36")) != []

@@ -13,7 +13,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, ragged_weights,
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import PipelineDatasetPreprocessor
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import FakeMicroDataset
-from tests.pipelines import ROWS, batch, job, mlp_layers, pipeline, sgd
+from tests.pipelines import ROWS, batch, job, mlp_and_sgd, mlp_layers, pipeline, sgd
 
 STEPS = 4
 INPUTS, LABELS = batch(STEPS)
@@ -171,9 +171,7 @@ def test_the_preprocessor_is_called_once_for_each_batch() -> None:
         calls.append(1)
         return [INPUTS, LABELS]
 
-    with job(2, STEPS):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2, STEPS) as (model, optimizer):
         model.train_batch(PipelineDatasetPreprocessor(load), optimizer)
         model.eval_batch(PipelineDatasetPreprocessor(load), compute_loss=True)
     assert calls == [1, 1]

@@ -13,7 +13,7 @@ from paddle import nn
 from fleetpipe import fleet, parity
 from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
 from fleetpipe.fleet.meta_parallel import PipelineLayer
-from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, job, mlp_and_sgd, mlp_layers, pipeline, sgd
 
 
 def linear(taken: int = 6, given: int = 6) -> nn.Layer:
@@ -214,9 +214,7 @@ def test_a_model_that_is_not_wrapped_says_how_to_wrap_it(method: str) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["no job", "another job"])
 def test_a_batch_after_the_job_ended_is_refused(again: bool) -> None:
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
         model.train_batch(batch(), optimizer)
     inputs, _ = data = batch()
     if again:

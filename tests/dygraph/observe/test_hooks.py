@@ -19,7 +19,7 @@ from fleetpipe.fleet.meta_parallel.pipeline_parallel import (
 )
 from fleetpipe.schedules import Action, Send, build
 from tests.engine.test_hot_path import own_calls
-from tests.pipelines import batch, bits, job, pipeline, sgd
+from tests.pipelines import batch, bits, job, mlp_and_sgd, pipeline, sgd
 
 
 @pytest.fixture(autouse=True)
@@ -143,9 +143,7 @@ def test_steps_are_counted_over_the_chunks_of_a_rank() -> None:
 
 
 def test_numbered_hooks_are_called_before_their_step_in_training_only() -> None:
-    with job(2, 3):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2, 3) as (model, optimizer):
         model.train_batch(batch(3), optimizer)
         assert model.forward_pipeline_parallel_hook_capacity == 3
         assert model.backward_pipeline_parallel_hook_capacity == 3
@@ -207,9 +205,7 @@ def test_every_rank_has_as_many_bubbles(name: str, ranks: int, micro_batches: in
 def test_hooks_change_no_bit(schedule: str) -> None:
     results = []
     for hooked in (False, True):
-        with job(2, 4, schedule):
-            model = pipeline()
-            optimizer = sgd(model)
+        with mlp_and_sgd(2, 4, schedule) as (model, optimizer):
             losses = [float(model.train_batch(batch(), optimizer))]
             if hooked:
                 model.register_forward_pipeline_parallel_hook(0, lambda i: None)
@@ -233,9 +229,7 @@ def test_a_hook_may_change_what_it_sees() -> None:
 
 
 def test_without_hooks_nothing_of_them_runs() -> None:
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
         model.register_forward_pipeline_parallel_hook(0, print)
         model._runtime.hooks.forward._hooks.clear()
         model.train_batch(batch(), optimizer)
@@ -247,9 +241,7 @@ def test_without_hooks_nothing_of_them_runs() -> None:
 
 
 def test_the_first_hook_leaves_stage_and_engine_as_they_are() -> None:
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
         model.train_batch(batch(), optimizer)
         stage, engine = model._runtime.stage, model._runtime.engine
         called: list[int] = []

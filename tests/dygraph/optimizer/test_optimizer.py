@@ -17,7 +17,7 @@ from fleetpipe import fleet, log
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
-from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd
+from tests.pipelines import ROWS, batch, bits, job, mlp_and_sgd, mlp_layers, pipeline, sgd
 
 Make = Callable[[list[Any]], Any]
 optimizers = paddle.optimizer
@@ -303,9 +303,7 @@ def test_an_optimizer_that_needs_several_losses_in_a_step_is_refused() -> None:
 
 
 def test_an_optimizer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
         model.train_batch(batch(), optimizer)
         monkeypatch.setattr("fleetpipe.dygraph.optimizer.optimizer._require_parameters_of", None)
         model.train_batch(batch(), optimizer)

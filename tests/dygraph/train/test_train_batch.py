@@ -25,7 +25,18 @@ from fleetpipe.fleet.meta_parallel import (
 )
 from fleetpipe.fleet.meta_parallel import PipelineParallelMicroStepLocations as Locations
 from tests import jobs
-from tests.pipelines import ROWS, batch, bits, job, mlp_layers, pipeline, sgd, switch, train
+from tests.pipelines import (
+    ROWS,
+    batch,
+    bits,
+    job,
+    mlp_and_sgd,
+    mlp_layers,
+    pipeline,
+    sgd,
+    switch,
+    train,
+)
 
 
 def cross_entropy(output: Any, label: Any) -> Any:
@@ -281,9 +292,7 @@ def test_the_chunk_that_first_and_last_are_asked_of() -> None:
 def test_the_number_of_micro_batches_may_be_set() -> None:
     results = []
     for begun in (4, 2):
-        with job(2, begun):
-            model = pipeline()
-            optimizer = sgd(model)
+        with mlp_and_sgd(2, begun) as (model, optimizer):
             model.micro_batch_size, model.accumulate_steps = 4, 2
             loss = model.train_batch(batch(4), optimizer)
             assert model.schedule.micro_batches == 2
@@ -511,9 +520,7 @@ def without_a_pipeline() -> tuple[list[float], int, bytes]:
 
 def test_two_replicas_without_a_pipeline(on_ranks: Callable[..., Any]) -> None:
     first, other = on_ranks(without_a_pipeline, 2)
-    with job(1, 4):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(1, 4) as (model, optimizer):
         losses = [float(model.train_batch(batch(4), optimizer)) for _ in range(3)]
         losses.append(float(model.eval_batch(batch(4), compute_loss=True)))
     assert first == other

@@ -12,7 +12,7 @@ from paddle.distributed.fleet.meta_optimizers import HybridParallelOptimizer
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fleet.meta_parallel import PipelineDatasetPreprocessor
-from tests.pipelines import batch, bits, job, pipeline, sgd, switch
+from tests.pipelines import batch, bits, job, mlp_and_sgd, pipeline, sgd, switch
 
 
 def by_itself(model: Any, optimizer: Any, data: Any) -> Any:
@@ -135,9 +135,7 @@ def test_a_trainer_may_log_the_norm_from_within_the_clip() -> None:
 
 
 def test_data_that_a_function_gives_binds_the_optimizer_when_it_is_drawn() -> None:
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
 
         def prepared() -> Any:
             return model._prepare_training(batch(), optimizer, None)

@@ -15,6 +15,7 @@ from tests.pipelines import (
     batch,
     bits,
     job,
+    mlp_and_sgd,
     mlp_layers,
     pipeline,
     sgd,
@@ -89,9 +90,7 @@ def test_every_form_of_data_gives_the_same_loss() -> None:
 
 def test_an_iterator_gives_up_exactly_one_item_for_each_micro_batch() -> None:
     items = iter([(batch(1, seed=k)[0], batch(1, seed=k)[1]) for k in range(9)])
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
         model.train_batch(items, optimizer)
         model.train_batch(items, optimizer)
         assert len(list(items)) == 1
@@ -229,9 +228,7 @@ def test_a_frozen_first_stage_trains_the_rest() -> None:
 
 
 def test_shapes_may_change_between_steps() -> None:
-    with job(2):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2) as (model, optimizer):
         for rows in (2, 5, 1):
             inputs = [paddle.ones([rows, 6]) for _ in range(4)]
             labels = [paddle.zeros([rows], "int64") for _ in range(4)]
@@ -239,9 +236,7 @@ def test_shapes_may_change_between_steps() -> None:
 
 
 def test_evaluation_gives_the_loss_and_the_outputs_and_changes_nothing() -> None:
-    with job(3):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(3) as (model, optimizer):
         inputs, labels = batch()
         before = bits(model.layers.state_dict())
         outputs = model.eval_batch([inputs, labels])

@@ -20,16 +20,14 @@ from fleetpipe.schedules import build
 from fleetpipe.why import read_trace, steps_of
 from tests.engine.test_trace import actions
 from tests.launching import ROOT, Finished, JobFailed
-from tests.pipelines import batch, bits, job, pipeline, sgd
+from tests.pipelines import batch, bits, job, mlp_and_sgd, pipeline, sgd
 
 
 def train_with_the_data_of_its_ends() -> dict[str, Any]:
     """Trains, evaluates and copies; each rank is given what it needs of the data."""
     rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
     paddle.seed(rank)
-    with job(3, micro_batches=4):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(3, micro_batches=4) as (model, optimizer):
         losses = []
         for step in range(4):
             inputs, labels = batch(seed=step)
@@ -137,11 +135,9 @@ def test_nobody_leaves_the_start_while_others_make_groups(on_ranks: Callable[...
 
 TRACED = """
     import sys
-    from tests.pipelines import batch, job, pipeline, sgd
+    from tests.pipelines import batch, mlp_and_sgd
 
-    with job(2, micro_batches=4, trace=sys.argv[1]):
-        model = pipeline()
-        optimizer = sgd(model)
+    with mlp_and_sgd(2, micro_batches=4, trace=sys.argv[1]) as (model, optimizer):
         for step in range(3):
             model.train_batch(batch(seed=step), optimizer)
 """
