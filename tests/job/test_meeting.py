@@ -205,17 +205,23 @@ def test_an_address_of_another_host_is_called_so(monkeypatch: pytest.MonkeyPatch
         meeting.open_store(5)
 
 
-def test_the_store_of_another_job_is_not_taken_for_ones_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def store_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], int]:
+    """Opens a store as two ranks, of which the environment is left the second's; and its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment(monkeypatch, 0, port)
-    mine = meeting.open_store(5)
-    environment(monkeypatch, 1, port)
-    theirs = meeting.open_store(5)
-    assert [mine.add("x", 1), theirs.add("x", 1)] == [1, 2]
+    stores = []
+    for rank in range(2):
+        environment(monkeypatch, rank, port)
+        stores.append(meeting.open_store(5))
+    assert [store.add("x", 1) for store in stores] == [1, 2]
+    return stores, port
+
+
+def test_the_store_of_another_job_is_not_taken_for_ones_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, port = store_of_two_ranks(monkeypatch)
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:2")
     with pytest.raises(PipelineTimeout, match="rank 0 did not call"):
         meeting.open_store(0.3)
@@ -224,15 +230,8 @@ def test_the_store_of_another_job_is_not_taken_for_ones_own(
 def test_a_rank_left_over_from_an_earlier_life_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment(monkeypatch, 0, port)
     monkeypatch.setenv("FLEETPIPE_INCARNATION", "2")
-    mine = meeting.open_store(5)
-    environment(monkeypatch, 1, port)
-    theirs = meeting.open_store(5)
-    assert [mine.add("x", 1), theirs.add("x", 1)] == [1, 2]
+    _stores, _ = store_of_two_ranks(monkeypatch)
     monkeypatch.setenv("FLEETPIPE_INCARNATION", "1")
     said = "rank 1 of attempt 1 of the job was refused: the job is in attempt 2"
     with pytest.raises(TransportError, match=said):
