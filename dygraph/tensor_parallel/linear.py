@@ -31,6 +31,9 @@ class _ParallelLinear(ParallelLayer):
         self.fuse_matmul_bias = fuse_matmul_bias
         self.linear: Callable[..., Tensor] = paddle.nn.functional.linear
 
+    def _require_layout(self) -> None:
+        """Refuses options that a subclass cannot have, before anything is made."""
+
 
 class ColumnParallelLinear(_ParallelLinear):
     """``x @ weight + bias`` of which each member computes some of the columns."""
@@ -63,6 +66,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         super().__init__(weight_attr, fuse_matmul_bias, mp_group, name)
         self.gather_output = gather_output
+        self._require_layout()
         self.output_size_per_partition = self.share_of(out_features, "out_features")
         self.weight = self.create_shard([in_features, out_features], 1, weight_attr)
         self.bias = self.create_bias(self.output_size_per_partition, True) if has_bias else None
@@ -76,11 +80,14 @@ class ColumnParallelLinear(_ParallelLinear):
         Returns:
             ``[.., out_features]`` on every member, or this member's columns of it.
         """
-        inputs = operations.identity(x, self.model_parallel_group)
-        output = self.linear(inputs, self.weight, self.bias, name=self._name)
+        output = self.linear(self._inputs(x), self.weight, self.bias, name=self._name)
         if self.gather_output:
             return operations.gather(output, self.model_parallel_group)
         return output
+
+    def _inputs(self, x: Tensor) -> Tensor:
+        """Returns what every member multiplies its columns with."""
+        return operations.identity(x, self.model_parallel_group)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -116,6 +123,7 @@ class RowParallelLinear(_ParallelLinear):
         self.in_features = in_features
         self.out_features = out_features
         self.input_is_parallel = input_is_parallel
+        self._require_layout()
         self.input_size_per_partition = self.share_of(in_features, "in_features")
         self.weight = self.create_shard([in_features, out_features], 0, weight_attr)
         self.bias = self.create_bias(out_features, False) if has_bias else None
@@ -137,10 +145,12 @@ class RowParallelLinear(_ParallelLinear):
             return self.linear(x, self.weight, self.bias, name=self._name)
         self._check(x)
         columns = x if self.input_is_parallel else operations.split(x, self.model_parallel_group)
-        output = operations.all_reduce(
-            self.linear(columns, self.weight, name=self._name), self.model_parallel_group
-        )
+        output = self._total(self.linear(columns, self.weight, name=self._name))
         return output if self.bias is None else output + self.bias
+
+    def _total(self, terms: Tensor) -> Tensor:
+        """Returns the sum of what all members computed."""
+        return operations.all_reduce(terms, self.model_parallel_group)
 
     def _check(self, x: Tensor) -> None:
         width = self.input_size_per_partition if self.input_is_parallel else self.in_features

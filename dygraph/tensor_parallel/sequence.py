@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fleetpipe.aliases import Attribute, Layer, PaddleGroup, Tensor
+from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.groups import gathered, members_of, model_parallel_group
@@ -86,99 +86,53 @@ class ReduceScatterOp:
 
 
 class ColumnSequenceParallelLinear(ColumnParallelLinear):
-    """``ColumnParallelLinear`` of a sequence of which each member gives a part."""
+    """``ColumnParallelLinear`` of a sequence of which each member gives a part.
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        weight_attr: Attribute = None,
-        has_bias: bool | None = None,
-        gather_output: bool = True,
-        fuse_matmul_bias: bool = False,
-        mp_group: PaddleGroup = None,
-        name: str | None = None,
-    ) -> None:
-        """As :class:`ColumnParallelLinear`; the output stays cut.
+    It takes ``[s / members, .., in_features]`` and returns this member's columns of
+    ``[s, .., out_features]``; ``gather_output=False`` must be passed. Collective, in backward too.
+    """
 
-        Raises:
-            ConfigError: ``gather_output`` is not False, or ``out_features`` cannot be cut.
-        """
-        if gather_output:
+    def _require_layout(self) -> None:
+        """Raises a ``ConfigError`` where the output is not to stay cut."""
+        if self.gather_output:
             raise ConfigError(
                 "the columns of a ColumnSequenceParallelLinear stay on their members",
                 got="gather_output=True",
                 fix="pass gather_output=False",
             )
-        super().__init__(
-            *(in_features, out_features, weight_attr, has_bias, False),
-            *(fuse_matmul_bias, mp_group, name),
-        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Collective, in backward too.
-
-        Args:
-            x: ``[s / members, .., in_features]``: this member's part of the sequence.
-
-        Returns:
-            This member's columns of ``[s, .., out_features]``.
-        """
-        whole = operations.gather_parts(x, self.model_parallel_group)
-        return self.linear(whole, self.weight, self.bias, name=self._name)
+    def _inputs(self, x: Tensor) -> Tensor:
+        """Returns the whole sequence."""
+        return operations.gather_parts(x, self.model_parallel_group)
 
 
 class RowSequenceParallelLinear(RowParallelLinear):
-    """``RowParallelLinear`` that gives each member a part of the sequence."""
+    """``RowParallelLinear`` that gives each member a part of the sequence, and marks its bias.
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        weight_attr: Attribute = None,
-        has_bias: bool = True,
-        input_is_parallel: bool = False,
-        fuse_matmul_bias: bool = False,
-        mp_group: PaddleGroup = None,
-        name: str | None = None,
-    ) -> None:
-        """As :class:`RowParallelLinear`; the input is cut, and the bias is marked.
+    It takes this member's columns of ``[s, .., in_features]`` and returns
+    ``[s / members, .., out_features]``; ``input_is_parallel=True`` must be passed. Collective, in
+    backward too.
+    """
 
-        Raises:
-            ConfigError: ``input_is_parallel`` is not True, or ``in_features`` cannot be cut.
-        """
-        if not input_is_parallel:
+    def _require_layout(self) -> None:
+        """Raises a ``ConfigError`` where the input is not cut."""
+        if not self.input_is_parallel:
             raise ConfigError(
                 "a RowSequenceParallelLinear takes the columns that each member has",
                 got="input_is_parallel=False",
                 fix="pass input_is_parallel=True",
             )
-        super().__init__(
-            *(in_features, out_features, weight_attr, has_bias, True),
-            *(fuse_matmul_bias, mp_group, name),
-        )
-        if self.is_mp and self.bias is not None:
-            mark_as_sequence_parallel_parameter(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Collective, in backward too.
+    def create_bias(self, size: int, sharded: bool) -> Tensor:
+        """Returns a bias, of whose gradient each member has a part."""
+        bias = super().create_bias(size, sharded)
+        if self.is_mp:
+            mark_as_sequence_parallel_parameter(bias)
+        return bias
 
-        Args:
-            x: ``[s, .., in_features / members]``: this member's columns.
-
-        Returns:
-            ``[s / members, .., out_features]``: this member's part of the sequence.
-
-        Raises:
-            UsageError: The last axis of ``x`` has another size, or the first cannot be cut.
-        """
-        if not self.is_mp:
-            return self.linear(x, self.weight, self.bias, name=self._name)
-        self._check(x)
-        output = operations.reduce_scatter(
-            self.linear(x, self.weight, name=self._name), self.model_parallel_group
-        )
-        return output if self.bias is None else output + self.bias
+    def _total(self, terms: Tensor) -> Tensor:
+        """Returns this member's part of the sum of what all members computed."""
+        return operations.reduce_scatter(terms, self.model_parallel_group)
 
 
 def marked(parameters: Iterable[Tensor]) -> list[Tensor]:
