@@ -84,51 +84,39 @@ class StageRunner:
     def _run_of(self, stage: int) -> Run:
         """Returns what runs a stage, made once: recomputed pieces know what they have seen."""
         first, last = self._partition.boundaries[stage : stage + 2]
-        if self._interval:
-            starts = range(first, last, self._interval)
-            ends = [*starts[1:], last]
-            pieces = [self._piece(stage, *bounds) for bounds in zip(starts, ends)]
-            self._runs[stage] = functools.partial(self._run_pieces, pieces)
-        elif self._chosen.isdisjoint(range(first, last)):
-            self._runs[stage] = functools.partial(self._run_steps, self._steps(first, last))
+        if self._interval or not self._chosen.isdisjoint(range(first, last)):
+            starts = range(first, last, self._interval or 1)
+            pieces = [self._piece(stage, *ends) for ends in zip(starts, [*starts[1:], last])]
+            run: Run = functools.partial(self._run_pieces, pieces)
         else:
-            self._runs[stage] = functools.partial(
-                self._run_chosen, [self._piece(stage, n, n + 1) for n in range(first, last)]
-            )
-        return self._runs[stage]
+            run = functools.partial(self._run_steps, self._steps(first, last))
+        self._runs[stage] = run
+        return run
 
     def _steps(self, start: int, end: int) -> _Steps:
         return tuple(_Step(index, self._functions[index]) for index in range(start, end))
 
-    def _piece(self, stage: int, start: int, end: int) -> tuple[_Steps, RecomputedPiece]:
+    def _piece(self, stage: int, start: int, end: int) -> tuple[_Steps, RecomputedPiece | None]:
         steps = self._steps(start, end)
+        if not (self._interval or start in self._chosen):
+            return steps, None
         name = f"stage {stage}, layers {start} to {end - 1}"
         return steps, RecomputedPiece(name, [function for _, function in steps])
 
     def _run_pieces(
         self,
-        pieces: list[tuple[_Steps, RecomputedPiece]],
+        pieces: list[tuple[_Steps, RecomputedPiece | None]],
         value: Nest,
         micro_batch: GlobalMicroBatch | None,
     ) -> Nest:
         for steps, piece in pieces:
-            value = _sole(value)
+            if self._interval:
+                value = _sole(value)
             run = functools.partial(self._run_steps, steps, micro_batch=micro_batch)
-            value = (
-                recompute.call(piece, run, value) if piece.needs_recompute(value) else run(value)
-            )
-        return value
-
-    def _run_chosen(
-        self,
-        pieces: list[tuple[_Steps, RecomputedPiece]],
-        value: Nest,
-        micro_batch: GlobalMicroBatch | None,
-    ) -> Nest:
-        for steps, piece in pieces:
-            run = functools.partial(self._run_steps, steps, micro_batch=micro_batch)
-            again = steps[0].number in self._chosen and piece.needs_recompute(value)
-            value = recompute.call(piece, run, value) if again else run(value)
+            if piece is not None and piece.needs_recompute(value):
+                value = recompute.call(piece, run, value)
+            else:
+                value = run(value)
         return value
 
     def _run_steps(self, steps: _Steps, value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
