@@ -17,7 +17,7 @@ from typing import Any
 from fleetpipe.checkpoint.contents.parts import GROUPS, TensorName
 from fleetpipe.checkpoint.files import manifest, tensors
 from fleetpipe.checkpoint.files.manifest import Whole, WrittenPart
-from fleetpipe.checkpoint.files.tensors import Layout, Region, Stored
+from fleetpipe.checkpoint.files.tensors import Layout, Region, Stored, damaged
 from fleetpipe.errors import CheckpointError
 
 #: A value of JSON.
@@ -47,7 +47,7 @@ class StepReader:
             layout = self._layouts.get(entry.file)
             stored = None if layout is None else layout.tensors.get(name.name)
             if stored is None or stored.tensor != entry.tensor:
-                raise _damaged(folder / entry.file, f"{name} is not what the manifest says")
+                raise damaged(folder / entry.file, f"{name} is not what the manifest says")
 
     def text(self, name: str) -> Json:
         """Returns the contents of a JSON file of the folder, checked.
@@ -59,7 +59,7 @@ class StepReader:
         with _damage_named(path):
             data = path.read_bytes()
         if tensors.checksum([data]) != self.manifest.files[name].crc32:
-            raise _damaged(path, "its checksum is of something else")
+            raise damaged(path, "its checksum is of something else")
         return json.loads(data)
 
     def check_texts(self) -> None:
@@ -129,9 +129,7 @@ class StepReader:
                 if checksum != piece.crc32:
                     cut = piece.cut
                     place = f", in {cut.start} to {cut.stop} of axis {cut.axis}" if cut else ""
-                    yield _damaged(
-                        self._path(name), f"{name} has other bits than were saved{place}"
-                    )
+                    yield damaged(self._path(name), f"{name} has other bits than were saved{place}")
 
     def _path(self, name: TensorName) -> Path:
         return self.folder / self.manifest.tensors[name].file
@@ -158,26 +156,17 @@ def _damage_named(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
 
 
 def _require_size(path: Path, whole: Whole) -> None:
     size = os.stat(path).st_size
     if size != whole.size:
-        raise _damaged(path, f"{size} bytes in the place of {whole.size}")
+        raise damaged(path, f"{size} bytes in the place of {whole.size}")
 
 
 def _layout(path: Path, whole: Whole) -> Layout:
     layout = tensors.read_layout(path)
     if tensors.checksum([layout.header]) != whole.crc32:
-        raise _damaged(path, "the checksum of its header is of something else")
+        raise damaged(path, "the checksum of its header is of something else")
     return layout
-
-
-def _damaged(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path.name} is damaged",
-        where=str(path),
-        got=got,
-        fix="restore another step; fleetpipe checkpoint verify says what else is damaged",
-    )

@@ -174,19 +174,19 @@ def read_layout(path: Path) -> Layout:
         size = os.fstat(file.fileno()).st_size
         count = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if not 2 <= count <= min(size - _LENGTH_BYTES, _LARGEST_HEADER):
-            raise _damaged(path, f"a header of {count} bytes in a file of {size}")
+            raise damaged(path, f"a header of {count} bytes in a file of {size}")
         text = file.read(count)
     try:
         tensors = _parsed(text, _LENGTH_BYTES + count)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path, str(error)[:200]) from error
+        raise damaged(path, str(error)[:200]) from error
     end = _LENGTH_BYTES + count
     for name, (tensor, begin) in sorted(tensors.items(), key=_by_place):
         if begin != end:
-            raise _damaged(path, f"{name!r} begins at {begin}, and the one before ends at {end}")
+            raise damaged(path, f"{name!r} begins at {begin}, and the one before ends at {end}")
         end += tensor.nbytes
     if end != size:
-        raise _damaged(path, f"tensors up to {end} in a file of {size} bytes")
+        raise damaged(path, f"tensors up to {end} in a file of {size} bytes")
     return Layout(count.to_bytes(_LENGTH_BYTES, "little") + text, tensors, size)
 
 
@@ -218,9 +218,10 @@ def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return entries
 
 
-def _damaged(path: Path, got: str) -> CheckpointError:
+def damaged(path: Path, got: str) -> CheckpointError:
+    """Returns the error of a file that is not as it was written."""
     return CheckpointError(
-        f"{path.name} is no whole safetensors file",
+        f"{path.name} is damaged",
         where=str(path),
         got=got,
         fix="restore another step; fleetpipe checkpoint verify says what else is damaged",
