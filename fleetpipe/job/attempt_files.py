@@ -9,11 +9,13 @@ and the number is 0.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import mmap
 import os
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -182,28 +184,23 @@ def steps_done(home: Path) -> int:
     return max((int(_COUNT.unpack(page)[0]) for page in pages), default=0)
 
 
-class Page:
-    """A few bytes of memory that outlive this process; to write them costs nothing to speak of."""
+def page(name: str = "page") -> Callable[[int], object]:
+    """Returns what writes a number of steps into a few bytes that outlive this process, at no cost.
 
-    def __init__(self, name: str = "page") -> None:
-        """Opens this rank's page in the folder of its attempt; memory of its own without one.
+    They are this rank's page in the folder of its attempt, or memory of its own without one.
+    Whatever is returned for one name in one process writes into the same page.
 
-        A second one of the same name in the same process is the same page.
-
-        Args:
-            name: ``"page"`` for the step that the script says it is in, ``DONE`` for the number of
-                steps that the pipeline did.
-        """
-        home = folder()
-        self._memory: bytearray | mmap.mmap = bytearray(_COUNT.size)
-        if home is not None:
-            with (home / f"{name}.{_own_rank()}").open("a+b") as opened:
-                opened.truncate(_COUNT.size)
-                self._memory = mmap.mmap(opened.fileno(), _COUNT.size)
-
-    def note(self, step: int) -> None:
-        """Says that step ``step``, counted from 0, begins."""
-        _COUNT.pack_into(self._memory, 0, step + 1)
+    Args:
+        name: ``"page"`` for how many steps the script has begun, ``DONE`` for how many steps the
+            pipeline did.
+    """
+    home = folder()
+    memory: bytearray | mmap.mmap = bytearray(_COUNT.size)
+    if home is not None:
+        with (home / f"{name}.{_own_rank()}").open("a+b") as opened:
+            opened.truncate(_COUNT.size)
+            memory = mmap.mmap(opened.fileno(), _COUNT.size)
+    return functools.partial(_COUNT.pack_into, memory, 0)
 
 
 def _append(file: Path, *numbers: int) -> None:

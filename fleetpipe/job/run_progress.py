@@ -64,7 +64,7 @@ class RunProgress:
         self.steps: int | None = None
         self.held_cap: int | None = None
         self._done = 0
-        self._page = attempt_files.Page(attempt_files.DONE)
+        self._write_done = attempt_files.page(attempt_files.DONE)
         self._ended: float | None = None
         self._queue: ProcessorQueue | None = None
         self._save = 0.0
@@ -95,7 +95,7 @@ class RunProgress:
         self._ended, self._save = now, 0.0
         self.step += 1
         self._done += 1
-        self._page.note(self._done - 1)
+        self._write_done(self._done)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:

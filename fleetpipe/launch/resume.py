@@ -64,7 +64,7 @@ class Run:
         self._state = state
         self._manager = manager
         self._kept = kept
-        self._page = attempt_files.Page()
+        self._write_begun = attempt_files.page()
         current = job.current_job()
         timeout = DEFAULT_TIMEOUT if current is None else current.timeout
         self._stopping = Stopping(job.all_ranks(), timeout)
@@ -89,7 +89,7 @@ class Run:
             current.progress.expect(self.step, until)
         try:
             while self.step < until:
-                self._page.note(self.step)
+                self._write_begun(self.step + 1)
                 yield self.step
                 self.done()
         finally:
@@ -116,7 +116,7 @@ class Run:
         self._manager.save(self.step, force=stop, **self._state)
         if stop:
             self._leave()
-        self._page.note(self.step)
+        self._write_begun(self.step + 1)
 
     def stop(self) -> None:
         """Asks, on this rank alone, for the end of the job after a step that all ranks finish."""

@@ -22,7 +22,7 @@ def test_without_a_folder_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     attempt_files.tell_failure(Failure(0, "raised", "boom"))
     attempt_files.tell_code(1)
     attempt_files.tell_preempted(3)
-    attempt_files.Page().note(7)
+    attempt_files.page()(8)
     assert attempt_files.folder() is None
     assert attempt_files.number() == 0
 
@@ -72,12 +72,12 @@ def test_a_page_says_which_step_a_rank_is_in(
 ) -> None:
     monkeypatch.setenv(attempt_files.FOLDER, str(tmp_path))
     as_rank(monkeypatch, 1)
-    page = attempt_files.Page()
+    write = attempt_files.page()
     assert attempt_files.steps_begun(tmp_path) == {}
-    page.note(0)
+    write(1)
     assert attempt_files.steps_begun(tmp_path) == {1: 0}
-    attempt_files.Page().note(41)
-    page.note(42)
+    attempt_files.page()(42)
+    write(43)
     assert attempt_files.steps_begun(tmp_path) == {1: 42}
 
 

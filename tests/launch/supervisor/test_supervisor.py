@@ -26,13 +26,13 @@ SCRIPT = """
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"pp_degree": 2}
     fleet.init(is_collective=True, strategy=strategy)
-    page = attempt_files.Page()
+    write_begun = attempt_files.page()
     if fleet.worker_index() == 0:
         attempt_files.tell_record(pathlib.Path(sys.argv[0]).with_name("record"))
     happens = dict(pair.split("=") for pair in sys.argv[1:])
     what = happens.get(f"{attempt_files.number()}.{fleet.worker_index()}")
     if what is not None:
-        page.note(int(what[1:]))
+        write_begun(int(what[1:]) + 1)
     all_ranks().all_gather(None)
     if what and what[0] == "p":
         # What Paddle's launcher was forked from.

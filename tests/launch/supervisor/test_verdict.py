@@ -29,9 +29,9 @@ class Home:
             elif what == "code":
                 attempt_files.tell_code(value)
             elif what == "step":
-                attempt_files.Page().note(value)
+                attempt_files.page()(value + 1)
             elif what == "done":
-                attempt_files.Page(attempt_files.DONE).note(value - 1)
+                attempt_files.page(attempt_files.DONE)(value)
             elif what == "saved":
                 attempt_files.tell_preempted(value)
 
