@@ -341,7 +341,8 @@ class PipelineLayer(paddle.nn.Layer):
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
-        self._shared_weights.sum_gradients()
+        if self._shared_weights.weights:
+            self._shared_weights.sum_gradients()
 
     def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
         """Runs the layers of this process in order; the whole model in one process.

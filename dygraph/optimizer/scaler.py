@@ -38,8 +38,6 @@ def prepared(scaler: Scaler) -> Scaler:
     Paddle's scaler switches itself off in ``scale`` where the loss is not float16. Only the owner
     of the last stage scales a loss, so each rank scales a number here, and all come to the same.
     """
-    if scaler is None:
-        return None
     if scaler.is_enable():
         scaler.scale(paddle.zeros([1]))
     if scaler.is_enable():

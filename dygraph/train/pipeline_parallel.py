@@ -85,7 +85,7 @@ class PipelineParallel(PipelineFace):
         """
         _require_methods("lr_scheduler", lr_scheduler, "an LRScheduler", ("step", "get_lr"))
         _require_methods("scaler", scaler, "a GradScaler", ("scale", "step", "update"))
-        scaler = prepared(scaler)
+        scaler = None if scaler is None else prepared(scaler)
         batch = TrainingBatch(
             self._runtime, data, loss_fn_idx, scaler, return_micro_batch_loss, weights
         )

@@ -101,11 +101,11 @@ class Runtime:
         self.last_shards: Shards | None = None
         self.sequence = job.along("sep", "cp")
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
-        self._check_finite = finite.asked_for()
-        self._own_errors: Callable[[], AbstractContextManager[None]] = (
-            nullcontext if job.degrees.size == job.degrees.pp else tensor_parallel.own_errors
-        )
-        self._observers: list[Observer] = []
+        #: Whether a stage is no other rank's: no gradient or loss is added to another's.
+        self._sole = job.degrees.size == job.degrees.pp
+        self._own_errors = nullcontext if self._sole else tensor_parallel.own_errors
+        self._has_experts = any(map(experts.is_expert, layers.state.own_parameters()))
+        self._observers: list[Observer] = [finite.FiniteSends()] if finite.asked_for() else []
         self._arrange(PipelineConfig.from_strategy(strategy))
         job.pipelines.append(weakref.ref(layers))
         with job.guarded(lambda: "wrapping the model"):
@@ -223,7 +223,6 @@ class Runtime:
                 "this model's job has ended",
                 expected="a batch between fleet.distributed_model and fleet.shutdown",
                 got="no job that runs" if now is None else "another job, which began since",
-                cause="fleet.shutdown() was called after the model was wrapped",
                 fix="call fleet.shutdown() after the last batch; in another job, build and wrap "
                 "the model anew, and load what was saved",
             )
@@ -319,8 +318,9 @@ class Runtime:
         with self.timing("broadcast_final_loss"):
             total = None
             if self.plays(self.last_owner):
-                losses_here = losses.by_micro_batch() if by_micro_batch else losses.totals()
-                total = [replicas.mean_loss(loss, self.job.copies()) for loss in losses_here]
+                total = losses.by_micro_batch() if by_micro_batch else losses.totals()
+                if not self._sole:
+                    total = [replicas.mean_loss(loss, self.job.copies()) for loss in total]
             shared: list[Tensor] = self.job.group().broadcast(total, self.last_owner)
         return shared[0] if len(shared) == 1 else shared
 
@@ -329,12 +329,14 @@ class Runtime:
         self.last_shards, self.shards = self.shards, None
         with self.timing("allreduce_gradients"):
             parameters = self.layers.trained_parameters()
-            experts.fill_gradients(self.layers.state.own_parameters())
-            of_parts = tensor_parallel.marked(parameters)
-            replicas.reduce_gradients(of_parts, self.job.model_parallel())
-            # A loss is weighed for an average over the ranks that split its sequences.
-            averaged = self.job.copies().ranks if self.scale == "avg" else self.sequence.ranks
-            replicas.reduce_all(parameters, self.job, 1.0 / averaged, self.last_shards)
+            if self._has_experts:
+                experts.fill_gradients(self.layers.state.own_parameters())
+            if not self._sole:
+                of_parts = tensor_parallel.marked(parameters)
+                replicas.reduce_gradients(of_parts, self.job.model_parallel())
+                # A loss is weighed for an average over the ranks that split its sequences.
+                averaged = self.job.copies().ranks if self.scale == "avg" else self.sequence.ranks
+                replicas.reduce_all(parameters, self.job, 1.0 / averaged, self.last_shards)
         # After the replicas: their sums differ in the last bit from stage to stage.
         with self.timing("allreduce_shared_weight_gradients"):
             self.layers.allreduce_shared_weight_gradients()
@@ -429,8 +431,6 @@ class Runtime:
 
     def _engine(self, plan: Plan, training: Sequence[Observer] = ()) -> Engine:
         observers = [*self._observers]
-        if self._check_finite:
-            observers.append(finite.FiniteSends())
         if self.timers is not None:
             observers.append(TimedActions(self.timers))
         observers += training

@@ -201,17 +201,17 @@ class Job:
         """Whether this process is the one of many that writes: see :meth:`Coordinate.leads`."""
         return self.coordinate.leads(*but)
 
-    @property
+    @functools.cached_property
     def replica(self) -> int:
         """The number of this process's replica of the model: its dp and sharding coordinates."""
         return self.mesh.replica(self.coordinate)
 
-    @property
+    @functools.cached_property
     def copy(self) -> int:
         """The number of this process in :meth:`copies`."""
         return self.mesh.number(self.coordinate, COPIES)
 
-    @property
+    @functools.cached_property
     def shard(self) -> tuple[int, int]:
         """Which shard of tensor-parallel layers this process holds, and of how many."""
         return self.mesh.number(self.coordinate, SHARDS), self.degrees.split(*SHARDS)

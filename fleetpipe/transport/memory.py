@@ -53,7 +53,11 @@ class MemoryTransport:
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
         """Leaves a value for ``peer``; see :meth:`base.Transport.send`."""
-        check_peer(self.rank, self.ranks, peer, key)
+        try:
+            tree, tensors = take_apart(value)
+        except Unfit as unfit:
+            raise unfit.error(Route(key, self.rank, peer)) from None
+        structure = self._announced(peer, key, tree)
         target = self._hub.endpoint(peer)
         if self._closed or target._closed:
             raise PeerFailed(
@@ -61,11 +65,6 @@ class MemoryTransport:
                 where=str(Route(key, self.rank, peer)),
                 fix="close a transport only when all its messages are sent and received",
             )
-        try:
-            tree, tensors = take_apart(value)
-        except Unfit as unfit:
-            raise unfit.error(Route(key, self.rank, peer)) from None
-        structure = self._announced(peer, key, tree)
         self.messages += 1
         self.bytes_sent += structure.nbytes
         leaves = bridge.detached(tensors)
@@ -118,6 +117,7 @@ class MemoryTransport:
         channel = (peer, *key[:4])
         structure = self._structures.get(channel)
         if structure is None or structure.tree != tree:
+            check_peer(self.rank, self.ranks, peer, key)
             check_key(key)
             structure = self._structures[channel] = Structure(tree)
             self.announcements += 1
