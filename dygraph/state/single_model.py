@@ -11,7 +11,7 @@ from typing import Any, Callable
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import experts, random_keys, tensor_parallel
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
-from fleetpipe.dygraph.state.hidden_buffers import Place, hidden_buffers
+from fleetpipe.dygraph.state.whole_state import Place, hidden_buffers
 from fleetpipe.paddle_api import paddle
 
 

@@ -7,27 +7,29 @@ otherwise in its own ``state_dict``: the second class of a shared key is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, held_of, mp_shard
 from fleetpipe.checkpoint.contents.parts import Held
 from fleetpipe.dygraph import experts
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.layers import entries as descriptions
-from fleetpipe.dygraph.layers.tied import Built, SharedLayer, is_shared
-from fleetpipe.dygraph.state.hidden_buffers import hidden_buffers
+from fleetpipe.dygraph.layers.tied import Built, SharedLayer, called_through, is_shared
 from fleetpipe.dygraph.state.names import Slot, names_in, slots_of, to_pipeline_names
 from fleetpipe.dygraph.tensor_parallel import own_value, split_axis, whole_value
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.partition import Partition
 
 #: More than a rank has parameters and buffers, or a model shared ones.
 _PLACES_OF_A_LAYER = 2**32
+#: Where a buffer is: the dict that holds it, and its name in there.
+Place = tuple[dict[str, Tensor], str]
 
 
 class ModelState:
@@ -82,10 +84,7 @@ class ModelState:
         return {self._lasting_name(name): parameter for name, parameter in parameters}
 
     def hidden_buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers of this process's layers that no state dict has.
-
-        They go by the number of their layer in the whole list, ``3.mask``.
-        """
+        """Returns the buffers of this process's layers that no state dict has."""
         places = hidden_buffers(self._functions)
         return {name: holder[key] for name, (holder, key) in places.items()}
 
@@ -250,3 +249,31 @@ def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
             )
     for name, tensor in tensors.items():
         tensor.set_value(values[name])
+
+
+def hidden_buffers(functions: Mapping[int, Callable[[Nest], Nest]]) -> dict[str, Place]:
+    """Returns the places of the buffers of some layers that no state dict has.
+
+    They are those with ``persistable=False``, and every tensor set as an attribute. They go by the
+    number of their layer in the whole list and their path in it, ``3.mask``; those of a layer that
+    several entries share go by each of the entries.
+
+    Args:
+        functions: Layers and functions by their number in the whole list.
+    """
+    return {
+        f"{index}.{path}": place
+        for index, function in functions.items()
+        for layer in (function, *called_through(function))
+        if isinstance(layer, paddle.nn.Layer)
+        for path, place in _hidden_in(layer)
+    }
+
+
+def _hidden_in(layer: Layer) -> Iterator[tuple[str, Place]]:
+    keys = layer.state_dict().keys()
+    for prefix, part in layer.named_sublayers(include_self=True):
+        for holder, name in state_slots(part):
+            path = f"{prefix}.{name}" if prefix else name
+            if path not in keys:
+                yield path, (holder, name)

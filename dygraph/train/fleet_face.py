@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
 from fleetpipe.aliases import PaddleGroup, Strategy, Tensor, Topology
-from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors
 from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -108,10 +107,6 @@ class PipelineFace(MetaParallelBase):
     def layers(self) -> PipelineLayer:
         """The wrapped model."""
         return self._runtime.layers
-
-    def checkpoint_part(self) -> NamedTensors:
-        """Returns what this process holds of the model, as a ``CheckpointManager`` takes it."""
-        return self.layers.checkpoint_part()
 
     @property
     def schedule(self) -> Schedule:

@@ -85,11 +85,6 @@ class Ranks:
         return {axis: 1 if degrees is None else degrees.split(axis) for axis in AXES}
 
     @property
-    def replicas(self) -> int:
-        """How many ranks hold the same parameters."""
-        return 1 if self.job is None else self.job.degrees.split(*COPIES)
-
-    @property
     def place(self) -> Place:
         """This rank's part of the model and of the data."""
         job = self.job
@@ -98,7 +93,7 @@ class Ranks:
         at, degrees = job.coordinate, job.degrees
         return Place(
             shard=Part(*job.shard),
-            replica=Part(job.copy, self.replicas),
+            replica=Part(job.copy, degrees.split(*COPIES)),
             stages=Part(at.pp, degrees.pp),
         )
 

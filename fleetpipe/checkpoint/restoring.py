@@ -152,9 +152,9 @@ def _with_statistics(
         wanted: What is to be filled, by the names of the first replica's.
         saved: What the checkpoint has.
     """
-    if ranks.replicas != saved.replicas:
+    replica, replicas = ranks.place.replica
+    if replicas != saved.replicas:
         return wanted
-    replica = ranks.place.replica.number
     of_replica = {name: name.of_replica(replica) for name, held in wanted.items() if held.differs}
     saved_names = {name: other for name, other in of_replica.items() if other in saved.tensors}
     return {saved_names.get(name, name): held for name, held in wanted.items()}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from fleetpipe import log
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Held, TensorName
+from fleetpipe.checkpoint.contents.parts import Held, ModelPart, TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
 from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.files.manifest import Manifest
@@ -51,6 +52,17 @@ class Saving:
         self._saver.settle(wait=True)
 
 
+class _Prepared(NamedTuple):
+    """What follows from the names and shapes that the ranks hold: a plan, its indexes' texts.
+
+    And a manifest without what belongs to a step.
+    """
+
+    plan: FilePlan
+    indexes: Mapping[str, str]
+    manifest: Manifest
+
+
 class Saver:
     """Saves steps of a run, of which at most one is being written."""
 
@@ -64,8 +76,7 @@ class Saver:
         self._retention = retention
         self._home = retention.home
         self._in_background = in_background
-        #: The plan of what the ranks hold, and the texts that follow from it.
-        self._plans: dict[tuple[str, ...], tuple[FilePlan, dict[str, str]]] = {}
+        self._plans: dict[tuple[Job | str | None, ...], _Prepared] = {}
         self._snapshot = Snapshot()
         self._writing: tuple[Ranks, Writing] | None = None
         self._cleaned = False
@@ -89,28 +100,26 @@ class Saver:
         model = objects.required_model()
         optimizer = objects.optimizer_part(model)
         of_optimizer = {} if optimizer is None else optimizer.held()
+        kind = None if optimizer is None else optimizer.kind
         what = f"saving step {step}"
         held = _with_statistics(ranks, what, {**model.held(), **of_optimizer})
 
         def facts() -> dict[str, Json]:
             state = objects.training_state(model).taken()
             state["extra"] = training_state.plain(extra, "extra")
-            return self._facts(ranks, step, held, state)
+            return self._facts(ranks, step, f"{kind} {Inventory.of(held).to_json()}", state)
 
         everyone = ranks.together(what, facts)
         draft = self._home / everyone[0]["draft"]
         try:
-            plan, indexes_of_plan = self._planned(ranks, what, everyone, held)
-            texts = {**indexes_of_plan, training_state.FILE: _merged_state(step, everyone)}
-            manifest = Manifest(
+            prepared = self._prepared(ranks, what, everyone, held, model, kind)
+            plan = prepared.plan
+            texts = {**prepared.indexes, training_state.FILE: _merged_state(step, everyone)}
+            manifest = replace(
+                prepared.manifest,
                 step=step,
                 files=described_files(plan, texts),
-                tensors={},
-                order=model.order(),
-                optimizer=None if optimizer is None else optimizer.kind,
                 metrics=training_state.plain(metrics, "metrics"),
-                layout=ranks.layout,
-                versions={"fleetpipe": __version__, "paddle": VERSION},
             )
         except CheckpointError:
             if ranks.rank == 0:
@@ -154,13 +163,12 @@ class Saver:
                 _log.warning("step %d was not saved by this rank: %s", step, error)
 
     def _facts(
-        self, ranks: Ranks, step: int, held: Mapping[TensorName, Held], state: Mapping[str, Json]
+        self, ranks: Ranks, step: int, described: str, state: Mapping[str, Json]
     ) -> dict[str, Json]:
         """Returns what a rank says of itself, and rank 0 of the draft that it makes."""
-        inventory = Inventory.of(held).to_json()
         return {
             "step": step,
-            "digest": hashlib.sha256(inventory.encode()).hexdigest(),
+            "digest": hashlib.sha256(described.encode()).hexdigest(),
             "state": training_state.to_text(state),
             "place": ranks.place.to_json(),
             "draft": self._make_draft(step) if ranks.rank == 0 else "",
@@ -175,19 +183,23 @@ class Saver:
         draft.mkdir()
         return draft.name
 
-    def _planned(
+    def _prepared(
         self,
         ranks: Ranks,
         what: str,
         everyone: Sequence[Mapping[str, Json]],
         held: Mapping[TensorName, Held],
-    ) -> tuple[FilePlan, dict[str, str]]:
-        """Returns the plan, which is made once for as long as no rank holds something else."""
-        key = tuple(facts["digest"] for facts in everyone)
+        model: ModelPart,
+        optimizer: str | None,
+    ) -> _Prepared:
+        """Returns what is made once for as long as no rank holds something else."""
+        key = (ranks.job, *(facts["digest"] for facts in everyone))
         if key not in self._plans:
             texts = ranks.together(what, lambda: Inventory.of(held).to_json())
             plan = planned([Inventory.from_json(text) for text in texts])
-            self._plans = {key: (plan, indexes(plan))}
+            versions = {"fleetpipe": __version__, "paddle": VERSION}
+            manifest = Manifest(0, {}, {}, model.order(), optimizer, {}, ranks.layout, versions)
+            self._plans = {key: _Prepared(plan, indexes(plan), manifest)}
         return self._plans[key]
 
     def _begin(self, ranks: Ranks, task: Assignment, held: Mapping[TensorName, Held]) -> None:
@@ -244,9 +256,9 @@ def _with_statistics(
     Raises:
         CheckpointError: Some rank cannot read its memory; every rank raises.
     """
-    if ranks.replicas == 1:
+    member, (replica, replicas) = ranks.place.shard.number, ranks.place.replica
+    if replicas == 1:
         return held
-    member, replica = ranks.place.shard.number, ranks.place.replica.number
     mine = {name: one for name, one in held.items() if one.differs}
 
     def sums() -> list[Any]:

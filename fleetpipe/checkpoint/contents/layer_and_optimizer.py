@@ -68,10 +68,9 @@ class NamedTensors:
         A tensor that it has under several names counts under the first.
 
         Args:
-            layer: The model, or what wraps it.
+            layer: The model.
             shard: Which mp shard of tensor-parallel layers this process holds, and of how many.
         """
-        layer = _inside(layer)
         state = layer.state_dict()
         names: dict[int, str] = {}
         for name, tensor in state.items():
@@ -181,8 +180,8 @@ def mp_shard() -> tuple[int, int]:
     return (0, 1) if job is None else job.shard
 
 
-def _inside(layer: Layer) -> Layer:
-    """Returns the model in the wrappers of data and tensor parallelism, whose names it lends."""
+def without_wrappers(layer: Layer) -> Layer:
+    """Returns the model in the wrappers of all kinds of parallelism, whose names it lends."""
     while (wrapped := wrapped_layer(layer)) is not None:
         layer = wrapped
     return layer

@@ -11,6 +11,7 @@ from fleetpipe.checkpoint.contents.layer_and_optimizer import (
     OptimizerState,
     mp_shard,
     unwrapped,
+    without_wrappers,
 )
 from fleetpipe.checkpoint.contents.parts import (
     BUFFERS,
@@ -93,7 +94,9 @@ class Objects:
         model = self.names_from if self.model is None else self.model
         if model is None:
             return None
-        if isinstance(model, SavedProgram):
+        if isinstance(model, paddle.nn.Layer):
+            model = without_wrappers(model)
+        elif isinstance(model, SavedProgram):
             return model.checkpoint_part_of_program(self.names)
         if self.names is not None:
             raise ConfigError(
