@@ -43,6 +43,23 @@ assert not any(name.startswith("paddle") for name in sys.modules)
     assert done.stdout.startswith("9\n")
 
 
+def test_every_command_says_without_paddle_how_it_is_used() -> None:
+    done = without_paddle(
+        """
+import contextlib, io
+from fleetpipe.cli import COMMANDS, main
+for name in [command.name for command in COMMANDS]:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        try:
+            code = main([name, "--help"])
+        except SystemExit as ended:
+            code = ended.code
+    assert not code and f"fleetpipe {name}" in shown.getvalue(), (name, code)
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "module", ["fleetpipe.fleet", "fleetpipe.dygraph", "fleetpipe.static", "fleetpipe.parity"]
 )

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fleetpipe.paddle_api.tensor import tensor_bytes
-
 
 @dataclass
 class Traffic:
@@ -24,6 +22,9 @@ class Traffic:
 
     def add(self, parts: Iterable[Any]) -> None:
         """Counts an exchange of some tensors, each for another member."""
+        # Late: a mesh is looked at where no Paddle is, too.
+        from fleetpipe.paddle_api.tensor import tensor_bytes
+
         self.exchanges += 1
         self.nbytes += sum(map(tensor_bytes, parts))
 
