@@ -18,7 +18,8 @@ class Location(NamedTuple):
         ranks: The ranks of the job whose values are wrong.
         step: The training step, from 0.
         micro_batch: Of its replica, from 0; None for what a step has once.
-        difference: The largest, over the largest number that was expected.
+        difference: The largest, over the largest number that was expected; infinite where there is
+            nothing to compare with, or a number is not finite.
         tolerance: What rounding makes there.
         cause: The likely one, in a sentence.
     """
@@ -34,19 +35,22 @@ class Location(NamedTuple):
     cause: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields by name, as JSON has them: an infinite number as a string."""
+        """Returns the fields by name, as JSON has them: None where nothing can be measured."""
         fields = {**self._asdict(), "ranks": list(self.ranks)}
-        return {k: str(v) if v == float("inf") else v for k, v in fields.items()}
+        return {k: None if v == float("inf") else v for k, v in fields.items()}
 
     def __str__(self) -> str:
         where = self.layer or "the whole step"
         along = f", along {self.axis}" if self.axis else ""
         ranks = ", ".join(map(str, self.ranks))
         which = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
+        far = f"{self.difference:.3g} relative; up to {self.tolerance:.2g} is rounding"
+        if self.difference == float("inf"):
+            far = "it cannot be measured"
         return (
             f"locate: first difference: {self.phase} of {where}{along}\n"
             f"  where: rank {ranks}, step {self.step}{which}\n"
-            f"  how far: {self.difference:.3g} relative; up to {self.tolerance:.2g} is rounding\n"
+            f"  how far: {far}\n"
             f"  likely cause: {self.cause}"
         )
 
@@ -81,8 +85,17 @@ SAME_SHARDS = "all shards were drawn from one random stream: seed each rank of t
 OTHER_WEIGHTS = "this weight begins with other values than the twin's, unlike the rest"
 LABELS = "labels are not those of the inputs: this rank reads other samples than the first stage"
 STREAMS = "dropout draws the same numbers on ranks along {}, which have different values there"
+OTHER_ROWS = (
+    "this layer computes something else, and its micro-batch has other rows than the twin's: what "
+    "depends on all rows, as a batch normalisation, takes those of one replica alone"
+)
 RETURNED = "losses are not averaged over all replicas and micro-batches before they are returned"
 GRADIENT = "this layer's own gradient is wrong, and what came to its output in backward is right"
+ACCUMULATED = (
+    "no parameter has the sum over this step's micro-batches, though backward was right in each: "
+    "gradients are cleared or changed between them"
+)
+NOT_CLEARED = "gradients of the step before are not cleared when backward begins"
 TIED = "the gradients of the uses of this tied weight do not add up to that of one device"
 TWICE = "the gradient of one use of this tied weight is counted twice"
 NO_GRADIENT = "no rank has a gradient: the parameter is detached, frozen, or its stage's is lost"
@@ -90,7 +103,8 @@ CLIP = (
     "the norm is not that of all gradients: parts of other ranks are left out, or what ranks share "
     "is counted more than once"
 )
-RATE = "the learning rate is another: a scheduler that steps once for each micro-batch or replica"
+UNCLIPPED = "these ranks do not clip gradients, as the others and the twin do"
+RATE = "the learning rate is another: set by rank, or its scheduler has stepped more or less often"
 UNTRAINED = "no rank's optimizer has this parameter"
 UPDATE = (
     "the optimizer makes another step of the same gradient: its state or options differ, or the "
@@ -140,8 +154,9 @@ def of_flow(
     partial = next((outcome.partial for outcome in bad if outcome.partial), "")
     axis = partial or axis_between([outcome.rank for outcome in bad], rest, degrees)
     layer, backward = place.name, place.phase == "gradient"
+    taken = consumer(place) if backward else ""
     if backward:
-        layer = consumer(place) or layer
+        layer = taken or layer
     elif place.part.startswith("input") and "." in layer:
         # No layer has made it: the layer around has.
         layer = layer.rpartition(".")[0]
@@ -150,6 +165,8 @@ def of_flow(
     numbers = sorted({outcome.rank.rank for outcome in bad})
     worst = max(bad, key=lambda outcome: outcome.gap)
     cause = _of_flow(layer, place.part, axis if partial else "", axis, backward)
+    if backward and not taken and not partial:
+        cause = "what comes back to its output is wrong: see what is made of that between layers"
     return Location(
         *(layer, place.phase, axis, numbers, step, place.micro_batch),
         *(worst.gap, worst.tolerance, cause),
@@ -190,6 +207,8 @@ def of_loss(
         cause = f"a wrong scale: backward begins from {whose} the loss"
         if micro_batches > 1 and factor % micro_batches == 0:
             cause += f", as where it is not divided by the {micro_batches} micro-batches"
+        elif micro_batches > 1 and round(1 / factor) % micro_batches == 0:
+            cause += f", as where it is divided by the {micro_batches} micro-batches twice"
     elif len(per_place) > 1 or micro_batches > 1:
         cause = (
             "losses are not weighted by the tokens, or rows, that they are the mean of; or the "

@@ -107,6 +107,7 @@ class _Hooks:
         self._recorder = recorder
         self._feed = feed
         self._paths: list[str | None] = []
+        self._training = False
         #: How often the twin had to read more samples before it could step.
         self._put_off = 0
         self._backward_runs = False
@@ -123,13 +124,15 @@ class _Hooks:
         if self._backward_runs or not wanted or isinstance(layer, PipelineParallel):
             return call(layer, *inputs, **named)
         if outermost:
+            # A frozen layer within is one of the model's: an evaluation is of a whole model.
+            self._training = recorder.in_pipeline or layer.training
             self._enter_root(layer, [*inputs, *named.values()])
-        self._paths.append(recorder.path_of(layer) if layer.training else None)
+        self._paths.append(recorder.path_of(layer) if self._training else None)
         try:
             output = call(layer, *inputs, **named)
         finally:
             self._paths.pop()
-        if layer.training:
+        if self._training:
             recorder.called(layer, [*inputs, *named.values()], output)
         return output
 
@@ -244,6 +247,8 @@ class _Hooks:
             call(tensor, *more, **named)
             return
         recorder.put(Meaning(recorder.step, "loss", "", recorder.micro_batch, "share"), tensor)
+        if not recorder.noted("gradient"):
+            recorder.note_gradients_left()
         self._backward_runs = True
         try:
             call(tensor, *more, **named)

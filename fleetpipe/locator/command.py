@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from fleetpipe.errors import UsageError
@@ -17,7 +19,7 @@ from fleetpipe.launch import log_filter, script
 from fleetpipe.locator import record
 from fleetpipe.locator.causes import Location
 from fleetpipe.locator.comparison import first_difference
-from fleetpipe.locator.options import SETTING, Setting
+from fleetpipe.locator.options import SETTING, TIMEOUT, Setting
 
 #: Where a record has the job, its twin, and the twin that was moved in the last place.
 JOB, TWIN, PERTURBED = "job", "twin", "perturbed"
@@ -42,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(None if finding is None else finding.as_dict()))
     elif finding is None:
-        print(f"locate: {steps} steps: nothing differs beyond rounding")
+        print(f"locate: nothing differs beyond rounding (steps compared: {steps})")
     else:
         print(finding)
     return 0 if finding is None else 1
@@ -59,14 +61,16 @@ def located(options: argparse.Namespace) -> tuple[Location | None, int]:
     """
     with tempfile.TemporaryDirectory(prefix="fleetpipe-locate-") as temporary:
         home = options.record or Path(temporary)
+        kept: record.Record | None = None
+        if options.against is not None:
+            kept = record.read(options.against / TWIN)
         _emptied(home)
         _start(options, Setting(str(home / JOB), options.steps), "the job")
         job = record.read(home / JOB)
-        if options.against is not None:
-            twin = record.read(options.against / TWIN)
+        if kept is not None:
             moved = options.against / PERTURBED
             perturbed = record.read(moved) if moved.is_dir() else None
-            return first_difference(job, twin, perturbed), min(job.steps, twin.steps)
+            return first_difference(job, kept, perturbed), min(job.steps, kept.steps)
         automatic = not (options.twin or options.twin_arguments)
         setting = Setting(str(home / TWIN), job.steps, str(home / JOB), False, automatic)
         _start(options, setting, "the twin")
@@ -89,6 +93,7 @@ def locate(
     record: str | Path | None = None,
     against: str | Path | None = None,
     log_dir: str | Path = "log",
+    timeout: float = TIMEOUT,
 ) -> Location | None:
     """Runs a training script and its twin on one device, and says where they begin to differ.
 
@@ -103,6 +108,7 @@ def locate(
         record: A folder that keeps what job and twin have computed.
         against: Such a folder, with whose twin the job is compared.
         log_dir: Where each of several processes leaves its log.
+        timeout: A run that finishes no step within so many seconds is ended.
 
     Returns:
         The first place that differs by more than rounding makes, or None.
@@ -124,6 +130,7 @@ def locate(
         record=None if record is None else Path(record),
         against=None if against is None else Path(against),
         log_dir=str(log_dir),
+        timeout=timeout,
         log_level=log_filter.DEFAULT_LEVEL,
         json=True,
     )
@@ -158,16 +165,35 @@ def _start(options: argparse.Namespace, setting: Setting, what: str) -> None:
     command += ["--log-dir", options.log_dir, "--log-level", options.log_level]
     command += [str(options.script), *arguments]
     quiet = alone or options.json
-    done = subprocess.run(
-        command, env=environment, stdout=sys.stderr if quiet else None, check=False
-    )
-    if done.returncode:
+    process = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
+    failure = _ended(process, Path(setting.folder), options.timeout)
+    if failure:
         raise UsageError(
             f"{what} failed before it had {setting.steps} steps",
             where=str(options.script),
-            got=f"exit code {done.returncode}",
+            got=failure,
             cause="at degrees 1 the script needs other options" if alone else None,
             fix="say how it runs at degrees 1: --twin NAME=VALUE, or --twin-arguments '--pp 1'"
             if alone
             else "make the script run first: fleetpipe run",
         )
+
+
+def _ended(process: subprocess.Popen[bytes], folder: Path, limit: float) -> str:
+    """Waits until a run ends, and ends it where it finishes no step within a limit.
+
+    Returns:
+        How it failed; "" where it did not.
+    """
+    steps = -1
+    while steps != (steps := sum(1 for _ in folder.iterdir())):
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(limit)
+            return f"exit code {code}" if code else ""
+    for end in (process.send_signal, process.send_signal, lambda _: process.kill()):
+        # It passes the first on to its ranks, which have sessions of their own, then kills them.
+        end(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+            break
+    return f"no step was finished within {limit:g} seconds (--timeout)"

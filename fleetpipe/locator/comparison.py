@@ -73,6 +73,7 @@ class StepBesideTwin:
             lambda: self._flow("forward"),
             self._streams,
             self._loss,
+            parameters.cleared,
             lambda: self._backward(parameters),
             parameters.reduction,
             parameters.trained,
@@ -168,7 +169,13 @@ class StepBesideTwin:
         return self._described(wrong)
 
     def _described(self, wrong: list[Outcome]) -> Location:
-        return causes.of_flow(self.job.degrees, self.step, self.consumer, wrong)
+        location = causes.of_flow(self.job.degrees, self.step, self.consumer, wrong)
+        rank, micro_batch = wrong[0].rank, wrong[0].place.micro_batch
+        rows = self._rows_of(rank, micro_batch)
+        if location.phase != "forward" or not rows.places or rows.whole is not None:
+            return location
+        axis = location.axis or first_split(self.job.degrees, "dp", "sharding")
+        return location._replace(axis=axis, cause=causes.OTHER_ROWS)
 
     def wrong(self, outcomes: list[Outcome]) -> list[Outcome] | None:
         """Returns the outcomes of the first place that is wrong on some rank.
@@ -297,17 +304,38 @@ class StepBesideTwin:
                 for o in wrong
             ]
             return self._described(restored)
-        return None if first is None else first[1]
+        if first is None:
+            return None
+        finding = first[1]
+        if causes.NO_GRADIENT in finding.cause:
+            return finding._replace(layer=self._stopping() or finding.layer)
+        if wrong is None and parameters.most_gradients_wrong:
+            return finding._replace(layer="", cause=causes.ACCUMULATED)
+        return finding
 
     def consumer(self, place: Meaning) -> str:
         """Returns the innermost layer that takes what a layer returns; "" where none does."""
+        return max(self._consumers(place), key=lambda name: name.count("."), default="")
+
+    def _consumers(self, place: Meaning) -> list[str]:
         key = place.name, place.part
-        users = [
+        return [
             user.name
             for user, sources in self.single.sources.items()
             if user.step == self.step and any((s.name, s.part) == key for s in sources)
         ]
-        return max(users, key=lambda name: name.count("."), default="")
+
+    def _stopping(self) -> str:
+        """Returns the outermost layer that gives no gradient to what it takes; "" for none."""
+        ran, arrived = (
+            {(p.name, p.part) for r in self.job.ranks for p in r.of(self.step, phase)}
+            for phase in ("forward", "gradient")
+        )
+        for place in self.single.of(self.step, "gradient"):
+            if (place.name, place.part) in ran - arrived:
+                users = self._consumers(place) or [place.name]
+                return min(users, key=lambda name: name.count("."))
+        return ""
 
 
 def _calls_of(rank: RankTensors, step: int) -> Counter[tuple[str, str, int]]:

@@ -11,6 +11,8 @@ from fleetpipe.launch.script import configure_script
 
 #: The environment variable that says to a process of a script what it is to record.
 SETTING = "FLEETPIPE_LOCATE"
+#: Seconds within which a run finishes a step.
+TIMEOUT = 600.0
 
 
 class Setting(NamedTuple):
@@ -64,6 +66,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help="compare with the twin of a record, of another version or commit, and run none",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=kinds.seconds,
+        default=TIMEOUT,
+        metavar="SECONDS",
+        help="end a run that finishes no step within so long (default: %(default)g)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the first place as JSON, or null"

@@ -13,7 +13,7 @@ import numpy as np
 from fleetpipe.locator import causes
 from fleetpipe.locator.causes import Location, axis_between, first_split
 from fleetpipe.locator.layouts import layouts, part_of
-from fleetpipe.locator.record import Meaning, RankTensors, Record
+from fleetpipe.locator.record import LEFT, Meaning, RankTensors, Record
 from fleetpipe.locator.tolerance import Tolerances, gap, largest
 
 #: By rank.
@@ -59,6 +59,8 @@ class ParameterChecks:
         self._ranks = {rank.rank: rank for rank in job.ranks}
         self._positions = positions
         self._local: dict[str, Best] = {}
+        #: Whether gradients before the reduction are wrong for most parameters.
+        self.most_gradients_wrong = False
 
     # Where a step begins
 
@@ -131,6 +133,19 @@ class ParameterChecks:
 
     # Gradients
 
+    def cleared(self) -> Location | None:
+        """Finds ranks that begin backward with gradients where the twin has none."""
+
+        def left(rank: RankTensors) -> bool:
+            return any(place.part == LEFT for place in rank.of(self._step, "gradient"))
+
+        wrong = [rank for rank in self._job.ranks if left(rank)]
+        if not wrong or left(self._single):
+            return None
+        rest = [rank for rank in self._job.ranks if rank not in wrong]
+        axis = axis_between(wrong, rest, self._job.degrees)
+        return self._finding("", "gradient", axis, wrong, causes.NOT_CLEARED)
+
     def gradient(self) -> tuple[float, Location] | None:
         """Finds the first gradient that is wrong before ranks add up theirs, in backward's order.
 
@@ -152,6 +167,7 @@ class ParameterChecks:
             bad = [n for n, apart in best.apart.items() if not apart <= tolerance]
             if bad:
                 firsts.append((self._position(name), self._of_gradient(name, best, bad, whole)))
+        self.most_gradients_wrong = 2 * len(firsts) > len(self._local) > 1
         return min(firsts, key=lambda pair: pair[0], default=None)
 
     def _of_gradient(self, name: str, best: Best, bad: list[int], whole: np.ndarray) -> Location:
@@ -228,15 +244,8 @@ class ParameterChecks:
         axis, cause = causes.of_reduction(
             self._job.degrees, axes, missing, ratio, name, shared=len(self._stages(name)) > 1
         )
-        return self._finding(
-            name,
-            "reduction",
-            axis,
-            [self._ranks[n] for n in bad],
-            cause,
-            worst,
-            self._tolerance("reduction", name, whole),
-        )
+        ranks, tolerance = [self._ranks[n] for n in bad], self._tolerance("reduction", name, whole)
+        return self._finding(name, "reduction", axis, ranks, cause, worst, tolerance)
 
     def _elsewhere(self, number: int, apart: Mapping[int, float], tolerance: float) -> bool:
         """Whether another rank of the optimizer's shards has the gradient, who steps by it."""
@@ -269,13 +278,13 @@ class ParameterChecks:
     # The step
 
     def clip(self) -> Location | None:
-        """Finds the first gradient that was clipped by another norm."""
-        cause = causes.CLIP
-        finding = self._first("clip", cause)
-        if finding is not None and not finding.axis:
-            axis = first_split(self._job.degrees, "mp", "pp", "sharding")
-            return finding._replace(axis=axis)
-        return finding
+        """Finds ranks that do not clip, or the first gradient that was clipped by another norm."""
+        clipping = [rank for rank in self._job.ranks if rank.names(self._step, "clip")]
+        rest = [rank for rank in self._job.ranks if rank not in clipping]
+        if clipping and rest and self._single.names(self._step, "clip"):
+            axis = axis_between(rest, clipping, self._job.degrees)
+            return self._finding("", "clip", axis, rest, causes.UNCLIPPED)
+        return self._first("clip", causes.CLIP, "mp", "pp", "sharding")
 
     def trained(self) -> Location | None:
         """Finds a parameter that no optimizer has; a clip's norm is another without it."""
@@ -292,25 +301,19 @@ class ParameterChecks:
         place = Meaning(self._step, "optimizer input", "", part="learning rate")
         rate = self._single.tensors.get(place)
         rates = {r.rank: r.tensors[place] for r in self._job.ranks if place in r.tensors}
-        bad = [
-            n
-            for n, other in rates.items()
-            if rate is not None and other.tobytes() != rate.tobytes()
-        ]
-        if bad:
-            wrong = [self._ranks[n] for n in bad]
-            rest = [self._ranks[n] for n in rates if n not in bad]
-            axis = axis_between(wrong, rest, self._job.degrees)
-            apart = max(gap(rates[n], rate) for n in bad if rate is not None)
-            return self._finding("", "optimizer input", axis, wrong, causes.RATE, apart)
-        return None
+        apart = {} if rate is None else {n: gap(other, rate) for n, other in rates.items()}
+        bad = [n for n, far in apart.items() if far]
+        if not bad:
+            return None
+        wrong = [self._ranks[n] for n in bad]
+        rest = [self._ranks[n] for n in rates if n not in bad]
+        axis = axis_between(wrong, rest, self._job.degrees)
+        worst = max(apart.values())
+        return self._finding("", "optimizer input", axis, wrong, causes.RATE, worst)
 
     def update(self) -> Location | None:
         """Finds the first parameter that became another one."""
-        finding = self._first("update", causes.UPDATE)
-        if finding is not None and not finding.axis:
-            return finding._replace(axis=first_split(self._job.degrees, "sharding", "mp"))
-        return finding
+        return self._first("update", causes.UPDATE, "sharding", "mp")
 
     def buffers(self) -> Location | None:
         """Finds the first buffer that differs; replicas have statistics of their own samples."""
@@ -318,7 +321,7 @@ class ParameterChecks:
             return None
         return self._first("buffer", causes.BUFFER)
 
-    def _first(self, phase: str, cause: str) -> Location | None:
+    def _first(self, phase: str, cause: str, *axes: str) -> Location | None:
         for name, whole in self._single.names(self._step, phase).items():
             parts = self._parts(phase, name)
             tolerance = self._tolerance(phase, name, whole)
@@ -328,6 +331,8 @@ class ParameterChecks:
                 wrong = [self._ranks[n] for n in bad]
                 right = [self._ranks[n] for n in apart if n not in bad]
                 axis = axis_between(wrong, right, self._job.degrees)
+                if axes:
+                    axis = axis or first_split(self._job.degrees, *axes)
                 worst = max(apart.values())
                 return self._finding(name, phase, axis, wrong, cause, worst, tolerance)
         return None
@@ -377,19 +382,14 @@ class ParameterChecks:
     def _position(self, name: str) -> float:
         """Returns when the twin has the gradient of a parameter: after that of its layer."""
         layer = name.rpartition(".")[0]
-        of_layer = [
-            at
-            for (phase, path, _), at in self._positions.items()
-            if phase == "gradient" and path == layer
-        ]
-        if of_layer:
-            return max(of_layer) + 0.5
-        forward = [
-            at
-            for (phase, path, _), at in self._positions.items()
-            if phase == "forward" and path == layer
-        ]
-        return float("inf") if not forward else 1e9 - max(forward)
+        places = {"forward": [-1.0], "gradient": [-1.0]}
+        for (phase, path, _), at in self._positions.items():
+            if path == layer and phase in places:
+                places[phase].append(at)
+        forward, backward = max(places["forward"]), max(places["gradient"])
+        if backward >= 0:
+            return backward + 0.5
+        return float("inf") if forward < 0 else 1e9 - forward
 
     def _finding(
         self,

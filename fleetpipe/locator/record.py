@@ -26,6 +26,9 @@ PHASES = (
     "buffer",
 )
 
+#: The part of a gradient that there is before backward begins.
+LEFT = "left over"
+
 
 class Meaning(NamedTuple):
     """What a tensor means.

@@ -12,6 +12,7 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, tensors_of
+from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.job.job import current_job
 from fleetpipe.locator import record
 from fleetpipe.locator.record import Meaning
@@ -74,8 +75,14 @@ class Recorder:
             prefix = f"{prefix[:-1]}'."
         self._roots.append((prefix, inner))
         self._paths[id(root)] = prefix.rstrip(".")
+        spread: list[str] = []
         for path, layer in inner.named_sublayers(include_self=True):
-            self._paths.setdefault(id(layer), f"{prefix}{path}".rstrip("."))
+            parameters = list(layer.parameters())
+            if parameters and all(map(is_spread, parameters)):
+                # Which tokens come to an expert here, and in how many calls, is no replica's.
+                spread.append(f"{path}.")
+            if not f"{path}.".startswith(tuple(spread)):
+                self._paths.setdefault(id(layer), f"{prefix}{path}".rstrip("."))
         for name, parameter in self.parameters().items():
             self._parameter_names[id(parameter)] = name
         return True
@@ -175,7 +182,9 @@ class Recorder:
         for name, parameter in self.parameters().items():
             array = numbers_of(parameter.detach())
             last = self._last.get(name)
-            if phase == "update" or last is None or last.tobytes() != array.tobytes():
+            if phase == "update" and name.rpartition(".")[2] in _STATISTICS:
+                self.put(Meaning(self.step, "buffer", name, part="buffer"), array)
+            elif phase == "update" or last is None or last.tobytes() != array.tobytes():
                 self.put(Meaning(self.step, phase, name, part="parameter"), array)
             self._last[name] = array
 
@@ -185,6 +194,12 @@ class Recorder:
             if parameter.grad is not None:
                 self.put(Meaning(self.step, phase, name, part="gradient"), parameter.grad)
         self._noted.add(phase)
+
+    def note_gradients_left(self) -> None:
+        """Keeps gradients of the step before that are still there when backward begins."""
+        for name, parameter in self.parameters().items():
+            if parameter.grad is not None and bool((parameter.grad != 0).any()):
+                self.put(Meaning(self.step, "gradient", name, part=record.LEFT), parameter.grad)
 
     def noted(self, phase: str) -> bool:
         """Whether gradients of a phase are kept in this step."""
@@ -232,6 +247,8 @@ class Recorder:
             raise Finished(0)
 
 
+#: Of a batch normalisation: Paddle makes parameters of them, which no optimizer steps.
+_STATISTICS = ("_mean", "_variance")
 _FLOATS = (paddle.float16, paddle.bfloat16, paddle.float32, paddle.float64)
 
 

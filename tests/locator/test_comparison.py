@@ -85,6 +85,47 @@ def _not_reduced(ranks: list[RankTensors]) -> None:
         rank.tensors[Meaning(0, "reduction", "fc.weight", part="gradient")] = local / 2
 
 
+def _left_over(ranks: list[RankTensors]) -> None:
+    total = ranks[-1].tensors[Meaning(0, "reduction", "fc.weight", part="gradient")]
+    ranks[-1].tensors[Meaning(0, "gradient", "fc.weight", part=record.LEFT)] = total
+
+
+def test_a_rank_that_does_not_clear_its_gradients_is_named_unless_the_twin_does_not() -> None:
+    job, single = replicas(), twin()
+    _left_over(job)
+    finding = first_difference(compared(job), single, twin(ROUNDING))
+    assert finding is not None
+    assert (finding.phase, finding.axis, finding.ranks) == ("gradient", "dp", [1])
+    assert "not cleared" in finding.cause
+    _left_over(list(single.ranks))
+    assert first_difference(compared(job), single, twin(ROUNDING)) is None
+
+
+def _one_clips(ranks: list[RankTensors]) -> None:
+    total = ranks[0].tensors[Meaning(0, "reduction", "fc.weight", part="gradient")]
+    ranks[0].tensors[Meaning(0, "clip", "fc.weight", part="gradient")] = total
+
+
+def test_a_rank_that_does_not_clip_is_named() -> None:
+    job, single, moved = replicas(), twin(), twin(ROUNDING)
+    for ranks in (job, list(single.ranks), list(moved.ranks)):
+        _one_clips(ranks)
+    finding = first_difference(compared(job), single, moved)
+    assert finding is not None
+    assert (finding.phase, finding.axis, finding.ranks) == ("clip", "dp", [1])
+    assert finding.as_dict()["difference"] is None
+    assert "cannot be measured" in str(finding)
+
+
+def test_rows_of_another_micro_batch_are_said_with_a_layer_that_differs() -> None:
+    job = replicas()
+    _scaled("forward", "output 0", 1.001)(job)
+    finding = first_difference(compared(job), twin(), twin(ROUNDING))
+    assert finding is not None
+    assert (finding.layer, finding.phase, finding.axis) == ("fc", "forward", "dp")
+    assert "other rows than the twin" in finding.cause
+
+
 def _same_rows(ranks: list[RankTensors]) -> None:
     ranks[1].tensors = dict(ranks[0].tensors)
 

@@ -1,0 +1,55 @@
+"""What a script's layers are recorded as, and runs that do not end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+
+from fleetpipe.locator import record
+from fleetpipe.locator.collecting import collecting
+from fleetpipe.locator.command import _ended
+from fleetpipe.locator.recorder import Finished, Recorder
+
+nn: Any = paddle.nn
+
+
+def _recorded(model: Any, folder: Path) -> record.RankTensors:
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    with collecting(Recorder(folder, 1, 0)):
+        model(paddle.ones([4, 3])).mean().backward()
+        with pytest.raises(Finished):
+            optimizer.step()
+    (rank,) = record.read(folder).ranks
+    return rank
+
+
+def test_running_statistics_are_buffers_and_no_update(tmp_path: Path) -> None:
+    rank = _recorded(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1D(2)), tmp_path)
+    assert rank.names(0, "buffer").keys() == {"1._mean", "1._variance"}
+    assert rank.names(0, "update").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_a_layer_that_is_not_trained_is_one_of_the_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1D(2))
+    model[1].eval()
+    assert {p.name for p in _recorded(model, tmp_path).of(0, "forward")} == {"0", "1", ""}
+
+
+def test_what_comes_to_experts_of_one_rank_is_no_replicas(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    for parameter in model[1].parameters():
+        parameter.no_sync = True
+    rank = _recorded(model, tmp_path)
+    assert {p.name for p in rank.of(0, "forward")} == {"0", ""}
+    assert "1.0.weight" in rank.names(0, "reduction")
+
+
+def test_a_run_without_a_step_is_ended_at_its_limit(tmp_path: Path) -> None:
+    waiting = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    assert "within 1 seconds" in _ended(waiting, tmp_path, 1.0)
+    assert waiting.returncode
