@@ -20,7 +20,14 @@ from tests.test_house import modules
 #: callback puts out when ``verbose`` asks for it; the output of commands.
 WRITES = (
     *("log", "job/watching/watch", "job/watching/process_exit", "fit/callbacks/rank_policy", "cli"),
-    *("checkpoint/tools/commands", "launch/profile", "launch/script", "launch/serving"),
+    *(
+        "checkpoint/tools/commands",
+        "doctor/command",
+        "locator/command",
+        "launch/profile",
+        "launch/script",
+        "launch/serving",
+    ),
     *("launch/supervisor/", "parity/command", "profiling/commands", "report/command"),
     *("schedules/commands", "starter/command", "watch/command", "why/command"),
 )

@@ -55,6 +55,9 @@ with job(2, timeout={LIMIT}):
     elif moment:
         sys.exit("there is no step to begin with")
     else:
+        fill(model, 0.0)
+        for tensor in moments:
+            tensor.set_value(paddle.zeros_like(tensor))
         manager.save(step, model=model, optimizer=optimizer)
         manager.wait()
     if moment:
