@@ -123,7 +123,10 @@ _FORWARD = {
 def of_data(what: str, replica: int) -> str:
     """Says what is wrong with samples."""
     if what == "other samples":
-        return f"replica {replica} reads samples that the twin does not read in this step"
+        return (
+            f"replica {replica} reads samples that the twin does not read in this step: its "
+            "sampler is wrong, or the script needs to know that it runs on one device (--twin)"
+        )
     return f"replica {replica} reads {what}: the sampler does not know of the replicas"
 
 
@@ -253,7 +256,8 @@ def of_reduction(
     if ratio is not None and abs(ratio - 1) > 1e-3:
         times = f"{ratio:.4g} times"
         if shared:
-            return "pp", f"{times} the gradient: that of the tied weight is counted twice"
+            how = "counted twice" if ratio > 1 else "averaged over its stages and not added up"
+            return "pp", f"{times} the gradient: that of the tied weight is {how}"
         axis = next(
             (a for a in (*axes, *degrees) if abs(degrees.get(a, 1) - max(ratio, 1 / ratio)) < 1e-2),
             axes[0] if axes else "",

@@ -83,7 +83,7 @@ class Feed:
         place = Meaning(step, "optimizer input", "", part="learning rate")
         rate, value = learning_rate_of(optimizer), self._job.ranks[0].tensors.get(place)
         if value is not None and isinstance(rate, paddle.optimizer.lr.LRScheduler):
-            rate.last_lr = float(value)
+            rate.last_lr = value.item()
 
     def batch(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
         """Returns the samples of all replicas where the script gives the twin those of one."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
@@ -14,6 +15,7 @@ from fleetpipe.locator import record
 from fleetpipe.locator.collecting import collecting
 from fleetpipe.locator.command import _ended
 from fleetpipe.locator.recorder import Finished, Recorder
+from fleetpipe.locator.twin import Feed
 
 nn: Any = paddle.nn
 
@@ -47,6 +49,17 @@ def test_what_comes_to_experts_of_one_rank_is_no_replicas(tmp_path: Path) -> Non
     rank = _recorded(model, tmp_path)
     assert {p.name for p in rank.of(0, "forward")} == {"0", ""}
     assert "1.0.weight" in rank.names(0, "reduction")
+
+
+def test_a_twin_that_reads_on_has_the_rate_of_the_job(tmp_path: Path) -> None:
+    here = record.RankTensors(0, {})
+    place = record.Meaning(0, "optimizer input", "", part="learning rate")
+    here.tensors[place] = np.asarray(0.25)
+    record.write(tmp_path, here, {"dp": 2}, 0)
+    scheduler = paddle.optimizer.lr.StepDecay(0.5, step_size=1)
+    optimizer = paddle.optimizer.SGD(scheduler, parameters=nn.Linear(1, 1).parameters())
+    Feed(tmp_path, perturbed=False).rate(0, optimizer)
+    assert optimizer.get_lr() == 0.25
 
 
 def test_a_run_without_a_step_is_ended_at_its_limit(tmp_path: Path) -> None:
