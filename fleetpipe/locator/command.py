@@ -76,6 +76,10 @@ def located(options: argparse.Namespace) -> tuple[Location | None, int]:
         _start(options, setting, "the twin")
         twin = record.read(home / TWIN)
         steps = min(job.steps, twin.steps)
+        if steps < job.steps:
+            sys.stderr.write(
+                f"fleetpipe: the twin ends after {steps} of the job's {job.steps} steps\n"
+            )
         if options.record is None and first_difference(job, twin) is None:
             return None, steps
         moved = home / PERTURBED

@@ -11,9 +11,10 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.locator import record
+from fleetpipe.locator import command, record
 from fleetpipe.locator.collecting import collecting
 from fleetpipe.locator.command import _ended
+from fleetpipe.locator.options import Setting
 from fleetpipe.locator.recorder import Finished, Recorder
 from fleetpipe.locator.twin import Feed
 
@@ -60,6 +61,21 @@ def test_a_twin_that_reads_on_has_the_rate_of_the_job(tmp_path: Path) -> None:
     optimizer = paddle.optimizer.SGD(scheduler, parameters=nn.Linear(1, 1).parameters())
     Feed(tmp_path, perturbed=False).rate(0, optimizer)
     assert optimizer.get_lr() == 0.25
+
+
+def test_steps_that_the_twin_lacks_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(_: object, setting: Setting, what: str) -> None:
+        for step in range(2 if what == "the job" else 1):
+            here = record.RankTensors(0, {})
+            place = record.Meaning(step, "update", "weight", part="parameter")
+            here.tensors[place] = np.ones(2)
+            record.write(Path(setting.folder), here, {}, step)
+
+    monkeypatch.setattr(command, "_start", start)
+    assert command.locate("train.py", log_dir=tmp_path) is None
+    assert "after 1 of the job's 2 steps" in capsys.readouterr().err
 
 
 def test_a_run_without_a_step_is_ended_at_its_limit(tmp_path: Path) -> None:
