@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import paddle
 import pytest
 
 from fleetpipe.job.job import current_job
@@ -20,6 +21,8 @@ _spec.loader.exec_module(NOTEBOOK)
 CELLS = json.loads(NOTEBOOK.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 #: A loss to four digits, and what stages cost: other processors, and versions of Paddle, differ.
 OF_THIS_MACHINE = {"cell-12", "cell-16"}
+#: A table with the name of a function, which is ``_tanh`` on 2.6.2.
+OF_THIS_VERSION = {"cell-6"} if paddle.__version__.startswith("2.") else set()
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 
@@ -46,7 +49,7 @@ def test_the_cells_run_in_their_order(
             ["".join(one["text"]) for one in each if "text" in one]
             for each in (outputs, cell["outputs"])
         )
-        if cell["id"] not in OF_THIS_MACHINE:
+        if cell["id"] not in OF_THIS_MACHINE | OF_THIS_VERSION:
             assert texts == kept, f"run .ci/notebook.py: {cell['id']} shows something else"
     text = json.dumps(shown)
     assert "losses equal to the last bit: True" in text
