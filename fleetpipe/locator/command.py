@@ -76,15 +76,24 @@ def located(options: argparse.Namespace) -> tuple[Location | None, int]:
         _start(options, setting, "the twin")
         twin = record.read(home / TWIN)
         steps = min(job.steps, twin.steps)
-        if steps < job.steps:
-            sys.stderr.write(
-                f"fleetpipe: the twin ends after {steps} of the job's {job.steps} steps\n"
-            )
-        if options.record is None and first_difference(job, twin) is None:
-            return None, steps
-        moved = home / PERTURBED
-        _start(options, setting._replace(folder=str(moved), perturbed=True), "the twin")
-        return first_difference(job, twin, record.read(moved)), steps
+        finding = first_difference(job, twin)
+        if finding is not None or options.record is not None:
+            moved = home / PERTURBED
+            _start(options, setting._replace(folder=str(moved), perturbed=True), "the twin")
+            finding = first_difference(job, twin, record.read(moved))
+        if finding is None and steps < job.steps:
+            raise _ended_early(steps, job.steps)
+        return finding, steps
+
+
+def _ended_early(steps: int, of_job: int) -> UsageError:
+    """Says that some steps were not compared, and that nothing differs in the others."""
+    return UsageError(
+        f"the twin ends after {steps} of the job's {of_job} steps; nothing differs in these",
+        cause="it trains with the samples of all replicas, and the script reads a fixed number",
+        fix="say how the script reads all of them on one device, with --twin or "
+        f"--twin-arguments, or compare --steps {steps}",
+    )
 
 
 def locate(

@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
+from fleetpipe.errors import UsageError
 from fleetpipe.locator import command, record
 from fleetpipe.locator.collecting import collecting
 from fleetpipe.locator.command import _ended
@@ -63,8 +64,8 @@ def test_a_twin_that_reads_on_has_the_rate_of_the_job(tmp_path: Path) -> None:
     assert optimizer.get_lr() == 0.25
 
 
-def test_steps_that_the_twin_lacks_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_steps_that_the_twin_lacks_are_no_equal_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(_: object, setting: Setting, what: str) -> None:
         for step in range(2 if what == "the job" else 1):
@@ -74,8 +75,8 @@ def test_steps_that_the_twin_lacks_are_told(
             record.write(Path(setting.folder), here, {}, step)
 
     monkeypatch.setattr(command, "_start", start)
-    assert command.locate("train.py", log_dir=tmp_path) is None
-    assert "after 1 of the job's 2 steps" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="after 1 of the job's 2 steps"):
+        command.locate("train.py", log_dir=tmp_path)
 
 
 def test_a_run_without_a_step_is_ended_at_its_limit(tmp_path: Path) -> None:
