@@ -238,7 +238,7 @@ def read_text(
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise source.refused(str(path), expected="a file of JSON", got=str(error)) from error
+        raise source.refused(str(path), expected="a readable file", got=str(error)) from error
     try:
         return build(text)
     except FleetPipeError as error:

@@ -22,7 +22,7 @@ CELLS = json.loads(NOTEBOOK.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 #: A loss to four digits, and what stages cost: other processors, and versions of Paddle, differ.
 OF_THIS_MACHINE = {"cell-12", "cell-16"}
 #: A table with the name of a function, which is ``_tanh`` on 2.6.2.
-OF_THIS_VERSION = {"cell-6"} if paddle.__version__.startswith("2.") else set()
+OF_THIS_VERSION: set[str] = {"cell-6"} if paddle.__version__.startswith("2.") else set()
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 
