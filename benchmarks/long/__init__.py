@@ -1,0 +1,1 @@
+"""Benchmarks that take longer than all others together."""
