@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-libraries test-libraries-short test-models test-next benchmarks benchmarks-short types lint clean distclean
+.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-libraries test-libraries-short test-models test-next benchmarks benchmarks-short release types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # Where an environment has its programs: on Windows, make and bash are those of Git's shell.
@@ -31,6 +31,7 @@ help:
 	@echo 'make test-next  what the newest Paddle of PyPI would break: a report that never fails'
 	@echo 'make benchmarks  every benchmark: a table and a JSON, within 40 minutes of an idle machine'
 	@echo 'make benchmarks-short  those of the GPT under three schedules, and of plans: five minutes'
+	@echo 'make release   the wheel and the source archive in dist, tried in empty environments'
 	@echo 'make docs      the documentation as a site, in build/site'
 	@echo 'make lint      ruff alone;  make types: mypy alone'
 	@echo 'make test-fast: the tests of make check, all that Windows runs;  make test-all: those of make test'
@@ -154,6 +155,10 @@ test-models: .venv/.installed
 benchmarks benchmarks-short: .venv/.installed
 	.venv/$(BIN)/python benchmarks/run.py $(if $(filter %-short,$@),--short) \
 	    $(if $(PEER),--peer $(PEER))
+
+# The wheel and the source archive, as strangers install them, with each Python on the PATH.
+release: .venv/.installed
+	.venv/$(BIN)/python -m tests.packaging.release --extras
 
 clean:
 	rm -rf build demo dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -27,7 +27,7 @@ ONCE: dict[str, tuple[str, ...]] = {
     ),
     "reads the repository's files or builds its packages": (
         *("test_environment.py", "test_errors.py", "test_house.py", "test_kubernetes.py"),
-        *("test_packaging.py", "test_repository.py", "style", "paddle_api/test_private_names.py"),
+        *("packaging", "test_repository.py", "style", "paddle_api/test_private_names.py"),
     ),
     "checks what tests are started with, and every started test uses": (
         *("test_forking.py", "test_launching.py", "test_systems.py"),

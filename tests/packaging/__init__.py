@@ -1,0 +1,1 @@
+"""Tests of what users install, and the trial of a release."""
