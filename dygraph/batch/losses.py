@@ -163,13 +163,14 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
     except Exception as error:
         if derivatives.is_refusal(error):
             raise derivatives.refusal(error, "the loss function", output) from error
+        head = "; behind a VocabularyHead, one that begins with vocabulary_cross_entropy"
         raise BoundaryError(
             "the loss function cannot take the model's output and the label",
             where="last stage",
             got=f"output {outline(output)}; label {outline(label)}",
             cause=reason(error),
             fix="give labels of the shape and dtype that loss_fn(output, label) takes, or another "
-            "loss_fn",
+            "loss_fn" + head * isinstance(output, tuple),
         ) from error
     # Not loss.size: Paddle asks NumPy for that, which takes as long as the loss of a small model.
     if isinstance(loss, paddle.Tensor) and math.prod(loss.shape) == 1:

@@ -202,6 +202,16 @@ def test_a_loss_of_whole_logits_is_refused(loss: Any) -> None:
         pipeline(layers(), loss_fn=loss)
 
 
+def test_a_loss_of_ones_own_of_whole_logits_is_told_what_to_use() -> None:
+    def own(output: Any, label: Any) -> Any:
+        return nn.functional.cross_entropy(output, label)
+
+    with job(pp=2, micro_batches=MICRO_BATCHES):
+        model = pipeline(layers(), loss_fn=own)
+        with pytest.raises(BoundaryError, match="begins with vocabulary_cross_entropy"):
+            model.eval_batch(batch(), compute_loss=True)
+
+
 def test_wrong_uses_of_the_loss_are_refused() -> None:
     with pytest.raises(ConfigError, match="no bias"):
         VocabularyHead(2, 3, tied="words", bias_attr=None)
