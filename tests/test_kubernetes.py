@@ -215,4 +215,4 @@ def test_ray_has_a_place_for_every_rank_and_its_pods_are_alike() -> None:
 @pytest.mark.parametrize("name", [PADDLE, RAY])
 def test_the_page_shows_the_manifests(name: str) -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
-    assert f"```yaml\n{(FOLDER / name).read_text(encoding='utf-8')}```" in page
+    assert f'```yaml\n--8<-- "{(FOLDER / name).relative_to(ROOT).as_posix()}"\n```' in page
